@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
+import amqp
 import celery
+from celery.result import AsyncResult
 from kombu import Connection
 from kombu.transport import pyamqp
 
@@ -20,7 +27,9 @@ from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
-from celery_rabbitdelay.app.settings import PREFIX, Settings
+from celery_rabbitdelay.app.sending.task_messages import function_to_send
+from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
+from celery_rabbitdelay.app.settings import PREFIX, Settings, checked
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
 from celery_rabbitdelay.levels.delay import (
     TAKES_INSTANT,
@@ -43,6 +52,9 @@ logger = logging.getLogger(__name__)
 #: for which it is tried again if its queue does not take it.
 REGISTRY_MARGIN: Final = 3600.0
 
+#: How many coroutines send at the same time, each in a thread, if ``broker_pool_limit`` says none.
+MAX_THREADS: Final = 10
+
 
 class RabbitDelay(WaitingTasks):
     """``app.rabbitdelay``: the delay levels of one application.
@@ -57,7 +69,9 @@ class RabbitDelay(WaitingTasks):
     def __init__(self, app: celery.Celery) -> None:
         self.app = app
         self.recorder = Metrics()
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_loop = False
+        #: By process: threads do not survive a fork.
+        self._threads: dict[int, ThreadPoolExecutor] = {}
 
     @cached_property
     def settings(self) -> Settings:
@@ -160,8 +174,26 @@ class RabbitDelay(WaitingTasks):
             self._has_warned = True
             logger.warning("A delay is treated as Celery's own countdown: %s.", why)
 
+    def warn_blocked_loop(self, seconds: float) -> None:
+        """Log once that a send has blocked this thread's event loop, if there is one, for long.
+
+        Args:
+            seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
+        """
+        with suppress(RuntimeError):
+            loop = asyncio.get_running_loop()
+            if not self._has_warned_of_loop and seconds >= loop.slow_callback_duration:
+                self._has_warned_of_loop = True
+                logger.warning(
+                    "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
+                    "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
+                    seconds,
+                )
+
     def close(self) -> None:
         """Close the connections of the pool."""
+        if threads := self._threads.pop(os.getpid(), None):
+            threads.shutdown(wait=False)
         if "pool" in self.__dict__:
             self.pool.close()
         if "registry" in self.__dict__:
@@ -205,6 +237,90 @@ class RabbitDelay(WaitingTasks):
             declare(connection, self.topology)
         else:
             check_complete(connection, self.topology)
+
+    def check(self, timeout: float = 1.0) -> None:
+        """Raise if a delayed task could not be sent now, for the readiness of a web server.
+
+        Connects like a send and publishes a message that reaches no queue: RabbitMQ has to answer
+        in time, and must not block publishers. It does not look into the levels' queues. With
+        ``rabbitdelay_declare = "never"``, the levels have to exist; otherwise, the first send
+        declares them. A broker that is not RabbitMQ is only connected to.
+
+        Args:
+            timeout: Seconds that it may take.
+
+        Raises:
+            PublishError: A send would raise the same.
+            NoPublisherFree: All connections of the pool were in use for all of that time.
+            TopologyIncomplete: The levels do not exist, and must not be declared.
+        """
+        if not self.available:
+            with self.app.connection_for_write(connect_timeout=timeout) as connection:
+                connection.ensure_connection(max_retries=1)
+            return
+        began, marker = time.monotonic(), self.topology.identity.marker.name
+        complete = partial(check_complete, topology=self.topology, by_marker=True)
+        with (
+            self.publisher(timeout=timeout) as publisher,
+            # No queue is bound to this exchange. It may be missing, and a producer needs no
+            # permission for it.
+            suppress(exceptions.MessageReturned, exceptions.MessageNotPermitted),
+        ):
+            publisher.publish(
+                # RabbitMQ holds a message back, if it blocks publishers, only for its body.
+                amqp.Message(b"check"),
+                lambda: (marker, ""),
+                timeout=max(timeout - (time.monotonic() - began), MIN_TIMEOUT),
+                resends=1,  # an idle connection may be lost
+                declare=complete if self.settings.declare == "never" else None,
+            )
+
+    async def send(
+        self,
+        task: celery.Task[Any, Any] | str,
+        args: Any = None,
+        kwargs: Any = None,
+        **options: Any,
+    ) -> AsyncResult[Any]:
+        """Send a task from a coroutine: ``apply_async`` in a thread; the event loop goes on.
+
+        As many run at the same time as ``broker_pool_limit`` says; further ones wait for a thread,
+        and the wait counts towards the timeout. If this is cancelled before a thread has begun,
+        nothing is sent. After that, the thread goes on, and the task may arrive.
+
+        Args:
+            task: The task, or its name.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            **options: Further options of ``apply_async``: ``delay``, ``task_id``, ``queue``, ...
+
+        Raises:
+            NoPublisherFree: No thread was free within the timeout. Nothing was sent.
+            Exception: What ``apply_async`` raises.
+        """
+        timeout = options.get("confirm_timeout")
+        timeout = self.settings.confirm_timeout if timeout is None else timeout
+        deadline = time.monotonic() + checked("confirm_timeout", timeout)
+
+        def send() -> AsyncResult[Any]:
+            left = max(deadline - time.monotonic(), MIN_TIMEOUT)
+            given = {**options, "confirm_timeout": left}
+            result: AsyncResult[Any] = function_to_send(self.app, task)(args, kwargs, **given)
+            return result
+
+        limit, process = self.app.conf.broker_pool_limit or MAX_THREADS, os.getpid()
+        if process not in self._threads:
+            threads = ThreadPoolExecutor(limit, "rabbitdelay-send")
+            self._threads.setdefault(process, threads)
+        work = self._threads[process].submit(copy_context().run, send)
+        sending = asyncio.wrap_future(work)
+        try:
+            await asyncio.wait([sending], timeout=timeout)
+            if not sending.done() and work.cancel():
+                raise exceptions.NoPublisherFree(limit, timeout)
+            return await sending
+        finally:
+            sending.cancel()
 
     def send_many(
         self,

@@ -74,6 +74,7 @@ class DelayedProducer(Producer):
 
     Attributes:
         says: What else the headers of each message say: fields of :class:`.DelayHeaders`.
+        reconnects: As :meth:`Publisher.publish` takes it.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class DelayedProducer(Producer):
         self.signing_keys = signing_keys
         self.max_message_bytes = max_message_bytes
         self.says: Mapping[str, Any] = {}
+        self.reconnects: int | None = None
 
     def publish_delayed(
         self,
@@ -173,6 +175,7 @@ class DelayedProducer(Producer):
             timeout=self.timeout,
             resends=resends,
             backoff=backoff,
+            reconnects=self.reconnects,
             **self.declarations(delayed.queue, declare),
         )
 

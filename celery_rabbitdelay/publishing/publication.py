@@ -111,6 +111,9 @@ class PublishPolicy(NamedTuple):
         backoff: Seconds before the first resend, the step by which they grow, and their maximum.
         window: How many messages may be in flight.
         jitter: The part of a pause, from 0 to 1, that is random: it may be shorter by so much.
+        reconnects: Maximum further attempts to connect after one that failed; all of them together
+            then take no longer than the connection's ``connect_timeout``. None: no limit but
+            ``resends`` and the timeout.
     """
 
     timeout: float = TIMEOUT
@@ -118,6 +121,7 @@ class PublishPolicy(NamedTuple):
     backoff: tuple[float, float, float] = BACKOFF
     window: int = WINDOW
     jitter: float = JITTER
+    reconnects: int | None = None
 
     def pause(self, attempt: int) -> float:
         """Return the seconds to wait before a resend, counted from 1."""

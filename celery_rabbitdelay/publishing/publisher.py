@@ -5,6 +5,7 @@ The connection is opened when needed, and dropped when in doubt.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -95,6 +96,7 @@ class Publisher:
         timeout: float = TIMEOUT,
         resends: int | None = RESENDS,
         backoff: tuple[float, float, float] = BACKOFF,
+        reconnects: int | None = None,
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
     ) -> None:
@@ -113,6 +115,8 @@ class Publisher:
                 connection was lost; None for as often as the time allows.
             backoff: Seconds before the first resend, the step by which they grow, their maximum; up
                 to a quarter of each is left out at random.
+            reconnects: How often connecting is tried again after it failed, within the connection's
+                ``connect_timeout``; None for as often as ``resends`` and the time allow.
             declare: Called with each new connection, and at least once, to declare what is missing.
             redeclare: Called once if no queue takes the message or its exchange does not exist; the
                 message is then sent once more.
@@ -130,7 +134,7 @@ class Publisher:
             PublishError: AMQP cannot encode one of the message's headers or properties.
         """
         publication = Publication.of(message, address)
-        policy = PublishPolicy(timeout, resends, backoff)
+        policy = PublishPolicy(timeout, resends, backoff, reconnects=reconnects)
         try:
             self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         finally:
@@ -260,6 +264,9 @@ class _Run:
         )
         self._losses = 0
         self._lost_at = 0.0
+        #: Failed attempts to connect, one after the other, and when to give up.
+        self._unreached = 0
+        self._reach_by = math.inf
 
     def _next(self) -> Publication | None:
         publication = next(self._publications, None)
@@ -301,11 +308,18 @@ class _Run:
 
     def _open(self) -> ConfirmChannel:
         """Return a channel on a connection where everything is declared."""
-        deadline = self._loop.next_waiting.deadline
+        if self._policy.reconnects is not None and not self._unreached:
+            limit = self._publisher.connection.connect_timeout or CONNECT_TIMEOUT
+            self._reach_by = time.monotonic() + limit
+        deadline = min(self._loop.next_waiting.deadline, self._reach_by)
         try:
             channel = self._publisher.channel(deadline, self._loop.settled)
         except AccessRefused as refused:
             raise self._lost(refused) from refused
+        except self._publisher.connection.connection_errors:
+            self._unreached += 1
+            raise
+        self._unreached, self._reach_by = 0, math.inf
         self._loop.use(channel)
         if self._declare is not None:
             self._call(self._declare)
@@ -364,9 +378,11 @@ class _Run:
         if self._loop.last_settled > self._lost_at:
             self._losses = 0
         self._losses += 1
-        pause = self._policy.pause(self._losses)
-        late = time.monotonic() + pause >= self._loop.next_waiting.deadline
-        if self._policy.is_over(self._losses) or late:
+        pause = self._policy.pause(self._unreached or self._losses)
+        late = time.monotonic() + pause >= min(self._loop.next_waiting.deadline, self._reach_by)
+        reconnects = self._policy.reconnects
+        is_unreachable = reconnects is not None and self._unreached > reconnects
+        if self._policy.is_over(self._losses) or is_unreachable or late:
             self._fail_all_and_raise(error or self._lost(cause), cause)
         self._lost_at = time.monotonic()
         self._loop.count_resends(sent)

@@ -98,6 +98,8 @@ def make_app(part: Part) -> Celery:
         "task_acks_late": True,
         "task_reject_on_worker_lost": True,
         "broker_connection_retry_on_startup": True,
+        # Nobody waits for these producers.
+        "task_publish_retry_policy": {"max_retries": None},
         "worker_hijack_root_logger": False,
         "rabbitdelay_prefix": PREFIX,
         **part.settings,

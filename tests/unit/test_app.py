@@ -88,7 +88,7 @@ def test_what_is_no_eta_is_named_with_an_example(remind: Any, eta: Any) -> None:
         (lambda app: app.rabbitdelay.cancel("a", key="b"), "not 'a' and 'b'", "key='order:7'"),
         (lambda app: app.rabbitdelay.cancel(), "not none", "key='order:7'"),
         (lambda app: app.rabbitdelay.postpone("a"), "neither was given", "delay=60"),
-        (lambda app: checked_row(SEVEN), "row 'seven'", '{"args": [7], "delay": 60}'),
+        (lambda app: checked_row(SEVEN), "row 'seven'", '{"args": [7], "delay": 3600}'),
     ],
 )
 def test_a_refusal_says_what_was_given_and_gives_an_example(

@@ -38,5 +38,5 @@ def test_resends_are_counted_if_a_number_is_given(resends: int | None, over: lis
 
 
 def test_by_default_only_the_time_is_a_limit() -> None:
-    assert PublishPolicy() == (30.0, None, (0.0, 0.2, 1.0), 1000, 0.25)
+    assert PublishPolicy() == (30.0, None, (0.0, 0.2, 1.0), 1000, 0.25, None)
     assert not PublishPolicy().is_over(10_000)

@@ -50,6 +50,25 @@ def test_retries_count_if_somebody_gave_them(settings: Any, options: Any, resend
 
 
 @pytest.mark.parametrize(
+    ("settings", "options", "reconnects"),
+    [
+        ({}, {}, 3),
+        ({}, {"retry_policy": {"interval_max": 5}}, 3),
+        ({}, {"retry_policy": {"max_retries": 7}}, None),
+        ({"task_publish_retry_policy": {"interval_max": 0.2}}, {}, None),
+    ],
+)
+def test_nobody_s_retries_count_for_connecting(
+    settings: Any, options: Any, reconnects: Any
+) -> None:
+    app = app_with(**settings)
+    merged = {**app.conf.task_publish_retry_policy, **options.get("retry_policy", {})}
+    resending = Resending.of(app, options)
+    assert resending.reconnects(merged) == reconnects
+    assert resending._replace(in_task=True).reconnects(merged) is None
+
+
+@pytest.mark.parametrize(
     ("settings", "options"),
     [({"task_publish_retry": False}, {}), ({}, {"retry": False}), ({}, {})],
     ids=["setting off", "option off", "Celery says so"],

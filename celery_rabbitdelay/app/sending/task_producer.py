@@ -29,10 +29,12 @@ class Resending(NamedTuple):
             ``task_publish_retry``.
         is_counted: Whether somebody has given a number of retries: the caller in ``retry_policy``,
             or ``task_publish_retry_policy``, if it is not Celery's default.
+        in_task: Whether a worker's task sends it, for which nobody waits.
     """
 
     is_on: bool
     is_counted: bool
+    in_task: bool
 
     @classmethod
     def of(cls, app: celery.Celery, options: Mapping[str, Any]) -> Resending:
@@ -48,6 +50,7 @@ class Resending(NamedTuple):
             bool(app.conf.task_publish_retry if retry is None else retry),
             configured != DEFAULTS["task_publish_retry_policy"]
             or "max_retries" in (options.get("retry_policy") or {}),
+            app.current_worker_task is not None,
         )
 
     def resends(self, retry: bool, policy: Mapping[str, Any]) -> int | None:
@@ -63,6 +66,18 @@ class Resending(NamedTuple):
             return RESENDS if uses_the_time else 0
         resends: int | None = policy.get("max_retries") if self.is_counted else RESENDS
         return resends
+
+    def reconnects(self, policy: Mapping[str, Any]) -> int | None:
+        """Return the maximum of further attempts to connect; None for no limit of their own.
+
+        Connecting fails as fast as in Celery, for the sake of web requests.
+
+        Args:
+            policy: As for :meth:`resends`.
+        """
+        has_own = self.is_counted or self.in_task
+        reconnects: int | None = None if has_own else policy.get("max_retries")
+        return reconnects
 
     @staticmethod
     def backoff(policy: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -142,6 +157,7 @@ class DelayedTaskProducer(DelayedProducer):
         given = options.pop("confirm_timeout", None)
         timeout = self._settings_timeout if given is None else checked("confirm_timeout", given)
         self.timeout = max(timeout - self._waited, MIN_TIMEOUT)
+        self.reconnects = self._resending.reconnects(policy)
         options.pop("timeout", None)
         began = time.monotonic()
         try:

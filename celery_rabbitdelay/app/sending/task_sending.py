@@ -106,7 +106,11 @@ class TaskSending:
         if due.is_past and not any(self._given.values()):
             return self._send_by_celery()
         # Also without a delay: behind the levels, the registry is asked about it.
-        return self._send_into_levels(due, wanted)
+        began = time.monotonic()
+        try:
+            return self._send_into_levels(due, wanted)
+        finally:
+            self.app.rabbitdelay.warn_blocked_loop(time.monotonic() - began)
 
     def _refuse_registry_options(self, why: str) -> None:
         for name, value in self._given.items():

@@ -1,0 +1,264 @@
+"""Sending from a web request: from coroutines, without holding up the others; and readiness."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import httpx
+import pytest
+from celery.signals import before_task_publish
+from fastapi import FastAPI, HTTPException
+from kombu import Connection
+
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
+    NoPublisherFree,
+    PublishError,
+    TopologyIncomplete,
+)
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.arrivals import count, take
+from tests.integration.publishing import GRACE, TIMEOUT
+from tests.integration.shop import PATIENCE
+from tests.integration.trouble import alarm, suspended, user
+
+Trouble = Callable[[RabbitMQServer], AbstractContextManager[None]]
+
+
+def web_of(shop: Any) -> FastAPI:
+    """A web server as the documentation writes it."""
+    web = FastAPI()
+
+    @web.post("/orders/{order}")
+    async def place(order: int) -> str:
+        try:
+            result = await shop.rabbitdelay.send(
+                shop.tasks["look"], (order,), delay=0.3, confirm_timeout=TIMEOUT
+            )
+        except PublishError as error:
+            raise HTTPException(503, f"may have arrived: {error.may_have_arrived}") from error
+        return str(result.id)
+
+    @web.get("/alive")
+    async def alive() -> None:
+        return None
+
+    @web.get("/ready")
+    def ready() -> None:
+        try:
+            shop.rabbitdelay.check()
+        except PublishError as error:
+            raise HTTPException(503, str(error)) from error
+
+    return web
+
+
+def test_a_request_that_meets_a_frozen_broker_holds_up_no_other(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+
+    async def requests(client: httpx.AsyncClient) -> list[str]:
+        first = await client.post("/orders/1")
+        assert (await client.get("/ready")).is_success
+        with suspended(private_rabbitmq):
+            placing = asyncio.create_task(client.post("/orders/2"))
+            answered = 0
+            while not placing.done():
+                assert (await client.get("/alive")).is_success
+                answered += 1
+                await asyncio.sleep(0)
+            assert answered > 10
+            assert placing.result().status_code == 503
+            assert placing.result().json() == {"detail": "may have arrived: True"}
+            assert (await client.get("/ready")).status_code == 503
+        last = await client.post("/orders/3")
+        assert (await client.get("/ready")).is_success
+        return [first.json(), last.json()]
+
+    async def serve() -> list[str]:
+        transport = httpx.ASGITransport(app=web_of(shop))
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            return await requests(client)
+
+    confirmed = asyncio.run(serve())
+    default = shop.amqp.queues[f"{prefix}.default"]
+    with Connection(private_rabbitmq.url) as connection:
+        # The second one was written before it failed, and so it is there.
+        found = take(connection, [default], 3)
+    ids = [arrival.message.headers["id"] for arrival in found]
+    assert [ids[0], ids[-1]] == confirmed
+
+
+def test_a_send_that_is_cancelled_before_its_thread_has_begun_sends_nothing(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, broker_pool_limit=1)
+    look, delays = shop.tasks["look"], shop.rabbitdelay
+    publishing = []
+
+    def note(headers: dict[str, Any], **signal: Any) -> None:
+        publishing.append(headers["id"])
+
+    async def cancelled() -> None:
+        await delays.send(look, delay=0.1, task_id="first")
+        with suspended(private_rabbitmq):
+            begun = asyncio.create_task(delays.send(look, delay=0.1, task_id="begun"))
+            waits = asyncio.create_task(delays.send(look, delay=0.1, task_id="waits"))
+            while "begun" not in publishing:
+                await asyncio.sleep(0.01)
+            for each in (begun, waits):
+                each.cancel()
+            done, _ = await asyncio.wait([begun, waits], timeout=1)
+            assert {each.cancelled() for each in done} == {True}
+            assert len(done) == 2
+        await delays.send(look, delay=0.1, task_id="last")
+
+    before_task_publish.connect(note)
+    try:
+        asyncio.run(cancelled())
+    finally:
+        before_task_publish.disconnect(note)
+    with Connection(private_rabbitmq.url) as connection:
+        found = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 3)
+        ids = [arrival.message.headers["id"] for arrival in found]
+        assert sorted(ids) == ["begun", "first", "last"]
+        assert not count(connection, f"{prefix}.default")
+
+
+def test_a_send_that_finds_no_thread_in_time_is_not_sent(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, broker_pool_limit=1)
+    look, delays = shop.tasks["look"], shop.rabbitdelay
+
+    async def crowded() -> list[Any]:
+        await delays.send(look, delay=0.1)
+        with suspended(private_rabbitmq):
+            sends = [
+                delays.send(look, delay=0.1, confirm_timeout=seconds)
+                for seconds in (TIMEOUT, TIMEOUT / 4, TIMEOUT / 4)
+            ]
+            return await asyncio.gather(*sends, return_exceptions=True)
+
+    errors = asyncio.run(crowded())
+    assert [type(each) for each in errors] == [ConfirmTimeout, NoPublisherFree, NoPublisherFree]
+
+
+def test_a_send_of_a_coroutine_is_a_send_like_any_other(shop: Any, broker_url: str) -> None:
+    async def send() -> list[str]:
+        by_task = await shop.rabbitdelay.send(shop.tasks["note"], (1,), {"key": "a"}, delay=0.1)
+        by_name = await shop.rabbitdelay.send("note", (1,), {"key": "a"}, countdown=0.1)
+        at_once = await shop.rabbitdelay.send("note", (1,), {"key": "a"})
+        with pytest.raises(TypeError, match="countdown"):
+            await shop.rabbitdelay.send("note", delay=1, countdown=1)
+        return [by_task.id, by_name.id, at_once.id]
+
+    ids = asyncio.run(send())
+    with Connection(broker_url) as connection:
+        default = shop.amqp.queues[shop.conf.task_default_queue]
+        found = take(connection, [default], 3)
+    assert sorted(each.message.headers["id"] for each in found) == sorted(ids)
+    assert all(each.body[:2] == [[1], {"key": "a"}] for each in found)
+
+
+def test_one_warning_says_that_apply_async_blocks_an_event_loop(
+    shop: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    look = shop.tasks["look"]
+
+    async def send(*, is_long: bool) -> None:
+        asyncio.get_running_loop().slow_callback_duration = 0 if is_long else PATIENCE
+        look.apply_async(delay=0.1)
+
+    with caplog.at_level(logging.WARNING):
+        look.apply_async(delay=0.1)
+        asyncio.run(send(is_long=False))
+        assert not caplog.messages
+        asyncio.run(send(is_long=True))
+        asyncio.run(send(is_long=True))
+    assert ["rabbitdelay.send" in each for each in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error"),
+    [(suspended, PublishError), (alarm, ConnectionBlocked)],
+    ids=["frozen", "memory alarm"],
+)
+@pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "not connected"])
+def test_check_says_in_time_that_a_send_would_fail(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    trouble: Trouble,
+    error: type[PublishError],
+    is_connected: bool,
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    if is_connected:
+        shop.rabbitdelay.check()
+    with trouble(private_rabbitmq):
+        began = time.monotonic()
+        with pytest.raises(error):
+            shop.rabbitdelay.check()
+        assert time.monotonic() - began < GRACE
+
+    def is_ready() -> bool:
+        with suppress(PublishError):
+            shop.rabbitdelay.check()
+            return True
+        return False
+
+    wait_for(is_ready, "the end of the trouble")
+
+
+def test_check_leaves_nothing_and_needs_no_levels_that_a_send_would_declare(
+    make_shop: Callable[..., Any], connection: Connection, prefix: str
+) -> None:
+    shop = make_shop()
+    shop.rabbitdelay.check()
+    shop.tasks["look"].apply_async(delay=0.1)
+    for _ in range(3):
+        shop.rabbitdelay.check()
+    assert not count(connection, f"{prefix}.undeliverable")
+
+
+def test_check_says_that_levels_are_missing_that_operators_declare(
+    make_shop: Callable[..., Any],
+) -> None:
+    shop, declaring = make_shop(rabbitdelay_declare="never"), make_shop()
+    with pytest.raises(TopologyIncomplete):
+        shop.rabbitdelay.check()
+    with declaring.connection_for_write() as connection:
+        declaring.rabbitdelay.declare(connection)
+    shop.rabbitdelay.check()
+
+
+def test_check_needs_no_permission_that_a_producer_lacks(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
+) -> None:
+    with user(private_rabbitmq, f"{prefix}-user", "") as url:
+        private_rabbitmq.ctl(
+            "set_permissions", f"{prefix}-user", "", rf"^{prefix}\.(.+\.x[0-9]+|delivery)$", ""
+        )
+        declaring = make_shop(broker_url=private_rabbitmq.url)
+        with declaring.connection_for_write() as connection:
+            declaring.rabbitdelay.declare(connection)
+        shop = make_shop(broker_url=private_rabbitmq.url, broker_write_url=url)
+        shop.conf.rabbitdelay_declare = "never"
+        shop.rabbitdelay.check()
+        shop.rabbitdelay.check()
+        shop.close()
+
+
+def test_check_says_that_nobody_listens(make_shop: Callable[..., Any]) -> None:
+    shop = make_shop()
+    shop.conf.broker_write_url = "amqp://guest:guest@127.0.0.1:1//"
+    with pytest.raises(ConnectionLost):
+        shop.rabbitdelay.check()
