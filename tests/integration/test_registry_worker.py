@@ -279,11 +279,13 @@ def test_a_cancel_of_many_tasks_writes_no_long_line(
     rows = [noted.row(number, delay=60) for number in range(500)]
     with shop.rabbitdelay.job("many", expires=60):
         shop.rabbitdelay.send_many(shop.tasks["note"], rows, job="many", track=True)
+    waiting = [each.task_id for each in shop.rabbitdelay.pending(job="many")]
     assert shop.rabbitdelay.cancel(job="many") is Outcome.DONE
     assert shop.rabbitdelay.cancel([str(uuid4()) for _ in rows]) is Outcome.NOTED
     # Those that wait are with no worker; it is told of the others only.
     wait_for(lambda: worker.log.count("flagged as revoked") == 5, "revokes", PATIENCE)
     assert max(map(len, worker.log.splitlines())) < 5000
+    assert not any(task_id in worker.log for task_id in waiting)
 
 
 def test_an_early_task_that_the_worker_holds_asks_when_it_is_due(
