@@ -177,7 +177,7 @@ def test_a_decision_lives_on_after_it(
     assert last <= lives - KEEP_MS <= max(now_ms(), last)
 
 
-def test_a_cancel_of_a_task_of_which_nothing_waits_lives_for_a_year(
+def test_a_cancel_of_a_task_of_which_nothing_waits_lives_for_ten_years(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
     assert verdict(registry, tracked("ran")) is Verdict.RUN
