@@ -97,18 +97,20 @@ def _naive_etas() -> Iterator[datetime]:
 
 
 @pytest.fixture
-def _in_new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let this machine be in a time zone with daylight saving."""
+def _new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process be in a time zone with daylight saving; a worker in it leaves it alone."""
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "America/New_York")
         patch.delitem(vars(celerys_zone), "local", raising=False)
+        # It would set up logging and the current application for all tests of this process.
+        patch.setattr("celery.contrib.testing.worker.setup_app_for_worker", lambda *given: None)
         time.tzset()
         yield
         vars(celerys_zone).pop("local", None)
     time.tzset()
 
 
-@pytest.mark.usefixtures("_in_new_york")
+@pytest.mark.usefixtures("_new_york")
 @pytest.mark.parametrize("zone", [None, "Europe/Berlin"])
 @pytest.mark.parametrize("enable_utc", [True, False])
 def test_a_naive_eta_is_the_same_instant_as_with_plain_celery(

@@ -151,6 +151,17 @@ def test_messages_show_their_arguments_as_we_show_them(app: Any) -> None:
         assert message.headers[name] == shown, moved(f"how a message shows {name}")
 
 
+def test_a_configuration_says_what_was_set_and_how_many_sources_it_has(app: Any) -> None:
+    str(app.conf.broker_url)  # until it is needed, the configuration is another object
+    _, sources, changes = of_app.own_changes(app, "mine")
+    app.conf.mine_one = 1
+    app.conf.update(MINE_TWO=2)
+    app.add_defaults({"mine_three": 3})
+    _, more, now = of_app.own_changes(app, "mine")
+    assert (changes, now) == ({}, {"mine_one": 1, "MINE_TWO": 2}), moved("Settings.changes")
+    assert more == sources + 1, moved("Settings.maps")
+
+
 def test_a_retry_takes_its_first_arguments_in_our_order_and_rejects_what_it_cannot_send() -> None:
     first = ["self", "args", "kwargs", "exc", "throw", "eta", "countdown", "max_retries"]
     assert parameters(Task.retry)[:8] == first, moved("the order of Task.retry's arguments")
