@@ -176,7 +176,7 @@ class Grouping:
         """The milliseconds from now until a row is due; null if it has no valid due time."""
         if "eta" in self._types:
             ahead_us = F.unix_micros(F.col("eta")) - F.lit(now_ms * 1000)
-            return F.greatest(F.ceil(ahead_us / 1000), F.lit(0))
+            return _from_now_on(F.ceil(ahead_us / 1000))
         delay, kind = F.col("delay"), self._types["delay"]
         if isinstance(kind, T.DayTimeIntervalType):
             return _from_now_on(F.ceil(expressions.interval_micros(delay) / 1000))

@@ -232,6 +232,9 @@ def test_rows_without_a_valid_delay_are_left_to_python(spark: SparkSession) -> N
     items, left = written(frame)
     assert len(items) == 2
     assert len(left) == 5
+    etas = "(timestamp '2020-01-01 00:00:00'), (null)"
+    items, left = written(spark.sql(f"select array('a') args, eta from values {etas} as etas(eta)"))
+    assert (len(items), len(left)) == (1, 1)
 
 
 @pytest.mark.parametrize(
