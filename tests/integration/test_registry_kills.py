@@ -72,7 +72,7 @@ def test_a_cancelled_task_never_runs_although_all_workers_were_killed(
         results |= {"retry": retried, **{each: shop.AsyncResult(each) for each in ids}}
         for name, result in results.items():
             outcome = shop.rabbitdelay.cancel(result)
-            assert outcome is (Outcome.DONE if name == "tracked" else Outcome.UNKNOWN)
+            assert outcome is (Outcome.DONE if name == "tracked" else Outcome.NOTED)
         worker.kill()
     shop.rabbitdelay.registry.cancel([uuid4().hex for _ in range(60_000)])
     with Worker(configuration):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest import mock
 from uuid import UUID, uuid4
 
 import pytest
@@ -15,7 +16,7 @@ from celery.exceptions import TaskRevokedError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable, UnknownOption
-from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import delay, headers
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
@@ -24,6 +25,7 @@ from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker, run_celery
 from tests.redis_servers import ConfiguredRedis, SentinelSetup
+from tests.unit.clock import Clock
 
 #: Seconds; long enough for a test to do something before a task is due.
 DELAY = 2.0
@@ -65,8 +67,8 @@ def test_a_task_that_is_moved_to_earlier_twice_runs_once_and_redis_answers(
     shop: Any, worker: Worker, noted: Notes, redis: ConfiguredRedis
 ) -> None:
     result = noted.send("moved", delay=5.5, track=True)
-    for delay in (4, 1.5):
-        assert shop.rabbitdelay.postpone(result, delay=delay) is Outcome.DONE
+    for seconds in (4, 1.5):
+        assert shop.rabbitdelay.postpone(result, delay=seconds) is Outcome.DONE
     assert noted.until(5.5) == ["moved"]
     assert redis.ask("ping") == "PONG"
     assert result.state == "SUCCESS"
@@ -132,7 +134,9 @@ def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable_until_i
 ) -> None:
     settings = {"rabbitdelay_registry_keep": 60.0, "rabbitdelay_retry_for": 0}
     noted.shop = shop = serve(**settings)
-    noted.send("old", eta=datetime.now(UTC) - timedelta(hours=2), once=True)
+    sent = time.time() - 2 * 3600
+    with mock.patch.object(delay, "time", Clock(sent)):
+        noted.send("old", eta=datetime.fromtimestamp(sent, UTC), once=True)
     wait_until_waiting(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name, 1)
     assert noted.until(0.1) == []
     configured = {**configuration, **settings}
