@@ -81,7 +81,8 @@ class RabbitDelay(WaitingTasks):
             InvalidSetting: One of them is wrong.
         """
         settings = Settings.of(self.app.conf, self._namespace)
-        self._changes = own_changes(self.app, PREFIX)
+        # Of a bound method, nothing shows a password.
+        self._is_unchanged = own_changes(self.app, PREFIX).__eq__
         return settings
 
     def check_settings(self) -> None:
@@ -92,9 +93,9 @@ class RabbitDelay(WaitingTasks):
         """
         settings = self.settings
         changes = own_changes(self.app, PREFIX)
-        if changes != self._changes:
+        if not self._is_unchanged(changes):
             settings.check_unchanged(Settings.of(self.app.conf, self._namespace), self._namespace)
-            self._changes = changes
+            self._is_unchanged = changes.__eq__
 
     @property
     def _namespace(self) -> str | None:

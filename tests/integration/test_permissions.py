@@ -302,7 +302,7 @@ ACTIONS: dict[str, Callable[[Acting], object]] = {
     "worker": run_tasks,
     "basic.publish": hand_in,
     "declare": lambda acting: acting.command("declare --queues"),
-    "delete": lambda acting: acting.command("delete --yes"),
+    "delete": lambda acting: acting.command("delete --yes", "only the management API shows"),
     "status": lambda acting: acting.command("status"),
     "verify": verify_all,
     "undeliverable": bring_back,

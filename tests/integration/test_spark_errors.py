@@ -193,7 +193,7 @@ def test_a_folder_for_refused_rows_that_cannot_be_written_is_not_taken_for_a_ser
     spark: SparkSession, declared: None, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    frame = spark.sql("select array(id) args, -1D delay from range(2)")
+    frame = spark.sql("select array(id) args, double(null) delay from range(2)")
     options = {"onError": "collect", "errorsPath": (tmp_path / "file" / "folder").as_uri()}
     with pytest.raises(PySparkException, match="Not a directory") as failed:
         write_to(frame, app="tests.integration.spark_apps:good", task="look", **options)
