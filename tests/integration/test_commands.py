@@ -74,7 +74,7 @@ ADOPTING = ("adopt eta", "adopt native", "adopt nservicebus")
 SAYS = {
     **dict.fromkeys(OF_REGISTRY, "Error: the registry cannot be used: "),
     **dict.fromkeys(ADOPTING, "Error: 0 messages are moved, "),
-    **dict.fromkeys(("migrate", "transfer"), "Error: cannot reach a broker: "),
+    **dict.fromkeys(("adopt eta", "migrate", "transfer"), "Error: cannot reach a broker: "),
 }
 
 
