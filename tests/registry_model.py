@@ -91,7 +91,7 @@ def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
     """Return what is noted when a message arrives, and what becomes of it.
 
     Args:
-        record: What was noted.
+        record: The record of the task.
         message: The message.
         word: What its key and its job say: ``run``, ``later``, ``expired``, ``superseded`` or
             ``replaced``.
@@ -149,7 +149,7 @@ def cancel(record: Record, also_future: bool = True) -> tuple[Record, str]:
     """Return what is noted when a task is cancelled, and what that finds.
 
     Args:
-        record: What was noted.
+        record: The record of the task.
         also_future: Whether to note it if nothing is known of the task.
     """
     life, is_known = record.life, record.waits is not None or record.ran is not None
@@ -167,7 +167,7 @@ def postpone(record: Record, due: int, newest: int, also_future: bool = True) ->
     """Return what is noted when a task is postponed, and what that finds.
 
     Args:
-        record: What was noted.
+        record: The record of the task.
         due: The new due time; with ``earlier``, a second message has to be sent.
         newest: The order of the newest task under the key of this one.
         also_future: As for :func:`cancel`.

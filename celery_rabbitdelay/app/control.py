@@ -22,7 +22,7 @@ COMMAND: Final = "rabbitdelay_status"
 #: Beside the names of the modules: the delayed tasks that have arrived at the worker.
 ARRIVALS: Final = "tasks"
 
-#: How many tasks workers are told of at once: each writes their ids into one line of its log.
+#: The most ids in one revoke: each worker writes all of them into one line of its log.
 TOLD_AT_ONCE: Final = 100
 
 

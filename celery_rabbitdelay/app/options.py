@@ -22,7 +22,7 @@ REGISTRY_OPTIONS: Final[Mapping[str, type]] = {"key": str, "job": str, "once": b
 
 
 class SendOptions(TypedDict, total=False):
-    """What a send takes besides its time, for type checkers: our options, then Celery's."""
+    """The options of a send without those of its time, for type checkers: ours, then Celery's."""
 
     tolerance: Delay
     confirm_timeout: float

@@ -386,7 +386,7 @@ class Settings:
         """Refuse a change of the configuration, which would count in some places only.
 
         Args:
-            other: What the configuration says by now.
+            other: The settings as they stand in the configuration now.
             namespace: As for :meth:`of`.
 
         Raises:
@@ -463,7 +463,7 @@ def _layout_of(value: Any, tick: float) -> Layout:
 
 
 def _meant(name: str, namespace: str | None) -> str:
-    """Return which setting is meant by a name that is none, or else which there are."""
+    """Return the setting that an unknown name probably means, or else the list of all settings."""
     if close := get_close_matches(name, _KINDS, 1):
         return f"did you mean {_key_of(close[0], namespace)}?"
     return f"there are {', '.join(PREFIX + known for known in _KINDS)}"

@@ -1,7 +1,7 @@
 """The task base class: ``retry()`` accepts ``delay``, and raises if it cannot be published.
 
-An eager task never reaches ``send_task``, so its delay is checked here. What only type checkers
-read says what ``delay`` and our other options are for them, with celery-types and without.
+An eager task never reaches ``send_task``, so its delay is checked here. The module also declares
+``delay`` and our other options for type checkers, with celery-types and without.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ WORDS: Final = {
     Outcome.CANCELLED: "it was cancelled or superseded before",
 }
 
-#: What they add for an id.
+#: What the commands add to the outcome of an unknown id.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
 
 #: The exit status where a task has arrived already, or a job or what waits under a name is unknown.

@@ -293,7 +293,7 @@ class DelayHeaders(NamedTuple):
 
     @property
     def signed(self) -> tuple[object, ...]:
-        """What a signature covers, besides :attr:`registry`: where, when and how the message goes.
+        """What a signature covers apart from :attr:`registry`: where, when and how a message goes.
 
         They stay as they are while it waits. To add one, or to change their order, makes the
         signatures of all messages that wait invalid.

@@ -1,4 +1,4 @@
-"""What a web request sees of a broker in trouble: the milliseconds of one send, beside Celery's.
+"""How long one send in a web request takes while the broker is in trouble, beside Celery's.
 
 ``python -m tests.benchmarks.web_request`` prints a table for each trouble and way of sending. Each
 send runs in a process of its own, which is killed after a minute.
@@ -25,7 +25,7 @@ from tests.private_broker import private_broker
 #: Seconds until a send is given up.
 PATIENCE: Final = 60.0
 
-#: What the documentation recommends for a web server.
+#: The settings that the documentation recommends for a web server.
 WEB: Final = {"broker_connection_timeout": 1, "rabbitdelay_confirm_timeout": 3}
 
 #: The class of the application, its settings, and what is measured.
@@ -43,7 +43,7 @@ WAYS: Final[dict[str, tuple[type[celery.Celery], dict[str, Any], str]]] = {
 
 
 def measure(url: str, way: str, is_connected: bool, is_loaded: bool, pipe: Pipe) -> None:
-    """Send once, or again and again until a send fails, and tell how long that one took."""
+    """Send once, or again and again until a send fails, and return how long that one took."""
     cls, settings, what = WAYS[way]
 
     def act(app: Any) -> None:

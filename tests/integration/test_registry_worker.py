@@ -286,7 +286,7 @@ def test_a_cancel_of_many_tasks_writes_no_long_line(
     waiting = [each.task_id for each in shop.rabbitdelay.pending(job="many")]
     assert shop.rabbitdelay.cancel(job="many") is Outcome.DONE
     assert shop.rabbitdelay.cancel([str(uuid4()) for _ in rows]) is Outcome.NOTED
-    # Those that wait are with no worker; it is told of the others only.
+    # No worker holds the tasks that wait, so workers get a revoke for the others only.
     wait_for(lambda: worker.log.count("flagged as revoked") == 5, "revokes", PATIENCE)
     assert max(map(len, worker.log.splitlines())) < 5000
     assert not any(task_id in worker.log for task_id in waiting)

@@ -122,7 +122,7 @@ def send(any_app: celery.Celery) -> None:
 send(app)
 '''
 
-#: What celery-types says of Celery's own.
+#: The types that celery-types gives to Celery's own classes.
 OF_CELERY = """
 
 @celery.shared_task
@@ -135,7 +135,7 @@ celery.chain(remind.s(1), remind.si(2)).apply_async(delay=60)
 celery.current_app.rabbitdelay  # refused
 """
 
-#: What a user's environment has beside this package.
+#: The packages in a user's environment, apart from this one.
 INSTALLED = (celery, kombu, amqp, billiard, vine, click)
 
 Said = Mapping[int, list[str]]
