@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.entities import CHECK_IN, MODULES, QueueType
-from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import Bounds
@@ -49,12 +49,6 @@ _VALID_PREFIX: Final = re.compile(rf"(?!amq\.)[A-Za-z0-9_:.-]{{1,{MAX_PREFIX_LEN
 Declare: TypeAlias = Literal["auto", "never"]
 RegistryDown: TypeAlias = Literal["hold", "run"]
 Track: TypeAlias = Literal["none", "all"]
-
-_LAYOUTS: Final[dict[str, Callable[..., Layout]]] = {
-    "clock": clock,
-    "binary": binary,
-    "geometric": geometric,
-}
 
 
 class SettingType(NamedTuple):
@@ -93,8 +87,8 @@ def _is_prefix(value: object) -> bool:
 
 def _is_layout(value: object) -> bool:
     if isinstance(value, Mapping):
-        return value.get("name") in (*_LAYOUTS, "custom")
-    return value in _LAYOUTS if isinstance(value, str) else isinstance(value, list | tuple | Layout)
+        return value.get("name") in (*NAMED, "custom")
+    return value in NAMED if isinstance(value, str) else isinstance(value, list | tuple | Layout)
 
 
 def _is_tick(value: Any) -> bool:
@@ -459,7 +453,7 @@ def _layout_of(value: Any, tick: float) -> Layout:
     name = options.pop("name")
     if name == "custom":
         return custom(**options)
-    return _LAYOUTS[name](**{"tick": tick, **options})
+    return NAMED[name](**{"tick": tick, **options})
 
 
 def _meant(name: str, namespace: str | None) -> str:

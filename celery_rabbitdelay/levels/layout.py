@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -190,6 +190,14 @@ def geometric(
 ) -> Layout:
     """Levels of base ``factor`` each; one count of the lowest is worth ``tick`` seconds."""
     return _uniform("geometric", tick, factor, levels, zeros)
+
+
+#: The layouts that are made by a name and some options, ``tick`` first.
+NAMED: Final[Mapping[str, Callable[..., Layout]]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+}
 
 
 def custom(levels: Iterable[tuple[str, int, Delay]], zeros: Zeros = "bind") -> Layout:

@@ -8,20 +8,15 @@ a layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import InvalidLayout
 from celery_rabbitdelay.levels.delay import Delay, duration_text, milliseconds
-from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.topology import Topology
 
-_LAYOUTS: Final[Mapping[str, Callable[..., Layout]]] = {
-    "clock": clock,
-    "binary": binary,
-    "geometric": geometric,
-    "custom": custom,
-}
+_LAYOUTS: Final = {**NAMED, "custom": custom}
 
 
 def as_setting(layout: Layout) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -27,7 +27,7 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.layout import Layout, binary, clock, geometric
+from celery_rabbitdelay.levels.layout import NAMED
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.probe import PROBE_TYPE
@@ -213,13 +213,6 @@ _OPTIONS: Final = {
     "shards": "--from-shards",
 }
 
-#: The layouts that ``--from-layout`` takes by their names.
-_LAYOUTS: Final[Mapping[str, Callable[[float], Layout]]] = {
-    "clock": clock,
-    "binary": binary,
-    "geometric": geometric,
-}
-
 
 def _option(part: str, value: str) -> str:
     """Return the option that gives levels that part of their fingerprint."""
@@ -228,6 +221,6 @@ def _option(part: str, value: str) -> str:
     name = value.rpartition("-")[0]
     for tick in (0.1, 1.0, 0.01, 0.001):
         with suppress(KeyError, InvalidLayout):
-            if _LAYOUTS[name](tick).fingerprint == value:
+            if NAMED[name](tick).fingerprint == value:
                 return f"--from-layout {name} --from-tick {tick:g}"
     return f"--from-layout with the JSON of their rabbitdelay_layout, a {name!r} of other options"
