@@ -169,6 +169,7 @@ class Registry(RuleBasedStateMachine):
         for expected in self.tasks.values():
             # What was noted is gone: what was not to run may run, and not when it was to.
             expected.not_before = min(expected.not_before, time.time() - 3600)
+            expected.due = min(expected.due, expected.first_due)
             if expected.runs is False:
                 expected.runs = None
             # Nothing is known of it any more, but its message says when it was sent under its key.
