@@ -219,7 +219,7 @@ class Forwarder:
         Raises:
             PublishError: ``undeliverable`` cannot be published to.
         """
-        received, outgoing, destination = cast(_Origin, publication.subject)
+        received, outgoing, destination = cast(_Origin, publication.context)
         error = publication.error
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
@@ -270,7 +270,7 @@ class Forwarder:
         refused = undeliverable or forwarding.to_undeliverable(
             self.undeliverable, outgoing, reason, redriven
         )
-        if outgoing.is_vouched:
+        if outgoing.is_authentic:
             # The module has made it of one that it has let in, so that it may be redriven.
             refused = refused._replace(message=self.redelivery.sign(refused.message))
         try:

@@ -398,7 +398,7 @@ class ModuleConsumer:
         in_its_place = self._attempts.settled(publication)
         if in_its_place is not None:
             self._loop.send_first(in_its_place)
-        self._finish(publication.subject.received)
+        self._finish(publication.context.received)
 
     def _finish(self, received: Received) -> None:
         if received.unpacked and not received.pending:
@@ -426,4 +426,4 @@ class ModuleConsumer:
 def _as_it_came(message: amqp.Message) -> Outgoing:
     info: Any = message.delivery_info
     left = WaitingMessage.unopened(message)
-    return Outgoing(info["exchange"], info["routing_key"], left, is_vouched=False)
+    return Outgoing(info["exchange"], info["routing_key"], left, is_authentic=False)

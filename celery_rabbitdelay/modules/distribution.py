@@ -97,20 +97,20 @@ class Distribution:
         unrouted = self._queue_in_key(key)
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue = unrouted or str(headers.queue)
-            yield self._returned(received, queue)._replace(is_vouched=False)
+            yield self._returned(received, queue)._replace(is_authentic=False)
             return
-        is_vouched = self._is_vouched(received)
+        is_authentic = self._is_authentic(received)
         is_envelope = message.properties.get("content_type") == header_names.ENVELOPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
         if header_names.COMMITTED in headers.registry:
             yield from self._confirmed(received)
             return
-        one = None if is_envelope else self._outgoing(received, unrouted, is_vouched)
+        one = None if is_envelope else self._outgoing(received, unrouted, is_authentic)
         single = self.put_back(received) or one
-        found = self._unpacked(received, is_vouched) if single is None else iter([single])
+        found = self._unpacked(received, is_authentic) if single is None else iter([single])
         for outgoing in found:
-            yield outgoing if is_vouched else outgoing._replace(is_vouched=False)
+            yield outgoing if is_authentic else outgoing._replace(is_authentic=False)
 
     def _confirmed(self, message: WaitingMessage) -> Iterator[Outgoing]:
         """Tell the registry that a job was committed; while Redis is away, the note waits again."""
@@ -124,26 +124,26 @@ class Distribution:
         except RegistryUnavailable:
             yield into_levels(self.topology, message, Due.after(CONFIRM_AGAIN))
 
-    def _is_vouched(self, message: WaitingMessage) -> bool:
+    def _is_authentic(self, message: WaitingMessage) -> bool:
         """Return whether the sender of a message has shown that it has a key, if there is one.
 
         Raises:
             UnprocessableMessage: It has not, and a signature is required.
         """
-        is_vouched = self.signing_keys is None or self.signing_keys.verifies(*message)
-        if self.is_signing_required and not is_vouched:
+        is_authentic = self.signing_keys is None or self.signing_keys.verifies(*message)
+        if self.is_signing_required and not is_authentic:
             raise UnprocessableMessage(NOT_SIGNED)
-        return is_vouched
+        return is_authentic
 
     def _outgoing(
-        self, message: WaitingMessage, unrouted: str | None, is_vouched: bool
+        self, message: WaitingMessage, unrouted: str | None, is_authentic: bool
     ) -> Outgoing:
         """Return what to publish for a message that is no envelope.
 
         Args:
             message: The message.
             unrouted: The queue in its routing key, if it has not found this one.
-            is_vouched: Whether its signature is valid, if there is a key. For any other message,
+            is_authentic: Whether its signature is valid, if there is a key. For any other message,
                 nothing is signed: in the phase without required signatures, a stranger would get
                 valid ones.
         """
@@ -156,18 +156,18 @@ class Distribution:
         else:
             exchange, routing_key, left = "", headers.queue, headers.for_worker()
         sent = WaitingMessage(message.body, message.properties, _marked_if_compressed(left))
-        restored = self._signed(_with_restored_properties(sent, headers), is_vouched)
+        restored = self._signed(_with_restored_properties(sent, headers), is_authentic)
         outgoing = Outgoing(exchange, routing_key, restored)
         return self._reached(outgoing, is_unrouted=unrouted is not None)
 
-    def _signed(self, message: WaitingMessage, is_vouched: bool) -> WaitingMessage:
+    def _signed(self, message: WaitingMessage, is_authentic: bool) -> WaitingMessage:
         """Return a message, signed if its worker verifies what it says.
 
         That is where the task came from, and what the registry is asked with.
         """
         said = message.headers
         is_verified = said.queue is not None or said.early.exchange is not None or said.registry
-        if self.signing_keys is None or not (is_vouched and is_verified):
+        if self.signing_keys is None or not (is_authentic and is_verified):
             return message
         return self.signing_keys.sign(message)
 
@@ -183,7 +183,7 @@ class Distribution:
         queue, delivery = outgoing.routing_key, self.topology.delivery.name
         if is_unrouted:
             return outgoing._replace(obstacle=f"no queue {shortened(queue)} is bound to {delivery}")
-        return outgoing._replace(through=(delivery, self.topology.keys.key_without_digits(queue)))
+        return outgoing._replace(via=(delivery, self.topology.keys.key_without_digits(queue)))
 
     def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
@@ -265,7 +265,7 @@ class Distribution:
             f"it names {shortened(named)}"
         )
 
-    def _unpacked(self, message: WaitingMessage, is_vouched: bool) -> Iterator[Outgoing]:
+    def _unpacked(self, message: WaitingMessage, is_authentic: bool) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
 
         It is read twice, and never held as a whole. The first time, each message in it is checked:
@@ -287,7 +287,7 @@ class Distribution:
                     arrivals.append(Arrival.of(inner, due_ms, "", redelivered=True))
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
-        unpacked = self._messages(message.headers, envelope, is_vouched)
+        unpacked = self._messages(message.headers, envelope, is_authentic)
         if self.look is None:
             yield from unpacked
         else:
@@ -305,7 +305,7 @@ class Distribution:
         self.reach.names(*_destination(_under(outer, inner)))
 
     def _messages(
-        self, outer: DelayHeaders, envelope: OpenedEnvelope, is_vouched: bool
+        self, outer: DelayHeaders, envelope: OpenedEnvelope, is_authentic: bool
     ) -> Iterator[Outgoing]:
         """Return the messages of an envelope that was checked."""
         undeliverable = self.topology.module_queues.undeliverable.exchange.name
@@ -320,7 +320,7 @@ class Distribution:
                 refused = Outgoing(exchange, routing_key, message)
                 yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
                 continue
-            restored = self._signed(_with_restored_properties(message, headers), is_vouched)
+            restored = self._signed(_with_restored_properties(message, headers), is_authentic)
             yield self._reached(Outgoing(exchange, routing_key, restored))
 
 

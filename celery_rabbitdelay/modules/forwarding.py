@@ -48,26 +48,26 @@ class Outgoing(NamedTuple):
         message: The message.
         reroute: For a message that goes into the levels, returns exchange and routing key anew at
             each attempt, because they depend on the time that is left; None for any other message.
-        through: Exchange and routing key by which it reaches the above; None if it is published
+        via: Exchange and routing key by which it reaches the above; None if it is published
             straight there.
         obstacle: Why it is not published now, but tried later straight from the levels; None if it
             is published.
-        is_vouched: Whether the module signs what it publishes in its place, if there is a key. Not
-            if it is made of a message whose sender has shown no key.
+        is_authentic: Whether the module signs it, if there is a key. Not if it is made of a message
+            whose sender has shown no key.
     """
 
     exchange: str
     routing_key: str
     message: WaitingMessage
     reroute: Address | None = None
-    through: tuple[str, str] | None = None
+    via: tuple[str, str] | None = None
     obstacle: str | None = None
-    is_vouched: bool = True
+    is_authentic: bool = True
 
     @property
     def address(self) -> tuple[str, str]:
         """The exchange and the routing key that it is published with."""
-        return self.through or (self.exchange, self.routing_key)
+        return self.via or (self.exchange, self.routing_key)
 
 
 def into_levels(
@@ -303,7 +303,7 @@ class Redelivery:
         # Only distribution gives a priority back, and one of classic levels need not go there.
         if outgoing.obstacle is None or self.topology.queue_type == "quorum":
             message = message.with_low_priority()
-        if outgoing.is_vouched:
+        if outgoing.is_authentic:
             message = self.sign(message)
         destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
         due = Due.after(self._pause(now_ms - failures.since_ms, makes_copies))

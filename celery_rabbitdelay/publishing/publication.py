@@ -28,7 +28,7 @@ class Publication:
         content: The message as bytes; it should be persistent.
         address: Returns the exchange and the routing key. It is called for each attempt, because
             those of a delayed message depend on the time that is left.
-        subject: The caller's context, for example row numbers.
+        context: The caller's context, for example row numbers.
 
     Attributes:
         exchange: The exchange of the last attempt.
@@ -48,7 +48,7 @@ class Publication:
 
     content: Content
     address: Address
-    subject: Any = None
+    context: Any = None
     exchange: str = ""
     routing_key: str = ""
     error: PublishError | None = None
@@ -60,7 +60,7 @@ class Publication:
     suspected: bool = False
 
     @classmethod
-    def of(cls, message: amqp.Message, address: Address, subject: Any = None) -> Publication:
+    def of(cls, message: amqp.Message, address: Address, context: Any = None) -> Publication:
         """Encode a message, and make it persistent.
 
         Raises:
@@ -71,7 +71,7 @@ class Publication:
             content = Content.of(message)
         except (FrameSyntaxError, struct.error) as error:
             raise PublishError(*address(), f"cannot be written in AMQP: {error}") from error
-        return cls(content, address, subject)
+        return cls(content, address, context)
 
     @property
     def may_have_arrived(self) -> bool:

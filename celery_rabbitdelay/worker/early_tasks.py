@@ -359,7 +359,7 @@ class EarlyTasks(BatchThread[Early]):
 
         def done(publication: Publication) -> None:
             unsettled.discard(publication)
-            self._settled(publication.subject, publication.error)
+            self._settled(publication.context, publication.error)
 
         # Without resends, so as not to block the others: a message that is tried again gets a new
         # route.
@@ -369,7 +369,7 @@ class EarlyTasks(BatchThread[Early]):
             producer.publisher.publish_all(publications, policy, done=done, **declarations)
         except Exception as error:  # noqa: BLE001 - the thread has to live on
             for publication in unsettled:
-                self._settled(publication.subject, error)
+                self._settled(publication.context, error)
 
     def _settled(self, early: Early, error: Exception | None) -> None:
         """Acknowledge a message, or try it again; if that is no use, the worker holds it."""

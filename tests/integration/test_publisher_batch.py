@@ -50,7 +50,7 @@ def test_all_arrive_and_never_more_than_the_window_are_in_flight(
     publisher.publish_all(source(), PublishPolicy(window=window), done=done)
     assert most == window
     assert {each.error for each in finished} == {None}
-    assert Counter(each.subject for each in finished) == Counter(map(str, range(number)))
+    assert Counter(each.context for each in finished) == Counter(map(str, range(number)))
     assert bodies(connection, target, number) == Counter(map(str, range(number)))
 
 

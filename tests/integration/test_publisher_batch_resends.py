@@ -164,7 +164,7 @@ def test_messages_that_the_broker_closes_the_channel_for_are_their_own_errors(
     for number in (0, 30, 31, 59):
         sent[number] = posting(target.name, str(number), expiration="soon")
     publisher.publish_all(sent, PublishPolicy(window=window))
-    refused = {each.subject: str(each.error) for each in sent if each.error is not None}
+    refused = {each.context: str(each.error) for each in sent if each.error is not None}
     assert set(refused) == {"0", "30", "31", "59"}
     assert all("invalid expiration" in reason for reason in refused.values())
     assert all(isinstance(each.error, MessageRefused | None) for each in sent)

@@ -103,7 +103,7 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
     assert set(arrived) == {str(number) for number in range(3000)}
     # At least once; more often only what was in flight.
     assert {body for body, times in arrived.items() if times > 1} <= {
-        each.subject for each in sent if each.resent
+        each.context for each in sent if each.resent
     }
 
 
@@ -147,7 +147,7 @@ def test_a_broker_that_is_killed_is_an_error_of_all_that_were_taken_and_of_no_ot
     assert lost
     assert {type(each.error) for each in lost} == {ConnectionLost}
     assert caught.value in {each.error for each in lost}
-    sure = {each.subject for each in lost if each.error and not each.error.may_have_arrived}
+    sure = {each.context for each in lost if each.error and not each.error.may_have_arrived}
     assert not [each for each in rest if each.error is not None]
     with pytest.raises(ConnectionLost, match="attempt 1"):
         publish(publisher, queue.name, resends=0)
@@ -155,7 +155,7 @@ def test_a_broker_that_is_killed_is_an_error_of_all_that_were_taken_and_of_no_ot
     wait_for(lambda: all_published(publisher, queue.name), "the queue's leader", timeout=60)
     arrived = held_in(broker, queue)
     assert arrived["before"] >= first
-    assert {each.subject for each in taken if each.error is None} <= set(arrived)
+    assert {each.context for each in taken if each.error is None} <= set(arrived)
     assert not sure & set(arrived)
 
 
@@ -245,7 +245,7 @@ def test_a_memory_alarm_that_stays_is_an_error_of_its_own(
     arrived = held_in(broker, queue)
     for each in failed:
         assert each.error
-        assert each.error.may_have_arrived or each.subject not in arrived
+        assert each.error.may_have_arrived or each.context not in arrived
 
 
 def test_why_the_broker_closed_the_connection_is_told(

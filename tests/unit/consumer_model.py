@@ -140,7 +140,7 @@ def for_undeliverable() -> Outgoing:
 
 def pending(publication: Publication) -> int:
     """How many publications are not settled of the message that it was received for."""
-    received: Received = publication.subject.received
+    received: Received = publication.context.received
     return received.pending
 
 

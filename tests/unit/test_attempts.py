@@ -219,7 +219,7 @@ def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
     )
     bare = consumer.answer(publication, REFUSED)
     assert bare.address() == ("rabbitdelay.undeliverable", "")
-    received = bare.subject.received
+    received = bare.context.received
     assert headers_of(bare.content.message()).keys() == {header_names.REASON}
     assert headers_of(bare.content.message())[header_names.REASON] == (
         "why; its headers are left out: the broker does not take it: too large"

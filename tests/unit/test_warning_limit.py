@@ -40,7 +40,7 @@ def test_the_log_is_finite(
         assert is_tried_again(consumer.publish(for_exchange(f"forged.{number}")))
     assert (len(caplog.messages), len(consumer.asked)) == (LOGGED, 20)
     consumer.clock.now = 1.0
-    received = consumer.publish(for_exchange()).subject.received
+    received = consumer.publish(for_exchange()).context.received
     for number in range(300):
         consumer.attempts.give_up(received, for_exchange(), f"reason {number}")
     assert len(caplog.messages) == 2 * LOGGED

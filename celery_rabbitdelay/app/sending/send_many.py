@@ -162,8 +162,8 @@ class RowSender(Sending):
             # No further rows are taken; those that were taken and not sent yet have this error.
             self.stops_taking = True
             for publication in publications:
-                self.report.sent -= len(publication.subject)
-                self.fail(publication.subject, error.copy(may_have_arrived=False))
+                self.report.sent -= len(publication.context)
+                self.fail(publication.context, error.copy(may_have_arrived=False))
 
     def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
@@ -299,7 +299,7 @@ class RowSender(Sending):
     def _done(self, publication: Publication) -> None:
         report = self.report
         report.resent += publication.resent
-        rows = publication.subject
+        rows = publication.context
         self._registration.ended(rows, publication.error is None)
         if publication.error is not None:
             self.fail(rows, publication.error)

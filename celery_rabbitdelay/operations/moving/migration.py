@@ -129,7 +129,7 @@ class Migration:
                 f"{header_names.DUE} is {header_names.shortened(given.get(header_names.DUE))}, "
                 "not milliseconds since 1970"
             )
-        is_vouched = self.vouches or (
+        is_authentic = self.vouches or (
             self.signing_keys is not None and self.signing_keys.verifies(*waiting)
         )
         if self.target.queue_type == "quorum":
@@ -141,7 +141,7 @@ class Migration:
         if destination:
             self.ensure(destination)
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
-        if self.signing_keys is not None and is_vouched:
+        if self.signing_keys is not None and is_authentic:
             # It may have another priority in its headers; and the first key signs.
             waiting = self.signing_keys.sign(waiting)
         return into_levels(self.target, waiting, due, destination)

@@ -379,7 +379,7 @@ class Mover:
             self.stopping.wait(self._next_at - now)
 
     def _done(self, publication: Publication) -> None:
-        message, reason = publication.subject
+        message, reason = publication.context
         if publication.error is not None:
             self.result.left[_why_left(publication.error)] += 1
             return

@@ -268,7 +268,7 @@ class Removal:
         self.in_flight -= 1
         error = publication.error
         if error is None:
-            self.settle(publication.subject)
+            self.settle(publication.context)
             return
         self.report.leave(error.reason)
         self.report.uncertain += error.may_have_arrived
