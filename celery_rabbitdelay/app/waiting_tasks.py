@@ -19,6 +19,7 @@ from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
+from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
@@ -28,6 +29,8 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds,
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
+from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -375,6 +378,36 @@ class WaitingTasks(ABC):
             self.abort_job(job)
             raise
         self.commit_job(job)
+
+    def show(
+        self, task: str | UUID | AsyncResult[Any] | None = None, *, key: str | None = None
+    ) -> KnownTask | None:
+        """Return what is known of one task: its due time, where it goes, what was decided, ...
+
+        If it waits, the broker is asked as well.
+
+        Args:
+            task: Its id, or the result of its send.
+            key: Instead of a task: the key that it was sent with.
+
+        Returns:
+            See :class:`.KnownTask`; None if nothing is known of it, or nothing was sent with the
+            key lately.
+
+        Raises:
+            TypeError: Neither a task nor a key, or both.
+            OSError: The broker cannot be reached.
+        """
+        own = task.id if isinstance(task, AsyncResult) else task
+        ids = self._meant(own, key)
+        topology = self.settings.topology
+
+        def backlog() -> Backlog:
+            with self.app.connection_for_write() as connection:
+                connect(connection)
+                return backlog_of(connection, topology)
+
+        return known_task(self.registry, ids[0], topology.layout, backlog) if ids else None
 
     def pending(
         self,

@@ -1,8 +1,9 @@
-"""``celery rabbitdelay pending``, ``forecast``, ``cancel``, ``postpone`` and ``job``."""
+"""``celery rabbitdelay pending``, ``show``, ``forecast``, ``cancel``, ``postpone``, ``job``, ..."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, Final
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.registry.decision import Outcome
@@ -70,6 +72,47 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
         due, left = shared.local(each.due), _brief(each.due - now)
         rows.append((due, left, each.task, each.task_id, each.key or "", each.job or ""))
     yield from shared.aligned(rows)
+
+
+@rabbitdelay.command()
+@click.argument("task", required=False)
+@click.option("--key", help="The task that was sent with this key, instead of an id.")
+def show(context: CLIContext, /, task: str | None, key: str | None, as_json: bool) -> None:
+    """Show what is known of one task, by its id or by its key."""
+    if (task is None) == (key is None):
+        raise click.UsageError("give the id of a task, or --key")
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        found = delays.show(task, key=key)
+    if found is None:
+        shared.answer(as_json, {"task": None}, [f"{task or key}: unknown"])
+        raise SystemExit(NOT_FOUND)
+    told = asdict(found)
+    for name in ("due", "postponed"):
+        told[name] = told[name] and told[name].isoformat()
+    shared.answer(as_json, {"task": told}, _facts(found))
+
+
+def _facts(found: KnownTask) -> Iterator[str]:
+    """Yield what is known, a line for each fact."""
+    due = found.due and f"{shared.local(found.due)}, in {_brief(found.due - datetime.now(UTC))}"
+    may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
+    route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
+    facts = {
+        "task": found.task,
+        "due": due,
+        "postponed": found.postponed and f"until {shared.local(found.postponed)}",
+        "arguments": found.args and f"{found.args} {found.kwargs}",
+        "queue": found.queue,
+        "route": found.exchange is not None and route,
+        "priority": found.priority is not None and str(found.priority),
+        "key": found.key,
+        "job": found.job and f"{found.job}, {found.job_state or 'unknown'}",
+        "may be in": due and f"{may_be_in or 'no level'}, by its due time, now and the layout",
+        "missing": shared.first_of(found.missing),
+    }
+    yield f"{found.task_id}: {found.state}"
+    yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
 
 
 @rabbitdelay.command()

@@ -147,7 +147,7 @@ def test_a_declaration_of_many_steps_takes_no_longer_than_the_timeout(
 
     publish(publisher, target.name)  # connects, which takes long on a busy machine
     # The limit is noticed before a step's answer is awaited, or while it is.
-    with in_time(), pytest.raises(ConnectionLost, match="no answer within|timed out") as caught:
+    with in_time(), pytest.raises(ConnectionLost, match=r"no answer within|timed out") as caught:
         publish(publisher, target.name, timeout=TIMEOUT, declare=declare)
     assert not caught.value.may_have_arrived
     publish(publisher, target.name)
