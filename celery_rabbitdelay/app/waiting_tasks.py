@@ -174,21 +174,42 @@ class WaitingTasks(ABC):
         revoke_by_celery(self.app, [task_id for task_id, each in found if each not in nobodys])
         return min(outcomes, key=LEAST_CERTAIN.index)
 
-    def cancel_all(self) -> int:
-        """Cancel all tracked tasks that wait; return how many. A purge does that.
+    def cancel_pending(
+        self,
+        *,
+        task: str | None = None,
+        key: str | None = None,
+        job: str | None = None,
+        due_before: datetime | None = None,
+        due_after: datetime | None = None,
+        limit: int | None = None,
+    ) -> int:
+        """Cancel all tasks that :meth:`pending` lists, some hundreds at a time; return how many.
 
-        Their results become ``REVOKED`` when they would have been due.
+        Their results become ``REVOKED`` when they would have been due. If it fails in the middle,
+        some are cancelled: call it again.
+
+        Args:
+            task: As for :meth:`pending`, like the other filters; without any, all tasks.
+            key: As there.
+            job: As there.
+            due_before: As there.
+            due_after: As there.
+            limit: At most so many, the next ones; None: as many as there are when it begins.
         """
+        filters: Any = {"task": task, "key": key, "job": job}
+        filters |= {"due_before": due_before, "due_after": due_after}
         # Senders may send more of them meanwhile.
-        cancelled, most = 0, self.registry.index.count(Filter())
-        while cancelled < most:
-            ids = [each.task_id for each in islice(self.pending(), CHUNK)]
-            outcomes = zip(ids, self.registry.cancel(ids), strict=True)
-            done = [task_id for task_id, outcome in outcomes if outcome is Outcome.DONE]
-            if not done:
-                break
+        waiting = islice(self.pending(**filters), self.count(**filters) if limit is None else limit)
+        cancelled = 0
+        while ids := [each.task_id for each in islice(waiting, CHUNK)]:
+            found = list(zip(ids, self.registry.cancel(ids, also_future=False), strict=True))
+            done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
             for task_id in done:
                 signals.send(signals.cancelled, self.app, task_id, None)
+            revoke_by_celery(
+                self.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
+            )
             cancelled += len(done)
         return cancelled
 

@@ -33,14 +33,15 @@ _filters: Final = shared.options(
     click.option("--job", help="Only tasks that were sent with this job."),
     click.option("--due-before", type=shared.instant_type, help="Only tasks that are due before."),
 )
+_due_after: Final = click.option(
+    "--due-after", type=shared.instant_type, help="Only tasks that are due then or later."
+)
 
 
 @rabbitdelay.command()
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
-@click.option(
-    "--due-after", type=shared.instant_type, help="Only tasks that are due then or later."
-)
+@_due_after
 @click.option(
     "-n",
     "--limit",
@@ -186,7 +187,7 @@ WORDS: Final = {
     Outcome.CANCELLED: "it was cancelled or superseded before",
 }
 
-#: What the commands add to the outcome of an unknown id.
+#: What the commands that take it add to the outcome of an unknown id.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
 
 #: The exit status where a task has arrived already, or a job or what waits under a name is unknown.
@@ -199,8 +200,18 @@ _also_future: Final = click.option(
 )
 
 
+_meant: Final = shared.options(
+    click.argument("tasks", nargs=-1),
+    click.option("--key", help="The task that was sent with this key, instead of ids."),
+)
+
+
 def _decide(
-    tasks: Sequence[str], key: str | None, as_json: bool, decide: Callable[..., Outcome]
+    tasks: Sequence[str],
+    key: str | None,
+    as_json: bool,
+    decide: Callable[..., Outcome],
+    hint: str = HINT,
 ) -> None:
     """Decide about tasks, by their ids or by their key, and print the outcomes."""
     if bool(tasks) == (key is not None):
@@ -210,7 +221,7 @@ def _decide(
             outcomes = {key: decide(key=key)}
         else:
             outcomes = {task: decide(task) for task in tasks}
-    hints = {Outcome.UNKNOWN: HINT if key is None else ""}
+    hints = {Outcome.UNKNOWN: hint if key is None else ""}
     shared.answer(
         as_json,
         {"outcomes": {name: each.value for name, each in outcomes.items()}},
@@ -221,25 +232,56 @@ def _decide(
 
 
 @rabbitdelay.command()
-@click.argument("tasks", nargs=-1)
-@click.option("--key", help="The task that was sent with this key, instead of ids.")
+@_meant
+@_filters
+@_due_after
 @_also_future
+@click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask whether to cancel them.")
 def cancel(
     context: CLIContext,
     /,
     tasks: tuple[str, ...],
     key: str | None,
     also_future: bool,
+    dry_run: bool,
+    yes: bool,
     as_json: bool,
+    **filters: Any,
 ) -> None:
-    """Cancel tasks that wait, by their ids or by their key."""
-    cancelled = partial(shared.with_registry(context).cancel, also_future=also_future)
-    _decide(tasks, key, as_json, cancelled)
+    """Cancel tasks that wait: by their ids, by their key, or all tracked ones of a filter."""
+    delays = shared.with_registry(context)
+    if not any(filters.values()):
+        if dry_run:
+            raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
+        _decide(tasks, key, as_json, partial(delays.cancel, also_future=also_future))
+        return
+    if tasks or key is not None or also_future:
+        raise click.UsageError("a filter takes neither ids nor --key or --also-future")
+    if as_json and not (yes or dry_run):
+        raise click.UsageError("--json does not ask: give --yes or --dry-run")
+    with shared.registry_errors(as_json):
+        count = delays.count(**filters)
+        if count and not (yes or dry_run):
+            click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)
+        cancelled = 0 if dry_run else delays.cancel_pending(**filters, limit=count)
+    shared.answer(
+        as_json,
+        {"count": count, "cancelled": cancelled, "dry_run": dry_run},
+        [f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"],
+    )
 
 
 @rabbitdelay.command()
-@click.argument("tasks", nargs=-1)
-@click.option("--key", help="The task that was sent with this key, instead of ids.")
+@_meant
+def run_now(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_json: bool) -> None:
+    """Let tracked tasks that wait run now, by their ids or by their key."""
+    postponed = partial(shared.with_registry(context).postpone, delay=0, also_future=False)
+    _decide(tasks, key, as_json, postponed, hint="")
+
+
+@rabbitdelay.command()
+@_meant
 @click.option("--delay", type=shared.delay_type, help="How long from now on.")
 @click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
 @_also_future

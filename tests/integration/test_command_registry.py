@@ -12,7 +12,7 @@ import pytest
 
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.shop import PATIENCE
-from tests.integration.worker import answer, run_command
+from tests.integration.worker import Worker, answer, run_command
 from tests.json_schemas import checked
 
 
@@ -168,6 +168,29 @@ def test_a_task_is_postponed(settings: dict[str, Any], shop: Any) -> None:
     assert found.due > datetime.now(UTC) + timedelta(hours=1, minutes=50)
 
 
+def test_tracked_tasks_run_now(settings: dict[str, Any], shop: Any) -> None:
+    key, unknown = f"order:{uuid4().hex}", f"unheard-of-{uuid4().hex}"
+    by_id, by_key = send(shop, 3600), send(shop, 3600, key=key)
+    untracked = shop.tasks["look"].apply_async(delay=3600, key=f"other:{key}").id
+
+    with Worker(settings):
+        told = run_command(settings, f"run-now {by_id}")
+        keyed = run_command(settings, f"run-now --key {key} --json")
+        nothing = run_command(settings, f"run-now {unknown}")
+        refused = run_command(settings, f"run-now {untracked}")
+        for each in (by_id, by_key):
+            assert shop.AsyncResult(each).get(timeout=PATIENCE)
+        late = run_command(settings, f"run-now {by_id}")
+
+    assert (told.stdout, told.returncode) == (f"{by_id}: done\n", 0)
+    assert checked("outcomes", keyed.stdout) == {"outcomes": {key: "done"}}
+    assert nothing.stdout == f"{unknown}: unknown: nothing waits under it\n"
+    assert "cannot run earlier" in refused.stderr
+    assert late.stdout == f"{by_id}: it has arrived at a worker already\n"
+    assert [each.returncode for each in (nothing, refused, late)] == [1, 1, 1]
+    assert shop.rabbitdelay.show(unknown) is None
+
+
 def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any) -> None:
     job = f"import-{uuid4().hex}"
 
@@ -184,7 +207,17 @@ def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any
 
 
 @pytest.mark.parametrize(
-    "command", ["pending", "show x", "forecast", "cancel x", "postpone x --delay 1", "job show x"]
+    "command",
+    [
+        "pending",
+        "show x",
+        "forecast",
+        "cancel x",
+        "cancel --task x",
+        "run-now x",
+        "postpone x --delay 1",
+        "job show x",
+    ],
 )
 def test_without_a_registry_each_command_says_what_to_set(
     configuration: dict[str, Any], command: str
