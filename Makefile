@@ -27,7 +27,7 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
 
 # The operator's commands against real servers, and metrics.
-OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* metrics migrate prometheus \
+OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* flower metrics migrate prometheus \
         redrive* undeliverable verify*))
 
 # What strangers, other users and other versions may do, and TLS.

@@ -24,6 +24,7 @@ from celery_rabbitdelay.exceptions import __all__ as _errors
 if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
     from celery_rabbitdelay.app.application import Celery, install
+    from celery_rabbitdelay.app.known_task import KnownTask
     from celery_rabbitdelay.app.sending.rows import Report, Row
     from celery_rabbitdelay.app.task import Task, shared_task
     from celery_rabbitdelay.registry.decision import Outcome
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Celery",
+    "KnownTask",
     "Outcome",
     "Pending",
     "Report",
@@ -49,6 +51,7 @@ __version__ = "0.1.0"
 _IMPORTED_ON_FIRST_USE: Final = {
     "Celery": "celery_rabbitdelay.app.application",
     "install": "celery_rabbitdelay.app.application",
+    "KnownTask": "celery_rabbitdelay.app.known_task",
     "Report": "celery_rabbitdelay.app.sending.rows",
     "Row": "celery_rabbitdelay.app.sending.rows",
     "Task": "celery_rabbitdelay.app.task",

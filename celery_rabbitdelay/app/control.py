@@ -73,7 +73,7 @@ class DelayingControl(Control):
         """
         discarded: int = super().purge(connection)
         app: Any = self.app
-        return discarded + (app.rabbitdelay.cancel_all() if app.rabbitdelay.has_registry else 0)
+        return discarded + (app.rabbitdelay.cancel_pending() if app.rabbitdelay.has_registry else 0)
 
     discard_all = purge
 

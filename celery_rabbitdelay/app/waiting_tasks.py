@@ -19,6 +19,7 @@ from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
+from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
@@ -28,6 +29,8 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds,
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
+from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -171,21 +174,42 @@ class WaitingTasks(ABC):
         revoke_by_celery(self.app, [task_id for task_id, each in found if each not in nobodys])
         return min(outcomes, key=LEAST_CERTAIN.index)
 
-    def cancel_all(self) -> int:
-        """Cancel all tracked tasks that wait; return how many. A purge does that.
+    def cancel_pending(
+        self,
+        *,
+        task: str | None = None,
+        key: str | None = None,
+        job: str | None = None,
+        due_before: datetime | None = None,
+        due_after: datetime | None = None,
+        limit: int | None = None,
+    ) -> int:
+        """Cancel all tasks that :meth:`pending` lists, some hundreds at a time; return how many.
 
-        Their results become ``REVOKED`` when they would have been due.
+        Their results become ``REVOKED`` when they would have been due. If it fails in the middle,
+        some are cancelled: call it again.
+
+        Args:
+            task: As for :meth:`pending`, like the other filters; without any, all tasks.
+            key: As there.
+            job: As there.
+            due_before: As there.
+            due_after: As there.
+            limit: At most so many, the next ones; None: as many as there are when it begins.
         """
+        filters: Any = {"task": task, "key": key, "job": job}
+        filters |= {"due_before": due_before, "due_after": due_after}
         # Senders may send more of them meanwhile.
-        cancelled, most = 0, self.registry.index.count(Filter())
-        while cancelled < most:
-            ids = [each.task_id for each in islice(self.pending(), CHUNK)]
-            outcomes = zip(ids, self.registry.cancel(ids), strict=True)
-            done = [task_id for task_id, outcome in outcomes if outcome is Outcome.DONE]
-            if not done:
-                break
+        waiting = islice(self.pending(**filters), self.count(**filters) if limit is None else limit)
+        cancelled = 0
+        while ids := [each.task_id for each in islice(waiting, CHUNK)]:
+            found = list(zip(ids, self.registry.cancel(ids, also_future=False), strict=True))
+            done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
             for task_id in done:
                 signals.send(signals.cancelled, self.app, task_id, None)
+            revoke_by_celery(
+                self.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
+            )
             cancelled += len(done)
         return cancelled
 
@@ -375,6 +399,36 @@ class WaitingTasks(ABC):
             self.abort_job(job)
             raise
         self.commit_job(job)
+
+    def show(
+        self, task: str | UUID | AsyncResult[Any] | None = None, *, key: str | None = None
+    ) -> KnownTask | None:
+        """Return what is known of one task: its due time, where it goes, what was decided, ...
+
+        If it waits, the broker is asked as well.
+
+        Args:
+            task: Its id, or the result of its send.
+            key: Instead of a task: the key that it was sent with.
+
+        Returns:
+            See :class:`.KnownTask`; None if nothing is known of it, or nothing was sent with the
+            key lately.
+
+        Raises:
+            TypeError: Neither a task nor a key, or both.
+            OSError: The broker cannot be reached.
+        """
+        own = task.id if isinstance(task, AsyncResult) else task
+        ids = self._meant(own, key)
+        topology = self.settings.topology
+
+        def backlog() -> Backlog:
+            with self.app.connection_for_write() as connection:
+                connect(connection)
+                return backlog_of(connection, topology)
+
+        return known_task(self.registry, ids[0], topology.layout, backlog) if ids else None
 
     def pending(
         self,

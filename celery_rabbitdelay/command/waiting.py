@@ -1,8 +1,9 @@
-"""``celery rabbitdelay pending``, ``forecast``, ``cancel``, ``postpone`` and ``job``."""
+"""``celery rabbitdelay pending``, ``show``, ``forecast``, ``cancel``, ``postpone``, ``job``, ..."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, Final
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.registry.decision import Outcome
@@ -31,14 +33,15 @@ _filters: Final = shared.options(
     click.option("--job", help="Only tasks that were sent with this job."),
     click.option("--due-before", type=shared.instant_type, help="Only tasks that are due before."),
 )
+_due_after: Final = click.option(
+    "--due-after", type=shared.instant_type, help="Only tasks that are due then or later."
+)
 
 
 @rabbitdelay.command()
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
-@click.option(
-    "--due-after", type=shared.instant_type, help="Only tasks that are due then or later."
-)
+@_due_after
 @click.option(
     "-n",
     "--limit",
@@ -70,6 +73,47 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
         due, left = shared.local(each.due), _brief(each.due - now)
         rows.append((due, left, each.task, each.task_id, each.key or "", each.job or ""))
     yield from shared.aligned(rows)
+
+
+@rabbitdelay.command()
+@click.argument("task", required=False)
+@click.option("--key", help="The task that was sent with this key, instead of an id.")
+def show(context: CLIContext, /, task: str | None, key: str | None, as_json: bool) -> None:
+    """Show what is known of one task, by its id or by its key."""
+    if (task is None) == (key is None):
+        raise click.UsageError("give the id of a task, or --key")
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        found = delays.show(task, key=key)
+    if found is None:
+        shared.answer(as_json, {"task": None}, [f"{task or key}: unknown"])
+        raise SystemExit(NOT_FOUND)
+    told = asdict(found)
+    for name in ("due", "postponed"):
+        told[name] = told[name] and told[name].isoformat()
+    shared.answer(as_json, {"task": told}, _facts(found))
+
+
+def _facts(found: KnownTask) -> Iterator[str]:
+    """Yield what is known, a line for each fact."""
+    due = found.due and f"{shared.local(found.due)}, in {_brief(found.due - datetime.now(UTC))}"
+    may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
+    route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
+    facts = {
+        "task": found.task,
+        "due": due,
+        "postponed": found.postponed and f"until {shared.local(found.postponed)}",
+        "arguments": found.args and f"{found.args} {found.kwargs}",
+        "queue": found.queue,
+        "route": found.exchange is not None and route,
+        "priority": found.priority is not None and str(found.priority),
+        "key": found.key,
+        "job": found.job and f"{found.job}, {found.job_state or 'unknown'}",
+        "may be in": due and f"{may_be_in or 'no level'}, by its due time, now and the layout",
+        "missing": shared.first_of(found.missing),
+    }
+    yield f"{found.task_id}: {found.state}"
+    yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
 
 
 @rabbitdelay.command()
@@ -143,7 +187,7 @@ WORDS: Final = {
     Outcome.CANCELLED: "it was cancelled or superseded before",
 }
 
-#: What the commands add to the outcome of an unknown id.
+#: What the commands that take it add to the outcome of an unknown id.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
 
 #: The exit status where a task has arrived already, or a job or what waits under a name is unknown.
@@ -156,8 +200,18 @@ _also_future: Final = click.option(
 )
 
 
+_meant: Final = shared.options(
+    click.argument("tasks", nargs=-1),
+    click.option("--key", help="The task that was sent with this key, instead of ids."),
+)
+
+
 def _decide(
-    tasks: Sequence[str], key: str | None, as_json: bool, decide: Callable[..., Outcome]
+    tasks: Sequence[str],
+    key: str | None,
+    as_json: bool,
+    decide: Callable[..., Outcome],
+    hint: str = HINT,
 ) -> None:
     """Decide about tasks, by their ids or by their key, and print the outcomes."""
     if bool(tasks) == (key is not None):
@@ -167,7 +221,7 @@ def _decide(
             outcomes = {key: decide(key=key)}
         else:
             outcomes = {task: decide(task) for task in tasks}
-    hints = {Outcome.UNKNOWN: HINT if key is None else ""}
+    hints = {Outcome.UNKNOWN: hint if key is None else ""}
     shared.answer(
         as_json,
         {"outcomes": {name: each.value for name, each in outcomes.items()}},
@@ -178,25 +232,56 @@ def _decide(
 
 
 @rabbitdelay.command()
-@click.argument("tasks", nargs=-1)
-@click.option("--key", help="The task that was sent with this key, instead of ids.")
+@_meant
+@_filters
+@_due_after
 @_also_future
+@click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask whether to cancel them.")
 def cancel(
     context: CLIContext,
     /,
     tasks: tuple[str, ...],
     key: str | None,
     also_future: bool,
+    dry_run: bool,
+    yes: bool,
     as_json: bool,
+    **filters: Any,
 ) -> None:
-    """Cancel tasks that wait, by their ids or by their key."""
-    cancelled = partial(shared.with_registry(context).cancel, also_future=also_future)
-    _decide(tasks, key, as_json, cancelled)
+    """Cancel tasks that wait: by their ids, by their key, or all tracked ones of a filter."""
+    delays = shared.with_registry(context)
+    if not any(filters.values()):
+        if dry_run:
+            raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
+        _decide(tasks, key, as_json, partial(delays.cancel, also_future=also_future))
+        return
+    if tasks or key is not None or also_future:
+        raise click.UsageError("a filter takes neither ids nor --key or --also-future")
+    if as_json and not (yes or dry_run):
+        raise click.UsageError("--json does not ask: give --yes or --dry-run")
+    with shared.registry_errors(as_json):
+        count = delays.count(**filters)
+        if count and not (yes or dry_run):
+            click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)
+        cancelled = 0 if dry_run else delays.cancel_pending(**filters, limit=count)
+    shared.answer(
+        as_json,
+        {"count": count, "cancelled": cancelled, "dry_run": dry_run},
+        [f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"],
+    )
 
 
 @rabbitdelay.command()
-@click.argument("tasks", nargs=-1)
-@click.option("--key", help="The task that was sent with this key, instead of ids.")
+@_meant
+def run_now(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_json: bool) -> None:
+    """Let tracked tasks that wait run now, by their ids or by their key."""
+    postponed = partial(shared.with_registry(context).postpone, delay=0, also_future=False)
+    _decide(tasks, key, as_json, postponed, hint="")
+
+
+@rabbitdelay.command()
+@_meant
 @click.option("--delay", type=shared.delay_type, help="How long from now on.")
 @click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
 @_also_future

@@ -149,6 +149,16 @@ class Layout:
             digits.append(digit)
         return tuple(digits)
 
+    def may_wait_in(self, remaining_ms: int) -> Iterator[tuple[Level, int]]:
+        """Yield the digits in whose queues a message may be that is due in so many milliseconds.
+
+        It waits the longest digits first, and its delay when it was sent is not known: so these are
+        all digits that last so long, together with the lower ones behind them.
+        """
+        for level in self.levels:
+            for digit in range(max(remaining_ms // level.place_ms, 1), level.base):
+                yield level, digit
+
     def round_to_fewest_stops(
         self, delay_ms: int, tolerance_ms: int, *, coarsest: bool = False
     ) -> int:

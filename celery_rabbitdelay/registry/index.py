@@ -80,6 +80,9 @@ def shard_of(name: str) -> int:
 #: How many tasks of each shard are read at once.
 PAGE: Final = 100
 
+#: How many bytes the message of a task may take that is read to be shown beside many others.
+SHORT: Final = 65_536
+
 
 class Filter(NamedTuple):
     """Which tracked tasks are meant; None means all.
@@ -181,6 +184,12 @@ class Index:
         """
         names = [self.names.message(task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.get(name) for name in names])
+
+    def short_messages(self, task_ids: Sequence[str]) -> list[str]:
+        """Return the same of those that take at most :data:`SHORT` bytes; empty for all others."""
+        names = [self.names.message(task_id) for task_id in task_ids]
+        found = self.store.commands(lambda pipe: [pipe.getrange(name, 0, SHORT) for name in names])
+        return [each if len(each) <= SHORT else "" for each in found]
 
     def count(self, wanted: Filter) -> int:
         """Return how many tasks wait."""

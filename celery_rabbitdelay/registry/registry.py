@@ -298,10 +298,11 @@ class Registry:
 
     def waiting_under(self, key: str) -> list[str]:
         """Return the id of the newest task that was sent under a key, in a list; empty if none."""
-        order, task_id = self._newest(key)
+        order, task_id = self.newest_under(key)
         return [task_id] if order else []
 
-    def _newest(self, key: str) -> tuple[str, str]:
+    def newest_under(self, key: str) -> tuple[str, str]:
+        """Return the order and the id of the newest task that was sent under a key; or empty."""
         (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.key(key)))
         order, _, task_id = (found or "").partition(" ")
         return order, task_id
@@ -329,7 +330,7 @@ class Registry:
             if word != "key":
                 return Outcome(word)
             (key,) = more
-            newest, _ = self._newest(key)
+            newest, _ = self.newest_under(key)
 
     def _batch(
         self,

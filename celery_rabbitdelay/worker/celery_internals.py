@@ -153,6 +153,18 @@ def as_received(message: Message) -> amqp.Message:
     return received
 
 
+def why_not_consuming(worker: Any) -> str:
+    """Return why a worker takes no tasks from the broker; empty if it does. From any thread."""
+    consumer = getattr(worker, "consumer", None)
+    connection = getattr(consumer, "connection", None)
+    if connection is None or not connection.connected:
+        return "not connected to the broker"
+    tasks = getattr(consumer, "task_consumer", None)
+    if tasks is None or not any(map(tasks.consuming_from, tasks.queues)):
+        return "consuming from no queue"
+    return ""
+
+
 def is_revoked(consumer: Any, task_id: object) -> bool:
     """Return whether a worker is not to run a task; any sender may have written its id."""
     return isinstance(task_id, str) and task_id in consumer.controller.state.revoked

@@ -32,6 +32,7 @@ from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.wire import Wire
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
+from celery_rabbitdelay.worker.health import with_health
 
 logger = get_logger(__name__)
 
@@ -119,13 +120,13 @@ class ServeMetrics(RabbitMQStep):
         if self._port is not None:
             if getattr(worker, "pool_start_method", "fork") == "spawn":
                 logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
-            self._serve(delays.metrics, self._port)
+            self._serve(worker, self._port)
 
-    def _serve(self, metrics: Metrics, address: int | str) -> None:
+    def _serve(self, worker: Any, address: int | str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server  # an extra
 
         registry = CollectorRegistry()
-        registry.register(metrics)
+        registry.register(worker.app.rabbitdelay.metrics)
         host, _, port = str(address).rpartition(":")
         host = host or _HOST
         try:
@@ -133,6 +134,8 @@ class ServeMetrics(RabbitMQStep):
         except OSError as refused:
             takes = f"cannot be listened on at {host}: {refused}"
             raise InvalidSetting(_PORT, address, takes) from refused
+        served: Any = server.get_app()
+        server.set_app(with_health(served, worker))
         self._at_end.callback(server.server_close)
         self._at_end.callback(server.shutdown)
         # A process of the pool that outlives a killed worker would keep its port occupied.

@@ -20,6 +20,7 @@ from celery.worker.control import inspect_command
 from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app.control import ARRIVALS, COMMAND
+from celery_rabbitdelay.app.known_task import Said
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.shown_url import without_passwords_in
 from celery_rabbitdelay.modules.service import Service
@@ -42,7 +43,7 @@ def scheduled(state: Any, **options: Any) -> list[Mapping[str, Any]]:
     """List of currently scheduled ETA/countdown tasks, and of tracked tasks that wait next."""
     held: list[Mapping[str, Any]] = _celerys.scheduled(state, **options)
     waiting = _waiting(state, "scheduled", lambda index: islice(index.pending(Filter()), MAX_SHOWN))
-    return [*held, *map(_shown, waiting)]
+    return [*held, *waiting]
 
 
 @inspect_command(name="query_task", variadic="ids", signature="[id1 [id2 [... [idN]]]]")
@@ -51,8 +52,8 @@ def query_task(state: Any, ids: Any, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = _celerys.query_task(state, ids, **options)
     missing = [task_id for task_id in maybe_list(ids) or () if task_id not in found]
     waiting = _waiting(state, "query_task", lambda index: index.tasks(missing)) if missing else []
-    shown = {each.task_id: ("scheduled", _shown(each)["request"]) for each in waiting}
-    return {**found, **shown}
+    requests = [each["request"] for each in waiting]
+    return {**found, **{each["id"]: ("scheduled", each) for each in requests}}
 
 
 @inspect_command(
@@ -70,25 +71,46 @@ def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, A
 
 def _waiting(
     state: Any, command: str, look_up: Callable[[Index], Iterable[Pending]]
-) -> list[Pending]:
-    """Return tracked tasks that wait; none without a registry, or while Redis does not answer."""
+) -> list[dict[str, Any]]:
+    """Return tracked tasks that wait, as Celery shows those that a worker holds.
+
+    None without a registry, or while Redis does not answer.
+    """
     delays = getattr(state.app, "rabbitdelay", None)
     if delays is None or not delays.has_registry:
         return []
+    index = delays.registry.index
     try:
-        return list(look_up(delays.registry.index))
+        tasks = list(look_up(index))
+        messages = index.short_messages([each.task_id for each in tasks])
     except RegistryUnavailable as error:
         logger.warning("inspect %s: tasks in the levels are not shown: %s", command, error)
         return []
+    return [
+        _shown(task, Said.by(message), state.hostname)
+        for task, message in zip(tasks, messages, strict=True)
+    ]
 
 
-def _shown(task: Pending) -> dict[str, Any]:
-    """Return a task as Celery shows one that a worker holds."""
+def _shown(task: Pending, said: Said, hostname: str) -> dict[str, Any]:
+    """Return a task as Celery shows one that this worker holds."""
     eta = task.due.isoformat()
     request = {
         "id": task.task_id,
-        "name": task.task,
+        "name": said.shadow or task.task,
+        "args": said.args,
+        "kwargs": said.kwargs,
         "type": task.task,
+        "hostname": hostname,
+        "time_start": None,
+        "acknowledged": False,
+        "delivery_info": {
+            "exchange": said.exchange,
+            "routing_key": said.routing_key,
+            "priority": said.priority,
+            "redelivered": False,
+        },
+        "worker_pid": None,
         "eta": eta,
         "key": task.key,
         "job": task.job,

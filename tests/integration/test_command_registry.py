@@ -10,7 +10,9 @@ from uuid import uuid4
 
 import pytest
 
-from tests.integration.worker import answer, run_command
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.shop import PATIENCE
+from tests.integration.worker import Worker, answer, run_command
 from tests.json_schemas import checked
 
 
@@ -62,6 +64,34 @@ def test_pending_takes_due_times(settings: dict[str, Any], shop: Any) -> None:
     assert [each["task_id"] for each in after["tasks"]] == sent[1:]
     assert wrong.returncode == 2
     assert "due_after 'tomorrow': takes a datetime or ISO 8601, such as 2030-" in wrong.stderr
+
+
+def test_show_tells_what_is_known_of_one_task(settings: dict[str, Any], shop: Any) -> None:
+    key, job = f"order:{uuid4().hex}", f"import-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=60)
+    task_id = send(shop, 3600, args=(7,), key=key, job=job)
+    wait_for(lambda: shop.rabbitdelay.show(task_id).may_be_in, "the message", PATIENCE)
+
+    told = run_command(settings, f"show {task_id}")
+    data = answer(settings, f"show --key {key}", "show")["task"]
+    unknown = answer(settings, f"show {uuid4()}", "show", status=1)
+    wrong = run_command(settings, f"show {task_id} --key {key}")
+
+    assert told.returncode == 0, told.stderr
+    first, *lines = told.stdout.splitlines()
+    facts = dict(line.strip().split(maxsplit=1) for line in lines)
+    assert first == f"{task_id}: waiting"
+    assert facts["task"] == "look"
+    assert facts["arguments"] == "(7,) {}"
+    assert facts["job"] == f"{job}, open"
+    assert facts["key"] == key
+    assert ", in 0:5" in facts["due"]
+    assert facts["may"].endswith("meditation (1), by its due time, now and the layout")
+    assert (data["task_id"], data["args"], data["job_state"]) == (task_id, "(7,)", "open")
+    assert datetime.fromisoformat(data["due"]) > datetime.now(UTC)
+    assert unknown == {"task": None}
+    assert wrong.returncode == 2
+    assert "give the id of a task, or --key" in wrong.stderr
 
 
 def test_the_forecast_says_how_many_tasks_are_due_when(
@@ -138,6 +168,29 @@ def test_a_task_is_postponed(settings: dict[str, Any], shop: Any) -> None:
     assert found.due > datetime.now(UTC) + timedelta(hours=1, minutes=50)
 
 
+def test_tracked_tasks_run_now(settings: dict[str, Any], shop: Any) -> None:
+    key, unknown = f"order:{uuid4().hex}", f"unheard-of-{uuid4().hex}"
+    by_id, by_key = send(shop, 3600), send(shop, 3600, key=key)
+    untracked = shop.tasks["look"].apply_async(delay=3600, key=f"other:{key}").id
+
+    with Worker(settings):
+        told = run_command(settings, f"run-now {by_id}")
+        keyed = run_command(settings, f"run-now --key {key} --json")
+        nothing = run_command(settings, f"run-now {unknown}")
+        refused = run_command(settings, f"run-now {untracked}")
+        for each in (by_id, by_key):
+            assert shop.AsyncResult(each).get(timeout=PATIENCE)
+        late = run_command(settings, f"run-now {by_id}")
+
+    assert (told.stdout, told.returncode) == (f"{by_id}: done\n", 0)
+    assert checked("outcomes", keyed.stdout) == {"outcomes": {key: "done"}}
+    assert nothing.stdout == f"{unknown}: unknown: nothing waits under it\n"
+    assert "cannot run earlier" in refused.stderr
+    assert late.stdout == f"{by_id}: it has arrived at a worker already\n"
+    assert [each.returncode for each in (nothing, refused, late)] == [1, 1, 1]
+    assert shop.rabbitdelay.show(unknown) is None
+
+
 def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any) -> None:
     job = f"import-{uuid4().hex}"
 
@@ -154,7 +207,17 @@ def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any
 
 
 @pytest.mark.parametrize(
-    "command", ["pending", "forecast", "cancel x", "postpone x --delay 1", "job show x"]
+    "command",
+    [
+        "pending",
+        "show x",
+        "forecast",
+        "cancel x",
+        "cancel --task x",
+        "run-now x",
+        "postpone x --delay 1",
+        "job show x",
+    ],
 )
 def test_without_a_registry_each_command_says_what_to_set(
     configuration: dict[str, Any], command: str

@@ -84,6 +84,28 @@ def test_a_delay_is_the_sum_of_its_digits_and_places(layout: Layout, data: st.Da
     assert 0 <= total_ms - delay_ms < layout.tick_ms
 
 
+@given(layouts, st.data())
+def test_a_message_is_always_in_one_of_the_digits_where_it_may_be(
+    layout: Layout, data: st.DataObject
+) -> None:
+    delay_ms = data.draw(st.integers(1, layout.capacity_ms))
+    passed_ms = data.draw(st.integers(0, delay_ms - 1))
+    until_ms = 0
+    for level, digit in zip(layout.levels, layout.digits(delay_ms), strict=True):
+        until_ms += digit * level.place_ms
+        if passed_ms < until_ms:
+            assert (level, digit) in layout.may_wait_in(delay_ms - passed_ms)
+            return
+    raise AssertionError("it left the levels before it was due")
+
+
+def test_a_message_is_not_said_to_be_where_it_cannot_be() -> None:
+    half_an_hour = [(level.name, digit) for level, digit in clock().may_wait_in(1_800_000)]
+    assert [digit for name, digit in half_an_hour if name == "minutes.x1"] == [*range(30, 60)]
+    assert not {"seconds.x1", "ms.x100"} & {name for name, _ in half_an_hour}
+    assert ("hours.x1", 1) in half_an_hour
+
+
 def trailing_zeros(layout: Layout, delay_ms: int) -> int:
     digits = layout.digits(delay_ms)
     return next((n for n, digit in enumerate(reversed(digits)) if digit), len(digits))

@@ -1,0 +1,160 @@
+"""What is known of one task that waits: by its record and its message, in the registry."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final, NamedTuple
+
+from celery_rabbitdelay.app.sending.task_messages import restored
+from celery_rabbitdelay.levels.delay import NS_PER_MS, instant_of
+from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
+from celery_rabbitdelay.levels.layout import Layout
+from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.registry.record import TaskState, record_of
+from celery_rabbitdelay.registry.registry import Registry
+
+#: Celery's headers that say how a task is shown.
+SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
+
+
+class Said(NamedTuple):
+    """What the stored message of a tracked task says; None where it does not.
+
+    Attributes:
+        shadow: The name under which Celery shows the task, if that is another one than its own.
+        args: Its positional arguments as text: Celery's ``argsrepr``.
+        kwargs: Its keyword arguments, likewise.
+        queue: The queue that it is for.
+        exchange: The exchange that it would have been published to without a delay.
+        routing_key: The routing key that it would have been published with.
+        priority: Its priority.
+    """
+
+    shadow: str | None = None
+    args: str | None = None
+    kwargs: str | None = None
+    queue: str | None = None
+    exchange: str | None = None
+    routing_key: str | None = None
+    priority: int | None = None
+
+    @classmethod
+    def by(cls, message: str | None) -> Said:
+        """Read a message as the registry has it; empty or None if it is not known."""
+        if not message:
+            return cls()
+        try:
+            waiting = restored(message, "").message
+        except Exception:  # noqa: BLE001 - of a task whose message cannot be read the rest is shown
+            return cls()
+        headers, others = waiting.headers, waiting.headers.others
+        shadow, args, kwargs = (others.get(each) or None for each in SHOWN)
+        priority = headers.priority or waiting.properties.get("priority")
+        return cls(
+            shadow, args, kwargs, headers.queue, headers.exchange, headers.routing_key, priority
+        )
+
+
+@dataclass(frozen=True)
+class KnownTask:
+    """What is known of a task at the moment; None where something is not known, or not there.
+
+    Attributes:
+        task_id: Its id.
+        state: ``waiting``, ``arrived`` (at a worker), ``cancelled``, ``superseded``, or ``noted``
+            (it was postponed before anything else was known of it).
+        due: When it is due, if it waits.
+        postponed: Until when it was postponed.
+        key: The key that it was sent with, if it waits.
+        job: The job that it was sent with. This, and what follows, is known of tracked tasks that
+            wait.
+        job_state: ``open``, ``committed`` or ``aborted``; None if there is no such job any more.
+        task: Its name.
+        args: Its positional arguments as text: Celery's ``argsrepr``.
+        kwargs: Its keyword arguments, likewise.
+        queue: The queue that gets it when it is due; None if the exchange routes it.
+        exchange: The exchange that it would have been published to without a delay.
+        routing_key: The routing key that it would have been published with.
+        priority: Its priority.
+        may_be_in: If it waits, the queues in which its message may be, as ``status`` names them,
+            and how many messages each has. They are worked out from the due time, now and the
+            layout, without those that are empty. Once it is due, it may have left them.
+        missing: If it waits, the queues of the levels and modules that the broker does not have.
+    """
+
+    task_id: str
+    state: str
+    due: datetime | None
+    postponed: datetime | None
+    key: str | None
+    job: str | None
+    job_state: str | None
+    task: str | None
+    args: str | None
+    kwargs: str | None
+    queue: str | None
+    exchange: str | None
+    routing_key: str | None
+    priority: int | None
+    may_be_in: Mapping[str, int]
+    missing: tuple[str, ...]
+
+
+def known_task(
+    registry: Registry, task_id: str, layout: Layout, backlog: Callable[[], Backlog]
+) -> KnownTask | None:
+    """Return what is known of a task; None if that is nothing.
+
+    Args:
+        registry: The registry.
+        task_id: Its id.
+        layout: The levels in which it waits.
+        backlog: Asks the broker what waits in them; called if the task waits.
+
+    Raises:
+        RegistryUnavailable: Redis did not answer, or the record of the task or of its job cannot be
+            read.
+    """
+    record = record_of(registry, task_id)
+    if record is None:
+        return None
+    said = Said.by(registry.index.messages([task_id])[0])
+    job = registry.jobs.state(record.job) if record.job else None
+    known_ms = [each for each in (record.due_ms, record.postponed_ms) if each is not None]
+    waits = record.state is TaskState.WAITING
+    found = backlog() if waits else None
+    # Its message is put back for the rest when the first due time comes.
+    remaining_ms = (record.due_ms or 0) - time.time_ns() // NS_PER_MS
+    return KnownTask(
+        task_id,
+        record.state.value,
+        instant_of(max(known_ms)) if waits else None,
+        None if record.postponed_ms is None else instant_of(record.postponed_ms),
+        record.key,
+        record.job,
+        None if job is None else job.value,
+        said.shadow or record.name,
+        said.args,
+        said.kwargs,
+        said.queue,
+        said.exchange,
+        said.routing_key,
+        said.priority,
+        {} if found is None else dict(may_be_in(layout, remaining_ms, found)),
+        () if found is None else found.missing,
+    )
+
+
+def may_be_in(layout: Layout, remaining_ms: int, backlog: Backlog) -> Iterator[tuple[str, int]]:
+    """Yield the queues in which a message may be, and their messages; see :class:`KnownTask`."""
+    for name in (CHECK_IN, "meditation"):
+        if (counts := backlog.others.get(name)) and counts.messages:
+            yield name, counts.messages
+    for level, digit in layout.may_wait_in(remaining_ms):
+        if messages := backlog.digits[level.name].get(digit):
+            yield level.queue_name(digit), messages
+    if remaining_ms <= 0 and (counts := backlog.others.get(DISTRIBUTE)) and counts.messages:
+        yield DISTRIBUTE, counts.messages

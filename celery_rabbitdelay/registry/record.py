@@ -1,0 +1,90 @@
+"""What is noted about one task, read without changing it."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.registry.registry import Registry
+
+#: The fields of a record, as ``shared.lua`` names them.
+_FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "name", "key", "job")
+
+
+class TaskState(Enum):
+    """What the registry says of a task."""
+
+    #: It waits, or should have arrived by now.
+    WAITING = "waiting"
+
+    #: It has arrived at a worker; a retry of it would wait.
+    ARRIVED = "arrived"
+
+    #: It was cancelled.
+    CANCELLED = "cancelled"
+
+    #: A newer task was sent under its key.
+    SUPERSEDED = "superseded"
+
+    #: It was postponed before anything else was known of it.
+    NOTED = "noted"
+
+
+class Record(NamedTuple):
+    """What is noted about a task.
+
+    Attributes:
+        state: What becomes of it.
+        due_ms: When the first of its messages is due, in milliseconds since 1970-01-01 UTC; None if
+            that is not known.
+        postponed_ms: Until when it was postponed, likewise.
+        name: Its name, if it is tracked and waits.
+        key: The key that it was sent with, if it waits.
+        job: The job that it was sent with, if it is tracked and waits.
+    """
+
+    state: TaskState
+    due_ms: int | None
+    postponed_ms: int | None
+    name: str | None
+    key: str | None
+    job: str | None
+
+
+def record_of(registry: Registry, task_id: str) -> Record | None:
+    """Return what is noted about a task; None if that is nothing.
+
+    Raises:
+        RegistryUnavailable: Redis did not answer, or the record cannot be read.
+    """
+    record = registry.names.task(task_id)
+    (found,) = registry.store.commands(lambda pipe: pipe.hmget(record, *_FIELDS))
+    *numbers, name, key, job = found
+    if not any(numbers):
+        return None
+    cancelled, ran, waits, due, not_before, order = numbers
+    newest = registry.newest_under(key)[0] if key else ""
+    try:
+        latest = max(int(ran or 0), _life(waits) if waits else 0)
+        if cancelled and latest <= int(cancelled):
+            state = TaskState.CANCELLED
+        elif waits and newest and int(order) < int(newest):
+            state = TaskState.SUPERSEDED
+        elif waits:
+            state = TaskState.WAITING
+        else:
+            state = TaskState.ARRIVED if ran else TaskState.NOTED
+        due_ms = int(due) if waits else None
+        postponed_ms = int(not_before) if not_before else None
+    except (TypeError, ValueError) as error:
+        reason = f"the record of task {task_id} cannot be read: {error}"
+        raise RegistryUnavailable(reason) from error
+    return Record(state, due_ms, postponed_ms, name, key, job)
+
+
+def _life(attempt: str) -> int:
+    """Return how often the task of an attempt was sent anew; -1 if its sender could not ask."""
+    found = re.match(r"(\d+)\.", attempt)
+    return int(found[1]) if found else -1

@@ -1,0 +1,165 @@
+"""Many tracked tasks are cancelled at once, by what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from celery_rabbitdelay import RegistryUnavailable, Row, signals
+from celery_rabbitdelay.app import waiting_tasks
+from celery_rabbitdelay.registry import index as index_module
+from celery_rabbitdelay.registry.index import Index, shard_of
+from celery_rabbitdelay.testing import RedisServer
+from tests.integration.worker import answer, run_command
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with RedisServer() as redis:
+        yield redis
+
+
+@pytest.fixture
+def settings(configuration: dict[str, Any], redis: RedisServer) -> dict[str, Any]:
+    return {
+        **configuration,
+        "rabbitdelay_registry_url": redis.url,
+        "rabbitdelay_track": "all",
+    }
+
+
+@pytest.fixture
+def shop(make_shop: Any, settings: dict[str, Any]) -> Any:
+    return make_shop(**settings)
+
+
+def send(shop: Any, name: str, number: int, hours: int, **options: Any) -> None:
+    """Send tasks that are in one list of the registry."""
+    eta = datetime.now(UTC) + timedelta(hours=hours)
+    ids = (each for each in (uuid4().hex for _ in count()) if shard_of(each) == 0)
+    rows = (Row(eta=eta + timedelta(seconds=each), task_id=next(ids)) for each in range(number))
+    assert shop.rabbitdelay.send_many(name, rows, **options).confirmed == number
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Look at ten tasks at once, reading four; return how many each page had."""
+    sizes: list[int] = []
+    real = Index._page
+
+    def page(index: Index, *arguments: Any) -> list[tuple[int, str]]:
+        found = real(index, *arguments)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(Index, "_page", page)
+    monkeypatch.setattr(index_module, "PAGE", 4)
+    monkeypatch.setattr(waiting_tasks, "CHUNK", 10)
+    return sizes
+
+
+def test_those_of_a_filter_are_cancelled_in_batches_and_no_others(
+    shop: Any, small_pages: list[int]
+) -> None:
+    delays, told = shop.rabbitdelay, []
+
+    def note(task_id: str, **signal: Any) -> None:
+        told.append(task_id)
+
+    delays.open_job("import", expires=3600)
+    send(shop, "look", 500, 10, job="import")
+    send(shop, "look", 40, 20)
+    send(shop, "note", 30, 10)
+    in_15_hours = datetime.now(UTC) + timedelta(hours=15)
+    signals.cancelled.connect(note)
+    try:
+        assert delays.cancel_pending(task="look", job="import", limit=25) == 25
+        assert len(set(told)) == 25
+        assert delays.cancel_pending(task="look", due_before=in_15_hours) == 475
+    finally:
+        signals.cancelled.disconnect(note)
+    assert len(set(told)) == 500
+    assert delays.count(task="look") == 40
+    assert delays.count(task="note") == 30
+    assert delays.count(job="import") == 0
+    # All are in one list, which was never read as a whole.
+    assert max(small_pages) < 200
+    assert delays.cancel_pending(due_after=in_15_hours) == 40
+    assert delays.cancel_pending(key="none") == 0
+    assert delays.cancel_pending() == 30
+
+
+def test_what_is_left_when_redis_goes_away_is_cancelled_by_another_call(
+    shop: Any, small_pages: list[int], redis: RedisServer
+) -> None:
+    send(shop, "look", 50, 10)
+    told: list[str] = []
+
+    def freeze(task_id: str, **signal: Any) -> None:
+        if not told:
+            redis.suspend()
+        told.append(task_id)
+
+    signals.cancelled.connect(freeze)
+    try:
+        with pytest.raises(RegistryUnavailable):
+            shop.rabbitdelay.cancel_pending(task="look")
+    finally:
+        redis.resume()
+        signals.cancelled.disconnect(freeze)
+    assert len(told) == 10
+    # Redis did what it was last asked, if it was asked to cancel ten more.
+    assert shop.rabbitdelay.cancel_pending(task="look") in (30, 40)
+    assert shop.rabbitdelay.count() == 0
+
+
+def test_the_command_asks_before_it_cancels_those_of_a_filter(
+    settings: dict[str, Any], shop: Any
+) -> None:
+    send(shop, "look", 3, 10)
+    send(shop, "note", 2, 10)
+
+    counted = run_command(settings, "cancel --task look --dry-run")
+    refused = run_command(settings, "cancel --task look", given="n\n")
+    left = shop.rabbitdelay.count(task="look")
+    agreed = run_command(settings, "cancel --task look", given="y\n")
+
+    assert (counted.stdout, counted.returncode) == ("3 would be cancelled\n", 0)
+    assert "Cancel 3 tracked tasks that wait?" in refused.stdout
+    assert refused.returncode == 1
+    assert left == 3
+    assert agreed.stdout.endswith("3 cancelled\n")
+    assert shop.rabbitdelay.count() == 2
+    before = datetime.now(UTC).isoformat()
+    none = answer(settings, f"cancel --due-before {before} --yes", "cancel")
+    assert none == {"count": 0, "cancelled": 0, "dry_run": False}
+    told = answer(settings, f"cancel --due-after {before} --dry-run", "cancel")
+    assert told == {"count": 2, "cancelled": 0, "dry_run": True}
+    assert answer(settings, "cancel --task note -y", "cancel")["cancelled"] == 2
+    assert shop.rabbitdelay.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--dry-run", "--dry-run takes --task, --job, --due-before or --due-after"),
+        ("x --task look", "a filter takes neither ids nor --key"),
+        ("--key x --task look", "a filter takes neither ids nor --key"),
+        ("--task look --also-future", "a filter takes neither ids nor --key"),
+        ("--task look --json", "--json does not ask: give --yes or --dry-run"),
+        ("--yes", "give the ids of tasks, or --key"),
+    ],
+)
+def test_options_that_do_not_go_together_cancel_nothing(
+    settings: dict[str, Any], shop: Any, options: str, why: str
+) -> None:
+    send(shop, "look", 1, 10)
+    told = run_command(settings, f"cancel {options}")
+    assert told.returncode == 2
+    assert why in " ".join(told.stderr.split())
+    assert shop.rabbitdelay.count() == 1

@@ -1,0 +1,147 @@
+"""What is known of one task, whatever has become of it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery.result import AsyncResult
+from kombu import Connection
+
+from celery_rabbitdelay import KnownTask, RegistryUnavailable
+from celery_rabbitdelay.registry.record import TaskState, record_of
+from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import count
+from tests.integration.notes import Notes
+from tests.integration.registering import MINUTE_MS, keyed, now_ms, sent, tracked, verdict
+from tests.integration.shop import PATIENCE, named
+from tests.integration.worker import Worker
+
+
+def state_of(registry: Registry, task_id: str = "task") -> TaskState | None:
+    record = record_of(registry, task_id)
+    return None if record is None else record.state
+
+
+def test_the_state_of_a_task_is_that_by_which_it_is_decided_about(registry: Registry) -> None:
+    assert state_of(registry) is None
+    message = tracked()
+    registry.register([message])
+    record = record_of(registry, "task")
+    assert record is not None
+    assert record[:5] == (TaskState.WAITING, message.due_ms, None, "shop.remind", None)
+    verdict(registry, message)
+    assert state_of(registry) is TaskState.ARRIVED
+    # It is retried.
+    registry.register([sent(attempt="1.0")])
+    assert state_of(registry) is TaskState.WAITING
+    registry.cancel(["task"])
+    assert state_of(registry) is TaskState.CANCELLED
+    # Sent anew after it had run, it is another life.
+    (ticket,) = registry.ask([("task", "")])
+    registry.register([tracked(ticket=ticket)])
+    assert state_of(registry) is TaskState.WAITING
+
+
+def test_what_is_noted_before_a_task_is_sent_is_its_state(registry: Registry) -> None:
+    later = now_ms() + MINUTE_MS
+    registry.postpone("postponed", later)
+    registry.cancel(["cancelled"])
+    record = record_of(registry, "postponed")
+    assert record is not None
+    assert record[:3] == (TaskState.NOTED, None, later)
+    assert state_of(registry, "cancelled") is TaskState.CANCELLED
+
+
+def test_the_older_task_of_a_key_is_superseded(registry: Registry) -> None:
+    older, newer = (keyed(registry, name, "order:7") for name in ("older", "newer"))
+    registry.register([older])
+    assert state_of(registry, "older") is TaskState.WAITING
+    registry.register([newer])
+    assert state_of(registry, "older") is TaskState.SUPERSEDED
+    assert state_of(registry, "newer") is TaskState.WAITING
+
+
+@pytest.mark.parametrize("wrong", ["cancelled", "due", "not_before"])
+def test_a_record_that_cannot_be_read_is_an_error(registry: Registry, wrong: str) -> None:
+    registry.register([tracked()])
+    record = registry.names.task("task")
+    registry.store.commands(lambda pipe: pipe.hset(record, wrong, "soon"))
+    with pytest.raises(RegistryUnavailable, match="record of task task cannot be read"):
+        record_of(registry, "task")
+
+
+@pytest.fixture
+def configuration(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
+    return {
+        **configuration,
+        "rabbitdelay_registry_url": redis_url,
+        # Long digits: it does not matter how long a test takes.
+        "rabbitdelay_layout": [("long", 3, 3600), ("short", 6, 600)],
+    }
+
+
+def test_a_tracked_task_is_known_with_its_route_its_job_and_where_it_may_be(
+    shop: Any, noted: Notes, connection: Connection
+) -> None:
+    delays, job = shop.rabbitdelay, f"import-{uuid4().hex}"
+    delays.open_job(job, expires=3600)
+    direct = {"exchange": named(shop, "direct"), "routing_key": "second", "priority": 3}
+    result = noted.send(7, delay=4200, track=True, job=job, key=noted.key, **direct)
+    began = datetime.now(UTC)
+    wait_for(lambda: count(connection, named(shop, "long.1")), "the message", PATIENCE)
+
+    found: KnownTask = delays.show(result)
+    assert found == delays.show(result.id)
+    assert (found.task_id, found.state, found.task) == (result.id, "waiting", "note")
+    assert found.due is not None
+    assert abs(found.due - began - timedelta(seconds=4200)) < timedelta(seconds=60)
+    assert (found.args, found.kwargs) == ("(7,)", repr({"key": noted.key}))
+    assert (found.queue, found.exchange) == (named(shop, "second"), direct["exchange"])
+    assert (found.routing_key, found.priority) == ("second", 3)
+    assert (found.key, found.job, found.job_state) == (noted.key, job, "open")
+    assert found.may_be_in == {"long.1": 1}
+    assert found.missing == ()
+    assert found == delays.show(key=noted.key)
+
+    later = datetime.now(UTC) + timedelta(hours=3)
+    delays.postpone(result, eta=later)
+    moved = delays.show(result)
+    assert moved.due == moved.postponed
+    assert abs(moved.due - later) < timedelta(milliseconds=1)
+    delays.cancel(result)
+    assert delays.show(result).state == "cancelled"
+    assert delays.show(result).may_be_in == {}
+    assert delays.show(uuid4()) is None
+    assert delays.show(key=uuid4().hex) is None
+    for wrong in ((), ("id", "key")):
+        with pytest.raises(TypeError, match="takes one of a task, a key"):
+            delays.show(*wrong[:1], key=(*wrong, None, None)[1])
+
+
+def test_a_task_with_a_key_that_is_not_tracked_is_known_without_its_arguments(
+    shop: Any, noted: Notes, channel: Any
+) -> None:
+    noted.send(7, delay=86_400, key=noted.key)
+    channel.queue_delete(shop.rabbitdelay.topology.module_queues.checkin.name)
+    # The delay is above the capacity of these levels.
+    wait_for(
+        lambda: shop.rabbitdelay.show(key=noted.key).may_be_in == {"meditation": 1},
+        "the message",
+        PATIENCE,
+    )
+    found = shop.rabbitdelay.show(key=noted.key)
+    assert found.state == "waiting"
+    assert (found.task, found.args, found.queue, found.job) == (None, None, None, None)
+    assert found.missing == (shop.rabbitdelay.topology.module_queues.checkin.name,)
+
+
+def test_a_task_that_has_arrived_is_known(shop: Any, worker: Worker) -> None:
+    late = {"eta": datetime.now(UTC) - timedelta(minutes=1), "track": True}
+    result: AsyncResult[Any] = shop.tasks["look"].apply_async(**late)
+    result.get(timeout=PATIENCE)
+    found = shop.rabbitdelay.show(result)
+    assert (found.state, found.due, found.task) == ("arrived", None, None)
