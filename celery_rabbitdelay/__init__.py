@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.app.task import Task, shared_task
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
+    from celery_rabbitdelay.registry.pauses import Paused
 
 __all__ = [
     "Celery",
     "Outcome",
+    "Paused",
     "Pending",
     "Report",
     "Row",
@@ -54,6 +56,7 @@ _IMPORTED_ON_FIRST_USE: Final = {
     "Task": "celery_rabbitdelay.app.task",
     "shared_task": "celery_rabbitdelay.app.task",
     "Outcome": "celery_rabbitdelay.registry.decision",
+    "Paused": "celery_rabbitdelay.registry.pauses",
     "Pending": "celery_rabbitdelay.registry.index",
 }
 
