@@ -171,6 +171,8 @@ def test_without_a_registry_each_command_says_what_to_set(
 def test_tasks_are_paused_by_name_and_by_queue_and_resumed(
     settings: dict[str, Any], shop: Any
 ) -> None:
+    send(shop, 60)  # the levels exist, which is what the status is about
+    began = datetime.now(UTC) - timedelta(milliseconds=1)  # Redis counts whole ones
     paused = run_command(settings, "pause --task shop.remind")
     data = answer(settings, "pause --queue mails", "paused")
     again = answer(settings, "pause --task shop.remind", "paused")
@@ -182,7 +184,7 @@ def test_tasks_are_paused_by_name_and_by_queue_and_resumed(
 
     assert paused.stdout.startswith("paused: task shop.remind, since "), paused.stderr
     assert (data["task"], data["queue"]) == (None, "mails")
-    assert abs(datetime.fromisoformat(data["since"]) - datetime.now(UTC)) < timedelta(minutes=1)
+    assert began <= datetime.fromisoformat(data["since"]) <= datetime.now(UTC)
     assert again in status["paused"]
     assert data in status["paused"]
     lines = [line for line in shown.stdout.splitlines() if line.startswith("paused: ")]
@@ -197,7 +199,7 @@ def test_tasks_are_paused_by_name_and_by_queue_and_resumed(
 
 
 @pytest.mark.parametrize(
-    "command", ["pause", "pause --task x --queue y", "resume", "resume --task ''"]
+    "command", ["pause", "pause --task x --queue y", "resume", "resume --task="]
 )
 def test_a_pause_takes_one_name(settings: dict[str, Any], command: str) -> None:
     told = run_command(settings, command)

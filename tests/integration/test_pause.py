@@ -53,7 +53,7 @@ def send_one_of_each_kind(noted: Notes, **options: Any) -> set[str]:
         "keyed": {"key": uuid4().hex},
         "once": {"once": True},
         "high": {"priority": 9},
-        "expires": {"expires": 600},
+        "expires": {"expires": 3600},
     }
     for kind, own in kinds.items():
         noted.send(kind, delay=DELAY, **own, **options)
@@ -75,6 +75,7 @@ def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
     sent = time.time()
     expected = send_one_of_each_kind(noted)
     passed()  # a task of another name
+    looked = time.time()
     assert noted() == []
     noted.send("without a delay")
     wait_for(noted, "the task without a delay", PATIENCE)
@@ -86,7 +87,7 @@ def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
         if note["given"] != ["without a delay"]:
             # The due time is the one that it was sent for.
             due = note["headers"]["rabbitdelay-due"] / 1000
-            assert due - sent == pytest.approx(DELAY, abs=DELAY)
+            assert sent + DELAY <= due <= looked
             assert note["at"] >= due
             assert note["eta"] is None
 
@@ -120,7 +121,7 @@ def test_paused_tasks_outlive_their_worker(
 
 
 def test_no_task_waits_in_a_worker(configuration: dict[str, Any], serve: Any) -> None:
-    # With a prefetch count of 1, a held task would keep all others away.
+    # With a prefetch count of 1, a task that waits in the worker would keep all others away.
     shop = serve("--prefetch-multiplier", "1")
     noted = Notes(shop)
     shop.rabbitdelay.pause(task="note")
@@ -142,7 +143,7 @@ def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
         for name in ("cancelled", "revoked", "untracked", "kept")
     )
     older = noted.send("older", delay=DELAY, key="order")
-    shop.rabbitdelay.open_job("import", expires=60)
+    shop.rabbitdelay.open_job("import", expires=3600)
     aborted = noted.send("aborted", delay=DELAY, job="import")
     passed()
     assert shop.rabbitdelay.cancel(cancelled) is Outcome.DONE
@@ -189,7 +190,7 @@ def test_a_task_that_is_paused_waits_for_its_job_too(
     shop: Any, worker: Worker, noted: Notes, passed: Any
 ) -> None:
     shop.rabbitdelay.pause(task="note")
-    with shop.rabbitdelay.job("import", expires=60):
+    with shop.rabbitdelay.job("import", expires=3600):
         noted.send("of a job", delay=DELAY, job="import")
     passed()
     assert noted() == []

@@ -40,8 +40,9 @@ def decision(registry: Registry, arrived: Arrival) -> Decision:
 
 def test_what_is_paused_is_listed_since_it_was_paused_first(registry: Registry) -> None:
     pauses = registry.pauses
+    began = datetime.now(UTC) - timedelta(milliseconds=1)  # Redis counts whole ones
     since = pauses.pause("shop.remind", None)
-    assert abs(since - datetime.now(UTC)) < timedelta(minutes=1)
+    assert began <= since <= datetime.now(UTC)
     assert pauses.pause("shop.remind", None) == since
     of_queue = pauses.pause(None, "mails: für \ud83d")
     assert pauses.all() == [
@@ -67,10 +68,11 @@ def test_a_paused_task_waits_and_runs_once_it_is_resumed(registry: Registry) -> 
     found = decision(registry, paused)
     assert found.verdict is Verdict.LATER
     assert not found.is_new_due
-    assert 0.75 * MINUTE_MS <= found.until_ms - asked_at <= 2 * MINUTE_MS
+    assert found.until_ms - asked_at >= 0.75 * MINUTE_MS
+    assert found.until_ms - now_ms() <= MINUTE_MS
     # A task that is due only now has not been held for long.
     fresh = decision(registry, arrival(sent("fresh", 0), paused_ms=now_ms() - 4 * MINUTE_MS))
-    assert fresh.until_ms - asked_at < 0.75 * MINUTE_MS
+    assert fresh.until_ms - now_ms() < 0.5 * MINUTE_MS
     # It was not let run: it still waits, and another message of it may run.
     assert [each.task_id for each in registry.index.tasks(["task"])] == ["task"]
     assert verdict(registry, message._replace(copy=new_copy())) is Verdict.RUN
