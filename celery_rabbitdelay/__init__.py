@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from celery_rabbitdelay.app.task import Task, shared_task
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
+    from celery_rabbitdelay.registry.pauses import Paused
 
 __all__ = [
     "Celery",
     "KnownTask",
     "Outcome",
+    "Paused",
     "Pending",
     "Report",
     "Row",
@@ -57,6 +59,7 @@ _IMPORTED_ON_FIRST_USE: Final = {
     "Task": "celery_rabbitdelay.app.task",
     "shared_task": "celery_rabbitdelay.app.task",
     "Outcome": "celery_rabbitdelay.registry.decision",
+    "Paused": "celery_rabbitdelay.registry.pauses",
     "Pending": "celery_rabbitdelay.registry.index",
 }
 

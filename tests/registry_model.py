@@ -87,7 +87,9 @@ class Record(NamedTuple):
 EMPTY = Record()
 
 
-def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
+def arrive(
+    record: Record, message: Message, word: str, is_paused: bool = False
+) -> tuple[Record, str]:
     """Return what is noted when a message arrives, and what becomes of it.
 
     Args:
@@ -95,6 +97,7 @@ def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
         message: The message.
         word: What its key and its job say: ``run``, ``later``, ``expired``, ``superseded`` or
             ``replaced``.
+        is_paused: Whether the task's name, or the queue, is paused.
     """
     full = message.full
     winner = dict(record.won).get(full) if message.copy else None
@@ -106,7 +109,7 @@ def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
     if first is not None:
         is_same = first.partition(".")[0] == message.mark.partition(".")[0]
         runs = first == message.mark or (message.redelivered and is_same)
-        return record, "run" if runs else "duplicate"
+        return record, ("paused" if is_paused else "run") if runs else "duplicate"
     waits = record.waits == full
     if winner is None:
         if word in ("superseded", "replaced", "expired"):
@@ -120,6 +123,8 @@ def arrive(record: Record, message: Message, word: str) -> tuple[Record, str]:
         if record.not_before is not None and record.not_before > message.due:
             changed = record._replace(due=record.not_before) if waits else record
             return changed, str(record.not_before)
+    if is_paused:
+        return record, "paused"
     if message.copy and winner is None:
         won = record.won | {(full, message.copy)}
         record = record._replace(won=won, ran=max(record.ran or 0, message.life, 0))

@@ -25,6 +25,7 @@ from celery_rabbitdelay.app.celery_internals import eta_of, own_changes
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
+from celery_rabbitdelay.app.pausing import Pausing
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
@@ -56,7 +57,7 @@ REGISTRY_MARGIN: Final = 3600.0
 MAX_THREADS: Final = 10
 
 
-class RabbitDelay(WaitingTasks):
+class RabbitDelay(WaitingTasks, Pausing):
     """``app.rabbitdelay``: the delay levels of one application.
 
     Args:

@@ -84,7 +84,8 @@ TAKEN_OVER: Final = _counter(
     "Tasks with a future eta, of producers without this package: put into the levels, or held.",
 )
 RETURNED: Final = _counter(
-    "returned", "Due tasks that went back to wait: postponed, their job open, or Redis away."
+    "returned",
+    "Due tasks that went back to wait: postponed, paused, their job open, or Redis away.",
 )
 CANCELLED: Final = _counter(
     "cancelled", "Due tasks that a worker discarded because they were cancelled."

@@ -9,6 +9,7 @@ from __future__ import annotations
 from celery_rabbitdelay.command import (  # noqa: F401
     declare,
     moving,
+    pausing,
     route,
     send,
     status,

@@ -17,6 +17,7 @@ from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
 from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.pausing import paused_as_json, paused_line
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.delay import duration_text
@@ -147,6 +148,7 @@ def _as_json(found: Status) -> dict[str, Any]:
             "within_ms": found.due_within_ms,
             "registry_error": found.registry_error,
         },
+        "paused": [paused_as_json(each) for each in found.paused],
         "undeliverable": read,
         "workers": found.workers,
     }
@@ -185,6 +187,7 @@ def status_lines(
         yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
     if status.registry_error is not None:
         yield f"next due: the registry cannot be asked: {status.registry_error}"
+    yield from map(paused_line, status.paused)
     if status.next_due is not None:
         left_ms = max(round((status.next_due - datetime.now(UTC)).total_seconds()), 0) * 1000
         local = shared.local(status.next_due)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +16,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
+from celery_rabbitdelay.registry.pauses import Paused
 
 #: Characters of a reason. It may come from a header, which any client can write.
 MAX_REASON_LENGTH: Final = 200
@@ -33,6 +34,7 @@ class Status(NamedTuple):
             long its first message has waited.
         next_due: The due time of the next task that the registry tracks; None if there is none, or
             no registry.
+        paused: The due tasks that wait until they are resumed.
         registry_error: Why the registry could not be asked; None if it could, or there is none.
         reasons: How many messages are undeliverable for each reason, the most frequent first; None
             if they were not read.
@@ -44,6 +46,7 @@ class Status(NamedTuple):
     due_within_ms: int | None = None
     next_due: datetime | None = None
     registry_error: str | None = None
+    paused: Sequence[Paused] = ()
     reasons: Mapping[str, int] | None = None
 
 
@@ -72,16 +75,17 @@ def status_of(
         counts = Counter(_printable(message.found.reason) for message in messages)
         reasons = dict(counts.most_common())
     workers = status_of_workers(delays.app, connection, timeout)
-    first, registry_error = None, None
+    first, registry_error, paused = None, None, []
     if delays.has_registry:
         try:
             # An overdue task in the list has lost its message, or is about to arrive.
             first = next(delays.pending(due_after=datetime.now(UTC)), None)
+            paused = delays.paused()
         except (RegistryUnavailable, OSError) as error:
             registry_error = str(error)
     next_due = None if first is None else first.due
     within_ms = due_within(topology, backlog)
-    return Status(taken_at, backlog, workers, within_ms, next_due, registry_error, reasons)
+    return Status(taken_at, backlog, workers, within_ms, next_due, registry_error, paused, reasons)
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:

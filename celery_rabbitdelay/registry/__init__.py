@@ -6,5 +6,6 @@ may run. Code belongs here if it writes or reads Redis; it knows nothing of Cele
 
 Read ``decision`` (what is asked and answered, pure), the scripts in ``lua`` (each is one atomic
 step; ``arrive.lua`` is the rule that decides, and ``shared.lua`` describes the record of a task),
-``registry`` (calls them), ``jobs``, ``index`` (the keys, and what waits) and ``connection``.
+``registry`` (calls them), ``jobs``, ``pauses``, ``index`` (the keys, and what waits) and
+``connection``.
 """

@@ -44,7 +44,8 @@ class Verdict(Enum):
     #: It does not run: it has run, was sent with ``once``, and RabbitMQ has not redelivered it.
     DUPLICATE = "duplicate"
 
-    #: It goes back into the levels, until a later due time or because its job is still open.
+    #: It goes back into the levels, until a later due time, or because its job is still open or it
+    #: is paused.
     LATER = "later"
 
     #: It is undeliverable: decisions about it, if there were any, are forgotten by now.
@@ -120,6 +121,7 @@ class Arrival(NamedTuple):
             this arrival, which is missing at first; see :meth:`marked`.
         redelivered: Whether RabbitMQ has delivered this message before.
         put_back_ms: Until when it was put back last, because the registry had said so; 0 if never.
+        paused_ms: Since when its name or its queue is paused; 0 if neither is.
     """
 
     task_id: str
@@ -134,6 +136,7 @@ class Arrival(NamedTuple):
     mark: str = ""
     redelivered: bool = False
     put_back_ms: int = 0
+    paused_ms: int = 0
 
     def marked(self) -> Self:
         """Return it with the name of this arrival in its mark, if only one message may run.

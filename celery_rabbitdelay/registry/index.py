@@ -59,6 +59,10 @@ class Names(NamedTuple):
             return f"{index}:task:{task}"
         return index if job is None else f"{index}:job:{job}"
 
+    def paused(self) -> str:
+        """Return the key of what is paused."""
+        return f"{self.prefix}:{{0}}:paused"
+
     def complete_since(self) -> str:
         """Return the key that says since when the index is complete."""
         return f"{self.prefix}:{{0}}:complete-since"

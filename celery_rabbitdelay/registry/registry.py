@@ -13,6 +13,7 @@ from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Index, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
+from celery_rabbitdelay.registry.pauses import Pauses, pause_ms
 
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
 TASKS_PER_CALL: Final = 100
@@ -36,6 +37,9 @@ _UNREADABLE: Final = "!"
 
 #: What ``claim.lua`` answers about the newest task under a key, before the id of the one before.
 _NEWEST: Final = "newest "
+
+#: What ``arrive.lua`` answers about a task that would run, if it were not paused.
+_PAUSED: Final = "paused"
 
 _VERDICTS: Final = frozenset(each.value for each in Verdict)
 
@@ -99,6 +103,7 @@ class Registry:
     Attributes:
         index: The tracked tasks under the prefix.
         jobs: The jobs under the prefix.
+        pauses: What is paused under the prefix.
         names: The names of all keys.
         store: Where the notes are kept.
     """
@@ -108,6 +113,7 @@ class Registry:
         self.names = Names(prefix)
         self.index = Index(store, self.names, margin_ms)
         self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
+        self.pauses = Pauses(store, self.names)
         self._keep_ms = keep_ms
 
     def reserve(self, name: str, number: int, per_second: float) -> float:
@@ -177,7 +183,7 @@ class Registry:
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
                 *(each.once, each.mark, each.redelivered, each.has_options),
-                *(min(each.put_back_ms, latest), words.get(number, "run")),
+                *(min(each.put_back_ms, latest), words.get(number, "run"), bool(each.paused_ms)),
             )
             for number, each in enumerate(arrivals)
         ]
@@ -194,6 +200,10 @@ class Registry:
             return Decision(
                 Verdict.LATER, now_ms + min(max(pause, MIN_JOB_PAUSE_MS), MAX_JOB_PAUSE_MS)
             )
+        if word == _PAUSED:
+            now_ms = _now_ms()
+            held_ms = now_ms - max(arrival.due_ms, arrival.paused_ms)
+            return Decision(Verdict.LATER, now_ms + pause_ms(held_ms))
         if word not in _VERDICTS:
             return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE))
         return Decision(Verdict(word))

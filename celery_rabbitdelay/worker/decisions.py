@@ -16,6 +16,7 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
+from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
@@ -110,6 +111,7 @@ class Decisions(BatchThread[_Due]):
         self._plain: PlainArrivals[_Due] = PlainArrivals(
             consumer,
             lambda due: self._registry.names.task(due.arrival.task_id),
+            self._registry.names.paused(),
             lambda due: self._carry_out_all([due], [Decision(Verdict.RUN)]),
             self.give,
             self.gather_for,
@@ -189,19 +191,27 @@ class Decisions(BatchThread[_Due]):
             celery_internals.call_after(self._consumer, ASK_AGAIN, partial(self.give, due))
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
-        arrivals = [each.arrival for each in batch]
         try:
-            decisions: list[Decision] = self._breaker.call(lambda: self._registry.decide(arrivals))
+            decisions: list[Decision] = self._breaker.call(lambda: self._ask_registry(batch))
         except RegistryUnavailable as error:
             self._failed(error)
             return [
                 Decision(Verdict.RUN)
-                if self._runs_without or not each.has_options
+                if self._runs_without or not each.arrival.has_options
                 else self._later()
-                for each in arrivals
+                for each in batch
             ]
         self._succeeded()
         self._open_plain()
+        return decisions
+
+    def _ask_registry(self, batch: Sequence[_Due]) -> list[Decision]:
+        paused = self._registry.pauses.known()
+        arrivals = [
+            arrival._replace(paused_ms=paused_since(paused, delivery.task, queue))
+            for delivery, _, arrival, queue in batch
+        ]
+        decisions: list[Decision] = self._registry.decide(arrivals)
         return decisions
 
     def _failed(self, error: RegistryUnavailable) -> None:

@@ -21,11 +21,12 @@ class PlainArrivals(Generic[DueT]):
     """Asks about tasks without an option of the registry; of nearly all of them nothing is noted.
 
     In the event loop, a question takes a third of the processor time that it takes in a thread. If
-    something is noted, or Redis does not answer, the thread decides.
+    something is noted or paused, or Redis does not answer, the thread decides.
 
     Attributes:
         consumer: The worker's consumer, on one connection.
         key_of: Returns the key of a task's record.
+        paused: The key of what is paused.
         run: Lets a task run.
         decide: Lets the thread decide about a task.
         gather_for: Returns for how many seconds to wait for more tasks after a number of them.
@@ -34,6 +35,7 @@ class PlainArrivals(Generic[DueT]):
 
     consumer: Any
     key_of: Callable[[DueT], str]
+    paused: str
     run: Callable[[DueT], None]
     decide: Callable[[DueT], None]
     gather_for: Callable[[int], float]
@@ -89,7 +91,7 @@ class PlainArrivals(Generic[DueT]):
             return
         self._asked_at = time.monotonic()
         try:
-            self._asker.ask([self.key_of(due) for due in self._asked])
+            self._asker.ask([self.paused, *(self.key_of(due) for due in self._asked)])
         except Exception:  # noqa: BLE001 - the thread finds out, and says so
             self.close()
 

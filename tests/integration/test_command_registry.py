@@ -217,6 +217,8 @@ def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any
         "run-now x",
         "postpone x --delay 1",
         "job show x",
+        "pause --task x",
+        "resume --queue x",
     ],
 )
 def test_without_a_registry_each_command_says_what_to_set(
@@ -225,3 +227,42 @@ def test_without_a_registry_each_command_says_what_to_set(
     told = run_command(configuration, command)
     assert told.returncode == 2
     assert "set rabbitdelay_registry_url" in told.stderr
+
+
+def test_tasks_are_paused_by_name_and_by_queue_and_resumed(
+    settings: dict[str, Any], shop: Any
+) -> None:
+    send(shop, 60)  # the levels exist, which is what the status is about
+    began = datetime.now(UTC) - timedelta(milliseconds=1)  # Redis counts whole ones
+    paused = run_command(settings, "pause --task shop.remind")
+    data = answer(settings, "pause --queue mails", "paused")
+    again = answer(settings, "pause --task shop.remind", "paused")
+    status, shown = answer(settings, "status", "status"), run_command(settings, "status")
+    resumed = run_command(settings, "resume --task shop.remind")
+    twice = run_command(settings, "resume --task shop.remind")
+    told = answer(settings, "resume --queue mails", "resumed")
+    unknown = answer(settings, "resume --queue mails", "resumed", status=1)
+
+    assert paused.stdout.startswith("paused: task shop.remind, since "), paused.stderr
+    assert (data["task"], data["queue"]) == (None, "mails")
+    assert began <= datetime.fromisoformat(data["since"]) <= datetime.now(UTC)
+    assert again in status["paused"]
+    assert data in status["paused"]
+    lines = [line for line in shown.stdout.splitlines() if line.startswith("paused: ")]
+    assert [line.partition(",")[0] for line in lines] == [
+        "paused: task shop.remind",
+        "paused: queue mails",
+    ]
+    assert (resumed.stdout, resumed.returncode) == ("task shop.remind: resumed\n", 0)
+    assert (twice.stdout, twice.returncode) == ("task shop.remind: was not paused\n", 1)
+    assert (told["was_paused"], unknown["was_paused"]) == (True, False)
+    assert shop.rabbitdelay.paused() == []
+
+
+@pytest.mark.parametrize(
+    "command", ["pause", "pause --task x --queue y", "resume", "resume --task="]
+)
+def test_a_pause_takes_one_name(settings: dict[str, Any], command: str) -> None:
+    told = run_command(settings, command)
+    assert told.returncode == 2
+    assert "give --task, or --queue" in told.stderr

@@ -51,6 +51,7 @@ class Sequence:
         self.record = EMPTY
         self.newest, self.holder = 0, ""
         self.job_state, self.job_id = "", ""
+        self.is_paused = False
         self.has_key = chance.random() < 0.4
         self.has_name = self.has_key or chance.random() < 0.8
         self.once = chance.random() < 0.4
@@ -68,7 +69,7 @@ class Sequence:
         steps: list[Callable[[], None]] = [
             *(self.send, self.send, self.retry, self.replace, self.copy, self.cancel),
             *[self.arrive] * 6,
-            *(self.postpone, self.postpone, self.supersede, self.end_job, self.forget),
+            *(self.postpone, self.postpone, self.supersede, self.end_job, self.forget, self.pause),
         ]
         self.send()
         for _ in range(self.chance.randrange(3, STEPS)):
@@ -94,6 +95,7 @@ class Sequence:
             message.redelivered,
             # One that was due long ago and is not old was put back since.
             0 if message.is_old or message.due != LONG_AGO else now_ms(),
+            self.base_ms if self.is_paused else 0,
         )
 
     def mark_of(self, message: Message) -> str:
@@ -122,7 +124,7 @@ class Sequence:
         self.messages.remove(message)
         word = self.word(message)
         self.claim(message, self.task_id)
-        self.record, expected = model.arrive(self.record, message, word)
+        self.record, expected = model.arrive(self.record, message, word, self.is_paused)
         (decision,) = self.registry.decide([self.arrival(message)])
         self.is_listed &= self.record.waits is not None
         found = str(decision.until_ms) if decision.is_new_due else decision.verdict.value
@@ -130,6 +132,7 @@ class Sequence:
             self.say(f"arrive {message}", found, str(self.ms(int(expected))))
             message = message._replace(due=int(expected), is_old=False)
         else:
+            expected = "later" if expected == "paused" else expected
             self.say(f"arrive {message}", found, expected)
         # It may be delivered again: because it waits, its answer was lost, or its worker is killed.
         if decision.verdict is Verdict.LATER:
@@ -139,6 +142,9 @@ class Sequence:
             redelivered = message.redelivered or self.chance.random() < 0.3
             mark = self.mark_of(message) if self.chance.random() < 0.5 else message.mark
             self.messages.append(message._replace(redelivered=redelivered, mark=mark))
+
+    def pause(self) -> None:
+        self.is_paused = not self.is_paused
 
     def send(
         self, attempt: str = "0.0", life: int | None = None, due: int = 5, order: int | None = None

@@ -23,7 +23,8 @@ SCRIPTS: Final = Path("celery_rabbitdelay", "registry", "lua")
 
 #: The tests that have to notice, the fastest ones first.
 TESTS: Final = [
-    f"tests/integration/test_registry{each}.py" for each in ("", "_jobs", "_index", "_rule")
+    f"tests/integration/test_registry{each}.py"
+    for each in ("", "_jobs", "_index", "_pauses", "_rule")
 ]
 
 #: What can be left out: a line that is a statement of its own.

@@ -12,6 +12,8 @@ from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 TIMEOUT = 5.0
 
+PAUSED = "what is paused"
+
 
 class Loop:
     """Stands for a worker's consumer, with its event loop and its timer."""
@@ -44,7 +46,8 @@ class Asker:
     def ask(self, keys: Sequence[str]) -> None:
         if self._refuses:
             raise ConnectionError
-        self.asked.append(list(keys))
+        assert keys[0] == PAUSED
+        self.asked.append(list(keys[1:]))
 
     def answer(self) -> bool:
         if isinstance(self.says, Exception):
@@ -65,6 +68,7 @@ class Asked:
         self.plain: PlainArrivals[str] = PlainArrivals(
             self.loop,
             "key of {}".format,
+            PAUSED,
             self.ran.append,
             self.decided.append,
             lambda first: gathers,
@@ -114,7 +118,7 @@ def test_a_question_is_about_a_bounded_number_of_tasks(monkeypatch: pytest.Monke
     assert asked.ran == ["a", "b", "c", "d"]
 
 
-def test_if_something_is_noted_the_thread_decides() -> None:
+def test_if_something_is_noted_or_paused_the_thread_decides() -> None:
     asked = Asked()
     asked.plain.give("a")
     asked.asker.says = True

@@ -40,6 +40,7 @@ class World(NamedTuple):
         newest: The order of the newest message under the key.
         holder: The attempt that this message is of; empty if it is of another task.
         job: ``open``, ``committed`` or ``aborted``.
+        is_paused: Whether its name is paused.
         runs: What has run: the attempt, the message's name, and whether by redelivery.
         excused: The attempts that need not run.
         stopped: The life up to which no message may run any more; None for none.
@@ -52,6 +53,7 @@ class World(NamedTuple):
     newest: int = 0
     holder: tuple[str, ...] = ()
     job: str = "open"
+    is_paused: bool = False
     runs: tuple[tuple[tuple[str, str], str, bool], ...] = ()
     excused: frozenset[tuple[str, str]] = frozenset()
     stopped: int | None = None
@@ -68,7 +70,7 @@ class World(NamedTuple):
     def arrived(self, message: Message, *, answer: bool = True) -> World:
         """Return the world after a message has arrived, and perhaps the answer was lost."""
         word, before = self.word(message), self.record
-        record, verdict = registry_model.arrive(before, message, word)
+        record, verdict = registry_model.arrive(before, message, word, self.is_paused)
         world = self.claimed(message)._replace(
             record=record, waiting=without(self.waiting, message)
         )
@@ -80,7 +82,7 @@ class World(NamedTuple):
             done = (message.full, message.copy or name_in(message.mark), message.redelivered)
             runs = tuple(sorted({*self.runs, done}))
             return world._replace(running=added(self.running, message), runs=runs)
-        if verdict == "later":
+        if verdict in ("later", "paused"):
             # It asks now and then, so that what it asks for is not forgotten.
             return world._replace(waiting=added(world.waiting, message._replace(is_old=False)))
         if verdict.isdigit():
@@ -105,6 +107,7 @@ class World(NamedTuple):
 
     def check_run(self, message: Message, before: registry_model.Record) -> None:
         """Raise if a message must not run."""
+        assert not self.is_paused, "although it is paused"
         assert not (self.stopped is not None and message.life <= self.stopped), "after a cancel"
         has_won = (
             dict(before.won).get(message.full) == message.copy
@@ -141,6 +144,7 @@ class World(NamedTuple):
             yield "cancel", self.cancelled(also_future)
             for due in (1, 9):
                 yield from self.postponed(due, also_future)
+        yield "pause, or resume", self._replace(is_paused=not self.is_paused)
         if KIND.order:
             is_newer = self.newest < NEWER
             yield "supersede", self._replace(newest=NEWER, holder=()) if is_newer else self
@@ -208,6 +212,7 @@ class World(NamedTuple):
             sent=self.sent,
             newest=0,
             job=self.job,
+            is_paused=self.is_paused,
         )
 
     def check(self) -> None:
@@ -216,7 +221,8 @@ class World(NamedTuple):
         for full, copy, _ in self.runs:
             runs.setdefault(full, set()).add(copy)
         assert all(len(copies) == 1 for copies in runs.values()), "two messages of an attempt"
-        end = self._replace(job="committed" if self.job == "open" else self.job)
+        job = "committed" if self.job == "open" else self.job
+        end = self._replace(job=job, is_paused=False)
         for _ in range(3 * MESSAGES):
             for each in end.waiting:
                 end = end.arrived(each)

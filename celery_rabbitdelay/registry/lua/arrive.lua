@@ -3,10 +3,11 @@
 -- KEYS  the record of each task
 -- ARGV  for each: copy, life, attempt, due, the queue if only one message of the attempt may run there,
 --       the mark that this one leaves, whether RabbitMQ has delivered it before, whether it has an
---       option of the registry, until when it was put back last, and what its key and its job say:
+--       option of the registry, until when it was put back last, what its key and its job say:
 --       "run", "later", "expired", "superseded" or "replaced", or a text that begins with "!" if one of
---       them cannot be read; then whether to note it ("1")
--- Returns for each task the verdict, or the instant until which it was postponed.
+--       them cannot be read; and whether it is paused; then whether to note it ("1")
+-- Returns for each task the verdict, "paused" if it would run otherwise, or the instant until which it
+-- was postponed.
 
 local notes, now_ms = ARGV[3] == '1', clock()
 
@@ -14,8 +15,15 @@ local function name_in(mark)
   return string.match(mark, '^[^.]*')
 end
 
+local function wait(record)
+  if notes then
+    keep(record, now_ms + keep_ms, now_ms)
+  end
+  return 'paused'
+end
+
 local function arrive(
-  record, copy, life, attempt, due, queue, mark, redelivered, has_options, put_back, word)
+  record, copy, life, attempt, due, queue, mark, redelivered, has_options, put_back, word, is_paused)
   due = tonumber(due)
   local full = attempt_in(life, copy, attempt)
   local won, once = 'won:' .. full, 'once:' .. attempt .. '@' .. queue
@@ -28,7 +36,10 @@ local function arrive(
     return 'replaced'
   end
   if queue ~= '' and first then
-    return (first == mark or redelivered and name_in(first) == name_in(mark)) and 'run' or 'duplicate'
+    if first ~= mark and not (redelivered and name_in(first) == name_in(mark)) then
+      return 'duplicate'
+    end
+    return is_paused and wait(record) or 'run'
   end
   if copy == '' or not winner then
     if string.sub(word, 1, 1) == '!' then
@@ -57,6 +68,9 @@ local function arrive(
       end
       return not_before
     end
+  end
+  if is_paused then
+    return wait(record)
   end
   if notes and (copy ~= '' or queue ~= '') then
     if copy ~= '' and not winner then

@@ -1,0 +1,71 @@
+"""``app.rabbitdelay``: pause and resume the due tasks of a name, or for a queue."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import datetime
+
+from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.registry import Registry
+
+
+class Pausing(ABC):
+    """What holds due tasks back: a part of :class:`.RabbitDelay`.
+
+    All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
+    :class:`.RegistryUnavailable` if Redis does not answer.
+    """
+
+    @property
+    @abstractmethod
+    def registry(self) -> Registry:
+        """The registry of this process."""
+
+    def pause(self, *, task: str | None = None, queue: str | None = None) -> datetime:
+        """Hold back the delayed tasks of a name, or for a queue, until they are resumed.
+
+        From a second later at most, a delayed task that arrives at a worker goes back into the
+        levels if its name, or the queue that it arrives at, is paused and it would run otherwise.
+        It keeps its due time. Tasks that have arrived already run, and so do tasks without a delay.
+
+        Args:
+            task: The name of the tasks.
+            queue: Instead of a name: the name of the queue.
+
+        Returns:
+            Since when they are paused: earlier than now if they were already.
+
+        Raises:
+            TypeError: Not exactly one of a task's name and a queue's name, or it is no text.
+        """
+        return self.registry.pauses.pause(*_one(task, queue))
+
+    def resume(self, *, task: str | None = None, queue: str | None = None) -> bool:
+        """Let paused tasks run: within a quarter of the time that they were held, and a minute.
+
+        Args:
+            task: As for :meth:`pause`.
+            queue: As for :meth:`pause`.
+
+        Returns:
+            Whether they were paused.
+
+        Raises:
+            TypeError: As for :meth:`pause`.
+        """
+        return self.registry.pauses.resume(*_one(task, queue))
+
+    def paused(self) -> list[Paused]:
+        """Return what is paused: each with ``task`` or ``queue``, and ``since``; oldest first."""
+        return self.registry.pauses.all()
+
+
+def _one(task: object, queue: object) -> tuple[str | None, str | None]:
+    """Return the name of a task or of a queue, and None for the other."""
+    match task, queue:
+        case (str(), None) if task:
+            return task, None
+        case (None, str()) if queue:
+            return None, queue
+    takes = "takes the name of a task or of a queue, such as task='shop.remind' or queue='mails'"
+    raise TypeError(f"{takes}, not task={task!r} and queue={queue!r}")

@@ -1,0 +1,69 @@
+"""``celery rabbitdelay pause`` and ``resume``."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import click
+from celery.bin.base import CLIContext
+
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
+from celery_rabbitdelay.levels.delay import duration_text
+from celery_rabbitdelay.registry.pauses import Paused
+
+#: The exit status where what is resumed was not paused.
+NOT_PAUSED: Final = 1
+
+_names: Final = shared.options(
+    click.option("--task", help="The tasks of this name."),
+    click.option("--queue", help="The tasks that arrive at this queue."),
+)
+
+
+@rabbitdelay.command()
+@_names
+def pause(context: CLIContext, /, task: str | None, queue: str | None, as_json: bool) -> None:
+    """Hold back the due tasks of a name, or for a queue."""
+    delays = _checked(context, task, queue)
+    with shared.registry_errors(as_json):
+        paused = Paused(task, queue, delays.pause(task=task, queue=queue))
+    shared.answer(as_json, paused_as_json(paused), [paused_line(paused)])
+
+
+@rabbitdelay.command()
+@_names
+def resume(context: CLIContext, /, task: str | None, queue: str | None, as_json: bool) -> None:
+    """Let the tasks of a name, or for a queue, run again."""
+    delays = _checked(context, task, queue)
+    with shared.registry_errors(as_json):
+        was_paused = delays.resume(task=task, queue=queue)
+    told = "resumed" if was_paused else "was not paused"
+    answer = {"task": task, "queue": queue, "was_paused": was_paused}
+    shared.answer(as_json, answer, [f"{_name(task, queue)}: {told}"])
+    if not was_paused:
+        raise SystemExit(NOT_PAUSED)
+
+
+def _checked(context: CLIContext, task: str | None, queue: str | None) -> RabbitDelay:
+    if bool(task) == bool(queue):
+        raise click.UsageError("give --task, or --queue")
+    return shared.with_registry(context)
+
+
+def paused_as_json(paused: Paused) -> dict[str, Any]:
+    """Return what is paused as an object of JSON."""
+    return {**paused._asdict(), "since": paused.since.isoformat()}
+
+
+def paused_line(paused: Paused) -> str:
+    """Return the line that shows what is paused, and since when."""
+    held_ms = max(round((datetime.now(UTC) - paused.since).total_seconds()), 0) * 1000
+    since = f"since {shared.local(paused.since)}, for {duration_text(held_ms)}"
+    return f"paused: {_name(paused.task, paused.queue)}, {since}"
+
+
+def _name(task: str | None, queue: str | None) -> str:
+    return f"queue {queue}" if task is None else f"task {task}"

@@ -1,0 +1,165 @@
+"""What is paused: the due tasks of a name, or for a queue, which wait until they are resumed."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.registry.connection import ScriptCall, Store
+from celery_rabbitdelay.registry.index import Names
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which a worker does not ask again what is paused.
+FRESH: Final = 1.0
+
+#: A paused task asks again after this part of the time for which it has been held, so that many of
+#: them cost little; and the bounds of that, in milliseconds. Up to a quarter is taken off at
+#: random, so that not all of them come at once after a resume.
+SHARE: Final = 0.25
+MIN_MS: Final = 1_000
+MAX_MS: Final = 60_000
+
+_TASK, _QUEUE = "task:", "queue:"
+
+
+class Paused(NamedTuple):
+    """Due tasks that wait until they are resumed.
+
+    Attributes:
+        task: The name of the tasks; None if they are those for a queue.
+        queue: The name of the queue; None if they are those of a name.
+        since: Since when.
+    """
+
+    task: str | None
+    queue: str | None
+    since: datetime
+
+
+class Pauses:
+    """What is paused under one prefix.
+
+    Args:
+        store: Where it is kept.
+        names: The names of all keys.
+    """
+
+    def __init__(self, store: Store, names: Names) -> None:
+        self._store = store
+        self._key = names.paused()
+        self._known: Mapping[str, int] | None = None
+        self._known_until = 0.0
+
+    def pause(self, task: str | None, queue: str | None) -> datetime:
+        """Pause the tasks of a name, or for a queue; return since when they are paused.
+
+        Raises:
+            RegistryUnavailable: Redis does not answer, or has not enough copies; see
+                :meth:`.Store.call_durably`.
+        """
+        return instant_of(int(self._change("pause", _field(task, queue))))
+
+    def resume(self, task: str | None, queue: str | None) -> bool:
+        """Take :meth:`pause` back; return whether they were paused."""
+        return bool(self._change("resume", _field(task, queue)))
+
+    def all(self) -> list[Paused]:
+        """Return what is paused, the longest first."""
+        found = sorted((since, field) for field, since in _read(self._look()).items())
+        return [
+            Paused(
+                field.removeprefix(_TASK) if field.startswith(_TASK) else None,
+                field.removeprefix(_QUEUE) if field.startswith(_QUEUE) else None,
+                instant_of(since),
+            )
+            for since, field in found
+        ]
+
+    def known(self) -> Mapping[str, int]:
+        """Return what is paused, or was a second ago; for :func:`paused_since`.
+
+        What cannot be read holds up no task: then nothing is paused, and it is logged. If the
+        server of a cluster that knows is away, what it said last counts.
+
+        Raises:
+            RegistryUnavailable: Redis has not answered yet.
+        """
+        now, before = time.monotonic(), self._known
+        if before is not None and now < self._known_until:
+            return before
+        try:
+            answer = self._look()
+        except RegistryUnavailable:
+            if before is None:
+                raise
+            known = before
+        else:
+            known = _readable_ones(answer)
+        if known.keys() != (before or {}).keys():
+            logger.info("Due tasks are paused: %s", ", ".join(sorted(known)) or "none")
+        self._known, self._known_until = known, now + FRESH
+        return known
+
+    def _look(self) -> Any:
+        (answer,) = self._store.call_each([ScriptCall("pause", [self._key], [("look",)])])
+        return answer
+
+    def _change(self, verb: str, field: str) -> str:
+        call = ScriptCall("pause", [self._key], [(verb, field)])
+        (answer,) = self._store.call_durably([call])
+        return str(_readable(answer))
+
+
+def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:
+    """Return since when a task's name or its queue is paused, in milliseconds; 0 if neither is."""
+    found = (known.get(_TASK + task, 0), known.get(_QUEUE + queue, 0))
+    return min(filter(None, found), default=0)
+
+
+def pause_ms(held_ms: int) -> int:
+    """Return after how many milliseconds a paused task asks again.
+
+    Args:
+        held_ms: For how long it has been held.
+    """
+    longest = min(max(held_ms * SHARE, MIN_MS), MAX_MS)
+    return int(longest * random.uniform(0.75, 1))  # noqa: S311 - jitter
+
+
+def _field(task: str | None, queue: str | None) -> str:
+    return f"{_QUEUE}{queue}" if task is None else f"{_TASK}{task}"
+
+
+def _readable_ones(answer: Any) -> Mapping[str, int]:
+    try:
+        return _read(answer)
+    except RegistryUnavailable as error:
+        logger.error("No task is paused: %s", error)
+        return {}
+
+
+def _read(answer: Any) -> dict[str, int]:
+    """Return since when what is paused, by field; what is no instant counts as long ago."""
+    told = list(_readable(answer))
+    return {
+        field: max(int(since), 1) if since.isdigit() else 1
+        for field, since in zip(told[::2], told[1::2], strict=True)
+    }
+
+
+def _readable(answer: Any) -> Any:
+    """Return what the script answers.
+
+    Raises:
+        RegistryUnavailable: It says that the hash cannot be read.
+    """
+    if isinstance(answer, str) and answer.startswith("!"):
+        raise RegistryUnavailable(f"what is paused cannot be read: {answer}")
+    return answer

@@ -1,0 +1,258 @@
+"""Due tasks of a name or for a queue are paused and resumed: real servers, and a worker."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from celery_rabbitdelay import Outcome, RegistryUnavailable
+from celery_rabbitdelay.testing import RedisServer, wait_for
+from tests.integration.notes import Notes
+from tests.integration.shop import PATIENCE, named
+from tests.integration.worker import Worker
+
+#: Seconds until the tasks are due.
+DELAY = 1.0
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    """The registry's Redis, for one test to stop and start."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def configuration(configuration: dict[str, Any], redis: RedisServer) -> dict[str, Any]:
+    """The same with a registry."""
+    return {**configuration, "task_acks_late": True, "rabbitdelay_registry_url": redis.url}
+
+
+@pytest.fixture
+def passed(shop: Any) -> Any:
+    """Waits until what is due in ``DELAY`` has been due for a while: another task has run."""
+
+    def wait() -> None:
+        # Each has passed the levels, and been put back, long before: it travels the same way.
+        shop.tasks["look"].apply_async(delay=DELAY + 2).get(timeout=PATIENCE)
+
+    return wait
+
+
+def send_one_of_each_kind(noted: Notes, **options: Any) -> set[str]:
+    """Send tasks with each option of the registry, and without any; return their arguments."""
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "tracked": {"track": True},
+        "keyed": {"key": uuid4().hex},
+        "once": {"once": True},
+        "high": {"priority": 9},
+        "expires": {"expires": 3600},
+    }
+    for kind, own in kinds.items():
+        noted.send(kind, delay=DELAY, **own, **options)
+    return set(kinds)
+
+
+def assert_each_ran_once(noted: Notes, expected: set[str]) -> None:
+    """Raise unless each task runs, once."""
+    wait_for(lambda: expected <= {*noted()}, "the tasks", PATIENCE)
+    shop = noted.shop
+    shop.tasks["look"].apply_async(delay=7).get(timeout=PATIENCE)
+    assert Counter(noted()) == Counter(expected)
+
+
+def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
+    shop: Any, worker: Worker, noted: Notes, passed: Any
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    sent = time.time()
+    expected = send_one_of_each_kind(noted)
+    passed()  # a task of another name
+    looked = time.time()
+    assert noted() == []
+    noted.send("without a delay")
+    wait_for(noted, "the task without a delay", PATIENCE)
+    assert shop.rabbitdelay.resume(task="note")
+    assert_each_ran_once(noted, {*expected, "without a delay"})
+    for note in noted.found():
+        if note["given"] == ["high"]:
+            assert note["priority"] == 9
+        if note["given"] != ["without a delay"]:
+            # The due time is the one that it was sent for.
+            due = note["headers"]["rabbitdelay-due"] / 1000
+            assert sent + DELAY <= due <= looked
+            assert note["at"] >= due
+            assert note["eta"] is None
+
+
+def test_tasks_for_a_paused_queue_wait(
+    shop: Any, worker: Worker, noted: Notes, passed: Any
+) -> None:
+    second = named(shop, "second")
+    shop.rabbitdelay.pause(queue=second)
+    expected = send_one_of_each_kind(noted, queue=second)
+    noted.send("elsewhere", delay=DELAY)
+    passed()
+    assert noted() == ["elsewhere"]
+    shop.rabbitdelay.resume(queue=second)
+    assert_each_ran_once(noted, {*expected, "elsewhere"})
+
+
+def test_paused_tasks_outlive_their_worker(
+    shop: Any, worker: Worker, noted: Notes, passed: Any
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    expected = send_one_of_each_kind(noted)
+    for _ in range(3):
+        passed()
+        worker.kill()
+        worker.start()
+    passed()
+    assert noted() == []
+    shop.rabbitdelay.resume(task="note")
+    assert_each_ran_once(noted, expected)
+
+
+def test_no_task_waits_in_a_worker(configuration: dict[str, Any], serve: Any) -> None:
+    # With a prefetch count of 1, a task that waits in the worker would keep all others away.
+    shop = serve("--prefetch-multiplier", "1")
+    noted = Notes(shop)
+    shop.rabbitdelay.pause(task="note")
+    for number in range(20):
+        noted.send(number, delay=DELAY)
+    for _ in range(3):
+        shop.tasks["look"].apply_async(delay=DELAY).get(timeout=PATIENCE)
+    shop.rabbitdelay.resume(task="note")
+    wait_for(lambda: sorted(noted()) == [*range(20)], "the tasks", PATIENCE)
+    noted.forget()
+
+
+def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
+    shop: Any, worker: Worker, noted: Notes, passed: Any
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    cancelled, revoked, untracked, kept = (
+        noted.send(name, delay=DELAY, track=name != "untracked")
+        for name in ("cancelled", "revoked", "untracked", "kept")
+    )
+    older = noted.send("older", delay=DELAY, key="order")
+    shop.rabbitdelay.open_job("import", expires=3600)
+    aborted = noted.send("aborted", delay=DELAY, job="import")
+    passed()
+    assert shop.rabbitdelay.cancel(cancelled) is Outcome.DONE
+    revoked.revoke()
+    assert shop.rabbitdelay.cancel(untracked) is Outcome.NOTED
+    noted.send("newer", delay=DELAY, key="order")
+    shop.rabbitdelay.abort_job("import")
+    for result in (cancelled, revoked, untracked, older, aborted):
+        with pytest.raises(TaskRevokedError):
+            result.get(timeout=PATIENCE)
+    assert (noted(), kept.state) == ([], "DELAYED")
+    shop.rabbitdelay.resume(task="note")
+    assert_each_ran_once(noted, {"kept", "newer"})
+
+
+def test_a_retry_that_is_due_waits(shop: Any, worker: Worker, passed: Any) -> None:
+    key, results = uuid4().hex, shop.backend.client
+    result = shop.tasks["retry-when"].apply_async((key,))
+    wait_for(lambda: results.get(key) == b"first", "the task", PATIENCE)
+    shop.rabbitdelay.pause(task="retry-when")
+    results.set(key, "go on")
+    wait_for(lambda: result.state == "RETRY", "the retry", PATIENCE)
+    passed()
+    assert result.state == "RETRY"
+    shop.rabbitdelay.resume(task="retry-when")
+    assert result.get(timeout=PATIENCE) == "done"
+
+
+@pytest.mark.parametrize("options", [{}, {"track": True}, {"once": True}])
+def test_the_tasks_of_an_envelope_wait_each_for_itself(
+    shop: Any, worker: Worker, noted: Notes, passed: Any, options: dict[str, Any]
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    rows = [noted.row(str(number), delay=DELAY) for number in range(50)]
+    report = shop.rabbitdelay.send_many(shop.tasks["note"], rows, envelopes=True, **options)
+    assert report.messages < 50
+    passed()
+    assert noted() == []
+    shop.rabbitdelay.resume(task="note")
+    assert_each_ran_once(noted, {str(number) for number in range(50)})
+
+
+def test_a_task_that_is_paused_waits_for_its_job_too(
+    shop: Any, worker: Worker, noted: Notes, passed: Any
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    with shop.rabbitdelay.job("import", expires=3600):
+        noted.send("of a job", delay=DELAY, job="import")
+    passed()
+    assert noted() == []
+    shop.rabbitdelay.resume(task="note")
+    assert_each_ran_once(noted, {"of a job"})
+
+
+def test_a_pause_of_a_name_and_of_its_queue_are_two(
+    shop: Any, worker: Worker, noted: Notes, passed: Any
+) -> None:
+    queue = named(shop, "default")
+    shop.rabbitdelay.pause(task="note")
+    shop.rabbitdelay.pause(queue=queue)
+    assert [(each.task, each.queue) for each in shop.rabbitdelay.paused()] == [
+        ("note", None),
+        (None, queue),
+    ]
+    noted.send("held", delay=DELAY, track=True)
+    shop.rabbitdelay.resume(queue=queue)
+    passed()
+    assert noted() == []
+    shop.rabbitdelay.resume(task="note")
+    assert shop.rabbitdelay.paused() == []
+    assert_each_ran_once(noted, {"held"})
+
+
+@pytest.mark.timeout(300)
+def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
+    shop: Any, worker: Worker, noted: Notes, redis: RedisServer, passed: Any
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    noted.send("plain", delay=DELAY)
+    tracked = noted.send("tracked", delay=DELAY, track=True)
+    passed()
+    assert noted() == []
+    redis.suspend()
+    wait_for(lambda: noted() == ["plain"], "the task without an option", PATIENCE)
+    wait_for(lambda: "go back into the levels" in worker.log, "the worker's warning", PATIENCE)
+    redis.resume()
+    passed()
+    assert (noted(), tracked.state) == (["plain"], "DELAYED")
+    shop.rabbitdelay.resume(task="note")
+    assert_each_ran_once(noted, {"plain", "tracked"})
+
+
+@pytest.mark.timeout(300)
+def test_if_redis_loses_everything_nothing_is_paused_and_no_task_is_lost(
+    shop: Any, worker: Worker, noted: Notes, redis: RedisServer, passed: Any
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    expected = send_one_of_each_kind(noted)
+    passed()
+    redis.kill()
+    redis.start()  # it has saved nothing
+    assert_each_ran_once(noted, expected)
+    assert shop.rabbitdelay.paused() == []
+
+
+def test_a_pause_needs_an_answer_of_redis(shop: Any, redis: RedisServer) -> None:
+    redis.kill()
+    for call in (shop.rabbitdelay.pause, shop.rabbitdelay.resume):
+        with pytest.raises(RegistryUnavailable):
+            call(task="note")
+    with pytest.raises(RegistryUnavailable):
+        shop.rabbitdelay.paused()

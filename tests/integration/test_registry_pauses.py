@@ -1,0 +1,156 @@
+"""Paused tasks, as the registry decides about them, on each kind of Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from celery_rabbitdelay import RegistryUnavailable
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict, new_copy
+from celery_rabbitdelay.registry.registry import Registry
+from tests.integration.registering import (
+    KEEP_MS,
+    MINUTE_MS,
+    RedisSetup,
+    arrival,
+    expiry_ms,
+    keyed,
+    now_ms,
+    sent,
+    tracked,
+    verdict,
+)
+
+
+@pytest.fixture
+def registry(registry: Registry) -> Iterator[Registry]:
+    """The registry, in which nothing is paused when the test is over."""
+    yield registry
+    for each in registry.pauses.all():
+        registry.pauses.resume(each.task, each.queue)
+
+
+def decision(registry: Registry, arrived: Arrival) -> Decision:
+    [found] = registry.decide([arrived])
+    return found
+
+
+def test_what_is_paused_is_listed_since_it_was_paused_first(registry: Registry) -> None:
+    pauses = registry.pauses
+    began = datetime.now(UTC) - timedelta(milliseconds=1)  # Redis counts whole ones
+    since = pauses.pause("shop.remind", None)
+    assert began <= since <= datetime.now(UTC)
+    assert pauses.pause("shop.remind", None) == since
+    of_queue = pauses.pause(None, "mails: für \ud83d")
+    assert pauses.all() == [
+        ("shop.remind", None, since),
+        (None, "mails: für \ud83d", of_queue),
+    ]
+    assert pauses.known().keys() == {"task:shop.remind", "queue:mails: für \ud83d"}
+    assert [pauses.resume("shop.remind", None) for _ in range(2)] == [True, False]
+    assert pauses.resume(None, "shop.remind") is False
+    assert [each.queue for each in pauses.all()] == ["mails: für \ud83d"]
+
+
+def test_nothing_is_paused_at_first(registry: Registry) -> None:
+    assert registry.pauses.all() == []
+    assert registry.pauses.known() == {}
+
+
+def test_a_paused_task_waits_and_runs_once_it_is_resumed(registry: Registry) -> None:
+    message = tracked(after_ms=-8 * MINUTE_MS)
+    registry.register([message])
+    paused = arrival(message, paused_ms=now_ms() - 4 * MINUTE_MS)
+    asked_at = now_ms()
+    found = decision(registry, paused)
+    assert found.verdict is Verdict.LATER
+    assert not found.is_new_due
+    assert found.until_ms - asked_at >= 0.75 * MINUTE_MS
+    assert found.until_ms - now_ms() <= MINUTE_MS
+    # A task that is due only now has not been held for long.
+    fresh = decision(registry, arrival(sent("fresh", 0), paused_ms=now_ms() - 4 * MINUTE_MS))
+    assert fresh.until_ms - now_ms() < 0.5 * MINUTE_MS
+    # It was not let run: it still waits, and another message of it may run.
+    assert [each.task_id for each in registry.index.tasks(["task"])] == ["task"]
+    assert verdict(registry, message._replace(copy=new_copy())) is Verdict.RUN
+    assert decision(registry, paused).verdict is Verdict.REPLACED
+
+
+def test_a_task_that_was_let_run_waits_when_it_is_redelivered(registry: Registry) -> None:
+    message = sent(after_ms=0)
+    once = arrival(message, once="queue", mark="name.1")
+    assert verdict(registry, once) is Verdict.RUN
+    again = once._replace(mark="name.2", redelivered=True)
+    held = again._replace(paused_ms=now_ms())
+    assert decision(registry, held).verdict is Verdict.LATER
+    assert verdict(registry, again) is Verdict.RUN
+    # Without "once" too.
+    plain = arrival(sent("other", 0))
+    assert verdict(registry, plain) is Verdict.RUN
+    assert decision(registry, plain._replace(paused_ms=now_ms())).verdict is Verdict.LATER
+    assert verdict(registry, plain) is Verdict.RUN
+
+
+def test_a_duplicate_is_dropped_while_it_is_paused(registry: Registry) -> None:
+    once = arrival(sent(after_ms=0), once="queue", mark="name.1", copy="")
+    assert verdict(registry, once) is Verdict.RUN
+    other = once._replace(mark="other.1", paused_ms=now_ms())
+    assert decision(registry, other).verdict is Verdict.DUPLICATE
+
+
+def test_what_does_not_run_does_not_wait_either(registry: Registry) -> None:
+    cancelled, older = tracked("cancelled"), keyed(registry, "older", "key")
+    registry.register([cancelled, older])
+    assert registry.cancel(["cancelled"]) == [Outcome.DONE]
+    registry.register([keyed(registry, "newer", "key")])
+    found = registry.decide(
+        [arrival(each, paused_ms=now_ms()) for each in (cancelled, older, tracked("held", 0))]
+    )
+    expected = [Verdict.CANCELLED, Verdict.SUPERSEDED, Verdict.LATER]
+    assert [each.verdict for each in found] == expected
+
+
+def test_a_postponed_task_waits_for_its_new_time_first(registry: Registry) -> None:
+    message, later = tracked(after_ms=0), now_ms() + MINUTE_MS
+    registry.register([message])
+    registry.postpone("task", later)
+    found = decision(registry, arrival(message, paused_ms=now_ms()))
+    assert (found.until_ms, found.is_new_due) == (later, True)
+
+
+def test_a_task_that_is_paused_for_longer_than_decisions_are_kept_is_not_forgotten(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    message = tracked(after_ms=-2 * KEEP_MS)
+    held = arrival(message, put_back_ms=now_ms(), paused_ms=now_ms() - KEEP_MS)
+    assert decision(registry, held).verdict is Verdict.LATER
+    # And while it asks, its record is kept.
+    other = tracked("other", -KEEP_MS + MINUTE_MS)
+    registry.register([other])
+    record = registry.names.task("other")
+    assert expiry_ms(redis_setup, record) < now_ms() + 2 * MINUTE_MS
+    look = registry.look([arrival(other, paused_ms=now_ms())])
+    assert look[0].verdict is Verdict.LATER
+    assert expiry_ms(redis_setup, record) < now_ms() + 2 * MINUTE_MS
+    assert decision(registry, arrival(other, paused_ms=now_ms())).verdict is Verdict.LATER
+    assert expiry_ms(redis_setup, record) > now_ms() + KEEP_MS - MINUTE_MS
+
+
+def test_what_is_paused_and_cannot_be_read_holds_up_no_task(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    key = registry.names.paused()
+    redis_setup.client.set(key, "garbage")
+    assert registry.pauses.known() == {}
+    for call in (registry.pauses.all, lambda: registry.pauses.pause("remind", None)):
+        with pytest.raises(RegistryUnavailable, match="what is paused cannot be read"):
+            call()
+    redis_setup.client.delete(key)
+    registry.pauses.pause("remind", None)
+    until = time.monotonic() + 20
+    while not registry.pauses.known():
+        assert time.monotonic() < until
+        time.sleep(0.1)

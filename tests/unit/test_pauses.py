@@ -1,0 +1,125 @@
+"""What is paused, without Redis: names, since when, and how long a paused task waits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from celery_rabbitdelay.app.pausing import _one
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.registry import pauses
+from celery_rabbitdelay.registry.connection import ScriptCall, Store
+from celery_rabbitdelay.registry.index import Names
+from celery_rabbitdelay.registry.pauses import Pauses, pause_ms, paused_since
+from tests.unit.clock import Clock
+
+MINUTE_MS = 60_000
+
+
+@pytest.mark.parametrize(
+    ("held_ms", "longest_ms"),
+    [(-5, 1_000), (0, 1_000), (4_000, 1_000), (60_000, 15_000), (240_000, MINUTE_MS)],
+)
+def test_a_paused_task_asks_again_after_a_quarter_of_the_time_that_it_was_held(
+    held_ms: int, longest_ms: int
+) -> None:
+    found = [pause_ms(held_ms) for _ in range(200)]
+    assert longest_ms * 0.75 <= min(found) < max(found) <= longest_ms
+
+
+def test_a_task_held_for_ten_years_asks_again_within_a_minute() -> None:
+    assert pause_ms(315_360_000_000) <= MINUTE_MS
+
+
+def test_a_task_is_paused_by_its_name_or_by_its_queue() -> None:
+    known = {"task:remind": 7, "queue:mails": 5}
+    assert paused_since(known, "remind", "other") == 7
+    assert paused_since(known, "other", "mails") == 5
+    assert paused_since(known, "remind", "mails") == 5
+    assert paused_since(known, "mails", "remind") == 0
+    assert paused_since({}, "remind", "mails") == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "queue"), [(None, None), ("remind", "mails"), ("", None), (None, ""), (7, None)]
+)
+def test_one_name_is_taken(task: Any, queue: Any) -> None:
+    with pytest.raises(TypeError, match="takes the name of a task or of a queue"):
+        _one(task, queue)
+
+
+class Answers:
+    """Stands for Redis; what it says next, and how often it was asked."""
+
+    def __init__(self, says: Any) -> None:
+        self.says = says
+        self.asked = 0
+
+    def evaluate(self, calls: list[ScriptCall]) -> list[Any]:
+        self.asked += 1
+        if isinstance(self.says, Exception):
+            raise self.says
+        return [json.loads(json.dumps(self.says))]
+
+
+@pytest.fixture
+def redis() -> Answers:
+    return Answers(["task:remind", "7"])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(1000.0)
+    monkeypatch.setattr(pauses, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def paused(redis: Answers, monkeypatch: pytest.MonkeyPatch) -> Pauses:
+    store = Store(lambda: None, "redis", (OSError,))
+    monkeypatch.setattr(store, "call_each", redis.evaluate)
+    return Pauses(store, Names("rabbitdelay"))
+
+
+def test_redis_is_asked_once_a_second_at_most(paused: Pauses, redis: Answers, clock: Clock) -> None:
+    for _ in range(100):
+        assert paused.known() == {"task:remind": 7}
+    assert redis.asked == 1
+    redis.says = {}
+    clock.now += 1
+    assert paused.known() == {}
+    assert redis.asked == 2
+
+
+def test_what_a_server_said_last_counts_while_it_is_away(
+    paused: Pauses, redis: Answers, clock: Clock
+) -> None:
+    redis.says, answer = RegistryUnavailable("away"), redis.says
+    with pytest.raises(RegistryUnavailable):
+        paused.known()
+    redis.says = answer
+    paused.known()
+    redis.says = RegistryUnavailable("away")
+    clock.now += 1
+    assert paused.known() == {"task:remind": 7}
+    assert paused.known() == {"task:remind": 7}
+    assert redis.asked == 3
+
+
+def test_what_cannot_be_read_pauses_nothing(
+    paused: Pauses, redis: Answers, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis.says = "!WRONGTYPE"
+    assert paused.known() == {}
+    assert "cannot be read: !WRONGTYPE" in caplog.text
+    with pytest.raises(RegistryUnavailable, match="cannot be read"):
+        paused.all()
+
+
+def test_what_is_no_instant_is_long_ago(paused: Pauses, redis: Answers) -> None:
+    redis.says = ["queue:mails", "yesterday", "task:remind", "7"]
+    assert paused.known() == {"queue:mails": 1, "task:remind": 7}
+    [queue, task] = paused.all()
+    assert (queue.queue, queue.task, task.task, task.queue) == ("mails", None, "remind", None)
