@@ -93,7 +93,9 @@ SENDS: dict[str, Callable[[Any], Any]] = {
     "apply_async": lambda app: app.tasks["look"].apply_async(delay=DELAY),
     "send_task": lambda app: app.send_task("look", countdown=DELAY),
     "signature": lambda app: app.signature("look").set(delay=DELAY).delay(),
-    "group": lambda app: group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY)[0],
+    "group": lambda app: (
+        group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY).children[0]
+    ),
     "chain": lambda app: chain(app.tasks["look"].si().set(delay=DELAY), app=app).apply_async(),
 }
 
@@ -182,7 +184,8 @@ def test_other_threads_and_coroutines_send_as_always(shop: Any, confirmed: list[
     async def send() -> str:
         own = look.apply_async(delay=DELAY).id
         assert confirmed[-1] == own
-        return (await shop.rabbitdelay.send("look", delay=DELAY)).id
+        result = await shop.rabbitdelay.send("look", delay=DELAY)
+        return str(result.id)
 
     with shop.rabbitdelay.pipeline(), ThreadPoolExecutor(1) as thread:
         look.apply_async(delay=DELAY)
