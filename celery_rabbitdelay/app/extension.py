@@ -287,7 +287,7 @@ class RabbitDelay(WaitingTasks):
 
         In the block, a delayed send by any of Celery's ways writes its message and returns. At most
         ``rabbitdelay_max_unconfirmed`` are unconfirmed. A send with ``key``, ``job`` or ``track``,
-        or over a connection of the caller's, is confirmed before it returns, as without a block.
+        a ``retry``, and a send over the caller's own connection are confirmed before they return.
         Sends of other threads and coroutines do not belong to it; a block within a block is part of
         that one. If the block raises, what was sent is confirmed as well, and what is not is told
         by a :class:`.TasksNotConfirmed` at the end of the error's chain of causes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from celery import chain, chord, group
+from celery.exceptions import Ignore
 from celery.signals import after_task_publish
 from kombu import Connection, Queue
 
@@ -89,13 +91,17 @@ def arrived(url: str, shop: Any, expected: set[str]) -> set[str]:
     return came
 
 
+def send_a_group(app: Any) -> Any:
+    """Send a group of one task; return the task's result."""
+    result: Any = group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY)
+    return result[0]
+
+
 SENDS: dict[str, Callable[[Any], Any]] = {
     "apply_async": lambda app: app.tasks["look"].apply_async(delay=DELAY),
     "send_task": lambda app: app.send_task("look", countdown=DELAY),
     "signature": lambda app: app.signature("look").set(delay=DELAY).delay(),
-    "group": lambda app: (
-        group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY).children[0]
-    ),
+    "group": send_a_group,
     "chain": lambda app: chain(app.tasks["look"].si().set(delay=DELAY), app=app).apply_async(),
 }
 
@@ -237,6 +243,8 @@ def test_a_broker_that_goes_away_has_all_tasks_that_are_not_named(
             send(20)
             private_rabbitmq.suspend()
             send(20)
+            # Unlike kill(), it does not let the broker go on before.
+            os.killpg(private_rabbitmq.pid, signal.SIGKILL)
             private_rabbitmq.kill()
 
     try:
@@ -301,6 +309,32 @@ def test_a_task_that_is_refused_is_named_and_holds_up_no_other(
     assert not caught.value.may_have_arrived
     assert refused[0] in str(caught.value)
     assert sorted(confirmed) == sorted(others)
+
+
+def test_a_task_that_is_ignored_fails_if_what_it_has_sent_instead_is_not_confirmed(
+    refusing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def block(error: Exception) -> None:
+        with refusing.rabbitdelay.pipeline():
+            refusing.tasks["look"].apply_async(delay=180, task_id="instead")
+            raise error
+
+    with pytest.raises(TasksNotConfirmed) as caught:
+        block(Ignore())
+    assert isinstance(caught.value.__cause__, Ignore)
+    assert not caplog.records
+    with pytest.raises(KeyError):
+        block(KeyError("order"))
+    # Where another error is raised, nobody may look at the end of its chain.
+    assert "instead" in caplog.text
+
+
+def test_a_retry_is_confirmed_when_its_send_returns(shop: Any, confirmed: list[str]) -> None:
+    """Otherwise the worker would acknowledge the task before its retry is confirmed."""
+    with shop.rabbitdelay.pipeline():
+        ids = [shop.tasks["look"].apply_async(delay=DELAY).id]
+        ids.append(shop.tasks["look"].apply_async(delay=DELAY, retries=1).id)
+        assert confirmed == ids
 
 
 def test_a_group_raises_the_error_of_its_member_and_the_others_are_sent(

@@ -71,7 +71,7 @@ def test_the_function_that_sends_a_group_s_members_acquires_their_producer(app: 
         return nullcontext(app.amqp.Producer(app.connection_for_write(), auto_declare=False))
 
     app.producer_or_acquire = acquire
-    celery.group([app.tasks["remind"].si(7)], app=app).apply_async()
+    celery.group([app.tasks["remind"].si(7).set(queue="group")], app=app).apply_async()
     # The first for the group, and the other one for its member.
     assert seen == [True, False], moved("group._apply_tasks")
 

@@ -8,6 +8,7 @@ a block of their own, or through the caller's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
+from celery.exceptions import Ignore
 from kombu import Connection, Exchange, Producer, Queue
 
 from celery_rabbitdelay.app import instruments, signals
@@ -35,6 +37,8 @@ from celery_rabbitdelay.publishing.publication import (
     PublishPolicy,
 )
 from celery_rabbitdelay.publishing.publisher import Publisher
+
+logger = logging.getLogger(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -361,6 +365,10 @@ def _opened(pipeline: TaskPipeline) -> Iterator[None]:
         try:
             pipeline.end()
         except RabbitDelayError as not_confirmed:
+            if isinstance(error, Ignore):
+                # A worker's task ends with success if it has sent another one in its place.
+                raise not_confirmed from error
+            logger.error("%s", not_confirmed)
             _with_last_cause(error, not_confirmed)
         raise
     else:

@@ -170,7 +170,8 @@ class TaskSending:
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
             timeout = checked("confirm_timeout", timeout)
-        if not wanted.job and not wanted.is_registered:
+        # A worker acknowledges a task as soon as its retry is sent.
+        if not (wanted.job or wanted.is_registered or self.options.get("retries")):
             pipeline = current_pipeline(delays, self._callers_connection)
             if pipeline is not None:
                 return self._send_in_pipeline(pipeline, due, wanted, timeout)
@@ -209,7 +210,7 @@ class TaskSending:
     ) -> AsyncResult[Any]:
         """Send the task in a block, which confirms it at its end at the latest.
 
-        One that the registry knows is confirmed at once instead: it is registered after that.
+        One that the registry knows is confirmed at once instead, because it is registered then.
         """
         publisher = pipeline.borrow(timeout or self.app.rabbitdelay.settings.confirm_timeout)
         assert self.task_id is not None
