@@ -43,9 +43,9 @@ class Pipeline:
         self._left_at = 0.0
 
     @property
-    def is_open(self) -> bool:
-        """Whether a message has no outcome yet."""
-        return bool(self._open)
+    def is_running(self) -> bool:
+        """Whether a message was published since the last :meth:`confirm`."""
+        return self._run is not None
 
     def publish(self, publication: Publication, policy: PublishPolicy) -> None:
         """Write a message, and return; wait only while as many are in flight as may be.

@@ -27,12 +27,15 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import count, take
-from tests.integration.publishing import in_child
+from tests.integration.publishing import in_child, work
 from tests.integration.shop import PATIENCE, named
 from tests.integration.trouble import resumed, suspended
 
 #: Seconds; two stops in the small levels, where a message waits for longer than a test takes.
 DELAY = 5.5
+
+#: Seconds that a caller takes for something else, and that a confirm never takes.
+OWN_WORK = 10
 
 #: Seconds until a missing confirm is an error, where that is what a test waits for.
 TIMEOUT = 2
@@ -152,6 +155,20 @@ def test_no_more_tasks_are_unconfirmed_than_the_setting_says(
     assert not_confirmed.uncertain == tuple(ids)
     assert not caught.value.may_have_arrived
     assert len(confirmed) == 1
+
+
+def test_the_caller_s_own_work_does_not_count_towards_the_timeout(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    look = shop.tasks["look"]
+    with shop.rabbitdelay.pipeline():
+        look.apply_async(delay=DELAY)
+        confirm(shop)
+        with suspended(private_rabbitmq):
+            ids = [look.apply_async(delay=DELAY, confirm_timeout=OWN_WORK).id]
+            work(OWN_WORK + 0.1)
+    assert confirmed[1:] == ids
 
 
 def test_an_exception_in_a_block_goes_through_and_what_was_sent_is_confirmed(
@@ -437,22 +454,26 @@ def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
 
 
 def test_a_child_that_leaves_the_block_of_its_parent_leaves_its_connection_alone(
-    shop: Any, confirmed: list[str], waiting: Callable[[Any], int]
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
 ) -> None:
-    look, parent = shop.tasks["look"], os.getpid()
-    try:
-        with shop.rabbitdelay.pipeline():
-            ids = [look.apply_async(delay=DELAY).id]
-            child = os.fork()
-            if child:
-                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    shop, parent = make_shop(broker_url=private_rabbitmq.url), os.getpid()
+    look = shop.tasks["look"]
+    with resumed(private_rabbitmq):
+        try:
+            with shop.rabbitdelay.pipeline():
+                ids = [look.apply_async(delay=DELAY).id]
+                private_rabbitmq.suspend()
                 ids.append(look.apply_async(delay=DELAY).id)
-    finally:
-        if os.getpid() != parent:
-            os._exit(0 if sys.exc_info()[0] is None else 1)
+                child = os.fork()
+                if child:
+                    private_rabbitmq.resume()
+                    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                    ids.append(look.apply_async(delay=DELAY).id)
+        finally:
+            if os.getpid() != parent:
+                os._exit(0 if sys.exc_info()[0] is None else 1)
     assert status == 0
     assert confirmed == ids
-    assert waiting(shop) == 2
 
 
 def test_a_tracked_task_is_confirmed_and_registered_when_its_send_returns(

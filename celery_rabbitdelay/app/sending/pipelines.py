@@ -194,7 +194,6 @@ class TaskPipeline:
         if _owner()[0] != self._owner[0]:
             return  # a fork: the connection is the parent's
         try:
-            # A receiver of the signal ``delayed`` may send more.
             self._confirm()
         finally:
             self._is_usable = False
@@ -206,10 +205,9 @@ class TaskPipeline:
             raise _with_last_cause(next(iter(self._errors.values())), not_confirmed)
 
     def _confirm(self) -> None:
+        # A receiver of the signal ``delayed`` may send more.
         if self._pipeline is not None:
-            self._pipeline.confirm()
-            self._note_settled()
-            while self._pipeline.is_open or self._settled:
+            while self._pipeline.is_running or self._settled:
                 self._pipeline.confirm()
                 self._note_settled()
 
@@ -351,6 +349,9 @@ def group_pipeline(
         if outer is not None:
             with outer.joined(producer):
                 yield producer
+            return
+        if _innermost.get() and current_pipeline(delays, producer.connection):
+            yield producer  # a group within a group
             return
         with _opened(TaskPipeline(delays, producer, _innermost.get())):
             yield producer
