@@ -29,6 +29,7 @@ from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import count, take
 from tests.integration.publishing import in_child, work
 from tests.integration.shop import PATIENCE, named
+from tests.integration.test_send_many_trouble import takes_queues
 from tests.integration.trouble import resumed, suspended
 
 #: Seconds; two stops in the small levels, where a message waits for longer than a test takes.
@@ -269,6 +270,7 @@ def test_a_broker_that_goes_away_has_all_tasks_that_are_not_named(
             block()
     finally:
         private_rabbitmq.start()
+        wait_for(lambda: takes_queues(private_rabbitmq), "a broker that is whole", interval=0.2)
     errors = caught.value.errors
     assert {*ids[120:]} <= errors.keys() <= {*ids[100:]}
     assert confirmed == [each for each in ids if each not in errors]
