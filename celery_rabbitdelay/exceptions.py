@@ -54,6 +54,7 @@ __all__ = [
     "RegistryUnavailable",
     "RowsNotConfirmed",
     "SameTopology",
+    "TasksNotConfirmed",
     "TopologyInUse",
     "TopologyIncomplete",
     "TopologyNotEmpty",
@@ -583,6 +584,27 @@ class RowsNotConfirmed(RabbitDelayError, OperationalError):
         shown = ", ".join(f"row {row}: {text}" for text, row in reversed(first.items()))
         more = f"; those from row {self.rest} on were not taken" if self.rest is not None else ""
         return f"{len(self.errors)} rows were not confirmed ({shown}){more}"
+
+
+class TasksNotConfirmed(RabbitDelayError, OperationalError):
+    """Some tasks that were sent in a ``pipeline()``, or a group, were not confirmed; others are.
+
+    Attributes:
+        errors: The error of each task that is not confirmed, by its id, in the order in which they
+            failed.
+        uncertain: The ids of those that the broker may have all the same. It does not have the
+            others, so they can be sent again without making copies.
+    """
+
+    def __init__(self, errors: Mapping[str, Exception]) -> None:
+        super().__init__(errors)
+        self.errors = dict(errors)
+        self.uncertain = tuple(each for each, why in errors.items() if _may_have_arrived(why))
+        self.may_have_arrived = bool(self.uncertain)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{each}: {why}" for each, why in list(self.errors.items())[:3])
+        return f"{len(self.errors)} tasks were not confirmed ({shown})"
 
 
 class InvalidRow(RabbitDelayError, TypeError):

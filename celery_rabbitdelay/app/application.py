@@ -25,6 +25,7 @@ from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
+from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.app.task import Task, TaskDecorator
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
@@ -194,6 +195,13 @@ class Celery(celery.Celery):
             options=options,
             former=former,
         ).send()
+
+    def producer_or_acquire(self, producer: Producer | None = None) -> Any:
+        """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""
+        acquiring = super().producer_or_acquire(producer)
+        if not celery_internals.sends_a_group():
+            return acquiring
+        return group_pipeline(self.rabbitdelay, acquiring, producer is not None)
 
     def signature(self, *args: Any, **options: Any) -> canvas.DelayingSignature[Any]:
         """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""

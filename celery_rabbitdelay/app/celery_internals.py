@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 import celery
 from celery.app import amqp as celery_amqp
 from celery.app.defaults import SETTING_KEYS
-from celery.canvas import Signature
+from celery.canvas import Signature, group
 from celery.utils.imports import symbol_by_name
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.saferepr import saferepr
@@ -187,6 +187,12 @@ def is_sent_by_celery() -> bool:
             called = module
         frame = frame.f_back
     return False
+
+
+def sends_a_group() -> bool:
+    """Return whether the function that calls the caller is the one that sends a group's members."""
+    code: CodeType = group._apply_tasks.__code__  # type: ignore[attr-defined]
+    return sys._getframe(2).f_code is code
 
 
 def former_of_replacement(

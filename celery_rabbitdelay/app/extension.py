@@ -26,6 +26,7 @@ from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.pausing import Pausing
+from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipeline
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
@@ -215,7 +216,11 @@ class RabbitDelay(WaitingTasks, Pausing):
         Raises:
             NoPublisherFree: All publishers of the pool were in use for that long.
         """
-        if connection is None:
+        pipeline = current_pipeline(self, connection)
+        if pipeline is not None and pipeline.has_publisher:
+            with pipeline.lent() as publisher:
+                yield publisher
+        elif connection is None:
             with self.pool.acquire(timeout or self.settings.confirm_timeout) as publisher:
                 yield publisher
         else:
@@ -276,6 +281,24 @@ class RabbitDelay(WaitingTasks, Pausing):
                 resends=1,  # an idle connection may be lost
                 declare=complete if self.settings.declare == "never" else None,
             )
+
+    @contextmanager
+    def pipeline(self) -> Iterator[None]:
+        """Let the delayed sends of a block not wait for their confirms; its end does.
+
+        In the block, a delayed send by any of Celery's ways writes its message and returns. At most
+        ``rabbitdelay_max_unconfirmed`` are unconfirmed. A send with ``key``, ``job`` or ``track``,
+        a ``retry``, and a send over the caller's own connection are confirmed before they return.
+        Sends of other threads and coroutines do not belong to it; a block within a block is part of
+        that one. If the block raises, what was sent is confirmed as well, and what is not is told
+        by a :class:`.TasksNotConfirmed` at the end of the error's chain of causes.
+
+        Raises:
+            TasksNotConfirmed: Some tasks are not confirmed; the error names them. Those whose send
+                has raised are not among them.
+        """
+        with open_pipeline(self):
+            yield
 
     async def send(
         self,

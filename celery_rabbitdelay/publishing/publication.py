@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from amqp.exceptions import FrameSyntaxError
+from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.publishing.message import PERSISTENT
@@ -18,6 +19,9 @@ from celery_rabbitdelay.publishing.wire import Content
 
 #: Returns the exchange and the routing key of a message.
 Address: TypeAlias = Callable[[], tuple[str, str]]
+
+#: Called with a connection, to declare what is missing.
+Declaration: TypeAlias = Callable[[Connection], None]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -29,11 +33,14 @@ class Publication:
         address: Returns the exchange and the routing key. It is called for each attempt, because
             those of a delayed message depend on the time that is left.
         context: The caller's context, for example row numbers.
+        declare: Called before each attempt of a message that has a queue of its own, unlike others
+            of the same loop, to declare what is missing.
 
     Attributes:
         exchange: The exchange of the last attempt.
         routing_key: The routing key of the last attempt.
-        error: Why the broker has not confirmed the message; None if it has.
+        error: Why the broker has not confirmed the message; None if it has. If its ``declare`` has
+            raised, that error, which may be another one of this package.
         resent: How often the message was sent again.
         deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it for
             all attempts together, and a module for each of them.
@@ -49,6 +56,7 @@ class Publication:
     content: Content
     address: Address
     context: Any = None
+    declare: Declaration | None = None
     exchange: str = ""
     routing_key: str = ""
     error: PublishError | None = None

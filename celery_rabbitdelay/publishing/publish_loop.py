@@ -41,6 +41,14 @@ MIN_WRITE_TIME: Final = 0.001
 NextPublication: TypeAlias = Callable[[], Publication | None]
 
 
+class MayPass(Exception):
+    """Wraps an error that another attempt may not have."""
+
+    def __init__(self, error: exceptions.PublishError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class _CallersError(BaseException):
     """Wraps an error of source or ``done``, so that it is not handled as a connection error."""
 
@@ -67,6 +75,8 @@ class PublishLoop:
         done: Called with each message that is confirmed or has an error.
         redeclare: Declares again what messages need, if no queue takes one of them or an exchange
             does not exist; the message is then sent once more. None if nothing can be declared.
+        prepare: Called with each message before each attempt, to declare what is missing; an error
+            of this package is that message's own, and after a :class:`MayPass` it is sent again.
 
     Attributes:
         window: How many messages may be in flight.
@@ -81,6 +91,7 @@ class PublishLoop:
         policy: PublishPolicy,
         done: Callable[[Publication], None],
         redeclare: Callable[[], None] | None = None,
+        prepare: Callable[[Publication], None] | None = None,
     ) -> None:
         self.window = policy.window
         self.write_timeout: float | None = None
@@ -89,6 +100,7 @@ class PublishLoop:
         self._policy = policy
         self._done = done
         self._redeclare = redeclare
+        self._prepare = prepare
         self._must_redeclare = False
         self._channel: ConfirmChannel | None = None
         #: Messages to send before any new one of the source, and when, the earliest first: most of
@@ -98,11 +110,13 @@ class PublishLoop:
         #: channel.
         self._suspects_left = 0
         #: Whether the source had no message when it was last asked.
-        self._source_is_empty = False
+        self.source_is_empty = False
         #: Seconds that the source took for its last message; unknown before the first.
         self._source_took = SLOW_SOURCE
         #: Time of the last progress; basis of the timeout.
         self._progress = time.monotonic()
+        #: When :meth:`flush` reads next.
+        self._read_at = 0.0
 
     @property
     def channel(self) -> ConfirmChannel:
@@ -122,6 +136,16 @@ class PublishLoop:
         if not self._queued and (publication := self._take()) is not None:
             self._queued.append((0.0, publication))
         return bool(self._queued)
+
+    @property
+    def has_channel(self) -> bool:
+        """Whether there is a channel that messages are sent on."""
+        return self._channel is not None
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether a message waits to be sent, and not for the end of a pause."""
+        return bool(self._queued) and self._queued[0][0] <= time.monotonic()
 
     @property
     def has_room(self) -> bool:
@@ -182,6 +206,8 @@ class PublishLoop:
                 return
             if not in_flight:
                 self._progress = time.monotonic()
+            if self._prepare is not None and not self._is_prepared(publication):
+                continue
             try:
                 channel.send(publication, timeout)
             except (FrameSyntaxError, struct.error) as error:
@@ -195,6 +221,31 @@ class PublishLoop:
                 channel.flush(timeout)
                 channel.read_all()
                 return
+
+    def _is_prepared(self, publication: Publication) -> bool:
+        assert self._prepare is not None
+        try:
+            self._prepare(publication)
+        except MayPass as refused:
+            publication.error = refused.error
+            self.settled(publication, may_pass=True)
+        except exceptions.RabbitDelayError as error:
+            publication.error = error  # type: ignore[assignment]  # see the attribute
+            self.settled(publication)
+        except BaseException:
+            self._queued.appendleft((0.0, publication))
+            raise
+        else:
+            return True
+        return False
+
+    def flush(self) -> None:
+        """Write what was sent; now and then, read the answers that have arrived."""
+        channel, now = self.channel, time.monotonic()
+        channel.flush(self._time_to_write())
+        if now >= self._read_at:
+            channel.read_all()
+            self._read_at = time.monotonic() + READ_EVERY
 
     def _time_to_write(self) -> float:
         """Seconds that writing may take."""
@@ -230,7 +281,7 @@ class PublishLoop:
         self._source_took = now - began
         if self._source_took >= READ_EVERY:
             self.excuse(self._source_took)
-        self._source_is_empty = publication is None
+        self.source_is_empty = publication is None
         return publication
 
     def excuse(self, seconds: float) -> None:
@@ -251,7 +302,7 @@ class PublishLoop:
         elif self._queued and resend_at <= now:
             room = self.window
         else:
-            room = 0 if self._source_is_empty else max(self.window - len(self._queued), 0)
+            room = 0 if self.source_is_empty else max(self.window - len(self._queued), 0)
         # Wait until a quarter of the window is free, so that messages are written in batches.
         enough = room * 3 // 4
         was_blocked, was_in_flight = channel.blocked is not None, channel.in_flight > 0
@@ -316,12 +367,18 @@ class PublishLoop:
         address = ("", "") if oldest is None else oldest.address()
         raise exceptions.ConfirmTimeout(*address, "the broker did not confirm in time")
 
-    def settled(self, publication: Publication) -> None:
-        """Note the broker's answer: what a channel calls with each settled publication."""
+    def settled(self, publication: Publication, may_pass: bool = False) -> None:
+        """Note the broker's answer: what a channel calls with each settled publication.
+
+        Args:
+            publication: The publication, with its error.
+            may_pass: Whether it is worth another attempt, as after a nack.
+        """
         self.last_settled = self._progress = time.monotonic()
         self._suspects_left = max(self._suspects_left - 1, 0)
         error = publication.error
-        if isinstance(error, exceptions.MessageNacked) and not publication.single_attempt:
+        may_pass = may_pass or isinstance(error, exceptions.MessageNacked)
+        if may_pass and not publication.single_attempt:
             attempt = publication.resent + 1
             at = self._progress + self._policy.pause(attempt)
             if not self._policy.is_over(attempt) and at < publication.deadline:

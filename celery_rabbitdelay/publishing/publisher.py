@@ -11,7 +11,8 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final, NoReturn, TypeAlias
+from functools import partial
+from typing import Final, NoReturn
 from weakref import WeakSet
 
 import amqp
@@ -45,10 +46,16 @@ from celery_rabbitdelay.publishing.publication import (
     RESENDS,
     TIMEOUT,
     Address,
+    Declaration,
     Publication,
     PublishPolicy,
 )
-from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
+from celery_rabbitdelay.publishing.publish_loop import (
+    MayPass,
+    NextPublication,
+    PublishLoop,
+    unwrap_callers_errors,
+)
 from celery_rabbitdelay.publishing.wire import Wire
 
 #: Seconds that opening a connection may take if the connection sets no limit of its own.
@@ -56,9 +63,6 @@ CONNECT_TIMEOUT: Final = 5.0
 
 #: Seconds that closing a channel may take; all its messages are settled before.
 CLOSE_TIMEOUT: Final = 2.0
-
-#: Called with a connection, to declare what is missing.
-Declaration: TypeAlias = Callable[[Connection], None]
 
 #: After these errors, the connection can be used for the next messages.
 HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
@@ -169,7 +173,8 @@ class Publisher:
             PublishError: Nothing can be published any more. All messages that were taken and have
                 no outcome have this error; further ones were not taken.
         """
-        _Run(self, publications, policy, declare, redeclare, done).run()
+        source = partial(next, iter(publications), None)
+        Run(self, source, policy, declare=declare, redeclare=redeclare, done=done).go_on()
 
     def channel(self, deadline: float, on_settled: OnSettled) -> ConfirmChannel:
         """Return a channel that can be used, and open the connection if needed.
@@ -231,36 +236,44 @@ class Publisher:
         self.connection.release()
 
 
-class _MayPass(Exception):
-    """Wraps an error that another attempt may not have."""
+class Run:
+    """The publish loop on one connection after another.
 
-    def __init__(self, error: PublishError) -> None:
-        super().__init__(error)
-        self.error = error
+    Args:
+        publisher: Whose connection is used.
+        source: Returns the next message; None if there is none now.
+        policy: As for :meth:`Publisher.publish_all`, and so are ``declare``, ``redeclare`` and
+            ``done``.
+        declares_each: Whether each message has a destination of its own, which its ``declare``
+            declares; an error with one destination then says nothing about the others.
 
-
-class _Run:
-    """One call of :meth:`Publisher.publish_all`: the publish loop on one connection after another.
-
-    Takes what that method takes.
+    Attributes:
+        loop: The publish loop.
     """
 
     def __init__(
         self,
         publisher: Publisher,
-        publications: Iterable[Publication],
+        source: NextPublication,
         policy: PublishPolicy,
-        declare: Declaration | None,
-        redeclare: Declaration | None,
-        done: Callable[[Publication], None] | None,
+        *,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
+        done: Callable[[Publication], None] | None = None,
+        declares_each: bool = False,
     ) -> None:
         self._publisher = publisher
-        self._publications = iter(publications)
+        self._source = source
         self._policy = policy
         self._declare = declare
         self._redeclare = redeclare
-        self._loop = PublishLoop(
-            self._next, policy, done or _ignore, None if redeclare is None else self._declare_again
+        self._declares_each = declares_each
+        self.loop = PublishLoop(
+            self._next,
+            policy,
+            done or _ignore,
+            None if redeclare is None else self._declare_again,
+            self._declare_for if declares_each else None,
         )
         self._losses = 0
         self._lost_at = 0.0
@@ -269,31 +282,44 @@ class _Run:
         self._reach_by = math.inf
 
     def _next(self) -> Publication | None:
-        publication = next(self._publications, None)
+        publication = self._source()
         if publication is not None:
             publication.deadline = time.monotonic() + self._policy.timeout
         return publication
 
-    def run(self) -> None:
+    def go_on(self, is_enough: Callable[[], bool] | None = None) -> None:
+        """Publish until each message has its outcome.
+
+        Args:
+            is_enough: Instead: until it returns True. It is asked whenever messages were sent;
+                those are written by then.
+
+        Raises:
+            PublishError: Nothing can be published any more; all messages have this error.
+            RabbitDelayError: The topology cannot be declared; the messages have no outcome, as
+                after any other exception.
+        """
         with unwrap_callers_errors():
-            while self._loop.has_more():
+            while self.loop.has_more() and not (is_enough and is_enough()):
                 try:
-                    self._publish(self._open())
-                except _MayPass as refused:
+                    if not self.loop.has_channel:
+                        self._open()
+                    self._publish(is_enough)
+                except MayPass as refused:
                     self._try_again(refused.error, refused.error.__cause__)
                 except PublishError as error:
                     self._fail_all_and_raise(error, error.__cause__)
                 except RabbitDelayError as error:
                     # The topology on the broker is incomplete, or belongs to another layout.
-                    self._loop.take_back()
-                    error.may_have_arrived = self._loop.may_have_arrived
+                    self.loop.take_back()
+                    error.may_have_arrived = self.loop.may_have_arrived
                     self._publisher.discard()
                     raise
                 except NotAllowed as refused:
                     # Do not retry: the virtual host is missing or not accessible.
-                    self._loop.take_back()
+                    self.loop.take_back()
                     self._publisher.discard()
-                    if self._loop.has_more():
+                    if self.loop.has_more():
                         self._fail_all_and_raise(self._lost(refused), refused)
                 except (
                     *self._publisher.connection.connection_errors,
@@ -306,33 +332,35 @@ class _Run:
                     self._publisher.discard()
                     raise
 
-    def _open(self) -> ConfirmChannel:
-        """Return a channel on a connection where everything is declared."""
+    def _open(self) -> None:
+        """Use a channel on a connection where everything is declared."""
         if self._policy.reconnects is not None and not self._unreached:
             limit = self._publisher.connection.connect_timeout or CONNECT_TIMEOUT
             self._reach_by = time.monotonic() + limit
-        deadline = min(self._loop.next_waiting.deadline, self._reach_by)
+        deadline = min(self.loop.next_waiting.deadline, self._reach_by)
         try:
-            channel = self._publisher.channel(deadline, self._loop.settled)
+            channel = self._publisher.channel(deadline, self.loop.settled)
         except AccessRefused as refused:
             raise self._lost(refused) from refused
         except self._publisher.connection.connection_errors:
             self._unreached += 1
             raise
         self._unreached, self._reach_by = 0, math.inf
-        self._loop.use(channel)
+        self.loop.use(channel)
         if self._declare is not None:
-            self._call(self._declare)
-        return channel
+            self._call(self._declare, self.loop.next_waiting)
 
     def _declare_again(self) -> None:
         assert self._redeclare is not None
-        self._call(self._redeclare)
+        self._call(self._redeclare, self.loop.next_waiting)
 
-    def _call(self, declare: Declaration) -> None:
-        publication = self._loop.next_waiting
+    def _declare_for(self, publication: Publication) -> None:
+        if publication.declare is not None:
+            self._call(publication.declare, publication)
+
+    def _call(self, declare: Declaration, publication: Publication) -> None:
         try:
-            with self._loop.channel.wire.all_answers_within(_remaining(publication.deadline)):
+            with self.loop.channel.wire.all_answers_within(_remaining(publication.deadline)):
                 declare(self._publisher.connection)
         except self._publisher.connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
@@ -340,16 +368,19 @@ class _Run:
             error = _declaration_refused(publication.address(), refused)
             if isinstance(refused, NotFound) and PASSING_REASONS.search(str(refused)):
                 error.__cause__ = refused
-                raise _MayPass(error) from refused
+                raise MayPass(error) from refused
             raise error from refused
 
-    def _publish(self, channel: ConfirmChannel) -> None:
-        """Publish on one channel until nothing is left."""
+    def _publish(self, is_enough: Callable[[], bool] | None) -> None:
+        """Publish on one channel until nothing is left, or it is enough."""
         try:
-            while self._loop.has_more():
-                self._loop.send()
-                if self._loop.is_waiting:
-                    self._loop.wait()
+            while self.loop.has_more():
+                self.loop.send()
+                if is_enough and is_enough():
+                    self.loop.flush()
+                    return
+                if self.loop.is_waiting:
+                    self.loop.wait()
         except PublishError:
             # Late answers about these messages must not be taken for answers about the next ones.
             self._publisher.discard()
@@ -357,9 +388,11 @@ class _Run:
         except ChannelError as closed:
             # py-amqp opens a channel that the broker closed again, but not in confirm mode.
             self._publisher.close_channel()
-            culprit = self._loop.channel_closed(closed)
+            culprit = self.loop.channel_closed(closed)
+            if self._declares_each:
+                return
             if culprit is not None and isinstance(closed, AccessRefused | NotFound):
-                assert culprit.error is not None
+                assert isinstance(culprit.error, PublishError)
                 # Every further message to it would fail.
                 raise culprit.error.copy(culprit.may_have_arrived) from closed
 
@@ -370,37 +403,37 @@ class _Run:
             error: The error if that was one attempt too many; None if the connection is lost.
             cause: The error of this attempt.
         """
-        sent = self._loop.take_back()
+        sent = self.loop.take_back()
         self._publisher.discard()
         self._publisher.connection.maybe_switch_next()
-        if not self._loop.has_more():
+        if not self.loop.has_more():
             return
-        if self._loop.last_settled > self._lost_at:
+        if self.loop.last_settled > self._lost_at:
             self._losses = 0
         self._losses += 1
         pause = self._policy.pause(self._unreached or self._losses)
-        late = time.monotonic() + pause >= min(self._loop.next_waiting.deadline, self._reach_by)
+        late = time.monotonic() + pause >= min(self.loop.next_waiting.deadline, self._reach_by)
         reconnects = self._policy.reconnects
         is_unreachable = reconnects is not None and self._unreached > reconnects
         if self._policy.is_over(self._losses) or is_unreachable or late:
             self._fail_all_and_raise(error or self._lost(cause), cause)
         self._lost_at = time.monotonic()
-        self._loop.count_resends(sent)
+        self.loop.count_resends(sent)
         time.sleep(pause)
 
     def _lost(self, cause: BaseException | None) -> ConnectionLost:
         broker = shown_broker(self._publisher.connection)
         reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
-        return ConnectionLost(*self._loop.next_waiting.address(), reason)
+        return ConnectionLost(*self.loop.next_waiting.address(), reason)
 
     def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
         """Finish all messages that wait with this error, and raise it."""
         if not isinstance(error, HARMLESS):
             self._publisher.discard()
-        self._loop.take_back()
-        error.may_have_arrived = error.may_have_arrived or self._loop.may_have_arrived
+        self.loop.take_back()
+        error.may_have_arrived = error.may_have_arrived or self.loop.may_have_arrived
         error.__cause__ = cause
-        self._loop.fail_all(error)
+        self.loop.fail_all(error)
         raise error from cause
 
 

@@ -123,6 +123,22 @@ def test_a_task_is_not_sent_after_a_rollback(project: Project, connection: Conne
     assert count(connection, LONG_QUEUE) == 1
 
 
+def test_many_tasks_are_confirmed_together_after_the_commit(
+    project: Project, connection: Connection
+) -> None:
+    seen = project.call(
+        "from celery_rabbitdelay import signals\n"
+        "from django.db import connection\n"
+        "from orders.sales import place_orders\n"
+        "answer = []\n"
+        "def note(**task): answer.append(connection.in_atomic_block)\n"
+        "signals.delayed.connect(note)\n"
+        f"place_orders(['Ada', 'Bob', 'Eve'], {LONG})"
+    )
+    assert seen == [False] * 3
+    wait_until_waiting(connection, LONG_QUEUE, 3)
+
+
 def test_a_periodic_task_of_the_database_sends_delayed_tasks(project: Project) -> None:
     before = len(project.results("orders.tasks.remind"))
     order = project.call(

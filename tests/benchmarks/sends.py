@@ -49,6 +49,10 @@ TEXT: Final = "Your order is waiting for you."
 TOLERANCE: Final = 60
 
 ONE: Final = "apply_async(delay=)"
+PIPELINE: Final = "apply_async(delay=), in a pipeline"
+GROUP_SIZE: Final = 2_000
+GROUP: Final = f"group of {GROUP_SIZE:,}, delay"
+NATIVE_GROUP: Final = f"group of {GROUP_SIZE:,}, countdown, confirm_publish"
 MANY: Final = "send_many, no envelopes"
 ENVELOPED: Final = f"send_many, envelopes, tolerance {TOLERANCE} s"
 NATIVE: Final = "apply_async(countdown=), confirm_publish"
@@ -92,7 +96,8 @@ class Bench:
         self.cost: dict[str, list[tuple[float, float]]] = {}
         #: Tasks a second until the broker has them all, of those who do not wait for confirms.
         self.landed: dict[str, list[float]] = {}
-        generator, most = random.Random(1), max(options.slow, options.fast, options.enveloped)
+        generator = random.Random(1)
+        most = max(options.slow, options.fast, options.enveloped, GROUP_SIZE)
         #: Seconds, from a minute to a week.
         self.delays = [generator.uniform(60, waiting.WEEK) for _ in range(most)]
         self.connection = Connection(broker.url)
@@ -130,6 +135,21 @@ class Bench:
             remind.apply_async((order, TEXT), **{option: delay})
         return tasks
 
+    def pipeline(self, tasks: int) -> int:
+        """Send tasks by ``apply_async`` in a pipeline; return how many messages that makes."""
+        with self.ours.rabbitdelay.pipeline():
+            return self.one_by_one(self.ours, "delay", tasks)
+
+    def group(self, app: Any, option: str) -> int:
+        """Send a group of tasks, each with a delay of its own; return how many messages that is."""
+        remind = app.tasks["remind"]
+        members = [
+            remind.si(order, TEXT).set(**{option: delay})
+            for order, delay in enumerate(self.delays[:GROUP_SIZE])
+        ]
+        celery.group(members, app=app).apply_async()
+        return GROUP_SIZE
+
     def many(self, tasks: int, **options: Any) -> int:
         """Send tasks by ``send_many``; return how many messages that makes."""
         report = self.ours.rabbitdelay.send_many(
@@ -156,6 +176,12 @@ class Bench:
         ours, native = self.our_queues, self.native_queues
         of: dict[str, tuple[int, list[str], Callable[[], int]]] = {
             ONE: (slow, ours, partial(self.one_by_one, self.ours, "delay", slow)),
+            PIPELINE: (slow, ours, partial(self.pipeline, slow)),
+            GROUP: (GROUP_SIZE, ours, partial(self.group, self.ours, "delay")),
+            NATIVE_GROUP: (
+                *(GROUP_SIZE, native),
+                partial(self.group, self.native_confirmed, "countdown"),
+            ),
             MANY: (fast, ours, partial(self.many, fast, envelopes=False)),
             ENVELOPED: (
                 *(enveloped, ours),
@@ -220,6 +246,8 @@ def rates(broker: RabbitMQServer, options: argparse.Namespace) -> None:
     by_native, by_raw = measure.ratios(figures, NATIVE), measure.ratios(figures, RAW)
     targets = [
         Target(f"{ONE} / {NATIVE}", by_native[ONE], 1),
+        Target(f"{PIPELINE} / {NATIVE}", by_native[PIPELINE], 2),
+        Target(f"{GROUP} / {NATIVE_GROUP}", measure.ratios(figures, NATIVE_GROUP)[GROUP], 2),
         Target(f"{MANY} / {NATIVE}", by_native[MANY], 10),
         Target(f"{MANY} / {RAW}", by_raw[MANY], 0.7),
         Target(f"{MANY} / {RAW_HEADERS}", measure.ratios(figures, RAW_HEADERS)[MANY], 0.7),

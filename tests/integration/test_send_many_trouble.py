@@ -46,7 +46,7 @@ def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
             shop.rabbitdelay.send_many("look", rows(), envelopes=envelopes)
     finally:
         private_rabbitmq.ctl("start_app")
-        wait_for(lambda: _takes_queues(private_rabbitmq), "a broker that is whole", interval=0.2)
+        wait_for(lambda: takes_queues(private_rabbitmq), "a broker that is whole", interval=0.2)
     lost = caught.value
     taken -= 1  # The last one has only shown that there is one more.
     assert lost.rest == taken < number_of_rows
@@ -85,7 +85,7 @@ def arrived_rows(broker: RabbitMQServer, shop: Any, expected: set[int], timeout:
     return arrived
 
 
-def _takes_queues(broker: RabbitMQServer) -> bool:
+def takes_queues(broker: RabbitMQServer) -> bool:
     """Whether a quorum queue can be declared; for a moment, a node that starts closes instead."""
     queue = Queue("test-whole", queue_arguments={"x-queue-type": "quorum"})
     with Connection(broker.url) as connection:

@@ -32,7 +32,8 @@ SAMPLES: Final[dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(errors.__all__) - {"RabbitDelayError", "RowsNotConfirmed"})
+    "name",
+    sorted(set(errors.__all__) - {"RabbitDelayError", "RowsNotConfirmed", "TasksNotConfirmed"}),
 )
 def test_an_error_keeps_its_text_and_attributes_in_another_process(name: str) -> None:
     kind = getattr(errors, name)
@@ -54,3 +55,15 @@ def test_rows_that_are_not_confirmed_keep_their_errors_in_another_process() -> N
     assert str(copy.errors) == str({3: lost, 5: nacked})
     told = (copy.report, copy.uncertain, copy.rest, copy.may_have_arrived)
     assert told == ("report", (3,), 7, True)
+
+
+def test_tasks_that_are_not_confirmed_keep_their_errors_in_another_process() -> None:
+    lost = errors.ConnectionLost("x", "key", "cut")
+    nacked = errors.MessageNacked("x", "key", "full")
+    lost.may_have_arrived = True
+    error = errors.TasksNotConfirmed({"a": nacked, "b": lost})
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert str(copy.errors) == str({"a": nacked, "b": lost})
+    assert (copy.uncertain, copy.may_have_arrived) == (("b",), True)
+    assert errors.TasksNotConfirmed({"a": nacked}).may_have_arrived is False

@@ -6,6 +6,7 @@ A test that fails names the part that a new version of Celery has moved.
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_celery_says_when_it_counts_the_retries_of_a_callback_itself() -> None:
         retrying: Any = app.amqp
         retrying._retry_publish(lambda: seen.append(of_app.sends_a_callback()))
         assert seen == [True], moved("amqp._callback_publish_retry")
+
+
+def test_the_function_that_sends_a_group_s_members_acquires_their_producer(app: Any) -> None:
+    seen: list[bool] = []
+
+    def acquire(producer: Any = None) -> Any:
+        seen.append(of_app.sends_a_group())
+        return nullcontext(app.amqp.Producer(app.connection_for_write(), auto_declare=False))
+
+    app.producer_or_acquire = acquire
+    celery.group([app.tasks["remind"].si(7).set(queue="group")], app=app).apply_async()
+    # The first for the group, and the other one for its member.
+    assert seen == [True, False], moved("group._apply_tasks")
 
 
 def test_a_task_is_found_without_finalizing_the_application(app: Any) -> None:

@@ -18,8 +18,8 @@ from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
+from celery_rabbitdelay.publishing.publication import Declaration, PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
 #: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes. The window is

@@ -13,7 +13,7 @@ from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import instruments, signals
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.celery_internals import (
     former_of_replacement,
     has_quorum_queue,
@@ -22,6 +22,12 @@ from celery_rabbitdelay.app.celery_internals import (
 )
 from celery_rabbitdelay.app.metrics import Metrics, queue_label
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
+from celery_rabbitdelay.app.sending.pipelines import (
+    PipelinedProducer,
+    TaskPipeline,
+    current_pipeline,
+    record_send,
+)
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.settings import checked
@@ -164,6 +170,11 @@ class TaskSending:
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
             timeout = checked("confirm_timeout", timeout)
+        # A worker acknowledges a task as soon as its retry is sent.
+        if not (wanted.job or wanted.is_registered or self.options.get("retries")):
+            pipeline = current_pipeline(delays, self._callers_connection)
+            if pipeline is not None:
+                return self._send_in_pipeline(pipeline, due, wanted, timeout)
         copy = new_copy() if wanted.is_registered else ""
         ticket, job_id = self._ask(due, wanted)
         began = time.monotonic()
@@ -193,6 +204,23 @@ class TaskSending:
             register_sent(delays.registry, [registration])
         signals.send(signals.delayed, self.app, result.id, due.at_ms)
         return result
+
+    def _send_in_pipeline(
+        self, pipeline: TaskPipeline, due: Due, wanted: RegistryOptions, timeout: float | None
+    ) -> AsyncResult[Any]:
+        """Send the task in a block, which confirms it at its end at the latest.
+
+        One that the registry knows is confirmed at once instead, because it is registered then.
+        """
+        publisher = pipeline.borrow(timeout or self.app.rabbitdelay.settings.confirm_timeout)
+        assert self.task_id is not None
+        came_from = self.former.get(header_names.QUEUE)
+        producer = PipelinedProducer(
+            pipeline, publisher, self.name, self.task_id, due, self.options, came_from
+        )
+        ticket, _ = self._ask(due, wanted)
+        producer.says = {"registry": wanted.headers("", ticket)}
+        return self._send_by_celery(producer=producer)
 
     def _ask(self, due: Due, wanted: RegistryOptions) -> tuple[Ticket, str]:
         """Ask the registry what the message has to carry: its ticket, and the id of its job.
@@ -275,8 +303,4 @@ def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resen
     # It is missing if an error occurred before publishing.
     delayed: Delayed | None = getattr(producer, "delayed", None)
     if delayed is not None:
-        outcome = instruments.CONFIRMED if producer.is_sent else instruments.REFUSED
-        values = {instruments.SENT: 1, outcome: 1}
-        if resent:
-            values[instruments.RESENT] = resent
-        metrics.record(values, task, queue_label(delayed))
+        record_send(metrics, task, queue_label(delayed), producer.is_sent, resent)

@@ -35,8 +35,13 @@ from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS, 
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import is_cluster, may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
-from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication, PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Declaration, Publisher
+from celery_rabbitdelay.publishing.publication import (
+    DEFAULT_POLICY,
+    Declaration,
+    Publication,
+    PublishPolicy,
+)
+from celery_rabbitdelay.publishing.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from django.db import transaction
 from django_celery_beat.models import IntervalSchedule, PeriodicTask
+from django_shop import celery_app
 
 from orders.models import Order
 from orders.tasks import remind
@@ -13,6 +14,13 @@ def place_order(customer, remind_after):
         order = Order.objects.create(customer=customer)
         remind.apply_async_on_commit((order.pk,), delay=remind_after)
     return order
+
+
+def place_orders(customers, remind_after):
+    """Save many orders, or none, and remind their customers of them."""
+    with celery_app.rabbitdelay.pipeline(), transaction.atomic():
+        for customer in customers:
+            place_order(customer, remind_after)
 
 
 def remind_every_second():

@@ -1,0 +1,403 @@
+"""``app.rabbitdelay.pipeline()``: the delayed sends of a block, with many messages in flight.
+
+A block belongs to the thread, and to the coroutine, that has opened it: a context variable says
+which blocks are open, and each of them knows its owner. Celery sends the members of a group through
+a block of their own, or through the caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
+
+from celery.exceptions import Ignore
+from kombu import Connection, Exchange, Producer, Queue
+
+from celery_rabbitdelay.app import instruments, signals
+from celery_rabbitdelay.app.metrics import Metrics, queue_label
+from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
+from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import declare, forget
+from celery_rabbitdelay.publishing.pipeline import Pipeline
+from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.publishing.publication import (
+    BACKOFF,
+    RESENDS,
+    Publication,
+    PublishPolicy,
+)
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+class Sent(NamedTuple):
+    """A task that was sent in a block.
+
+    Attributes:
+        task: Its name.
+        task_id: Its id.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        queue: The label of its queue.
+    """
+
+    task: str
+    task_id: str
+    due_ms: int
+    queue: str
+
+
+class TaskPipeline:
+    """The delayed sends of one block.
+
+    Args:
+        delays: The application's ``app.rabbitdelay``.
+        producer: The producer over whose connection a group is sent; None for a publisher of the
+            pool, which the first send takes and the end of the block returns.
+        outer: The block around this one.
+    """
+
+    def __init__(
+        self, delays: Any, producer: Producer | None, outer: TaskPipeline | None = None
+    ) -> None:
+        self.delays = delays
+        self.outer = outer
+        self._producer = producer
+        self._owner = _owner()
+        #: Those of Celery's pool that groups within the block are sent with.
+        self._joined: list[Producer] = []
+        self._borrowed = ExitStack()
+        self._publisher: Publisher | None = None
+        self._pipeline: Pipeline | None = None
+        self._is_usable = True
+        self._settled: deque[Publication] = deque()
+        self._errors: dict[str, Exception] = {}
+
+    def takes(self, delays: Any, connection: Connection | None) -> bool:
+        """Return whether a send over a connection goes through this block.
+
+        Args:
+            delays: The ``app.rabbitdelay`` of the sending application.
+            connection: The caller's own connection; None for the application's.
+        """
+        if delays is not self.delays or not self._is_usable or _owner() != self._owner:
+            return False
+        if connection is None or self._producer is not None:
+            return connection is (self._producer and self._producer.connection)
+        return any(connection is each.connection for each in self._joined) and self._is_ready()
+
+    def _is_ready(self) -> bool:
+        """Whether there is a publisher without a wait for it.
+
+        A group holds a producer of Celery's pool, which others who hold a publisher may wait for.
+        """
+        try:
+            self.borrow(timeout=0)
+        except NoPublisherFree:
+            return False
+        return True
+
+    def borrow(self, timeout: float) -> Publisher:
+        """Return the block's publisher.
+
+        Raises:
+            NoPublisherFree: None of the pool was free for so many seconds.
+        """
+        if self._publisher is None:
+            if self._producer is None:
+                acquired = self.delays.pool.acquire(timeout)
+                self._publisher = self._borrowed.enter_context(acquired)
+            else:
+                connection: Any = self._producer.connection
+                self._publisher = Publisher(connection)
+                self._borrowed.callback(self._publisher.close_channel)
+            settings, topology = self.delays.settings, self.delays.topology
+            redeclare = partial(_redeclare, topology=topology)
+            self._pipeline = Pipeline(
+                self._publisher,
+                redeclare if settings.declare == "auto" else None,
+                self._settled.append,
+            )
+        return self._publisher
+
+    def publish(
+        self, make: Callable[[Sent], Publication], sent: Sent, policy: PublishPolicy
+    ) -> None:
+        """Write a task's message.
+
+        Args:
+            make: Returns the message.
+            sent: What is sent.
+            policy: How long, and how often, it is tried.
+
+        Raises:
+            RabbitDelayError: It could not be sent, which the end of the block does not say again.
+        """
+        assert self._pipeline is not None
+        try:
+            publication = make(sent)
+        except RabbitDelayError:
+            record_send(self.delays.recorder, sent.task, sent.queue, False, 0)
+            raise
+        window = self.delays.settings.max_unconfirmed
+        try:
+            self._pipeline.publish(publication, policy._replace(window=window))
+        finally:
+            self._note_settled()
+            if publication.error is not None:
+                self._errors.pop(sent.task_id, None)
+
+    @contextmanager
+    def lent(self) -> Iterator[Publisher]:
+        """Lend the block's publisher, once all is confirmed; meanwhile, the block is not used."""
+        self._confirm()
+        assert self._publisher is not None
+        self._is_usable = False
+        try:
+            yield self._publisher
+        finally:
+            self._is_usable = True
+
+    @property
+    def has_publisher(self) -> bool:
+        """Whether the block has a publisher by now."""
+        return self._publisher is not None
+
+    @contextmanager
+    def joined(self, producer: Producer) -> Iterator[None]:
+        """Let sends with a producer of Celery's pool go through this block."""
+        self._joined.append(producer)
+        try:
+            yield
+        finally:
+            self._joined.remove(producer)
+
+    def end(self) -> None:
+        """Confirm, and return the publisher.
+
+        Raises:
+            TasksNotConfirmed: Some tasks are not confirmed. For a group, the error of the first of
+                them instead, whose chain of causes ends with the former.
+        """
+        if _owner()[0] != self._owner[0]:
+            return  # a fork: the connection is the parent's
+        try:
+            self._confirm()
+        finally:
+            self._is_usable = False
+            self._borrowed.close()
+        if self._errors:
+            not_confirmed = TasksNotConfirmed(self._errors)
+            if self._producer is None:
+                raise not_confirmed
+            raise _with_last_cause(next(iter(self._errors.values())), not_confirmed)
+
+    def _confirm(self) -> None:
+        # A receiver of the signal ``delayed`` may send more.
+        if self._pipeline is not None:
+            while self._pipeline.is_running or self._settled:
+                self._pipeline.confirm()
+                self._note_settled()
+
+    def _note_settled(self) -> None:
+        """Count tasks that have an outcome, and say which are confirmed.
+
+        It is not done while the broker's answers are read: a receiver may send.
+        """
+        while self._settled:
+            publication = self._settled.popleft()
+            sent: Sent = publication.context
+            error = publication.error
+            resent = publication.resent
+            recorder = self.delays.recorder
+            record_send(recorder, sent.task, sent.queue, error is None, resent)
+            if error is None:
+                signals.send(signals.delayed, self.delays.app, sent.task_id, sent.due_ms)
+            else:
+                self._errors[sent.task_id] = error
+
+
+class PipelinedProducer(DelayedTaskProducer):
+    """Writes one task's message in a block, which confirms it.
+
+    Args:
+        pipeline: The block.
+        publisher: The block's publisher.
+        task: The task's name.
+        task_id: The task's id.
+        due: When the task may start.
+        options: As for :class:`.DelayedTaskProducer`.
+        came_from: As for :class:`.DelayedTaskProducer`.
+    """
+
+    def __init__(
+        self,
+        pipeline: TaskPipeline,
+        publisher: Publisher,
+        task: str,
+        task_id: str,
+        due: Due,
+        options: Any,
+        came_from: str | None,
+    ) -> None:
+        super().__init__(publisher, pipeline.delays.app, due, options, came_from)
+        self._pipeline = pipeline
+        self._task, self._task_id = task, task_id
+
+    def publish_message(
+        self,
+        delayed: Delayed,
+        due: Due,
+        *,
+        declare: Iterable[Exchange | Queue] = (),
+        resends: int | None = RESENDS,
+        backoff: tuple[float, float, float] = BACKOFF,
+    ) -> None:
+        """Write the message, as :class:`.DelayedProducer` publishes it."""
+
+        def make(sent: Sent) -> Publication:
+            address = partial(self.address, delayed, due)
+            publication = Publication.of(delayed.message.amqp(), address, sent)
+            publication.declare = self.declarations(delayed.queue, declare)["declare"]
+            return publication
+
+        sent = Sent(self._task, self._task_id, due.at_ms, queue_label(delayed))
+        policy = PublishPolicy(self.timeout, resends, backoff, reconnects=self.reconnects)
+        self._pipeline.publish(make, sent, policy)
+
+
+def record_send(metrics: Metrics, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
+    """Count one task that was published, or that could not be.
+
+    Args:
+        metrics: The metrics.
+        task: The task's name.
+        queue: The label of its queue.
+        is_confirmed: Whether the broker has confirmed it.
+        resent: How often its message was published again.
+    """
+    outcome = instruments.CONFIRMED if is_confirmed else instruments.REFUSED
+    values = {instruments.SENT: 1, outcome: 1}
+    if resent:
+        values[instruments.RESENT] = resent
+    metrics.record(values, task, queue)
+
+
+#: The innermost block that is open in this context; it may be another thread's.
+_innermost: Final[ContextVar[TaskPipeline | None]] = ContextVar("pipeline", default=None)
+
+
+def current_pipeline(delays: Any, connection: Connection | None = None) -> TaskPipeline | None:
+    """Return the block that a send goes through; None if it is confirmed by itself.
+
+    Args:
+        delays: The application's ``app.rabbitdelay``.
+        connection: The caller's own connection; None for the application's.
+    """
+    pipeline = _innermost.get()
+    while pipeline is not None and not pipeline.takes(delays, connection):
+        pipeline = pipeline.outer
+    return pipeline
+
+
+@contextmanager
+def open_pipeline(delays: Any) -> Iterator[None]:
+    """Open a block, or join the one that is open.
+
+    Args:
+        delays: The application's ``app.rabbitdelay``.
+
+    Raises:
+        TasksNotConfirmed: Some tasks are not confirmed.
+    """
+    if current_pipeline(delays) is not None:
+        yield
+        return
+    with _opened(TaskPipeline(delays, None, _innermost.get())):
+        yield
+
+
+@contextmanager
+def group_pipeline(
+    delays: Any, acquiring: AbstractContextManager[Producer], is_given: bool
+) -> Iterator[Producer]:
+    """Acquire the producer of a group, whose delayed members are sent through a pipeline.
+
+    Args:
+        delays: The application's ``app.rabbitdelay``.
+        acquiring: Celery's context, which returns the producer.
+        is_given: Whether the caller has given the producer.
+
+    Raises:
+        RabbitDelayError: A member is not confirmed: its own error, whose chain of causes ends with
+            the :class:`.TasksNotConfirmed` that names all of them.
+    """
+    outer = None if is_given else current_pipeline(delays)
+    with acquiring as producer:
+        if outer is not None:
+            with outer.joined(producer):
+                yield producer
+            return
+        if _innermost.get() and current_pipeline(delays, producer.connection):
+            yield producer  # a group within a group
+            return
+        with _opened(TaskPipeline(delays, producer, _innermost.get())):
+            yield producer
+
+
+@contextmanager
+def _opened(pipeline: TaskPipeline) -> Iterator[None]:
+    token = _innermost.set(pipeline)
+    try:
+        yield
+    except BaseException as error:
+        try:
+            pipeline.end()
+        except RabbitDelayError as not_confirmed:
+            if isinstance(error, Ignore):
+                # A worker's task ends with success if it has sent another one in its place.
+                raise not_confirmed from error
+            logger.error("%s", not_confirmed)
+            _with_last_cause(error, not_confirmed)
+        raise
+    else:
+        pipeline.end()
+    finally:
+        with suppress(ValueError):  # a generator that is closed in another context
+            _innermost.reset(token)
+
+
+def _with_last_cause(error: ErrorT, cause: BaseException) -> ErrorT:
+    """Put a cause at the end of an error's chain of causes; return the error."""
+    last: BaseException = error
+    while last.__cause__ is not None:
+        last = last.__cause__
+    last.__cause__ = cause
+    return error
+
+
+def _owner() -> tuple[int, int, asyncio.Task[Any] | None]:
+    """Return the process, the thread and the coroutine that run now."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    # gevent replaces the function of this module: each greenlet has an identity of its own.
+    return os.getpid(), threading.get_ident(), task
+
+
+def _redeclare(connection: Connection, topology: Topology) -> None:
+    forget(connection)
+    declare(connection, topology)

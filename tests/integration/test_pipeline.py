@@ -1,0 +1,533 @@
+"""Delayed sends in a ``pipeline()``, and groups: many in flight, and each has its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from amqp.exceptions import InternalError
+from celery import chain, chord, group
+from celery.exceptions import Ignore
+from celery.signals import after_task_publish
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.exceptions import (
+    ConfirmTimeout,
+    DeclarationRefused,
+    MessageNacked,
+    TasksNotConfirmed,
+)
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.celery_process import REPOSITORY
+from tests.integration.arrivals import count, take
+from tests.integration.publishing import in_child, work
+from tests.integration.shop import PATIENCE, named
+from tests.integration.test_send_many_trouble import takes_queues
+from tests.integration.trouble import resumed, suspended
+
+#: Seconds; two stops in the small levels, where a message waits for longer than a test takes.
+DELAY = 5.5
+
+#: Seconds that a caller takes for something else, and that a confirm never takes.
+OWN_WORK = 10
+
+#: Seconds until a missing confirm is an error, where that is what a test waits for.
+TIMEOUT = 2
+
+
+@pytest.fixture
+def confirmed() -> Iterator[list[str]]:
+    """The ids of the tasks of which an application has said that they are confirmed."""
+    ids: list[str] = []
+
+    def note(task_id: str, **others: Any) -> None:
+        ids.append(task_id)
+
+    signals.delayed.connect(note)
+    yield ids
+    signals.delayed.disconnect(note)
+
+
+@pytest.fixture
+def waiting(connection: Connection) -> Callable[[Any], int]:
+    """Counts the messages in the levels of an application."""
+
+    def messages(shop: Any) -> int:
+        return sum(
+            count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues
+        )
+
+    return messages
+
+
+def not_confirmed_of(error: BaseException) -> TasksNotConfirmed:
+    """The end of an error's chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    assert isinstance(error, TasksNotConfirmed)
+    return error
+
+
+def confirm(shop: Any) -> None:
+    """Confirm what was sent in a block so far: ``send_many`` gets its publisher after that."""
+    shop.rabbitdelay.send_many("look", [])
+
+
+def arrived(url: str, shop: Any, expected: set[str]) -> set[str]:
+    """Take tasks until the expected ones have come; return all that came."""
+    came: set[str] = set()
+    queue = shop.amqp.queues[named(shop, "default")]
+
+    def all_came() -> bool:
+        # A node that has just started closes the connections of those who consume too early.
+        with Connection(url) as connection, suppress(InternalError):
+            for each in take(connection, [queue], count(connection, queue.name)):
+                came.add(each.message.headers["id"])
+        return expected <= came
+
+    wait_for(all_came, "all tasks", 240, interval=0.2)
+    return came
+
+
+def send_a_group(app: Any) -> Any:
+    """Send a group of one task; return the task's result."""
+    result: Any = group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY)
+    return result[0]
+
+
+SENDS: dict[str, Callable[[Any], Any]] = {
+    "apply_async": lambda app: app.tasks["look"].apply_async(delay=DELAY),
+    "send_task": lambda app: app.send_task("look", countdown=DELAY),
+    "signature": lambda app: app.signature("look").set(delay=DELAY).delay(),
+    "group": send_a_group,
+    "chain": lambda app: chain(app.tasks["look"].si().set(delay=DELAY), app=app).apply_async(),
+}
+
+
+@pytest.mark.parametrize("send", SENDS.values(), ids=SENDS)
+def test_no_send_in_a_block_waits_for_its_confirm_and_its_end_waits_for_all(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    confirmed: list[str],
+    waiting: Callable[[Any], int],
+    send: Callable[[Any], Any],
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    with resumed(private_rabbitmq), shop.rabbitdelay.pipeline():
+        ids = [send(shop).id]
+        # Celery connects for a group, too.
+        private_rabbitmq.suspend()
+        ids += [send(shop).id for _ in range(10)]
+        assert not {*ids[1:]} & {*confirmed}
+        private_rabbitmq.resume()
+    assert sorted(confirmed) == sorted(ids)
+    assert waiting(shop) == len(ids)
+
+
+def test_no_more_tasks_are_unconfirmed_than_the_setting_says(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=5)
+    ids: list[str] = []
+
+    def send(number: int) -> None:
+        options = {"delay": DELAY, "confirm_timeout": TIMEOUT}
+        ids.extend(shop.tasks["look"].apply_async(**options).id for _ in range(number))
+
+    def block() -> None:
+        with shop.rabbitdelay.pipeline():
+            shop.tasks["look"].apply_async(delay=DELAY)
+            confirm(shop)
+            private_rabbitmq.suspend()
+            send(5)
+            send(1)
+
+    with resumed(private_rabbitmq), pytest.raises(ConfirmTimeout) as caught:
+        block()
+    # The sixth has raised; the others may have arrived, and are named.
+    not_confirmed = not_confirmed_of(caught.value)
+    assert not_confirmed.errors.keys() == {*ids}
+    assert not_confirmed.uncertain == tuple(ids)
+    assert not caught.value.may_have_arrived
+    assert len(confirmed) == 1
+
+
+def test_the_caller_s_own_work_does_not_count_towards_the_timeout(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    look = shop.tasks["look"]
+    with shop.rabbitdelay.pipeline():
+        look.apply_async(delay=DELAY)
+        confirm(shop)
+        with suspended(private_rabbitmq):
+            ids = [look.apply_async(delay=DELAY, confirm_timeout=OWN_WORK).id]
+            work(OWN_WORK + 0.1)
+    assert confirmed[1:] == ids
+
+
+def test_an_exception_in_a_block_goes_through_and_what_was_sent_is_confirmed(
+    shop: Any, confirmed: list[str], waiting: Callable[[Any], int]
+) -> None:
+    ids: list[str] = []
+
+    def block() -> None:
+        with shop.rabbitdelay.pipeline():
+            ids.extend(shop.tasks["look"].apply_async(delay=DELAY).id for _ in range(10))
+            raise KeyError("order")
+
+    with pytest.raises(KeyError) as caught:
+        block()
+    assert caught.value.__cause__ is None
+    assert confirmed == ids
+    assert waiting(shop) == 10
+
+
+def test_a_block_in_a_block_is_part_of_it(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    look = shop.tasks["look"]
+    with shop.rabbitdelay.pipeline():
+        ids = [look.apply_async(delay=DELAY).id]
+        with suspended(private_rabbitmq), shop.rabbitdelay.pipeline():
+            ids.append(look.apply_async(delay=DELAY).id)
+        assert ids[1] not in confirmed
+    assert confirmed == ids
+
+
+def test_other_threads_and_coroutines_send_as_always(shop: Any, confirmed: list[str]) -> None:
+    look = shop.tasks["look"]
+
+    async def send() -> str:
+        own = look.apply_async(delay=DELAY).id
+        assert confirmed[-1] == own
+        result = await shop.rabbitdelay.send("look", delay=DELAY)
+        return str(result.id)
+
+    with shop.rabbitdelay.pipeline(), ThreadPoolExecutor(1) as thread:
+        look.apply_async(delay=DELAY)
+        others = thread.submit(lambda: look.apply_async(delay=DELAY).id).result(PATIENCE)
+        assert confirmed[-1] == others
+        coroutines = asyncio.run(send())
+        assert confirmed[-1] == coroutines
+    assert len(confirmed) == 4
+
+
+def test_a_plain_task_and_one_that_celery_holds_take_celery_s_own_path(
+    shop: Any, confirmed: list[str], connection: Connection
+) -> None:
+    with shop.rabbitdelay.pipeline():
+        shop.tasks["celery-own"].apply_async(countdown=DELAY)
+        shop.tasks["look"].delay()
+        wait_for(lambda: count(connection, named(shop, "default")) == 2, "both")
+    assert not confirmed
+
+
+def test_a_connection_that_is_lost_in_a_block_costs_no_task(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=20)
+    look, ids = shop.tasks["look"], []
+    with shop.rabbitdelay.pipeline():
+        for number in range(300):
+            if number in (100, 200, 299):
+                private_rabbitmq.ctl("close_all_connections", "testing")
+            ids.append(look.apply_async(delay=(0.2, 0.9, 1.7)[number % 3]).id)
+    assert sorted(confirmed) == sorted(ids)
+    assert arrived(private_rabbitmq.url, shop, {*ids}) == {*ids}
+
+
+@pytest.mark.timeout(400)
+def test_a_broker_that_goes_away_has_all_tasks_that_are_not_named(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=50)
+    ids: list[str] = []
+
+    def send(number: int) -> None:
+        ids.extend(shop.tasks["look"].apply_async(delay=1.7).id for _ in range(number))
+
+    def block() -> None:
+        with shop.rabbitdelay.pipeline():
+            send(100)
+            confirm(shop)
+            send(20)
+            private_rabbitmq.suspend()
+            send(20)
+            # Unlike kill(), it does not let the broker go on before.
+            os.killpg(private_rabbitmq.pid, signal.SIGKILL)
+            private_rabbitmq.kill()
+
+    try:
+        with pytest.raises(TasksNotConfirmed) as caught:
+            block()
+    finally:
+        private_rabbitmq.start()
+        wait_for(lambda: takes_queues(private_rabbitmq), "a broker that is whole", interval=0.2)
+    errors = caught.value.errors
+    assert {*ids[120:]} <= errors.keys() <= {*ids[100:]}
+    assert confirmed == [each for each in ids if each not in errors]
+    came = arrived(private_rabbitmq.url, shop, {*confirmed})
+    assert came <= {*confirmed} | {*caught.value.uncertain}
+
+
+@pytest.fixture
+def refusing(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
+) -> Iterator[Any]:
+    """An application with a level whose queue for three minutes is full, and refuses."""
+    shop = make_shop(
+        broker_url=private_rabbitmq.url,
+        rabbitdelay_layout=[("minutes", 6, 60), ("seconds", 60, 1)],
+        task_publish_retry_policy={"max_retries": 2, "interval_step": 0.05},
+    )
+    look = shop.tasks["look"]
+    look.apply_async(delay=60)
+    full = rf"^{prefix}\.minutes\.3$"
+    private_rabbitmq.ctl("set_policy", prefix, full, '{"max-length": 1}', "--apply-to", "queues")
+
+    def refuses() -> bool:
+        try:
+            look.apply_async(delay=180, retry=False)
+        except MessageNacked:
+            return True
+        return False
+
+    wait_for(refuses, "a full queue")
+    yield shop
+    private_rabbitmq.ctl("clear_policy", prefix)
+
+
+def test_a_task_that_is_refused_is_named_and_holds_up_no_other(
+    refusing: Any, confirmed: list[str]
+) -> None:
+    look = refusing.tasks["look"]
+    confirmed.clear()
+    refused: list[str] = []
+    others: list[str] = []
+
+    def block() -> None:
+        with refusing.rabbitdelay.pipeline():
+            for number in range(20):
+                is_refused = number in (3, 4)
+                result = look.apply_async(delay=180 if is_refused else 60)
+                (refused if is_refused else others).append(result.id)
+
+    with pytest.raises(TasksNotConfirmed) as caught:
+        block()
+    assert {*caught.value.errors} == {*refused}
+    assert all(isinstance(each, MessageNacked) for each in caught.value.errors.values())
+    assert caught.value.uncertain == ()
+    assert not caught.value.may_have_arrived
+    assert refused[0] in str(caught.value)
+    assert sorted(confirmed) == sorted(others)
+
+
+def test_a_task_that_is_ignored_fails_if_what_it_has_sent_instead_is_not_confirmed(
+    refusing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def block(error: Exception) -> None:
+        with refusing.rabbitdelay.pipeline():
+            refusing.tasks["look"].apply_async(delay=180, task_id="instead")
+            raise error
+
+    with pytest.raises(TasksNotConfirmed) as caught:
+        block(Ignore())
+    assert isinstance(caught.value.__cause__, Ignore)
+    assert not caplog.records
+    with pytest.raises(KeyError):
+        block(KeyError("order"))
+    # Where another error is raised, nobody may look at the end of its chain.
+    assert "instead" in caplog.text
+
+
+def test_a_retry_is_confirmed_when_its_send_returns(shop: Any, confirmed: list[str]) -> None:
+    """Otherwise the worker would acknowledge the task before its retry is confirmed."""
+    with shop.rabbitdelay.pipeline():
+        ids = [shop.tasks["look"].apply_async(delay=DELAY).id]
+        ids.append(shop.tasks["look"].apply_async(delay=DELAY, retries=1).id)
+        assert confirmed == ids
+
+
+def test_a_group_raises_the_error_of_its_member_and_the_others_are_sent(
+    refusing: Any, confirmed: list[str]
+) -> None:
+    look = refusing.tasks["look"]
+    members = [look.si().set(delay=delay) for delay in (60, 180, 60)]
+    confirmed.clear()
+    with pytest.raises(MessageNacked) as caught:
+        group(members, app=refusing).apply_async()
+    assert [*not_confirmed_of(caught.value).errors.values()] == [caught.value]
+    assert len(confirmed) == 2
+
+
+def test_a_queue_that_cannot_be_declared_fails_the_send_and_no_other(
+    shop: Any, connection: Connection, confirmed: list[str], make_queue: Callable[..., Queue]
+) -> None:
+    other = make_queue("other", queue_arguments={"x-queue-type": "quorum"})
+    other(connection.default_channel).declare()
+    look, differing = shop.tasks["look"], Queue(other.name, durable=False)
+    with shop.rabbitdelay.pipeline():
+        ids = [look.apply_async(delay=DELAY).id]
+        with pytest.raises(DeclarationRefused):
+            look.apply_async(delay=DELAY, queue=differing)
+        ids.append(look.apply_async(delay=DELAY).id)
+    assert confirmed == ids
+
+
+def test_what_somebody_has_deleted_in_the_meantime_is_declared_again(
+    shop: Any, channel: Any, prefix: str, confirmed: list[str]
+) -> None:
+    look = shop.tasks["look"]
+    with shop.rabbitdelay.pipeline():
+        ids = [look.apply_async(delay=DELAY).id]
+        ids.append(look.apply_async(delay=DELAY, queue=named(shop, "second")).id)
+        confirm(shop)
+        channel.exchange_delete(f"{prefix}.seconds.x1")
+        ids.append(look.apply_async(delay=DELAY, queue=named(shop, "second")).id)
+        ids.append(look.apply_async(delay=DELAY).id)
+    assert sorted(confirmed) == sorted(ids)
+
+
+#: What has a group as its first part; each takes a signature of a task.
+CANVASES: dict[str, Callable[[Any], Any]] = {
+    "group": lambda task: group(task.clone() for _ in range(10)),
+    "chord": lambda task: chord([task.clone() for _ in range(10)], task.clone()),
+    "chain of groups": lambda task: chain(
+        group(task.clone() for _ in range(10)), group(task.clone() for _ in range(2))
+    ),
+    "chunks": lambda task: task.type.chunks([() for _ in range(10)], 1),
+}
+
+
+@pytest.mark.parametrize("canvas", CANVASES.values(), ids=CANVASES)
+def test_the_members_of_a_group_are_written_before_the_first_confirm(
+    private_rabbitmq: RabbitMQServer,
+    make_shop: Callable[..., Any],
+    confirmed: list[str],
+    canvas: Callable[[Any], Any],
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    published: list[str] = []
+
+    def note(headers: Any, **others: Any) -> None:
+        published.append(headers["id"])
+        if len(published) == 1:
+            private_rabbitmq.suspend()
+
+    after_task_publish.connect(note)
+    try:
+        with resumed(private_rabbitmq), ThreadPoolExecutor(1) as thread:
+            whole = canvas(shop.tasks["look"].si())
+            sending = thread.submit(whole.apply_async, countdown=DELAY)
+            wait_for(lambda: len(published) == 10, "all members", PATIENCE)
+            assert not sending.done()
+            private_rabbitmq.resume()
+            sending.result(PATIENCE)
+    finally:
+        after_task_publish.disconnect(note)
+    assert confirmed == published
+
+
+def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
+    shop: Any, confirmed: list[str], waiting: Callable[[Any], int]
+) -> None:
+    look = shop.tasks["look"]
+
+    def send() -> None:
+        look.apply_async(delay=DELAY)
+        assert len(confirmed) == 1
+
+    with shop.rabbitdelay.pipeline():
+        look.apply_async(delay=DELAY)
+        confirm(shop)
+        confirmed.clear()
+        assert in_child(send)() == 0
+        ids = [look.apply_async(delay=DELAY).id]
+    assert confirmed == ids
+    assert waiting(shop) == 3
+
+
+def test_a_child_that_leaves_the_block_of_its_parent_leaves_its_connection_alone(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+) -> None:
+    shop, parent = make_shop(broker_url=private_rabbitmq.url), os.getpid()
+    look = shop.tasks["look"]
+    with resumed(private_rabbitmq):
+        try:
+            with shop.rabbitdelay.pipeline():
+                ids = [look.apply_async(delay=DELAY).id]
+                private_rabbitmq.suspend()
+                ids.append(look.apply_async(delay=DELAY).id)
+                child = os.fork()
+                if child:
+                    private_rabbitmq.resume()
+                    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                    ids.append(look.apply_async(delay=DELAY).id)
+        finally:
+            if os.getpid() != parent:
+                os._exit(0 if sys.exc_info()[0] is None else 1)
+    assert status == 0
+    assert confirmed == ids
+
+
+def test_a_tracked_task_is_confirmed_and_registered_when_its_send_returns(
+    make_shop: Callable[..., Any], redis_url: str, confirmed: list[str]
+) -> None:
+    shop = make_shop(rabbitdelay_registry_url=redis_url, broker_pool_limit=1)
+    look = shop.tasks["look"]
+    with shop.rabbitdelay.pipeline():
+        ids = [look.apply_async(delay=DELAY).id]
+        for options in ({"track": True}, {"key": "order:7", "track": True}):
+            ids.append(look.apply_async(delay=DELAY, **options).id)
+            assert confirmed == ids
+            assert ids[-1] in [each.task_id for each in shop.rabbitdelay.pending()]
+        # The only connection of the pool is the block's.
+        shop.rabbitdelay.send_many("look", [{"delay": DELAY}])
+        ids.append(look.apply_async(delay=DELAY).id)
+    assert confirmed == ids
+
+
+GREENLETS = """
+from gevent import monkey; monkey.patch_all()
+import sys, gevent
+from kombu import Queue
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.app import signals
+confirmed = []
+def note(task_id, **others): confirmed.append(task_id)
+signals.delayed.connect(note)
+app = Celery(broker=sys.argv[1], set_as_current=False)
+app.conf.update(rabbitdelay_prefix=sys.argv[2], task_default_queue=sys.argv[2] + ".default",
+                rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)], task_queues=[
+    Queue(sys.argv[2] + ".default", queue_arguments={"x-queue-type": "quorum"})])
+def send():
+    own = app.send_task("look", delay=5).id
+    assert confirmed[-1] == own
+with app.rabbitdelay.pipeline():
+    app.send_task("look", delay=5)
+    for child in [gevent.spawn(send) for _ in range(3)]: child.get(timeout=60)
+    app.send_task("look", delay=5)
+assert len(confirmed) == 5
+app.close()
+"""
+
+
+def test_a_greenlet_that_is_spawned_in_a_block_sends_as_always(shop: Any, prefix: str) -> None:
+    shop.tasks["look"].apply_async(delay=DELAY)
+    subprocess.run(
+        [sys.executable, "-c", GREENLETS, shop.conf.broker_url, prefix],
+        check=True,
+        cwd=REPOSITORY,
+        timeout=PATIENCE,
+    )
