@@ -44,7 +44,8 @@ from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
-from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.registry import Registry
 

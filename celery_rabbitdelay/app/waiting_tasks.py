@@ -1,12 +1,12 @@
-"""``app.rabbitdelay``: cancel, postpone and list tasks that wait, and jobs of them."""
+"""``app.rabbitdelay``: cancel, postpone and list tasks that wait."""
 
 from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final, TypeAlias
@@ -19,27 +19,21 @@ from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
+from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
-from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import JobClosed, NotTracked, PublishError, RegistryUnavailable
+from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds, milliseconds_of
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
-from celery_rabbitdelay.levels.headers import COMMITTED, COPY, JOB, JOB_ID, DelayHeaders
-from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
-from celery_rabbitdelay.publishing.message import WaitingMessage
-from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
+from celery_rabbitdelay.registry.registry import Earlier, Registration
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +62,11 @@ CHUNK: Final = 500
 #: A task, or several: ids and results of sends.
 Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
 
-#: How long before a job expires its note comes due: this share of the time, at most this number
-#: of milliseconds.
-NOTE_SHARE: Final = 0.25
-NOTE_MS: Final = 60_000
-
 #: The reason in the result of a task that was cancelled while it waited.
 REASON: Final = "cancelled"
 
 
-class WaitingTasks(ABC):
+class WaitingTasks(Jobs):
     """What the registry can do about tasks that wait: a part of :class:`.RabbitDelay`.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
@@ -88,26 +77,12 @@ class WaitingTasks(ABC):
 
     @property
     @abstractmethod
-    def registry(self) -> Registry:
-        """The registry of this process."""
-
-    @property
-    @abstractmethod
     def has_registry(self) -> bool:
         """Whether there is a registry, and the broker has levels."""
-
-    @property
-    @abstractmethod
-    def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings."""
 
     @abstractmethod
     def check_settings(self) -> None:
         """Refuse settings that were changed since they were first used."""
-
-    @abstractmethod
-    def publisher(self) -> AbstractContextManager[Publisher]:
-        """Borrow a confirmed publisher."""
 
     @abstractmethod
     def due(self, delay: Delay | None, countdown: float | None, eta: datetime | str | None) -> Due:
@@ -329,76 +304,6 @@ class WaitingTasks(ABC):
             ],
         )
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
-
-    def _publish(self, delayed: Delayed, due: Due) -> None:
-        """Publish a message, signed."""
-        with self.publisher() as publisher:
-            producer = DelayedProducer(publisher, **self.settings.for_producer)
-            signed = producer.sign(delayed.message)
-            producer.publish_message(delayed._replace(message=signed), due)
-
-    def open_job(self, job: str, *, expires: Delay) -> None:
-        """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
-
-        Args:
-            job: Its name, which no other job has had lately.
-            expires: Seconds, or a timedelta, after which it turns aborted unless it is committed.
-
-        Raises:
-            JobClosed: There is such a job already.
-            InvalidDelay: ``expires`` is invalid.
-        """
-        self.registry.jobs.open(job, milliseconds(expires))
-
-    def commit_job(self, job: str) -> None:
-        """Let all tasks of a job run, when they are due. To do so again changes nothing.
-
-        A note of it waits in the levels until shortly before the job expires: if Redis has lost the
-        commit by then, distribution commits the job again.
-
-        Raises:
-            JobClosed: The job was aborted, has expired, or does not exist.
-        """
-        job_id, expires_ms = self.registry.jobs.end(job, JobState.COMMITTED)
-        left_ms = expires_ms - time.time_ns() // NS_PER_MS
-        if left_ms <= 0 or DISTRIBUTE not in self.settings.modules:
-            return
-        due = Due.after((left_ms - min(left_ms * NOTE_SHARE, NOTE_MS)) / 1000)
-        words: dict[str, str | bool] = {COMMITTED: True, JOB: job, JOB_ID: job_id}
-        note = WaitingMessage(b"", {"message_id": job_id}, DelayHeaders(due.at_ms, registry=words))
-        try:
-            self._publish(Delayed(note, DISTRIBUTION, job_id, None), due)
-        except PublishError as error:
-            logger.warning(
-                "Job %r is committed. If Redis loses that before it would have expired, its tasks "
-                "do not run: RabbitMQ has no note of it, because %s",
-                job,
-                error,
-            )
-
-    def abort_job(self, job: str) -> None:
-        """Let no task of a job run. To do so again changes nothing.
-
-        Raises:
-            JobClosed: The job was committed, or does not exist.
-        """
-        self.registry.jobs.end(job, JobState.ABORTED)
-
-    @contextmanager
-    def job(self, job: str, *, expires: Delay) -> Iterator[None]:
-        """Open a job; commit it at the end of the block, or abort it if the block raises.
-
-        Args:
-            job: As for :meth:`open_job`.
-            expires: As for :meth:`open_job`.
-        """
-        self.open_job(job, expires=expires)
-        try:
-            yield
-        except BaseException:
-            self.abort_job(job)
-            raise
-        self.commit_job(job)
 
     def show(
         self, task: str | UUID | AsyncResult[Any] | None = None, *, key: str | None = None

@@ -10,7 +10,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import NoPublisherFree
-from celery_rabbitdelay.publishing.publisher import PublisherPool
+from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
 from tests.integration.arrivals import take
 from tests.integration.publishing import in_child, publish
 

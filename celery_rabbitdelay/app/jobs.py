@@ -1,0 +1,117 @@
+"""``app.rabbitdelay``: jobs, whose tasks all run or none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final
+
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.headers import COMMITTED, JOB, JOB_ID, DelayHeaders
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+#: How long before a job expires its note comes due: this share of the time, at most this number
+#: of milliseconds.
+NOTE_SHARE: Final = 0.25
+NOTE_MS: Final = 60_000
+
+
+class Jobs(ABC):
+    """Open, commit and abort jobs: a part of :class:`.RabbitDelay`."""
+
+    @property
+    @abstractmethod
+    def registry(self) -> Registry:
+        """The registry of this process."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> Settings:
+        """The application's ``rabbitdelay_*`` settings."""
+
+    @abstractmethod
+    def publisher(self) -> AbstractContextManager[Publisher]:
+        """Borrow a confirmed publisher."""
+
+    def open_job(self, job: str, *, expires: Delay) -> None:
+        """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
+
+        Args:
+            job: Its name, which no other job has had lately.
+            expires: Seconds, or a timedelta, after which it turns aborted unless it is committed.
+
+        Raises:
+            JobClosed: There is such a job already.
+            InvalidDelay: ``expires`` is invalid.
+        """
+        self.registry.jobs.open(job, milliseconds(expires))
+
+    def commit_job(self, job: str) -> None:
+        """Let all tasks of a job run, when they are due. To do so again changes nothing.
+
+        A note of it waits in the levels until shortly before the job expires: if Redis has lost the
+        commit by then, distribution commits the job again.
+
+        Raises:
+            JobClosed: The job was aborted, has expired, or does not exist.
+        """
+        job_id, expires_ms = self.registry.jobs.end(job, JobState.COMMITTED)
+        left_ms = expires_ms - time.time_ns() // NS_PER_MS
+        if left_ms <= 0 or DISTRIBUTE not in self.settings.modules:
+            return
+        due = Due.after((left_ms - min(left_ms * NOTE_SHARE, NOTE_MS)) / 1000)
+        words: dict[str, str | bool] = {COMMITTED: True, JOB: job, JOB_ID: job_id}
+        note = WaitingMessage(b"", {"message_id": job_id}, DelayHeaders(due.at_ms, registry=words))
+        try:
+            self._publish(Delayed(note, DISTRIBUTION, job_id, None), due)
+        except PublishError as error:
+            logger.warning(
+                "Job %r is committed. If Redis loses that before it would have expired, its tasks "
+                "do not run: RabbitMQ has no note of it, because %s",
+                job,
+                error,
+            )
+
+    def abort_job(self, job: str) -> None:
+        """Let no task of a job run. To do so again changes nothing.
+
+        Raises:
+            JobClosed: The job was committed, or does not exist.
+        """
+        self.registry.jobs.end(job, JobState.ABORTED)
+
+    @contextmanager
+    def job(self, job: str, *, expires: Delay) -> Iterator[None]:
+        """Open a job; commit it at the end of the block, or abort it if the block raises.
+
+        Args:
+            job: As for :meth:`open_job`.
+            expires: As for :meth:`open_job`.
+        """
+        self.open_job(job, expires=expires)
+        try:
+            yield
+        except BaseException:
+            self.abort_job(job)
+            raise
+        self.commit_job(job)
+
+    def _publish(self, delayed: Delayed, due: Due) -> None:
+        """Publish a message, signed."""
+        with self.publisher() as publisher:
+            producer = DelayedProducer(publisher, **self.settings.for_producer)
+            signed = producer.sign(delayed.message)
+            producer.publish_message(delayed._replace(message=signed), due)
