@@ -41,7 +41,7 @@ class Pausing(ABC):
         return self.registry.pauses.pause(*_one(task, queue))
 
     def resume(self, *, task: str | None = None, queue: str | None = None) -> bool:
-        """Let paused tasks run: within a quarter of the time that they were held, and a minute.
+        """Let paused tasks run: within a quarter of the time that they were held, and ten minutes.
 
         Args:
             task: As for :meth:`pause`.

@@ -139,8 +139,8 @@ class PublishLoop:
 
     @property
     def has_channel(self) -> bool:
-        """Whether there is a channel that messages are sent on."""
-        return self._channel is not None
+        """Whether there is an open channel that messages are sent on."""
+        return self._channel is not None and self._channel.open
 
     @property
     def has_unwritten(self) -> bool:

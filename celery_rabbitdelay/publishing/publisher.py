@@ -298,6 +298,8 @@ class Run:
             while self.loop.has_more() and not (is_enough and is_enough()):
                 try:
                     if not self.loop.has_channel:
+                        # kombu may have connected anew meanwhile.
+                        self.loop.count_resends(self.loop.take_back())
                         self._open()
                     self._publish(is_enough)
                 except MayPass as refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
@@ -147,11 +147,14 @@ class Index:
         names: The names of all keys.
         margin_ms: For how many milliseconds a task may be late. What has not arrived by then,
             because its queue was purged for example, does not count as waiting.
+        paused_since_ms: Returns since when tasks are held back by a pause, and may be late; None if
+            nothing is paused.
     """
 
     store: Store
     names: Names
     margin_ms: int
+    paused_since_ms: Callable[[], int | None]
 
     def complete_since(self) -> datetime:
         """Return since when the index is complete: older tasks may have been lost with Redis."""
@@ -224,7 +227,8 @@ class Index:
             yield begin, count
 
     def _least_ms(self) -> int:
-        return milliseconds_of(datetime.now(UTC)) - self.margin_ms
+        now_ms, paused_ms = milliseconds_of(datetime.now(UTC)), self.paused_since_ms()
+        return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
 
     def _due_times(self, wanted: Filter) -> Iterator[int]:
         if wanted.needs_records:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.index import Names
 
@@ -24,7 +25,10 @@ FRESH: Final = 1.0
 #: random, so that not all of them come at once after a resume.
 SHARE: Final = 0.25
 MIN_MS: Final = 1_000
-MAX_MS: Final = 60_000
+MAX_MS: Final = 600_000
+
+#: The last instant that a datetime can express: the end of the year 9999.
+LATEST_MS: Final = 253_402_300_799_999
 
 _TASK, _QUEUE = "task:", "queue:"
 
@@ -91,8 +95,8 @@ class Pauses:
         Raises:
             RegistryUnavailable: Redis has not answered yet.
         """
-        now, before = time.monotonic(), self._known
-        if before is not None and now < self._known_until:
+        before = self._known
+        if before is not None and time.monotonic() < self._known_until:
             return before
         try:
             answer = self._look()
@@ -104,8 +108,16 @@ class Pauses:
             known = _readable_ones(answer)
         if known.keys() != (before or {}).keys():
             logger.info("Due tasks are paused: %s", ", ".join(sorted(known)) or "none")
-        self._known, self._known_until = known, now + FRESH
+        self._known, self._known_until = known, time.monotonic() + FRESH
         return known
+
+    def oldest_ms(self) -> int | None:
+        """Return since when something is paused, in milliseconds; None if nothing is.
+
+        Raises:
+            RegistryUnavailable: As for :meth:`known`.
+        """
+        return min(self.known().values(), default=None)
 
     def _look(self) -> Any:
         (answer,) = self._store.call_each([ScriptCall("pause", [self._key], [("look",)])])
@@ -149,7 +161,7 @@ def _read(answer: Any) -> dict[str, int]:
     """Return since when what is paused, by field; what is no instant counts as long ago."""
     told = list(_readable(answer))
     return {
-        field: max(int(since), 1) if since.isdigit() else 1
+        field: max(int(since), 1) if is_digits(since, LATEST_MS) else 1
         for field, since in zip(told[::2], told[1::2], strict=True)
     }
 

@@ -111,9 +111,9 @@ class Registry:
     def __init__(self, store: Store, prefix: str, keep_ms: int, margin_ms: int) -> None:
         self.store = store
         self.names = Names(prefix)
-        self.index = Index(store, self.names, margin_ms)
-        self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
         self.pauses = Pauses(store, self.names)
+        self.index = Index(store, self.names, margin_ms, self.pauses.oldest_ms)
+        self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
         self._keep_ms = keep_ms
 
     def reserve(self, name: str, number: int, per_second: float) -> float:

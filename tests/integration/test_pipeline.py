@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 from amqp.exceptions import InternalError
 from celery import chain, chord, group
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import after_task_publish
 from kombu import Connection, Queue
 
@@ -39,6 +40,9 @@ DELAY = 5.5
 
 #: Seconds that a caller takes for something else, and that a confirm never takes.
 OWN_WORK = 10
+
+#: Tasks of which many are confirmed at once: more than Python nests calls.
+MANY = 400
 
 #: Seconds until a missing confirm is an error, where that is what a test waits for.
 TIMEOUT = 2
@@ -341,14 +345,63 @@ def test_a_task_that_is_ignored_fails_if_what_it_has_sent_instead_is_not_confirm
             refusing.tasks["look"].apply_async(delay=180, task_id="instead")
             raise error
 
-    with pytest.raises(TasksNotConfirmed) as caught:
-        block(Ignore())
-    assert isinstance(caught.value.__cause__, Ignore)
+    for error in (Ignore(), Reject("no use", requeue=False)):
+        with pytest.raises(TasksNotConfirmed) as caught:
+            block(error)
+        assert caught.value.__cause__ is error
     assert not caplog.records
-    with pytest.raises(KeyError):
-        block(KeyError("order"))
+    for other in (KeyError("order"), Reject("later", requeue=True)):
+        with pytest.raises(type(other)):
+            block(other)
     # Where another error is raised, nobody may look at the end of its chain.
     assert "instead" in caplog.text
+
+
+def test_who_is_interrupted_at_the_end_of_a_block_learns_what_is_not_confirmed(
+    make_shop: Callable[..., Any], private_rabbitmq: RabbitMQServer
+) -> None:
+    shop = make_shop(broker_url=private_rabbitmq.url)
+
+    def interrupt(*_: object) -> None:
+        raise SoftTimeLimitExceeded
+
+    def block() -> None:
+        with ExitStack() as stack, shop.rabbitdelay.pipeline():
+            look.apply_async(delay=DELAY)
+            confirm(shop)
+            stack.enter_context(suspended(private_rabbitmq))
+            look.apply_async(delay=DELAY, task_id="unknown")
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+
+    look = shop.tasks["look"]
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(SoftTimeLimitExceeded) as caught:
+            block()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not_confirmed_of(caught.value).uncertain == ("unknown",)
+
+
+def test_a_receiver_may_send_for_each_of_many_tasks_that_are_confirmed_at_once(
+    shop: Any, confirmed: list[str]
+) -> None:
+    look = shop.tasks["look"]
+    look.apply_async(delay=DELAY)
+
+    def send(task_id: str, **others: Any) -> None:
+        if task_id.startswith("first"):
+            look.apply_async(delay=DELAY, task_id=task_id.replace("first", "second"))
+
+    signals.delayed.connect(send)
+    try:
+        with shop.rabbitdelay.pipeline():
+            for number in range(MANY):
+                look.apply_async(delay=DELAY, task_id=f"first-{number}")
+    finally:
+        signals.delayed.disconnect(send)
+    expected = {f"{each}-{number}" for each in ("first", "second") for number in range(MANY)}
+    assert expected <= {*confirmed}
 
 
 def test_a_retry_is_confirmed_when_its_send_returns(shop: Any, confirmed: list[str]) -> None:

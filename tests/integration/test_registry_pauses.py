@@ -10,9 +10,12 @@ import pytest
 
 from celery_rabbitdelay import RegistryUnavailable
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict, new_copy
+from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.registering import (
     KEEP_MS,
+    MARGIN_MS,
     MINUTE_MS,
     RedisSetup,
     arrival,
@@ -77,6 +80,16 @@ def test_a_paused_task_waits_and_runs_once_it_is_resumed(registry: Registry) -> 
     assert [each.task_id for each in registry.index.tasks(["task"])] == ["task"]
     assert verdict(registry, message._replace(copy=new_copy())) is Verdict.RUN
     assert decision(registry, paused).verdict is Verdict.REPLACED
+
+
+def test_a_task_that_is_held_for_long_is_listed_as_long_as_it_is(registry: Registry) -> None:
+    paused = {"task:shop.remind": now_ms() - 2 * MARGIN_MS}
+    registry.store.commands(lambda pipe: pipe.hset(registry.names.paused(), mapping=paused))
+    registry.register([tracked(after_ms=-2 * MARGIN_MS)])
+    assert registry.index.count(Filter()) == 1
+    assert [each.task_id for each in registry.index.pending(Filter())] == ["task"]
+    registry.pauses.resume("shop.remind", None)
+    wait_for(lambda: registry.index.count(Filter()) == 0, "the end of the pause")
 
 
 def test_a_task_that_was_let_run_waits_when_it_is_redelivered(registry: Registry) -> None:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject
 from kombu import Connection, Exchange, Producer, Queue
 
 from celery_rabbitdelay.app import instruments, signals
@@ -83,7 +83,10 @@ class TaskPipeline:
         self._pipeline: Pipeline | None = None
         self._is_usable = True
         self._settled: deque[Publication] = deque()
+        self._is_noting = False
         self._errors: dict[str, Exception] = {}
+        #: What was sent by calls that have raised its error, by identity.
+        self._raised: dict[int, Sent] = {}
 
     def takes(self, delays: Any, connection: Connection | None) -> bool:
         """Return whether a send over a connection goes through this block.
@@ -155,9 +158,9 @@ class TaskPipeline:
         try:
             self._pipeline.publish(publication, policy._replace(window=window))
         finally:
-            self._note_settled()
             if publication.error is not None:
-                self._errors.pop(sent.task_id, None)
+                self._raised[id(sent)] = sent
+            self._note_settled()
 
     @contextmanager
     def lent(self) -> Iterator[Publisher]:
@@ -195,6 +198,11 @@ class TaskPipeline:
             return  # a fork: the connection is the parent's
         try:
             self._confirm()
+        except BaseException as error:
+            self._note_settled()
+            if self._errors:
+                _with_last_cause(error, TasksNotConfirmed(self._errors))
+            raise
         finally:
             self._is_usable = False
             self._borrowed.close()
@@ -214,19 +222,27 @@ class TaskPipeline:
     def _note_settled(self) -> None:
         """Count tasks that have an outcome, and say which are confirmed.
 
-        It is not done while the broker's answers are read: a receiver may send.
+        It is not done while the broker's answers are read: a receiver may send. What is settled by
+        such a send is left to the call that has called the receiver.
         """
-        while self._settled:
-            publication = self._settled.popleft()
-            sent: Sent = publication.context
-            error = publication.error
-            resent = publication.resent
-            recorder = self.delays.recorder
-            record_send(recorder, sent.task, sent.queue, error is None, resent)
-            if error is None:
-                signals.send(signals.delayed, self.delays.app, sent.task_id, sent.due_ms)
-            else:
-                self._errors[sent.task_id] = error
+        if self._is_noting:
+            return
+        self._is_noting = True
+        try:
+            while self._settled:
+                self._note(self._settled.popleft())
+        finally:
+            self._is_noting = False
+
+    def _note(self, publication: Publication) -> None:
+        sent: Sent = publication.context
+        error = publication.error
+        recorder = self.delays.recorder
+        record_send(recorder, sent.task, sent.queue, error is None, publication.resent)
+        if error is None:
+            signals.send(signals.delayed, self.delays.app, sent.task_id, sent.due_ms)
+        elif self._raised.pop(id(sent), None) is None:
+            self._errors[sent.task_id] = error
 
 
 class PipelinedProducer(DelayedTaskProducer):
@@ -366,8 +382,9 @@ def _opened(pipeline: TaskPipeline) -> Iterator[None]:
         try:
             pipeline.end()
         except RabbitDelayError as not_confirmed:
-            if isinstance(error, Ignore):
-                # A worker's task ends with success if it has sent another one in its place.
+            is_rejected = isinstance(error, Reject) and not error.requeue  # type: ignore[attr-defined]
+            if is_rejected or isinstance(error, Ignore):
+                # A worker would end the task, which may have sent others in its place.
                 raise not_confirmed from error
             logger.error("%s", not_confirmed)
             _with_last_cause(error, not_confirmed)
@@ -380,12 +397,20 @@ def _opened(pipeline: TaskPipeline) -> Iterator[None]:
 
 
 def _with_last_cause(error: ErrorT, cause: BaseException) -> ErrorT:
-    """Put a cause at the end of an error's chain of causes; return the error."""
-    last: BaseException = error
-    while last.__cause__ is not None:
-        last = last.__cause__
-    last.__cause__ = cause
+    """Put a cause at the end of an error's chain of causes, unless they share one; return it."""
+    own, others = _chain(error), {id(each) for each in _chain(cause)}
+    if not any(id(each) in others for each in own):
+        own[-1].__cause__ = cause
     return error
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes; one that is a cause of itself ends them."""
+    chain, seen = [error], {id(error)}
+    while (cause := chain[-1].__cause__) is not None and id(cause) not in seen:
+        chain.append(cause)
+        seen.add(id(cause))
+    return chain
 
 
 def _owner() -> tuple[int, int, asyncio.Task[Any] | None]:
