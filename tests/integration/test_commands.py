@@ -36,11 +36,15 @@ LEAST: dict[str, str | None] = {
     "forecast": "",
     "job": "show some-job",
     "migrate": "--from-prefix other --ignore-registry",
+    "pause": "--task some-task",
     "pending": "",
     "permissions": None,
     "postpone": "some-id --delay 5",
+    "resume": "--task some-task",
     "route": None,
+    "run-now": "some-id",
     "send": None,
+    "show": "some-id",
     "status": "",
     "transfer": "--from amqp://guest:secret@127.0.0.1:2//",
     "undeliverable export": "never-written.jsonl",
@@ -67,7 +71,9 @@ CONFIGURATION: dict[str, Any] = {
     "rabbitdelay_confirm_timeout": 1,
 }
 
-OF_REGISTRY = ("cancel", "forecast", "job", "pending", "postpone")
+OF_REGISTRY = (
+    *("cancel", "forecast", "job", "pause", "pending", "postpone", "resume", "run-now", "show"),
+)
 ADOPTING = ("adopt eta", "adopt native", "adopt nservicebus")
 
 #: How the line of a command begins that does not say "cannot ask the broker".
