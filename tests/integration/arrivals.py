@@ -68,9 +68,8 @@ def count(connection: Connection, queue_name: str) -> int:
 
 def wait_until_waiting(connection: Connection, queue_name: str, expected: int) -> None:
     """Wait until a queue holds ``expected`` ready messages."""
-    wait_for(
-        lambda: count(connection, queue_name) == expected, f"{expected} messages in {queue_name}"
-    )
+    what = f"{expected} messages in {queue_name}"
+    wait_for(lambda: count(connection, queue_name) == expected, what, 90)
 
 
 def find_waiting(

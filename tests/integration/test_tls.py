@@ -145,12 +145,14 @@ def test_the_commands_of_an_operator(
 def test_what_waits_on_a_broker_without_tls_is_transferred_to_one_with_it(
     tls_configuration: dict[str, Any], make_shop: Any, broker_url: str
 ) -> None:
-    without = make_shop()
+    # For long enough that none is due before it is moved.
+    layout = {"rabbitdelay_layout": [("minutes", 6, 60), ("seconds", 60, 1)]}
+    without = make_shop(**layout)
     for number in range(20):
-        without.tasks["look"].apply_async((number,), delay=5)
+        without.tasks["look"].apply_async((number,), delay=300)
     settings = {name: each for name, each in tls_configuration.items() if "registry" not in name}
     prefix = without.conf.rabbitdelay_prefix
-    settings = {**settings, "prefix": prefix, "rabbitdelay_prefix": prefix}
+    settings = {**settings, **layout, "prefix": prefix, "rabbitdelay_prefix": prefix}
     done = run_celery(settings, f"rabbitdelay transfer --json --from {broker_url}")
     assert done.returncode == 0, done.stderr
     assert checked("moved", done.stdout)["moved"] == 20
