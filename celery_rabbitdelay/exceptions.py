@@ -592,8 +592,8 @@ class TasksNotConfirmed(RabbitDelayError, OperationalError):
     Attributes:
         errors: The error of each task that is not confirmed, by its id, in the order in which they
             failed.
-        uncertain: The ids of those that the broker may have all the same. It does not have the
-            others, so they can be sent again without making copies.
+        uncertain: The ids of the tasks that the broker may have nevertheless. It does not have the
+            other ones, so sending those again makes no copies.
     """
 
     def __init__(self, errors: Mapping[str, Exception]) -> None:

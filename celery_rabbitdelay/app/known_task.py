@@ -60,7 +60,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownTask:
-    """What is known of a task at the moment; None where something is not known, or not there.
+    """A task as the registry and the broker know it now; None where they know nothing.
 
     Attributes:
         task_id: Its id.

@@ -94,6 +94,21 @@ class Metrics:
             for instrument, value in values.items():
                 recorders[instrument](value, instrument.named(labels))
 
+    def record_send(self, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
+        """Count one task that was published, or that could not be.
+
+        Args:
+            task: The task's name.
+            queue: The label of its queue.
+            is_confirmed: Whether the broker has confirmed it.
+            resent: How often its message was published again.
+        """
+        outcome = instruments.CONFIRMED if is_confirmed else instruments.REFUSED
+        values = {instruments.SENT: 1, outcome: 1}
+        if resent:
+            values[instruments.RESENT] = resent
+        self.record(values, task, queue)
+
     def count(self, values: Mapping[Instrument, float], labels: Labels) -> None:
         """Add to Prometheus's counters, or record in its histograms."""
         for instrument, value in values.items():

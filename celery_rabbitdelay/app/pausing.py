@@ -10,7 +10,7 @@ from celery_rabbitdelay.registry.registry import Registry
 
 
 class Pausing(ABC):
-    """What holds due tasks back: a part of :class:`.RabbitDelay`.
+    """Pause and resume due tasks: a part of :class:`.RabbitDelay`.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.

@@ -172,10 +172,10 @@ class WaitingTasks(Jobs):
             due_after: As there.
             limit: At most so many, the next ones; None: as many as there are when it begins.
         """
-        filters: Any = {"task": task, "key": key, "job": job}
-        filters |= {"due_before": due_before, "due_after": due_after}
+        index = self.registry.index
+        wanted = Filter(task, key, job, _ms(due_after), _ms(due_before))
         # Senders may send more of them meanwhile.
-        waiting = islice(self.pending(**filters), self.count(**filters) if limit is None else limit)
+        waiting = islice(index.pending(wanted), index.count(wanted) if limit is None else limit)
         cancelled = 0
         while ids := [each.task_id for each in islice(waiting, CHUNK)]:
             found = list(zip(ids, self.registry.cancel(ids, also_future=False), strict=True))

@@ -187,7 +187,7 @@ WORDS: Final = {
     Outcome.CANCELLED: "it was cancelled or superseded before",
 }
 
-#: What the commands that take it add to the outcome of an unknown id.
+#: A hint that follows the outcome of an unknown id, in commands with the option --also-future.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
 
 #: The exit status where a task has arrived already, or a job or what waits under a name is unknown.

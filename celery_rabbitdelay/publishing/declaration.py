@@ -348,6 +348,12 @@ def delete(
     forget(connection)
 
 
+def declare_again(connection: Connection, topology: Topology) -> None:
+    """Declare a topology of which something is missing, although this process has declared it."""
+    forget(connection)
+    declare(connection, topology)
+
+
 def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> None:
     """Check that no message would be lost with a topology.
 

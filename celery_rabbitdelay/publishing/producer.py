@@ -17,10 +17,9 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
-    declare,
+    declare_again,
     declare_destination,
     declare_if_missing,
-    forget,
 )
 from celery_rabbitdelay.publishing.destination import Destination, is_cluster, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
@@ -320,6 +319,5 @@ class DelayedProducer(Producer):
     def _redeclare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
     ) -> None:
-        forget(connection)
-        declare(connection, self.topology)
+        declare_again(connection, self.topology)
         self._declare(connection, queue, further)

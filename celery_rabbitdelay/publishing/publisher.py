@@ -235,8 +235,8 @@ class Run:
     """The publish loop on one connection after another.
 
     Args:
-        publisher: Whose connection is used.
-        source: Returns the next message; None if there is none now.
+        publisher: The publisher whose connection it uses.
+        source: Returns the next message, or None if there is no message at present.
         policy: As for :meth:`Publisher.publish_all`, and so are ``declare``, ``redeclare`` and
             ``done``.
         declares_each: Whether each message has a destination of its own, which its ``declare``

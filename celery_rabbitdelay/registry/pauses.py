@@ -1,4 +1,4 @@
-"""What is paused: the due tasks of a name, or for a queue, which wait until they are resumed."""
+"""Pauses: the due tasks of one name, or for one queue, wait until they are resumed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Paused(NamedTuple):
 
 
 class Pauses:
-    """What is paused under one prefix.
+    """The pauses under one prefix.
 
     Args:
         store: Where it is kept.

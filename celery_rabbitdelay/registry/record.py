@@ -1,4 +1,4 @@
-"""What is noted about one task, read without changing it."""
+"""The record of one task, read without changing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "name", "k
 
 
 class TaskState(Enum):
-    """What the registry says of a task."""
+    """The state of a task in the registry."""
 
     #: It waits, or should have arrived by now.
     WAITING = "waiting"
@@ -33,10 +33,10 @@ class TaskState(Enum):
 
 
 class Record(NamedTuple):
-    """What is noted about a task.
+    """The record of a task.
 
     Attributes:
-        state: What becomes of it.
+        state: Its state.
         due_ms: When the first of its messages is due, in milliseconds since 1970-01-01 UTC; None if
             that is not known.
         postponed_ms: Until when it was postponed, likewise.

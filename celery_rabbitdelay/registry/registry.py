@@ -103,7 +103,7 @@ class Registry:
     Attributes:
         index: The tracked tasks under the prefix.
         jobs: The jobs under the prefix.
-        pauses: What is paused under the prefix.
+        pauses: The pauses under the prefix.
         names: The names of all keys.
         store: Where the notes are kept.
     """

@@ -16,6 +16,8 @@ from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry import index as index_module
+from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.registry import Registry
 from tests.integration.arrivals import count
 from tests.integration.modules import MODULES, OPEN, wait_until_served
@@ -280,3 +282,19 @@ def noted(shop: Any) -> Iterator[Notes]:
     notes = Notes(shop)
     yield notes
     notes.forget()
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Read four tasks at a time; return the list of how many each page had."""
+    sizes: list[int] = []
+    real = Index._page
+
+    def page(index: Index, *arguments: Any) -> list[tuple[int, str]]:
+        found = real(index, *arguments)
+        sizes.append(len(found))
+        return found
+
+    monkeypatch.setattr(index_module, "PAGE", 4)
+    monkeypatch.setattr(Index, "_page", page)
+    return sizes

@@ -1,4 +1,4 @@
-"""What a worker answers to the probes of an orchestrator."""
+"""The answers of a worker to the health checks of an orchestrator."""
 
 from __future__ import annotations
 

@@ -461,7 +461,7 @@ def test_what_somebody_has_deleted_in_the_meantime_is_declared_again(
     assert sorted(confirmed) == sorted(ids)
 
 
-#: What has a group as its first part; each takes a signature of a task.
+#: Canvases that begin with a group; each is made of the signature of a task.
 CANVASES: dict[str, Callable[[Any], Any]] = {
     "group": lambda task: group(task.clone() for _ in range(10)),
     "chord": lambda task: chord([task.clone() for _ in range(10)], task.clone()),

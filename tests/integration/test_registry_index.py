@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from celery_rabbitdelay.registry import index as index_module
 from celery_rabbitdelay.registry.decision import Verdict
 from celery_rabbitdelay.registry.index import Filter, Index, Pending, shard_of
 from celery_rabbitdelay.registry.registry import Registration, Registry
@@ -34,22 +33,6 @@ START_MS = (now_ms() // MINUTE_MS + 60) * MINUTE_MS
 def index(registry: Registry) -> Index:
     """The index of this test's registry."""
     return registry.index
-
-
-@pytest.fixture
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Read four tasks at a time; return the list of how many each page had."""
-    sizes: list[int] = []
-    real = Index._page
-
-    def page(index: Index, *arguments: Any) -> list[tuple[int, str]]:
-        found = real(index, *arguments)
-        sizes.append(len(found))
-        return found
-
-    monkeypatch.setattr(index_module, "PAGE", 4)
-    monkeypatch.setattr(Index, "_page", page)
-    return sizes
 
 
 def due_at(number: int, task_id: str, **more: Any) -> Registration:

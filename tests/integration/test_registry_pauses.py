@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -163,7 +162,4 @@ def test_what_is_paused_and_cannot_be_read_holds_up_no_task(
             call()
     redis_setup.client.delete(key)
     registry.pauses.pause("remind", None)
-    until = time.monotonic() + 20
-    while not registry.pauses.known():
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_for(registry.pauses.known, "a pause that can be read", 20)

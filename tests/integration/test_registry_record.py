@@ -1,4 +1,4 @@
-"""What is known of one task, whatever has become of it."""
+"""One task as the registry knows it, in each of its states."""
 
 from __future__ import annotations
 

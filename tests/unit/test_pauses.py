@@ -1,4 +1,4 @@
-"""What is paused, without Redis: names, since when, and how long a paused task waits."""
+"""Pauses without Redis: names, instants, and how long a paused task waits."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def test_a_cause_stands_at_the_end_and_never_makes_a_circle() -> None:
     end = TasksNotConfirmed({"task": second})
     assert _with_last_cause(second, end) is second
     assert _chain(second) == [second, shared, end]
-    # What is sent next meets the same error of the socket.
+    # The next send fails with the same error of the socket.
     _with_last_cause(first, second)
     assert _chain(first) == [first, shared, end]
     _with_last_cause(end, end)

@@ -21,13 +21,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 from celery.exceptions import Ignore, Reject
 from kombu import Connection, Exchange, Producer, Queue
 
-from celery_rabbitdelay.app import instruments, signals
-from celery_rabbitdelay.app.metrics import Metrics, queue_label
+from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare, forget
+from celery_rabbitdelay.publishing.declaration import declare_again
 from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.publication import (
@@ -85,7 +84,7 @@ class TaskPipeline:
         self._settled: deque[Publication] = deque()
         self._is_noting = False
         self._errors: dict[str, Exception] = {}
-        #: What was sent by calls that have raised its error, by identity.
+        #: The failed sends whose error was raised by the send itself, by identity.
         self._raised: dict[int, Sent] = {}
 
     def takes(self, delays: Any, connection: Connection | None) -> bool:
@@ -116,7 +115,7 @@ class TaskPipeline:
         """Return the block's publisher.
 
         Raises:
-            NoPublisherFree: None of the pool was free for so many seconds.
+            NoPublisherFree: All publishers of the pool were in use for that many seconds.
         """
         if self._publisher is None:
             if self._producer is None:
@@ -127,7 +126,7 @@ class TaskPipeline:
                 self._publisher = Publisher(connection)
                 self._borrowed.callback(self._publisher.close_channel)
             settings, topology = self.delays.settings, self.delays.topology
-            redeclare = partial(_redeclare, topology=topology)
+            redeclare = partial(declare_again, topology=topology)
             self._pipeline = Pipeline(
                 self._publisher,
                 redeclare if settings.declare == "auto" else None,
@@ -142,7 +141,7 @@ class TaskPipeline:
 
         Args:
             make: Returns the message.
-            sent: What is sent.
+            sent: The task that is sent.
             policy: How long, and how often, it is tried.
 
         Raises:
@@ -152,7 +151,7 @@ class TaskPipeline:
         try:
             publication = make(sent)
         except RabbitDelayError:
-            record_send(self.delays.recorder, sent.task, sent.queue, False, 0)
+            self.delays.recorder.record_send(sent.task, sent.queue, False, 0)
             raise
         window = self.delays.settings.max_unconfirmed
         try:
@@ -222,8 +221,8 @@ class TaskPipeline:
     def _note_settled(self) -> None:
         """Count tasks that have an outcome, and say which are confirmed.
 
-        It is not done while the broker's answers are read: a receiver may send. What is settled by
-        such a send is left to the call that has called the receiver.
+        Not called while the broker's answers are read, because a receiver of the signal may send. A
+        task that such a send finds settled is left to the outermost call.
         """
         if self._is_noting:
             return
@@ -238,7 +237,7 @@ class TaskPipeline:
         sent: Sent = publication.context
         error = publication.error
         recorder = self.delays.recorder
-        record_send(recorder, sent.task, sent.queue, error is None, publication.resent)
+        recorder.record_send(sent.task, sent.queue, error is None, publication.resent)
         if error is None:
             signals.send(signals.delayed, self.delays.app, sent.task_id, sent.due_ms)
         elif self._raised.pop(id(sent), None) is None:
@@ -292,23 +291,6 @@ class PipelinedProducer(DelayedTaskProducer):
         sent = Sent(self._task, self._task_id, due.at_ms, queue_label(delayed))
         policy = PublishPolicy(self.timeout, resends, backoff, reconnects=self.reconnects)
         self._pipeline.publish(make, sent, policy)
-
-
-def record_send(metrics: Metrics, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
-    """Count one task that was published, or that could not be.
-
-    Args:
-        metrics: The metrics.
-        task: The task's name.
-        queue: The label of its queue.
-        is_confirmed: Whether the broker has confirmed it.
-        resent: How often its message was published again.
-    """
-    outcome = instruments.CONFIRMED if is_confirmed else instruments.REFUSED
-    values = {instruments.SENT: 1, outcome: 1}
-    if resent:
-        values[instruments.RESENT] = resent
-    metrics.record(values, task, queue)
 
 
 #: The innermost block that is open in this context; it may be another thread's.
@@ -421,8 +403,3 @@ def _owner() -> tuple[int, int, asyncio.Task[Any] | None]:
         task = None
     # gevent replaces the function of this module: each greenlet has an identity of its own.
     return os.getpid(), threading.get_ident(), task
-
-
-def _redeclare(connection: Connection, topology: Topology) -> None:
-    forget(connection)
-    declare(connection, topology)

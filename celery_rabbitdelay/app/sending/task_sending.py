@@ -26,7 +26,6 @@ from celery_rabbitdelay.app.sending.pipelines import (
     PipelinedProducer,
     TaskPipeline,
     current_pipeline,
-    record_send,
 )
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
@@ -208,18 +207,14 @@ class TaskSending:
     def _send_in_pipeline(
         self, pipeline: TaskPipeline, due: Due, wanted: RegistryOptions, timeout: float | None
     ) -> AsyncResult[Any]:
-        """Send the task in a block, which confirms it at its end at the latest.
-
-        One that the registry knows is confirmed at once instead, because it is registered then.
-        """
+        """Send a task that the registry does not know in a block, which confirms it."""
         publisher = pipeline.borrow(timeout or self.app.rabbitdelay.settings.confirm_timeout)
         assert self.task_id is not None
         came_from = self.former.get(header_names.QUEUE)
         producer = PipelinedProducer(
             pipeline, publisher, self.name, self.task_id, due, self.options, came_from
         )
-        ticket, _ = self._ask(due, wanted)
-        producer.says = {"registry": wanted.headers("", ticket)}
+        producer.says = {"registry": wanted.headers("", NO_TICKET)}
         return self._send_by_celery(producer=producer)
 
     def _ask(self, due: Due, wanted: RegistryOptions) -> tuple[Ticket, str]:
@@ -303,4 +298,4 @@ def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resen
     # It is missing if an error occurred before publishing.
     delayed: Delayed | None = getattr(producer, "delayed", None)
     if delayed is not None:
-        record_send(metrics, task, queue_label(delayed), producer.is_sent, resent)
+        metrics.record_send(task, queue_label(delayed), producer.is_sent, resent)
