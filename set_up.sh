@@ -57,17 +57,18 @@ install_packages() {
         apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
+tools=${XDG_CACHE_HOME:-$HOME/.cache}/celery_rabbitdelay
+
 # Prometheus and promtool, unpacked and not installed: Debian's package would start a service.
 unpack_prometheus() {
-    tools=${XDG_CACHE_HOME:-$HOME/.cache}/celery_rabbitdelay/prometheus
-    if command -v promtool >/dev/null || [ -x "$tools/usr/bin/promtool" ]; then
+    if command -v promtool >/dev/null || [ -x "$tools/prometheus/usr/bin/promtool" ]; then
         return
     fi
     if ! command -v apt-get >/dev/null; then
         echo "This machine has no apt-get. Please install prometheus, then run make again." >&2
         exit 1
     fi
-    echo "Unpacking prometheus into $tools"
+    echo "Unpacking prometheus into $tools/prometheus"
     download=$(mktemp -d)
     (cd "$download" && { apt-get download -qq prometheus || {
         as_root=
@@ -77,8 +78,8 @@ unpack_prometheus() {
         echo "Debian's package prometheus cannot be downloaded. Please install prometheus." >&2
         exit 1
     }
-    mkdir -p "$tools"
-    dpkg-deb -x "$download"/prometheus_*.deb "$tools"
+    mkdir -p "$tools/prometheus"
+    dpkg-deb -x "$download"/prometheus_*.deb "$tools/prometheus"
     rm -r "$download"
 }
 
@@ -104,4 +105,9 @@ esac
 echo "Installing into $folder: $wanted"
 # shellcheck disable=SC2086 - one word for each requirement
 "$folder/bin/pip" install --quiet --disable-pip-version-check $wanted
+# Not into the environment: each start of celery there would import it, which takes a third of the time.
+if [ "$purpose" = test ] && [ ! -d "$tools/flower" ]; then
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+        --target "$tools/flower" "flower>=2.0,<3"
+fi
 touch "$folder/$purpose.done"

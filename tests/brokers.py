@@ -28,6 +28,7 @@ from kombu import Connection, Queue
 from kombu.exceptions import KombuError
 
 from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted
+from tests import CACHE
 
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
 
@@ -140,8 +141,7 @@ def cache_folder() -> Path:
     given = os.environ.get("RABBITDELAY_BROKER_CACHE")
     if given:
         return Path(given).resolve()
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "celery_rabbitdelay", "brokers").resolve()
+    return (CACHE / "brokers").resolve()
 
 
 @contextmanager

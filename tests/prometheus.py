@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,12 +12,12 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 from celery_rabbitdelay.testing import Server
+from tests import CACHE
 
 
 def program(name: str) -> str:
     """Return the path of ``prometheus`` or ``promtool``; ``set_up.sh`` unpacks them."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    unpacked = cache / "celery_rabbitdelay" / "prometheus" / "usr" / "bin" / name
+    unpacked = CACHE / "prometheus" / "usr" / "bin" / name
     return str(unpacked) if unpacked.exists() else shutil.which(name) or name
 
 

@@ -11,6 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests import CACHE
 from tests.integration.management import node
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, named
@@ -44,7 +45,12 @@ class Flower(ShopProcess):
         return self.celery(f"flower {served} --inspect-timeout=10000")
 
     def _environment(self) -> dict[str, str]:
-        return {**super()._environment(), "FLOWER_UNAUTHENTICATED_API": "true"}
+        environment = super()._environment()
+        return {
+            **environment,
+            "PYTHONPATH": f"{environment['PYTHONPATH']}:{CACHE / 'flower'}",
+            "FLOWER_UNAUTHENTICATED_API": "true",
+        }
 
     def _ready(self) -> bool:
         try:
