@@ -6,9 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any, ClassVar, Final
 
 from celery_rabbitdelay.testing import Server
+from tests import celery_commands
 
 REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
@@ -34,6 +36,21 @@ class CeleryProcess(Server):
     def celery(cls, command: str) -> list[str]:
         """Return the command line of a program."""
         return [sys.executable, *f"-m celery -A {cls.module} {command}".split()]
+
+    @classmethod
+    def run(
+        cls, settings: dict[str, Any], command: str, given: str = "", **variables: str
+    ) -> CompletedProcess[str]:
+        """Run a command of ``celery`` to its end.
+
+        Args:
+            settings: What the application reads.
+            command: The command.
+            given: Its standard input.
+            **variables: Further variables of its environment.
+        """
+        environment = {**os.environ, **cls.environment(settings), **variables}
+        return celery_commands.run(["-A", cls.module, *command.split()], environment, given)
 
     @classmethod
     def environment(cls, settings: dict[str, Any]) -> dict[str, str]:

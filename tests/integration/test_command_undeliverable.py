@@ -63,7 +63,7 @@ def name(connection: Connection, shop: Any, topology: Topology) -> str:
     )
 
 
-def run(configuration: dict[str, Any], command: str, given: str | None = None) -> Any:
+def run(configuration: dict[str, Any], command: str, given: str = "") -> Any:
     return run_command(configuration, f"undeliverable {command}", given)
 
 

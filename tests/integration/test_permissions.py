@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -117,13 +116,7 @@ def hand_in_task(app: Any, url: str, order: int, delay_ms: int) -> str:
 
 def declare_all(settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     """Run the command that declares levels and queues."""
-    return subprocess.run(
-        Program.celery("rabbitdelay declare --queues"),
-        env={**os.environ, **Program.environment(settings)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return Program.run(settings, "rabbitdelay declare --queues")
 
 
 # The lines of the page.
@@ -171,18 +164,11 @@ class Acting:
 
     def command(self, line: str, warning: str = "") -> str:
         """Run a command of ``celery rabbitdelay``, and return what it prints."""
-        told = subprocess.run(
-            Program.celery(f"rabbitdelay {line}"),
-            env={
-                **os.environ,
-                **Program.environment(self.settings),
-                "RABBITDELAY_MANAGEMENT_URL": self.host.node.management_url.replace(
-                    "guest:guest", f"{self.user}-{self.host.name}:secret"
-                ),
-            },
-            capture_output=True,
-            text=True,
-            check=False,
+        management = self.host.node.management_url.replace(
+            "guest:guest", f"{self.user}-{self.host.name}:secret"
+        )
+        told = Program.run(
+            self.settings, f"rabbitdelay {line}", RABBITDELAY_MANAGEMENT_URL=management
         )
         assert told.returncode == 0, told.stderr + told.stdout
         assert told.stderr == "" or (warning and warning in told.stderr), told.stderr

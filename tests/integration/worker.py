@@ -23,32 +23,14 @@ class ShopProcess(CeleryProcess):
 
 
 def run_celery(
-    configuration: dict[str, Any],
-    command: str,
-    given: str | None = None,
-    errors: int = subprocess.PIPE,
+    configuration: dict[str, Any], command: str, given: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of ``celery`` for that application to its end.
-
-    Args:
-        configuration: What :func:`tests.integration.shop.make_app` takes.
-        command: The command.
-        given: Its standard input.
-        errors: Where its standard error goes.
-    """
-    return subprocess.run(
-        ShopProcess.celery(command),
-        env={**os.environ, **ShopProcess.environment(configuration)},
-        input=given,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        check=False,
-    )
+    """Run a command of ``celery`` for that application to its end, with that standard input."""
+    return ShopProcess.run(configuration, command, given)
 
 
 def run_command(
-    configuration: dict[str, Any], command: str, given: str | None = None
+    configuration: dict[str, Any], command: str, given: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of ``celery rabbitdelay``."""
     return run_celery(configuration, f"rabbitdelay {command}", given)
@@ -59,7 +41,7 @@ def answer(
     command: str,
     schema: str,
     status: int = 0,
-    given: str | None = None,
+    given: str = "",
 ) -> dict[str, Any]:
     """Run a command of ``celery rabbitdelay`` with ``--json`` and return what it prints.
 
