@@ -12,20 +12,16 @@ from __future__ import annotations
 import ssl
 import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from amqp.exceptions import AMQPError, FrameSyntaxError
-from amqp.serialization import dumps
 from kombu import Connection
 
-from celery_rabbitdelay.levels import headers as header_names
-
-#: The properties of a message, in AMQP's order.
-MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
+from celery_rabbitdelay.publishing.properties import encoded
 
 #: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
@@ -53,8 +49,6 @@ _SETTLE: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
 _CONTENT_HEADER: Final = struct.Struct(">HHQ")
 _LENGTH: Final = struct.Struct(">I")
-_TEXT: Final = struct.Struct(">cI")
-_NUMBER: Final = struct.Struct(">cq")
 _ACKED: Final = struct.Struct(">Q?")
 
 #: The class of all methods that carry messages.
@@ -93,11 +87,10 @@ class Content(NamedTuple):
             amqp.exceptions.FrameSyntaxError: AMQP has no type for one of its headers.
             struct.error: A number is too large, or a text too long, for its field.
         """
-        encoded: Any = message
-        body = encoded.body
+        body: Any = message.body
         if isinstance(body, str):
-            body = body.encode(encoded.properties.setdefault("content_encoding", "utf-8"))
-        return cls(encoded._serialize_properties(), body)
+            body = body.encode(message.properties.setdefault("content_encoding", "utf-8"))
+        return cls(encoded(message.properties), body)
 
     def message(self) -> amqp.Message:
         """Return the message again."""
@@ -315,59 +308,3 @@ def _holds_frame(received: bytes) -> bool:
         return False
     (size,) = _LENGTH.unpack_from(received, BEFORE_LENGTH)
     return len(received) >= FRAME_OVERHEAD + int(size)
-
-
-class PropertiesEncoder:
-    """Encodes the properties of messages that differ in some headers and the correlation id.
-
-    Args:
-        message: One of the messages.
-        own: The names of the headers that each message has with a value of its own.
-
-    Attributes:
-        headers: The headers that all messages share.
-        properties: The properties that all messages share.
-    """
-
-    def __init__(self, message: amqp.Message, own: Collection[str]) -> None:
-        properties = dict(message.properties)
-        headers = properties.pop("application_headers")
-        self.headers = {name: value for name, value in headers.items() if name not in own}
-        # Celery leaves non-AMQP options among a message's properties.
-        self.properties = {
-            name: value
-            for name, value in properties.items()
-            if name in MESSAGE_PROPERTIES and name != "correlation_id"
-        }
-        self._table: bytes = dumps("F", (self.headers,))[_LENGTH.size :]
-        self._names = {name: bytes((len(name),)) + name.encode() for name in own}
-        before, after = map(MESSAGE_PROPERTIES.index, ("application_headers", "correlation_id"))
-        self._flags = Content.of(message).properties[:2]
-        self._before = self._encoded(MESSAGE_PROPERTIES[:before])
-        self._between = self._encoded(MESSAGE_PROPERTIES[before + 1 : after])
-        self._after = self._encoded(MESSAGE_PROPERTIES[after + 1 :])
-
-    def _encoded(self, which: Sequence[str]) -> bytes:
-        some = {name: self.properties[name] for name in which if name in self.properties}
-        return Content.of(amqp.Message(b"", **some)).properties[2:]
-
-    def encode(self, texts: Mapping[str, str], due_ms: int, correlation_id: str | None) -> bytes:
-        """Return the properties of a message.
-
-        Args:
-            texts: Its own headers, except its due time.
-            due_ms: When it is due, in milliseconds since 1970.
-            correlation_id: Its correlation id; None if the messages have none.
-        """
-        names_of, entries = self._names, [self._table]
-        for name, value in texts.items():
-            text = value.encode("utf-8", "surrogatepass")
-            entries += (names_of[name], _TEXT.pack(b"S", len(text)), text)
-        entries += (names_of[header_names.DUE], _NUMBER.pack(b"L", due_ms))
-        table = b"".join(entries)
-        parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
-        if correlation_id is not None:
-            encoded = correlation_id.encode("utf-8", "surrogatepass")
-            parts += (bytes((len(encoded),)), encoded)
-        parts.append(self._after)
-        return b"".join(parts)

@@ -24,8 +24,9 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Item, compressed, length_prefixed, shared_block
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json
 from celery_rabbitdelay.publishing.message import PERSISTENT, WaitingMessage
+from celery_rabbitdelay.publishing.properties import MESSAGE_PROPERTIES, PropertiesEncoder
 from celery_rabbitdelay.publishing.signature import Signer
-from celery_rabbitdelay.publishing.wire import MESSAGE_PROPERTIES, Content, PropertiesEncoder
+from celery_rabbitdelay.publishing.wire import Content
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
