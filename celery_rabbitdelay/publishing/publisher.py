@@ -77,14 +77,16 @@ class Publisher:
     Args:
         connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
             again whenever it was lost.
+        is_alone: Whether nobody else reads from the connection, which is faster.
 
     Attributes:
         resent: How often :meth:`publish` has sent a message again.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, is_alone: bool = False) -> None:
         self.connection = connection
         self.resent = 0
+        self._is_alone = is_alone
         self._channel: ConfirmChannel | None = None
 
     def publish(
@@ -185,6 +187,8 @@ class Publisher:
         self._connect(deadline)
         with Wire(self.connection).all_answers_within(_remaining(deadline)):
             self._channel = ConfirmChannel(self.connection, on_settled)
+        if self._is_alone:
+            self._channel.wire.receive_ahead()
         return self._channel
 
     def _connect(self, deadline: float) -> None:

@@ -62,7 +62,7 @@ class PublisherPool:
         self._publishers = self._new_pool()
 
     def _new_pool(self) -> LazyPool:
-        return LazyPool(lambda: Publisher(self._connection.clone()), self._limit)
+        return LazyPool(lambda: Publisher(self._connection.clone(), is_alone=True), self._limit)
 
 
 _pools: WeakSet[PublisherPool] = WeakSet()

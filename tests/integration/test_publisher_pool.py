@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import NoPublisherFree
+from celery_rabbitdelay.publishing import wire
 from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
 from tests.integration.arrivals import take
 from tests.integration.publishing import in_child, publish
@@ -42,6 +44,26 @@ def test_a_pool_whose_publishers_are_all_in_use_says_so_in_time(connection: Conn
         pool.acquire(timeout=0.1),
     ):
         pass
+    pool.close()
+
+
+def test_an_answer_is_received_at_once(
+    connection: Connection, target: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def receive(function: Callable[[int], bytes], at_once: int, size: int) -> bytes:
+        received = function(max(size, at_once))
+        sizes.append(len(received))
+        return received
+
+    monkeypatch.setattr(wire, "_receive", receive)
+    pool = PublisherPool(connection, limit=1)
+    with pool.acquire() as publisher:
+        publish(publisher, target.name)
+        sizes.clear()
+        publish(publisher, target.name)
+        assert sizes == [len(wire.ack_frames(1, [1]))]  # py-amqp alone asks for three parts
     pool.close()
 
 
