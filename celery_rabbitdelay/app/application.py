@@ -164,6 +164,12 @@ class Celery(celery.Celery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
+        if producer is None and connection is None and not more:
+            times = {"delay": delay, "countdown": countdown, "eta": eta, "tolerance": tolerance}
+            given = {**times, "task_id": task_id, **options}
+            sent = self.rabbitdelay.templates.send(name, args, kwargs, given)
+            if sent is not None:
+                return sent
         refuse_without_registry(options, self)
         former, options = _without_former_delay(options)
         body_delay_is_restored = options.pop(canvas.BODY_DELAY_IS_RESTORED, False)

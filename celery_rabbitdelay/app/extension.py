@@ -31,6 +31,7 @@ from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
 from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
+from celery_rabbitdelay.app.sending.templates import Templates
 from celery_rabbitdelay.app.settings import PREFIX, Settings, checked
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
 from celery_rabbitdelay.levels.delay import (
@@ -114,6 +115,11 @@ class RabbitDelay(WaitingTasks, Pausing):
     def pool(self) -> PublisherPool:
         """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
+
+    @cached_property
+    def templates(self) -> Templates:
+        """The messages that plain sends are written from."""
+        return Templates(self)
 
     @cached_property
     def registry(self) -> Registry:

@@ -143,6 +143,10 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
         given: dict[str, Any] = {**options}
+        if not more:
+            sent = self.app.rabbitdelay.templates.send(self, args, kwargs, given)
+            if sent is not None:
+                return sent
         refuse_without_registry(given, self.app)
         delay: Delay | None = given.get("delay")
         if delay is not None and self.app.conf.task_always_eager:

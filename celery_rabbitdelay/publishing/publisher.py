@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Final, NoReturn
+from weakref import WeakSet
 
 import amqp
 from amqp import spec
@@ -88,6 +89,8 @@ class Publisher:
         self.resent = 0
         self._is_alone = is_alone
         self._channel: ConfirmChannel | None = None
+        #: The functions that have declared what they declare on this connection.
+        self.declared: WeakSet[Declaration] = WeakSet()
 
     def publish(
         self,
@@ -118,7 +121,7 @@ class Publisher:
                 to a quarter of each is left out at random.
             reconnects: How often connecting is tried again after it failed, within the connection's
                 ``connect_timeout``; None for as often as ``resends`` and the time allow.
-            declare: Called with each new connection, and at least once, to declare what is missing.
+            declare: Called once on each connection, to declare what is missing.
             redeclare: Called once if no queue takes the message or its exchange does not exist; the
                 message is then sent once more.
 
@@ -134,8 +137,22 @@ class Publisher:
             ConnectionLost: The connection could not be opened or broke, also at each resend.
             PublishError: AMQP cannot encode one of the message's headers or properties.
         """
-        publication = Publication.of(message, address)
-        policy = PublishPolicy(timeout, resends, backoff, reconnects=reconnects)
+        self.publish_one(
+            Publication.of(message, address),
+            PublishPolicy(timeout, resends, backoff, reconnects=reconnects),
+            declare=declare,
+            redeclare=redeclare,
+        )
+
+    def publish_one(
+        self,
+        publication: Publication,
+        policy: PublishPolicy,
+        *,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
+    ) -> None:
+        """Publish one message as :meth:`publish` does."""
         try:
             self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         finally:
@@ -161,7 +178,7 @@ class Publisher:
         Args:
             publications: The messages. No more of them are taken than may be in flight.
             policy: How long, and how often, each is tried.
-            declare: Called with each new connection, and at least once, to declare what is missing.
+            declare: Called once on each connection, to declare what is missing.
             redeclare: Called if no queue takes a message or an exchange does not exist; the
                 message is then sent once more.
             done: Called with each message that is confirmed, or has an error.
@@ -184,6 +201,7 @@ class Publisher:
         if self._channel is not None and self._channel.open:
             self._channel.unconfirmed.on_settled = on_settled
             return self._channel
+        self.declared.clear()
         self._connect(deadline)
         with Wire(self.connection).all_answers_within(_remaining(deadline)):
             self._channel = ConfirmChannel(self.connection, on_settled)
@@ -348,16 +366,20 @@ class Run:
             raise
         self._unreached, self._reach_by = 0, math.inf
         self.loop.use(channel)
-        if self._declare is not None:
-            self._call(self._declare, self.loop.next_waiting)
+        self._declare_once(self._declare, self.loop.next_waiting)
 
     def _declare_again(self) -> None:
         assert self._redeclare is not None
         self._call(self._redeclare, self.loop.next_waiting)
 
     def _declare_for(self, publication: Publication) -> None:
-        if publication.declare is not None:
-            self._call(publication.declare, publication)
+        self._declare_once(publication.declare, publication)
+
+    def _declare_once(self, declare: Declaration | None, publication: Publication) -> None:
+        declared = self._publisher.declared
+        if declare is not None and declare not in declared:
+            self._call(declare, publication)
+            declared.add(declare)
 
     def _call(self, declare: Declaration, publication: Publication) -> None:
         try:

@@ -1,0 +1,213 @@
+"""One send at the price of a row of ``send_many``.
+
+Two delayed sends of a task with the same options differ in their id, their arguments and their due
+time. The first goes through all of Celery; its message is the template of the next. A template is
+used while Celery would make the same message: no setting, queue, route, attribute of the task or
+receiver of a signal has changed, and no function but Celery's own has a part in it. It is for plain
+sends only, outside of a worker's task; all others go through Celery each time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import celery
+from celery.result import AsyncResult
+from kombu.utils.uuid import uuid
+
+from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.celery_internals import (
+    argument_check,
+    makers_of_messages,
+    makes_messages_alone,
+    registered_task,
+)
+from celery_rabbitdelay.app.metrics import queue_label
+from celery_rabbitdelay.app.options import RegistryOptions
+from celery_rabbitdelay.app.sending.message_template import Writer
+from celery_rabbitdelay.app.sending.pipelines import Sent, current_pipeline
+from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
+from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
+from celery_rabbitdelay.app.task import Task
+from celery_rabbitdelay.exceptions import RabbitDelayError
+from celery_rabbitdelay.levels.delay import tolerance_milliseconds
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+
+#: The options that are the same for all sends of a template. Each is a text, a number or None.
+SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
+
+#: All options of a plain send.
+PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
+
+#: How many templates are kept; then they are made anew. Each thread and set of options has its own.
+MAX_TEMPLATES: Final = 256
+
+
+class Template(NamedTuple):
+    """The message of a task's sends.
+
+    Attributes:
+        writer: Writes the message of a call.
+        producer: Celery's message, where it goes, and how its destination is declared.
+        policy: How long, and how often, a message is tried.
+        ignores_result: Celery's option ``ignore_result``.
+        label: The queue, for metrics.
+    """
+
+    writer: Writer
+    producer: CapturingProducer
+    policy: PublishPolicy
+    ignores_result: bool | None
+    label: str
+
+    @classmethod
+    def of(cls, first: CapturingProducer, call: Call, options: Mapping[str, Any]) -> Template:
+        """Return the template that the message of one call is.
+
+        Args:
+            first: The producer that has the message.
+            call: The call.
+            options: The options of ``apply_async`` for all calls.
+        """
+        return cls(
+            Writer(first, call, options),
+            first,
+            first.policy._replace(reconnects=first.reconnects),
+            first.delayed.message.headers.others["ignore_result"],
+            queue_label(first.delayed),
+        )
+
+    def publication(self, call: Call) -> Publication:
+        """Return the message of a call, to be published."""
+        content = self.writer.content(call)
+        delayed = self.producer.delayed._replace(task_id=call.task_id)
+        self.producer.check_size(len(content.body), delayed.destination, call.due)
+        return Publication(content, partial(self.producer.address, delayed, call.due))
+
+
+class Templates:
+    """The templates of an application's tasks.
+
+    Args:
+        delays: The application's ``app.rabbitdelay``.
+    """
+
+    def __init__(self, delays: Any) -> None:
+        self._delays = delays
+        #: With what each was made from. None: such sends go through Celery.
+        self._templates: dict[object, tuple[object, Template | None]] = {}
+
+    def send(
+        self, task: celery.Task[Any, Any] | str, args: Any, kwargs: Any, options: Mapping[str, Any]
+    ) -> AsyncResult[Any] | None:
+        """Send a task from a template; return None if it has to go through Celery.
+
+        Args:
+            task: The task, or its name.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            options: The options of ``apply_async``.
+
+        Raises:
+            TypeError: The task does not take these arguments.
+            RabbitDelayError: As :meth:`.Celery.send_task`.
+        """
+        delay, countdown, eta = options.get("delay"), options.get("countdown"), options.get("eta")
+        times = (delay is not None) + (countdown is not None) + (eta is not None)
+        delays, app = self._delays, self._delays.app
+        if times != 1 or not options.keys() <= PLAIN or app.current_worker_task is not None:
+            return None
+        args, kwargs, task_id = args or (), kwargs or {}, options.get("task_id") or uuid()
+        shared = {name: options[name] for name in SHARED if options.get(name) is not None}
+        if (
+            not (isinstance(args, list | tuple) and type(kwargs) is dict and type(task_id) is str)
+            # Such a value is equal to no other one that Celery reads in another way.
+            or not all(type(each) in (str, int) for each in shared.values())
+        ):
+            return None
+        if not isinstance(task, str) and (check := argument_check(task)) is not None:
+            check(*args, **kwargs)
+        due = delays.due(delay, countdown, eta, tolerance_milliseconds(options.get("tolerance", 0)))
+        if due.is_past:
+            return None
+        began = time.monotonic()
+        call = Call(task_id, args, kwargs, due)
+        template = self._template(task, call, shared, delay is None)
+        if template is None:
+            return None
+        delays.settings.check_delay(due)
+        try:
+            publication = template.publication(call)
+        except RabbitDelayError:
+            raise
+        except Exception:  # noqa: BLE001 - Celery tries once more, and raises its own error
+            return None
+        if not template.ignores_result:
+            app.backend.on_task_call(template.producer, task_id)
+        name = task if isinstance(task, str) else str(task.name)
+        self._publish(template, publication, Sent(name, task_id, due.at_ms, template.label))
+        delays.warn_blocked_loop(time.monotonic() - began)
+        result: AsyncResult[Any]
+        result = app.AsyncResult(task_id) if isinstance(task, str) else task.AsyncResult(task_id)
+        result.ignored = template.ignores_result
+        return result
+
+    def _template(
+        self,
+        task: celery.Task[Any, Any] | str,
+        call: Call,
+        shared: Mapping[str, Any],
+        is_countdown: bool,
+    ) -> Template | None:
+        """Return the template of a call; None if there is none."""
+        app = self._delays.app
+        known = registered_task(app, task) if isinstance(task, str) else task
+        made_from = makers_of_messages(app, known)
+        key = (task, is_countdown, app.thread_oid, *shared.items())
+        former = self._templates.get(key)
+        if former is not None and former[0] == made_from:
+            return former[1]
+        template = None
+        if self._may_have_template(known, is_countdown):
+            with self._delays.publisher() as publisher:
+                first = capture_message(app, publisher, task, call, shared)
+            template = Template.of(first, call, shared)
+        if len(self._templates) >= MAX_TEMPLATES:
+            self._templates.clear()
+        self._templates[key] = made_from, template
+        return template
+
+    def _may_have_template(self, known: Any, is_countdown: bool) -> bool:
+        delays = self._delays
+        if not delays.available:
+            return False
+        delays.check_settings()
+        return (
+            getattr(known, "rabbitdelay", True)
+            and (delays.settings.takeover or not is_countdown)
+            and not any(RegistryOptions.of(delays.settings, known, {}, {}))
+            and makes_messages_alone(delays.app, known, Task)
+        )
+
+    def _publish(self, template: Template, publication: Publication, sent: Sent) -> None:
+        delays, declares = self._delays, template.producer.declares
+        pipeline = current_pipeline(delays)
+        if pipeline is not None:
+            pipeline.borrow(template.policy.timeout)
+            publication.context, publication.declare = sent, declares["declare"]
+            pipeline.publish(lambda _: publication, sent, template.policy)
+            return
+        began, is_confirmed = time.monotonic(), False
+        with delays.publisher() as publisher:
+            left = max(template.policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
+            try:
+                publisher.publish_one(
+                    publication, template.policy._replace(timeout=left), **declares
+                )
+                is_confirmed = True
+            finally:
+                delays.recorder.record_send(sent.task, sent.queue, is_confirmed, publication.resent)
+        signals.send(signals.delayed, delays.app, sent.task_id, sent.due_ms)
