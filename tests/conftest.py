@@ -19,7 +19,7 @@ import pytest
 from hypothesis import Phase, settings
 from kombu import pools
 
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
 from tests.private_broker import QUIET
 
 # A busy machine is no error: how long an example takes says nothing.
@@ -34,7 +34,7 @@ settings.register_profile(
 )
 settings.load_profile("no-deadline")
 
-#: Characters of the session's RabbitMQ log that the report of a failed test shows.
+#: Characters of each server's log that the report of a failed test shows.
 LOG_TAIL: Final = 3000
 
 
@@ -42,12 +42,12 @@ LOG_TAIL: Final = 3000
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the end of RabbitMQ's log to the report of a failed test that uses a broker."""
+    """Add the ends of the logs of brokers and workers to the report of a failed test."""
     report = yield
     if report.failed:
         fixtures = getattr(item, "funcargs", {}).values()
-        for server in {each for each in fixtures if isinstance(each, RabbitMQServer)}:
-            report.sections.append(("RabbitMQ's log", server.log[-LOG_TAIL:]))
+        for server in {each for each in fixtures if isinstance(each, Server)}:
+            report.sections.append((f"The log of {server.package}", server.log[-LOG_TAIL:]))
     return report
 
 

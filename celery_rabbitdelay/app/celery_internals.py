@@ -144,7 +144,7 @@ def _is_plain(task: Any, our_task: type[Any]) -> bool:
     definers = _definers(task, "apply_async")
     return (
         task.expires is None
-        and task._dump_pydantic_arguments is None
+        and getattr(task, "_dump_pydantic_arguments", None) is None  # since Celery 5.6
         and not task.__v2_compat__
         and "shadow_name" not in vars(task)
         and _definers(task, "shadow_name") == [celery.Task]

@@ -311,7 +311,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "priority": lambda app: vars(app.tasks["look"]).update(priority=7, _exec_options=None),
     "queues": lambda app: app.amqp.queues.add(Queue("third")),
     "routes": lambda app: vars(app.amqp).update(
-        router=app.amqp.router.__class__(prepare({"look": {"queue": "office"}}), app.amqp.queues)
+        router=app.amqp.router.__class__(prepare([{"look": {"queue": "office"}}]), app.amqp.queues)
     ),
     "ignore_result": lambda app: vars(app.tasks["look"]).update(ignore_result=True),
     "lengths of reprs": lambda app: vars(app.amqp).update(argsrepr_maxsize=8),

@@ -1,0 +1,385 @@
+"""A send from a template is what Celery would have sent, and none where Celery might differ."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from unittest import mock
+
+import amqp
+import celery
+import pytest
+from amqp import spec
+from celery import signals
+from celery.app.routes import prepare
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kombu import Exchange, Queue
+from kombu.exceptions import EncodeError
+
+import celery_rabbitdelay
+from celery_rabbitdelay import Celery, InvalidDelayType, InvalidSetting, MessageTooLarge
+from celery_rabbitdelay.app.sending import templates
+from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
+from celery_rabbitdelay.app.sending.task_sending import TaskSending
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.wire import Content
+from tests.unit.test_message_template import json_able, texts
+
+#: A port that nothing listens on: whoever opens a connection fails.
+NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
+HOUR = timedelta(hours=1)
+
+
+class Sends:
+    """Sends tasks, and keeps what would be published, instead of a broker."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.published: list[Publication] = []
+        self.by_celery = 0
+
+        def publish(_: Any, template: Any, publication: Publication, sent: Any) -> None:
+            self.published.append(publication)
+
+        def send(sending: TaskSending) -> Any:
+            if isinstance(sending.producer, CapturingProducer):
+                return real(sending)
+            self.by_celery += 1
+            return None
+
+        real = TaskSending.send
+        monkeypatch.setattr(templates.Templates, "_publish", publish)
+        monkeypatch.setattr(TaskSending, "send", send)
+
+    def from_template(self, function: Callable[..., Any], *args: Any, **options: Any) -> bool:
+        """Send a task; return whether it was sent from a template."""
+        before = len(self.published), self.by_celery
+        function(*args, **options)
+        after = len(self.published), self.by_celery
+        assert sum(after) == sum(before) + 1
+        return after[0] > before[0]
+
+
+@pytest.fixture
+def sends(monkeypatch: pytest.MonkeyPatch) -> Sends:
+    return Sends(monkeypatch)
+
+
+def make_app(**given: Any) -> Any:
+    app: Any = Celery("shop", broker=NOWHERE, set_as_current=False)
+    office = Queue("office", Exchange("office"), "paper")
+    app.conf.update(task_queues=[Queue("celery"), office], **given)
+
+    @app.task(name="look", shared=False)
+    def look(number: int = 1, *more: Any, **kwargs: Any) -> None: ...
+
+    @app.task(name="bound", shared=False, bind=True, priority=3, ignore_result=True)
+    def bound(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    return app
+
+
+@pytest.fixture
+def app() -> Iterator[Any]:
+    app = make_app()
+    yield app
+    app.close()
+
+
+def read(content: Content) -> tuple[dict[str, Any], bytes]:
+    message: Any = amqp.Message()
+    message._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
+    return message.properties, content.body
+
+
+def celerys(app: Any, task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+    """The message of the same send through all of Celery."""
+    shared: dict[str, Any] = {name: options[name] for name in templates.SHARED if name in options}
+    call = Call(options["task_id"], args, kwargs, Due.at(options["eta"]))
+    with app.rabbitdelay.publisher() as publisher:
+        delayed = capture_message(app, publisher, task, call, shared).delayed
+    return read(Content.of(delayed.message.amqp())), delayed.destination
+
+
+shared_options = st.fixed_dictionaries(
+    {},
+    optional={
+        "queue": st.sampled_from(["celery", "office", "elsewhere"]),
+        "priority": st.integers(0, 9),
+        "routing_key": st.sampled_from(["paper", "celery"]),
+        "serializer": st.sampled_from(["json", "pickle", "yaml"]),
+    },
+)
+
+
+@given(
+    st.sampled_from(["look", "bound"]),
+    st.booleans(),
+    st.lists(st.lists(json_able, max_size=3), min_size=2, max_size=3),
+    st.dictionaries(
+        texts.filter(lambda name: name not in ("number", "self")), json_able, max_size=3
+    ),
+    shared_options,
+)
+@settings(max_examples=1500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_send_is_what_celery_would_have_sent(
+    sends: Sends, name: str, by_name: bool, calls: list[Any], kwargs: Any, shared: dict[str, Any]
+) -> None:
+    app = APP
+    task = app.tasks[name]
+    send = functools.partial(app.send_task, name) if by_name else task.apply_async
+    for args in calls:
+        options = {**shared, "task_id": os.urandom(8).hex(), "eta": datetime.now(UTC) + HOUR}
+        try:
+            if not sends.from_template(send, args, kwargs, **options):
+                continue
+        except EncodeError:
+            with pytest.raises(EncodeError):
+                celerys(app, name if by_name else task, args, kwargs, options)
+            continue
+        expected, destination = celerys(app, name if by_name else task, args, kwargs, options)
+        publication = sends.published[-1]
+        assert read(publication.content) == expected
+        exchange, key = publication.address()
+        route = app.rabbitdelay.topology.route(Due.at(options["eta"]), destination, "x")
+        assert (exchange, key.rpartition(".")[2]) == (
+            route.exchange,
+            route.routing_key.rpartition(".")[2],
+        )
+
+
+APP = make_app()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delay": 60},
+        {"delay": HOUR, "tolerance": 5},
+        {"countdown": 60},
+        {"eta": datetime(2100, 1, 1, tzinfo=UTC)},
+        {"delay": 60, "queue": "office", "priority": 4, "task_id": "x"},
+    ],
+)
+def test_a_plain_send_comes_from_a_template(sends: Sends, app: Any, options: Any) -> None:
+    for _ in range(2):
+        assert sends.from_template(app.tasks["look"].apply_async, (1,), {"a": 2}, **options)
+        assert sends.from_template(app.send_task, "look", (1,), {"a": 2}, **options)
+        assert sends.from_template(app.tasks["look"].s(1).apply_async, **options)
+        assert sends.from_template(app.send_task, "unknown", **options)
+
+
+OTHER_OPTIONS = [
+    *[("expires", 900), ("headers", {"a": 1}), ("link", None), ("shadow", "x"), ("retry", True)],
+    *[("confirm_timeout", 5), ("once", True), ("key", "k"), ("reply_to", "x"), ("root_id", "r")],
+    *[("group_id", "g"), ("queue", Queue("own")), ("priority", 2.5), ("task_id", 7)],
+    *[("compression", "gzip"), ("a-stamp", 1)],
+]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"delay": 0},
+        {"delay": -5},
+        {"eta": datetime(2000, 1, 1, tzinfo=UTC)},
+        *(
+            {"delay": 60, name: value}
+            for name, value in [
+                ("expires", 900),
+                ("headers", {"a": 1}),
+                ("link", None),
+                ("shadow", "x"),
+                ("retry", True),
+                ("confirm_timeout", 5),
+                ("once", True),
+                ("key", "k"),
+                ("reply_to", "x"),
+                ("root_id", "r"),
+                ("group_id", "g"),
+                ("queue", Queue("own")),
+                ("priority", 2.5),
+                ("task_id", 7),
+                ("compression", "gzip"),
+                ("a-stamp", 1),
+            ]
+        ),
+    ],
+)
+def test_any_other_send_goes_through_celery(sends: Sends, app: Any, options: Any) -> None:
+    app.conf.rabbitdelay_registry_url = "redis://127.0.0.1:1"
+    assert not sends.from_template(app.send_task, "look", **options)
+    assert not sends.from_template(app.tasks["look"].apply_async, **options)
+
+
+def receive(**_: Any) -> None:
+    """A receiver of a signal."""
+
+
+def route(name: str, *_: Any, **__: Any) -> dict[str, Any]:
+    """A router."""
+    return {"queue": "office"}
+
+
+#: What an application or a library may do, after which Celery's own code has to run.
+OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
+    "a receiver of before_task_publish": lambda app, _: signals.before_task_publish.connect(
+        receive
+    ),
+    "a receiver of after_task_publish": lambda app, _: signals.after_task_publish.connect(receive),
+    "a receiver of task_sent": lambda app, _: signals.task_sent.connect(receive),
+    "an event for each task": lambda app, _: app.conf.update(task_send_sent_event=True),
+    "message protocol 1": lambda app, _: app.conf.update(task_protocol=1),
+    "eager": lambda app, _: app.conf.update(task_always_eager=True),
+    "tasks run once": lambda app, _: setattr(app.tasks["look"], "once", True),
+    "not in the levels": lambda app, _: setattr(app.tasks["look"], "rabbitdelay", False),
+    "an expiry": lambda app, _: vars(app.tasks["look"]).update(expires=60, _exec_options=None),
+    "a wrapped send_task": lambda app, patch: patch.setattr(
+        celery.Celery, "send_task", wrapped(celery.Celery.send_task)
+    ),
+    "a wrapped apply_async": lambda app, patch: patch.setattr(
+        celery.Task, "apply_async", wrapped(celery.Task.apply_async)
+    ),
+    "a mock": lambda app, patch: patch.setattr(app.amqp, "send_task_message", mock.Mock()),
+    "a wrapped maker": lambda app, patch: patch.setattr(
+        celery.app.amqp.AMQP, "as_task_v2", wrapped(celery.app.amqp.AMQP.as_task_v2)
+    ),
+    "a shadow": lambda app, _: setattr(app.tasks["look"], "shadow_name", lambda *_: "shadow"),
+}
+
+
+def wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("what", OWN_CODE)
+def test_where_other_code_takes_part_celery_sends(
+    sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    app.conf.rabbitdelay_registry_url = "redis://127.0.0.1:1"
+    apply_async = app.tasks["look"].apply_async
+    assert sends.from_template(apply_async, delay=60)
+    with monkeypatch.context() as patch:
+        try:
+            OWN_CODE[what](app, patch)
+            monkeypatch.setattr(celery.Task, "apply", lambda *_, **__: app.send_task("look"))
+            for _ in range(2):
+                assert not sends.from_template(apply_async, delay=60)
+        finally:
+            for signal in (signals.before_task_publish, signals.after_task_publish):
+                signal.disconnect(receive)
+            signals.task_sent.disconnect(receive)
+
+
+def test_routers_subclasses_and_the_registry_send_through_celery(sends: Sends) -> None:
+    class OwnTask(celery.Task[Any, Any]):
+        def apply_async(self, *args: Any, **options: Any) -> Any:
+            return super().apply_async(*args, **options)
+
+    class OwnApp(celery.Celery):
+        def send_task(self, *args: Any, **options: Any) -> Any:
+            return super().send_task(*args, **options)
+
+    class OwnAMQP(celery.app.amqp.AMQP):
+        pass
+
+    routed = make_app(task_routes=[route])
+    own_app = celery_rabbitdelay.install(OwnApp("shop", broker=NOWHERE, set_as_current=False))
+    own_tasks: Any = Celery("shop", broker=NOWHERE, set_as_current=False, task_cls=OwnTask)
+    own_amqp = Celery("shop", broker=NOWHERE, set_as_current=False, amqp=OwnAMQP)
+    tracked = make_app(rabbitdelay_registry_url="redis://127.0.0.1:1", rabbitdelay_track="all")
+    for app in (routed, own_app, own_tasks, own_amqp, tracked):
+        task = app.task(receive, name="own", shared=False)
+        for _ in range(2):
+            assert not sends.from_template(task.apply_async, delay=60)
+
+
+#: What changes the messages of a task, and is data.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "default queue": lambda app: app.conf.update(task_default_queue="office"),
+    "priority": lambda app: vars(app.tasks["look"]).update(priority=7, _exec_options=None),
+    "queues": lambda app: app.amqp.queues.add(Queue("third")),
+    "routes": lambda app: vars(app.amqp).update(
+        router=app.amqp.router.__class__(prepare([{"look": {"queue": "office"}}]), app.amqp.queues)
+    ),
+    "ignore_result": lambda app: vars(app.tasks["look"]).update(ignore_result=True),
+    "lengths of reprs": lambda app: vars(app.amqp).update(argsrepr_maxsize=8),
+    "time limit": lambda app: vars(app.tasks["look"]).update(time_limit=9, _exec_options=None),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_makes_a_new_template(sends: Sends, app: Any, what: str) -> None:
+    task = app.tasks["look"]
+    options = {"task_id": "x", "eta": datetime(2100, 1, 1, tzinfo=UTC)}
+    given: tuple[Any, Any] = ((123456789,), {})
+    assert sends.from_template(task.apply_async, *given, **options)
+    before = read(sends.published[-1].content), sends.published[-1].address()
+    CHANGES[what](app)
+    app.amqp.__dict__.pop("send_task_message", None)  # Celery has read the configuration
+    assert sends.from_template(task.apply_async, *given, **options)
+    after = read(sends.published[-1].content), sends.published[-1].address()
+    assert after[0] == celerys(app, task, *given, options)[0]
+    assert (before != after) == (what != "queues")
+
+
+def test_each_thread_has_its_own_address_for_replies(sends: Sends, app: Any) -> None:
+    send = functools.partial(app.tasks["look"].apply_async, delay=60)
+    send()
+    thread = threading.Thread(target=send)
+    thread.start()
+    thread.join()
+    first, second = (read(each.content)[0]["reply_to"] for each in sends.published)
+    assert first != second
+    assert len(app.rabbitdelay.templates._templates) == 2
+
+
+def test_a_worker_s_task_sends_through_celery(sends: Sends, app: Any) -> None:
+    task, state = app.tasks["look"], importlib.import_module("celery._state")
+    task.push_request(id="parent", called_directly=False)
+    state._task_stack.push(task)
+    try:
+        assert not sends.from_template(task.apply_async, delay=60)
+    finally:
+        state._task_stack.pop()
+        task.pop_request()
+
+
+def test_wrong_calls_are_refused_as_without_a_template(sends: Sends, app: Any) -> None:
+    task = app.tasks["look"]
+    task.apply_async(delay=60)
+    with pytest.raises(TypeError, match="number"):
+        task.apply_async((1,), {"number": 1}, delay=60)
+    with pytest.raises(InvalidDelayType):
+        task.apply_async(delay="soon")
+    assert not sends.from_template(task.apply_async, (object(),), delay=60)  # not JSON
+    app.conf.rabbitdelay_prefix = "other"
+    with pytest.raises(InvalidSetting):
+        task.apply_async(delay=60)
+
+
+def test_what_no_worker_takes_is_refused(sends: Sends) -> None:
+    app = make_app(rabbitdelay_max_message_bytes=100_000, rabbitdelay_may_refuse=["celery"])
+    app.tasks["look"].apply_async(delay=60)
+    with pytest.raises(MessageTooLarge):
+        app.tasks["look"].apply_async((1, "x" * 100_000), delay=60)
+
+
+def test_there_are_only_so_many_templates(
+    sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "MAX_TEMPLATES", 3)
+    for number in range(20):
+        assert sends.from_template(app.send_task, f"task-{number}", delay=60)
+        assert len(app.rabbitdelay.templates._templates) <= 3
