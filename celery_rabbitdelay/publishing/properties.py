@@ -163,11 +163,11 @@ class PropertiesEncoder:
         some = {name: self.properties[name] for name in which if name in self.properties}
         return encoded(some)[_FLAGS.size :]
 
-    def encode(self, texts: Mapping[str, str], due_ms: int, correlation_id: str | None) -> bytes:
+    def encode(self, own: Mapping[str, Any], due_ms: int, correlation_id: str | None) -> bytes:
         """Return the properties of a message.
 
         Args:
-            texts: Its own headers, except its due time.
+            own: Its own headers, except its due time: texts and numbers.
             due_ms: When it is due, in milliseconds since 1970.
             correlation_id: Its correlation id; None if the messages have none.
 
@@ -175,9 +175,8 @@ class PropertiesEncoder:
             ValueError: The correlation id is longer than 255 bytes.
         """
         names_of, entries = self._names, [self._table]
-        for name, value in texts.items():
-            text = _utf8(value)
-            entries += (names_of[name], _TEXT.pack(b"S", len(text)), text)
+        for name, value in own.items():
+            entries += (names_of[name], _VALUES[type(value)](value))
         entries += (names_of[header_names.DUE], _LONG.pack(b"L", due_ms))
         table = b"".join(entries)
         parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]

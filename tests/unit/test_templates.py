@@ -53,7 +53,13 @@ class Sends:
             self.by_celery += 1
             return None
 
+        def pipeline(_: Any, connection: Any) -> Any:
+            block = mock.Mock()
+            block.publish = lambda make, sent, policy: self.published.append(make(sent))
+            return block if connection is not None else None
+
         real = TaskSending.send
+        monkeypatch.setattr(templates, "current_pipeline", pipeline)
         monkeypatch.setattr(templates.Templates, "_publish", publish)
         monkeypatch.setattr(TaskSending, "send", send)
 
@@ -100,7 +106,8 @@ def read(content: Content) -> tuple[dict[str, Any], bytes]:
 
 def celerys(app: Any, task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
     """The message of the same send through all of Celery."""
-    shared: dict[str, Any] = {name: options[name] for name in templates.SHARED if name in options}
+    taken = {*templates.SHARED, *templates.OF_MEMBER} - {"task_id", "eta", "producer"}
+    shared: dict[str, Any] = {name: options[name] for name in taken if name in options}
     call = Call(options["task_id"], args, kwargs, Due.at(options["eta"]))
     with app.rabbitdelay.publisher() as publisher:
         delayed = capture_message(app, publisher, task, call, shared).delayed
@@ -117,6 +124,12 @@ shared_options = st.fixed_dictionaries(
     },
 )
 
+#: What Celery gives the members of a group.
+member_options = st.fixed_dictionaries(
+    {"group_id": texts, "group_index": st.integers(3, 10**6), "add_to_parent": st.just(False)},
+    optional=dict.fromkeys(("root_id", "parent_id", "reply_to"), st.sampled_from(["one", "two"])),
+)
+
 
 @given(
     st.sampled_from(["look", "bound"]),
@@ -126,12 +139,21 @@ shared_options = st.fixed_dictionaries(
         texts.filter(lambda name: name not in ("number", "self")), json_able, max_size=3
     ),
     shared_options,
+    st.none() | member_options,
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_each_send_is_what_celery_would_have_sent(
-    sends: Sends, name: str, by_name: bool, calls: list[Any], kwargs: Any, shared: dict[str, Any]
+    sends: Sends,
+    name: str,
+    by_name: bool,
+    calls: list[Any],
+    kwargs: Any,
+    shared: dict[str, Any],
+    member: dict[str, Any] | None,
 ) -> None:
     app = APP
+    if member is not None:
+        shared, by_name = {**shared, **member, "producer": PRODUCER}, False
     task = app.tasks[name]
     send = functools.partial(app.send_task, name) if by_name else task.apply_async
     for args in calls:
@@ -144,6 +166,9 @@ def test_each_send_is_what_celery_would_have_sent(
                 celerys(app, name if by_name else task, args, kwargs, options)
             continue
         expected, destination = celerys(app, name if by_name else task, args, kwargs, options)
+        if member is not None:
+            member["group_index"] += 1
+            shared["group_index"] = member["group_index"]
         publication = sends.published[-1]
         assert read(publication.content) == expected
         exchange, key = publication.address()
@@ -155,6 +180,7 @@ def test_each_send_is_what_celery_would_have_sent(
 
 
 APP = make_app()
+PRODUCER = APP.amqp.Producer(APP.connection_for_write(), auto_declare=False)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ class Writer:
         self._reprs = {name: size for name, size in sizes if not options.get(name)}
         self._repr_depth = repr_depth(first.amqp.app)
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
+        if "group_index" in options:
+            own.add("group_index")
         self._encoder = PropertiesEncoder(message, own | ({"root_id"} if self._has_root else set()))
         self._sign = self._signer(self._encoder)
         self._json = JSONEncoder().encode
@@ -121,9 +123,9 @@ class Writer:
         )
         return encoded.encode() if isinstance(encoded, str) else encoded
 
-    def _own_headers(self, call: Call) -> dict[str, str]:
+    def _own_headers(self, call: Call) -> dict[str, Any]:
         """Return the headers in which messages differ, without copies of others."""
-        own = {"id": call.task_id}
+        own: dict[str, Any] = {"id": call.task_id}
         for name, max_length in self._reprs.items():
             value = call.args if name == "argsrepr" else call.kwargs
             own[name] = _brief(value, max_length, self._repr_depth)

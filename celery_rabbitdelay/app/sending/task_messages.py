@@ -81,7 +81,8 @@ class Call(NamedTuple):
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         due: When it may start.
-        headers: Those of :data:`OWN_HEADERS` that its message has, for the registry.
+        headers: Those of :data:`OWN_HEADERS` that its message has, for the registry; or the
+            ``group_index`` of a group's member.
         has_id: Whether the caller has given the id; otherwise no task had it before.
     """
 
@@ -89,7 +90,7 @@ class Call(NamedTuple):
     args: Any
     kwargs: Any
     due: Due
-    headers: Mapping[str, str] = NO_HEADERS
+    headers: Mapping[str, Any] = NO_HEADERS
     has_id: bool = True
 
 

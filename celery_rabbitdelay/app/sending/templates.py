@@ -4,7 +4,7 @@ Two delayed sends of a task with the same options differ in their id, their argu
 time. The first goes through all of Celery; its message is the template of the next. A template is
 used while Celery would make the same message: no setting, queue, route, attribute of the task or
 receiver of a signal has changed, and no function but Celery's own has a part in it. It is for plain
-sends only, outside of a worker's task; all others go through Celery each time.
+sends and members of groups, outside of a worker's task; all others go through Celery each time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,21 @@ from celery_rabbitdelay.app.task import Task
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Publisher
 
 #: The options that are the same for all sends of a template. Each is a text, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 
 #: All options of a plain send.
 PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
+
+#: The options that Celery gives all members of a group, and those that it gives each of them.
+OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
+OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
+
+#: The first member of a group that is written from a template, counted from 0: that costs as much
+#: as another send.
+FIRST_MEMBER: Final = 3
 
 #: How many templates are kept; then they are made anew. Each thread and set of options has its own.
 MAX_TEMPLATES: Final = 256
@@ -118,15 +127,22 @@ class Templates:
         delay, countdown, eta = options.get("delay"), options.get("countdown"), options.get("eta")
         times = (delay is not None) + (countdown is not None) + (eta is not None)
         delays, app = self._delays, self._delays.app
-        if times != 1 or not options.keys() <= PLAIN or app.current_worker_task is not None:
+        of_group = {name: options[name] for name in OF_GROUP if name in options}
+        known_options = OF_MEMBER if of_group else PLAIN
+        if times != 1 or not options.keys() <= known_options or app.current_worker_task is not None:
             return None
         args, kwargs, task_id = args or (), kwargs or {}, options.get("task_id") or uuid()
         shared = {name: options[name] for name in SHARED if options.get(name) is not None}
         if (
             not (isinstance(args, list | tuple) and type(kwargs) is dict and type(task_id) is str)
             # Such a value is equal to no other one that Celery reads in another way.
-            or not all(type(each) in (str, int) for each in shared.values())
+            or not all(type(each) in (str, int) for each in (*shared.values(), *of_group.values()))
+            or (of_group and not _is_further_member(options, task_id))
         ):
+            return None
+        connection = options["producer"].connection if of_group else None
+        pipeline = current_pipeline(delays, connection)
+        if of_group and pipeline is None:
             return None
         if not isinstance(task, str) and (check := argument_check(task)) is not None:
             check(*args, **kwargs)
@@ -135,10 +151,12 @@ class Templates:
             return None
         began = time.monotonic()
         call = Call(task_id, args, kwargs, due)
-        template = self._template(task, call, shared, delay is None)
+        template = self._template(task, call, shared, options if of_group else {}, delay is None)
         if template is None:
             return None
         delays.settings.check_delay(due)
+        if of_group:
+            call = call._replace(headers={"group_index": options["group_index"]})
         try:
             publication = template.publication(call)
         except RabbitDelayError:
@@ -148,7 +166,14 @@ class Templates:
         if not template.ignores_result:
             app.backend.on_task_call(template.producer, task_id)
         name = task if isinstance(task, str) else str(task.name)
-        self._publish(template, publication, Sent(name, task_id, due.at_ms, template.label))
+        sent = Sent(name, task_id, due.at_ms, template.label)
+        if pipeline is None:
+            self._publish(template, publication, sent)
+        else:
+            pipeline.borrow(template.policy.timeout)
+            publication.context = sent
+            publication.declare = template.producer.declares["declare"]
+            pipeline.publish(lambda _: publication, sent, template.policy)
         delays.warn_blocked_loop(time.monotonic() - began)
         result: AsyncResult[Any]
         result = app.AsyncResult(task_id) if isinstance(task, str) else task.AsyncResult(task_id)
@@ -160,21 +185,28 @@ class Templates:
         task: celery.Task[Any, Any] | str,
         call: Call,
         shared: Mapping[str, Any],
+        member: Mapping[str, Any],
         is_countdown: bool,
     ) -> Template | None:
         """Return the template of a call; None if there is none."""
         app = self._delays.app
         known = registered_task(app, task) if isinstance(task, str) else task
-        made_from = makers_of_messages(app, known)
-        key = (task, is_countdown, app.thread_oid, *shared.items())
+        # A group takes the place of the former one with the same task.
+        of_group = {name: member[name] for name in OF_GROUP if name in member}
+        made_from = makers_of_messages(app, known), of_group
+        key = (task, is_countdown, app.thread_oid, bool(member), *shared.items())
         former = self._templates.get(key)
         if former is not None and former[0] == made_from:
             return former[1]
         template = None
         if self._may_have_template(known, is_countdown):
-            with self._delays.publisher() as publisher:
-                first = capture_message(app, publisher, task, call, shared)
-            template = Template.of(first, call, shared)
+            options = {**shared, **of_group}
+            connection = app.connection_for_write()
+            if member:
+                connection = member["producer"].connection
+                options |= {name: member[name] for name in ("group_index", "add_to_parent")}
+            first = capture_message(app, Publisher(connection), task, call, options)
+            template = Template.of(first, call, options)
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
         self._templates[key] = made_from, template
@@ -194,20 +226,27 @@ class Templates:
 
     def _publish(self, template: Template, publication: Publication, sent: Sent) -> None:
         delays, declares = self._delays, template.producer.declares
-        pipeline = current_pipeline(delays)
-        if pipeline is not None:
-            pipeline.borrow(template.policy.timeout)
-            publication.context, publication.declare = sent, declares["declare"]
-            pipeline.publish(lambda _: publication, sent, template.policy)
-            return
         began, is_confirmed = time.monotonic(), False
         with delays.publisher() as publisher:
             left = max(template.policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
+            policy = template.policy._replace(timeout=left)
             try:
-                publisher.publish_one(
-                    publication, template.policy._replace(timeout=left), **declares
-                )
+                publisher.publish_one(publication, policy, **declares)
                 is_confirmed = True
             finally:
-                delays.recorder.record_send(sent.task, sent.queue, is_confirmed, publication.resent)
+                resent = publication.resent
+                delays.recorder.record_send(sent.task, sent.queue, is_confirmed, resent)
         signals.send(signals.delayed, delays.app, sent.task_id, sent.due_ms)
+
+
+def _is_further_member(options: Mapping[str, Any], task_id: str) -> bool:
+    """Return whether the options are those of a member of a group, and not of the first ones."""
+    index = options.get("group_index")
+    return (
+        "group_id" in options
+        and options.get("producer") is not None
+        and type(index) is int
+        and index >= FIRST_MEMBER
+        # If it is the root of its group, its header says so, and those of others do not.
+        and options.get("root_id") != task_id
+    )
