@@ -81,13 +81,13 @@ class Template(NamedTuple):
             call: The call.
             options: The options of ``apply_async`` for all calls.
         """
-        return cls(
-            Writer(first, call, options),
-            first,
-            first.policy._replace(reconnects=first.reconnects),
-            first.delayed.message.headers.others["ignore_result"],
-            queue_label(first.delayed),
-        )
+        writer, message = Writer(first, call, options), first.delayed.message
+        # What is kept has not the arguments of the call.
+        first.body = ((), {}, first.body[2])
+        first.delayed = first.delayed._replace(message=message._replace(body=b""))
+        policy = first.policy._replace(reconnects=first.reconnects)
+        ignores_result = message.headers.others["ignore_result"]
+        return cls(writer, first, policy, ignores_result, queue_label(first.delayed))
 
     def publication(self, call: Call) -> Publication:
         """Return the message of a call, to be published."""
