@@ -79,7 +79,7 @@ _SIGNALS_OF_PUBLISHING: Final = (
 
 #: The attributes of a task that its message depends on.
 _OF_A_TASK: Final = (
-    *("ignore_result", "time_limit", "soft_time_limit", "shadow_name", "backend"),
+    *("ignore_result", "time_limit", "soft_time_limit", "shadow_name", "_backend"),
     *("rabbitdelay", "once", "track"),
 )
 
@@ -99,7 +99,7 @@ def makers_of_messages(app: Any, task: Any) -> tuple[object, ...]:
     return (
         *(os.getpid(), conf, len(conf.maps), dict(conf.changes)),
         *(amqp, amqp.router, amqp.routes, amqp.queues, len(amqp.queues)),
-        *(amqp.send_task_message, *repr_sizes(amqp), app.backend.on_task_call),
+        *(amqp.send_task_message, *repr_sizes(amqp), type(app.backend)),
         *(type(app).send_task, vars(app).get("send_task")),
         *[getattr(owner, name) for owner, name in _MAKERS],
         *[bool(signal.receivers) for signal in _SIGNALS_OF_PUBLISHING],

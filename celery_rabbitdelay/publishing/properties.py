@@ -130,7 +130,7 @@ _PROPERTIES: Final = [
 
 
 class PropertiesEncoder:
-    """Encodes the properties of messages that differ in some headers and the correlation id.
+    """Encodes the properties of messages that differ in some headers and two properties.
 
     Args:
         message: One of the messages.
@@ -157,19 +157,27 @@ class PropertiesEncoder:
         self._flags = encoded(message.properties)[: _FLAGS.size]
         self._before = self._encoded(MESSAGE_PROPERTIES[:before])
         self._between = self._encoded(MESSAGE_PROPERTIES[before + 1 : after])
-        self._after = self._encoded(MESSAGE_PROPERTIES[after + 1 :])
+        self._reply_to = self._encoded(["reply_to"])
+        self._after = self._encoded(MESSAGE_PROPERTIES[after + 2 :])
 
     def _encoded(self, which: Sequence[str]) -> bytes:
         some = {name: self.properties[name] for name in which if name in self.properties}
         return encoded(some)[_FLAGS.size :]
 
-    def encode(self, own: Mapping[str, Any], due_ms: int, correlation_id: str | None) -> bytes:
+    def encode(
+        self,
+        own: Mapping[str, Any],
+        due_ms: int,
+        correlation_id: str | None,
+        reply_to: str | None = None,
+    ) -> bytes:
         """Return the properties of a message.
 
         Args:
             own: Its own headers, except its due time: texts and numbers.
             due_ms: When it is due, in milliseconds since 1970.
             correlation_id: Its correlation id; None if the messages have none.
+            reply_to: Its ``reply_to``, if the messages have one; None for that of them all.
 
         Raises:
             ValueError: The correlation id is longer than 255 bytes.
@@ -183,5 +191,5 @@ class PropertiesEncoder:
         if correlation_id is not None:
             text = _utf8(correlation_id)
             parts += (bytes((len(text),)), text)
-        parts.append(self._after)
+        parts += (self._reply_to if reply_to is None else _short(reply_to), self._after)
         return b"".join(parts)

@@ -98,8 +98,7 @@ class Writer:
         self._reprs = {name: size for name, size in sizes if not options.get(name)}
         self._repr_depth = repr_depth(first.amqp.app)
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
-        if "group_index" in options:
-            own.add("group_index")
+        own.update(call.headers)
         self._encoder = PropertiesEncoder(message, own | ({"root_id"} if self._has_root else set()))
         self._sign = self._signer(self._encoder)
         self._json = JSONEncoder().encode
@@ -132,8 +131,8 @@ class Writer:
         own.update(call.headers)
         return own
 
-    def content(self, call: Call) -> Content:
-        """Return the message of a call."""
+    def content(self, call: Call, reply_to: str | None = None) -> Content:
+        """Return the message of a call; with its own ``reply_to``, unless that is that of all."""
         own = self._own_headers(call)
         if self._has_root:
             own["root_id"] = call.task_id
@@ -141,7 +140,7 @@ class Writer:
         due_ms = call.due.at_ms
         if self._sign is not None:
             own[header_names.SIGNATURE] = self._sign(due_ms, correlation_id, body, own)
-        return Content(self._encoder.encode(own, due_ms, correlation_id), body)
+        return Content(self._encoder.encode(own, due_ms, correlation_id, reply_to), body)
 
     def item(self, call: Call) -> bytes:
         """Return a call as it stands in an envelope: two blocks.
@@ -234,7 +233,7 @@ class _CeleryWriter(Writer):
             )
         )
 
-    def content(self, call: Call) -> Content:
+    def content(self, call: Call, reply_to: str | None = None) -> Content:
         return Content.of(self._message(call).amqp())
 
     def item(self, call: Call) -> bytes:

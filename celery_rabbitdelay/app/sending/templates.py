@@ -29,7 +29,12 @@ from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.message_template import Writer
 from celery_rabbitdelay.app.sending.pipelines import Sent, current_pipeline
-from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
+from celery_rabbitdelay.app.sending.task_messages import (
+    NO_HEADERS,
+    Call,
+    CapturingProducer,
+    capture_message,
+)
 from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.task import Task
 from celery_rabbitdelay.exceptions import RabbitDelayError
@@ -51,7 +56,7 @@ OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_par
 #: as another send.
 FIRST_MEMBER: Final = 3
 
-#: How many templates are kept; then they are made anew. Each thread and set of options has its own.
+#: How many templates are kept; then they are made anew. Each set of options has its own.
 MAX_TEMPLATES: Final = 256
 
 
@@ -89,9 +94,14 @@ class Template(NamedTuple):
         ignores_result = message.headers.others["ignore_result"]
         return cls(writer, first, policy, ignores_result, queue_label(first.delayed))
 
-    def publication(self, call: Call) -> Publication:
-        """Return the message of a call, to be published."""
-        content = self.writer.content(call)
+    def publication(self, call: Call, reply_to: str | None) -> Publication:
+        """Return the message of a call, to be published.
+
+        Args:
+            call: The call.
+            reply_to: Where the answer goes, if the message says so; None for where all go.
+        """
+        content = self.writer.content(call, reply_to)
         delayed = self.producer.delayed._replace(task_id=call.task_id)
         self.producer.check_size(len(content.body), delayed.destination, call.due)
         return Publication(content, partial(self.producer.address, delayed, call.due))
@@ -150,15 +160,16 @@ class Templates:
         if due.is_past:
             return None
         began = time.monotonic()
-        call = Call(task_id, args, kwargs, due)
+        own = {"group_index": options["group_index"]} if of_group else NO_HEADERS
+        call = Call(task_id, args, kwargs, due, own)
         template = self._template(task, call, shared, options if of_group else {}, delay is None)
         if template is None:
             return None
         delays.settings.check_delay(due)
-        if of_group:
-            call = call._replace(headers={"group_index": options["group_index"]})
         try:
-            publication = template.publication(call)
+            # Celery has an address for each thread.
+            reply_to = None if "reply_to" in of_group else app.thread_oid
+            publication = template.publication(call, reply_to)
         except RabbitDelayError:
             raise
         except Exception:  # noqa: BLE001 - Celery tries once more, and raises its own error
@@ -194,7 +205,7 @@ class Templates:
         # A group takes the place of the former one with the same task.
         of_group = {name: member[name] for name in OF_GROUP if name in member}
         made_from = makers_of_messages(app, known), of_group
-        key = (task, is_countdown, app.thread_oid, bool(member), *shared.items())
+        key = (task, is_countdown, bool(member), *shared.items())
         former = self._templates.get(key)
         if former is not None and former[0] == made_from:
             return former[1]
@@ -205,7 +216,8 @@ class Templates:
             if member:
                 connection = member["producer"].connection
                 options |= {name: member[name] for name in ("group_index", "add_to_parent")}
-            first = capture_message(app, Publisher(connection), task, call, options)
+            plain = call._replace(headers=NO_HEADERS)
+            first = capture_message(app, Publisher(connection), task, plain, options)
             template = Template.of(first, call, options)
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
