@@ -26,9 +26,9 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 # What starts Spark.
 SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
 
-# The operator's commands against real servers, and metrics.
-OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* flower metrics migrate prometheus \
-        redrive* undeliverable verify*))
+# The operator's commands against real servers, probes, pauses, and metrics.
+OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* flower health metrics migrate pause \
+        probe prometheus redrive* undeliverable verify*))
 
 # What strangers, other users and other versions may do, and TLS.
 SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
