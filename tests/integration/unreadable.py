@@ -44,8 +44,8 @@ def publish_with_key(
     channel: Any = connection.default_channel
     wire = Wire(connection)
     stand_in = "k" * len(key)
-    frames = publish_frames(
-        channel.channel_id, exchange, stand_in, Content.of(message), wire.frame_max
-    )
+    raw: Any = message
+    content = Content(raw._serialize_properties(), raw.body.encode())
+    frames = publish_frames(channel.channel_id, exchange, stand_in, content, wire.frame_max)
     assert frames.count(stand_in.encode()) == 1
     wire.write(frames.replace(stand_in.encode(), key), 30)
