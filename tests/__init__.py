@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-#: What is made or downloaded once: whole systems with a broker, Prometheus, Flower.
+#: The folder for what is downloaded or built only once: Debian systems, Prometheus, Flower.
 CACHE: Final = Path(
     os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "celery_rabbitdelay"
 )

@@ -58,7 +58,7 @@ def has_quorum_queue(app: celery.Celery) -> bool:
     return found
 
 
-# What makes the message of a task.
+# How Celery makes the message of a task.
 
 #: Celery's functions that make a task's message, or decide about it.
 _MAKERS: Final = (
@@ -108,6 +108,12 @@ def makers_of_messages(app: Any, task: Any) -> tuple[object, ...]:
     )
 
 
+def is_publishing_watched(app: celery.Celery) -> bool:
+    """Return whether receivers of signals, or events, get each message that Celery publishes."""
+    receivers = any(signal.receivers for signal in _SIGNALS_OF_PUBLISHING)
+    return receivers or bool(app.conf.task_send_sent_event)
+
+
 def makes_messages_alone(app: Any, task: Any, our_task: type[Any]) -> bool:
     """Return whether Celery makes a task's messages from data alone.
 
@@ -124,9 +130,9 @@ def makes_messages_alone(app: Any, task: Any, our_task: type[Any]) -> bool:
     functions = [getattr(owner, name) for owner, name in _MAKERS]
     functions += (amqp.send_task_message, type(app.backend).on_task_call)
     return (
-        not (conf.task_send_sent_event or conf.task_always_eager)
+        not is_publishing_watched(app)
+        and not conf.task_always_eager
         and conf.task_protocol == 2
-        and not any(signal.receivers for signal in _SIGNALS_OF_PUBLISHING)
         and type(amqp) is DelayingAMQP
         and type(amqp.router) is Router
         and all(isinstance(route, MapRoute) for route in amqp.routes)
@@ -148,7 +154,9 @@ def _is_plain(task: Any, our_task: type[Any]) -> bool:
         and not task.__v2_compat__
         and "shadow_name" not in vars(task)
         and _definers(task, "shadow_name") == [celery.Task]
-        and definers[definers.index(our_task) + 1 :] == [celery.Task]
+        # One that was defined before ``install`` is sent by its name alone.
+        and definers[-1] is celery.Task
+        and (our_task not in definers or definers[-2] is our_task)
     )
 
 

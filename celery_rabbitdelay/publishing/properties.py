@@ -57,7 +57,12 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _short(text: str | bytes) -> bytes:
+def short_string(text: str | bytes) -> bytes:
+    """Return a text as AMQP's short string.
+
+    Raises:
+        struct.error: It has more than 255 bytes.
+    """
     # Some other value that counts as false is empty, as in py-amqp.
     text = text or b""
     value = _utf8(text) if isinstance(text, str) else text
@@ -65,7 +70,7 @@ def _short(text: str | bytes) -> bytes:
 
 
 #: Names of headers come again and again. A stranger's may not, hence the limit.
-_name: Final = lru_cache(maxsize=1024)(_short)
+_name: Final = lru_cache(maxsize=1024)(short_string)
 
 
 def _table(table: Mapping[Any, Any]) -> bytes:
@@ -116,7 +121,7 @@ _VALUES: Final[Mapping[type, Callable[[Any], bytes]]] = {
 
 #: How a property is encoded, by the letter that py-amqp has for its type.
 _TYPES: Final[Mapping[str, Callable[[Any], bytes]]] = {
-    "s": _short,
+    "s": short_string,
     "F": _table,
     "o": _BYTE.pack,
     "L": _TIMESTAMP.pack,
@@ -191,5 +196,5 @@ class PropertiesEncoder:
         if correlation_id is not None:
             text = _utf8(correlation_id)
             parts += (bytes((len(text),)), text)
-        parts += (self._reply_to if reply_to is None else _short(reply_to), self._after)
+        parts += (self._reply_to if reply_to is None else short_string(reply_to), self._after)
         return b"".join(parts)

@@ -21,7 +21,7 @@ import amqp
 from amqp.exceptions import AMQPError, FrameSyntaxError
 from kombu import Connection
 
-from celery_rabbitdelay.publishing.properties import encoded
+from celery_rabbitdelay.publishing.properties import encoded, short_string
 
 #: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
@@ -42,8 +42,7 @@ RECEIVED_AT_ONCE: Final = 4096
 BEFORE_PROPERTIES: Final = 12
 
 _END: Final = b"\xce"
-_PUBLISH: Final = struct.Struct(">HHHB")
-_BYTE: Final = struct.Struct(">B")
+_PUBLISH: Final = struct.Struct(">HHH")
 _FRAME: Final = struct.Struct(">BHI")
 _SETTLE: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
@@ -120,13 +119,11 @@ def publish_frames(
         raise FrameSyntaxError(
             f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
         )
-    # A lone surrogate is invalid UTF-8; py-amqp encodes it, and so does this.
-    name, key = (word.encode("utf-8", "surrogatepass") for word in (exchange, routing_key))
+    name, key = short_string(exchange), short_string(routing_key)
     parts = [
-        _FRAME.pack(METHOD_FRAME, channel, 9 + len(name) + len(key)),
-        _PUBLISH.pack(60, 40, 0, len(name)),
+        _FRAME.pack(METHOD_FRAME, channel, _PUBLISH.size + len(name) + len(key) + 1),
+        _PUBLISH.pack(60, 40, 0),
         name,
-        _BYTE.pack(len(key)),
         key,
         b"\x01",  # mandatory
         _END,

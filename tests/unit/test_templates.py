@@ -11,10 +11,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
 
-import amqp
 import celery
 import pytest
-from amqp import spec
 from celery import signals
 from celery.app.routes import prepare
 from hypothesis import HealthCheck, given, settings
@@ -30,10 +28,8 @@ from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
-from tests.unit.test_message_template import json_able, texts
+from tests.unit.test_message_template import NOWHERE, json_able, read, texts
 
-#: A port that nothing listens on: whoever opens a connection fails.
-NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
 HOUR = timedelta(hours=1)
 
 
@@ -96,12 +92,6 @@ def app() -> Iterator[Any]:
     app = make_app()
     yield app
     app.close()
-
-
-def read(content: Content) -> tuple[dict[str, Any], bytes]:
-    message: Any = amqp.Message()
-    message._load_properties(spec.Basic.CLASS_ID, content.properties, 0)
-    return message.properties, content.body
 
 
 def celerys(app: Any, task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
@@ -254,7 +244,7 @@ def route(name: str, *_: Any, **__: Any) -> dict[str, Any]:
     return {"queue": "office"}
 
 
-#: What an application or a library may do, after which Celery's own code has to run.
+#: Things that an application or a library may do; afterwards each send must go through Celery.
 OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
     "a receiver of before_task_publish": lambda app, _: signals.before_task_publish.connect(
         receive
@@ -331,7 +321,7 @@ def test_routers_subclasses_and_the_registry_send_through_celery(sends: Sends) -
             assert not sends.from_template(task.apply_async, delay=60)
 
 
-#: What changes the messages of a task, and is data.
+#: Changes of data after which Celery makes other messages of the same calls.
 CHANGES: dict[str, Callable[[Any], object]] = {
     "default queue": lambda app: app.conf.update(task_default_queue="office"),
     "priority": lambda app: vars(app.tasks["look"]).update(priority=7, _exec_options=None),
@@ -378,6 +368,16 @@ def test_threads_share_a_template_and_have_addresses_of_their_own(
     first, second = (read(each.content)[0]["reply_to"] for each in sends.published)
     assert first != second
     assert len(made) == 1
+
+
+def test_a_task_that_was_defined_before_install_is_sent_by_its_name(sends: Sends) -> None:
+    plain: Any = celery.Celery("shop", broker=NOWHERE, set_as_current=False)
+    plain.task(receive, name="early", shared=False)
+    plain.finalize()
+    app = celery_rabbitdelay.install(plain)
+    for _ in range(2):
+        assert sends.from_template(app.send_task, "early", delay=60)
+        assert not sends.from_template(app.tasks["early"].apply_async, countdown=60)
 
 
 def test_a_worker_s_task_sends_through_celery(sends: Sends, app: Any) -> None:

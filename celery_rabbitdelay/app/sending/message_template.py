@@ -13,10 +13,14 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final
 
 import amqp
-from celery import signals
 from kombu.utils.json import JSONEncoder
 
-from celery_rabbitdelay.app.celery_internals import celerys_repr, repr_depth, repr_sizes
+from celery_rabbitdelay.app.celery_internals import (
+    celerys_repr,
+    is_publishing_watched,
+    repr_depth,
+    repr_sizes,
+)
 from celery_rabbitdelay.app.sending.task_messages import OWN_HEADERS, Call, CapturingProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.levels import headers as header_names
@@ -65,9 +69,7 @@ def writer_for(
         options: Further options of ``apply_async``.
         capture: Sends a call by Celery and returns the producer that has its message.
     """
-    of_publishing = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
-    sends_event = first.amqp.app.conf.task_send_sent_event
-    if sends_event or any(signal.receivers for signal in of_publishing):
+    if is_publishing_watched(first.amqp.app):
         return _CeleryWriter(first, call, options, capture)
     return Writer(first, call, options)
 

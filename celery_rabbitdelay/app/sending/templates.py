@@ -52,8 +52,8 @@ PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "ta
 OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
 OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
 
-#: The first member of a group that is written from a template, counted from 0: that costs as much
-#: as another send.
+#: The first member of a group that is written from a template, counted from 0. To make a template
+#: takes as long as to send one member through Celery, so small groups have none.
 FIRST_MEMBER: Final = 3
 
 #: How many templates are kept; then they are made anew. Each set of options has its own.
@@ -87,7 +87,7 @@ class Template(NamedTuple):
             options: The options of ``apply_async`` for all calls.
         """
         writer, message = Writer(first, call, options), first.delayed.message
-        # What is kept has not the arguments of the call.
+        # The template is kept for long; the arguments of this call are not.
         first.body = ((), {}, first.body[2])
         first.delayed = first.delayed._replace(message=message._replace(body=b""))
         policy = first.policy._replace(reconnects=first.reconnects)
@@ -199,7 +199,7 @@ class Templates:
         member: Mapping[str, Any],
         is_countdown: bool,
     ) -> Template | None:
-        """Return the template of a call; None if there is none."""
+        """Return the template that a call is written from; None if it goes through Celery."""
         app = self._delays.app
         known = registered_task(app, task) if isinstance(task, str) else task
         # A group takes the place of the former one with the same task.
@@ -212,9 +212,8 @@ class Templates:
         template = None
         if self._may_have_template(known, is_countdown):
             options = {**shared, **of_group}
-            connection = app.connection_for_write()
+            connection = member["producer"].connection if member else app.connection_for_write()
             if member:
-                connection = member["producer"].connection
                 options |= {name: member[name] for name in ("group_index", "add_to_parent")}
             plain = call._replace(headers=NO_HEADERS)
             first = capture_message(app, Publisher(connection), task, plain, options)
@@ -259,6 +258,6 @@ def _is_further_member(options: Mapping[str, Any], task_id: str) -> bool:
         and options.get("producer") is not None
         and type(index) is int
         and index >= FIRST_MEMBER
-        # If it is the root of its group, its header says so, and those of others do not.
+        # A message whose root is the task itself would be no template for those of other roots.
         and options.get("root_id") != task_id
     )
