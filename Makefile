@@ -34,7 +34,10 @@ OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt com
 SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
         permissions reach sealed secrets signing tls versions)
 
-TEST = -m pytest --numprocesses=4 --dist=loadfile \
+# Files in their order: unit tests, of which each file is quick, come last and fill the gaps.
+AT_ONCE = --dist=loadfile --no-loadscope-reorder --numprocesses
+
+TEST = -m pytest $(AT_ONCE)=4 \
         $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS),--ignore=$(each))
 
 test: $(VENV)/test.done  ## All tests but those of the next three, on private RabbitMQ and Redis servers
@@ -47,13 +50,13 @@ coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half
 	$(BIN)/coverage report
 
 test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
-	$(BIN)/pytest --numprocesses=4 --dist=loadfile $(SECURITY_TESTS)
+	$(BIN)/pytest $(AT_ONCE)=4 $(SECURITY_TESTS)
 
 test-operations: $(VENV)/test.done  ## The tests of the operator's commands and of metrics, likewise
-	$(BIN)/pytest --numprocesses=4 --dist=loadfile $(OPERATIONS_TESTS)
+	$(BIN)/pytest $(AT_ONCE)=4 $(OPERATIONS_TESTS)
 
 test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
-	$(BIN)/pytest --numprocesses=2 --dist=loadfile $(SPARK_TESTS)
+	$(BIN)/pytest $(AT_ONCE)=2 $(SPARK_TESTS)
 
 unit: $(VENV)/test.done  ## The tests that need no server
 	$(BIN)/pytest tests/unit
