@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants bench bench-absence bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-trouble test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants bench bench-absence bench-sends bench-levels bench-lateness \
         bench-beside bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -34,13 +34,18 @@ OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt com
 SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
         permissions reach sealed secrets signing tls versions)
 
+# Brokers, workers and Redis servers that are killed or stop answering, and clusters.
+TROUBLE_TESTS = tests/acceptance/test_kill.py $(wildcard $(patsubst %,tests/integration/test_%.py,cluster* \
+        may_have_arrived modules_trouble publish_retry publisher_trouble *_resends registry_kills registry_trouble \
+        send_many_trouble unaware))
+
 # Files in their order: unit tests, of which each file is quick, come last and fill the gaps.
 AT_ONCE = --dist=loadfile --no-loadscope-reorder --numprocesses
 
 TEST = -m pytest $(AT_ONCE)=4 \
-        $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS),--ignore=$(each))
+        $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS) $(TROUBLE_TESTS),--ignore=$(each))
 
-test: $(VENV)/test.done  ## All tests but those of the next three, on private RabbitMQ and Redis servers
+test: $(VENV)/test.done  ## All tests but those of the next four, on private RabbitMQ and Redis servers
 	$(BIN)/python $(TEST)
 
 coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half as long again)
@@ -54,6 +59,9 @@ test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, sign
 
 test-operations: $(VENV)/test.done  ## The tests of the operator's commands and of metrics, likewise
 	$(BIN)/pytest $(AT_ONCE)=4 $(OPERATIONS_TESTS)
+
+test-trouble: $(VENV)/test.done  ## The tests whose servers are killed, freeze or are full, likewise (ten minutes)
+	$(BIN)/pytest $(AT_ONCE)=4 $(TROUBLE_TESTS)
 
 test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
 	$(BIN)/pytest $(AT_ONCE)=2 $(SPARK_TESTS)
