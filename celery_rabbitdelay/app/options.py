@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
-from typing import Any, Final, NamedTuple, Self, TypedDict
+from datetime import datetime, timedelta
+from types import UnionType
+from typing import Any, Final, Literal, NamedTuple, Self, TypedDict
 
 import kombu
 from celery.canvas import Signature
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
-from celery_rabbitdelay.levels.delay import Delay
+from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 
 #: The options of a send that the registry takes, and the type of each. Celery drops an option that
 #: it does not know in silence. A user who gives one of these relies on it, so it is an error where
 #: there is no registry, with a delay and without one.
-REGISTRY_OPTIONS: Final[Mapping[str, type]] = {"key": str, "job": str, "once": bool, "track": bool}
+REGISTRY_OPTIONS: Final[Mapping[str, type | UnionType]] = {
+    "key": str,
+    "unique": str,
+    "unique_for": int | float | timedelta,
+    "job": str,
+    "once": bool,
+    "track": bool,
+}
+
+#: What each of the others takes than those that take any text, or True and False.
+_TAKES: Final = {
+    "unique": "takes 'first' or 'newest'",
+    "unique_for": "takes seconds, or a timedelta",
+}
 
 
 class SendOptions(TypedDict, total=False):
@@ -28,6 +42,8 @@ class SendOptions(TypedDict, total=False):
     confirm_timeout: float
     key: str | None
     job: str | None
+    unique: Literal["first", "newest"] | None
+    unique_for: Delay | None
     once: bool | None
     track: bool | None
 
@@ -81,12 +97,15 @@ class RegistryOptions(NamedTuple):
         job: The job that the task belongs to; empty for none.
         once: Whether only the first message with the task's id runs.
         track: Whether the task is listed while it waits.
+        unique_ms: None, unless the task is only sent if none waits under its key: then for how many
+            milliseconds after a send another one is left out, even if the task has arrived.
     """
 
     key: str = ""
     job: str = ""
     once: bool = False
     track: bool = False
+    unique_ms: int | None = None
 
     @classmethod
     def of(
@@ -112,11 +131,13 @@ class RegistryOptions(NamedTuple):
         # A message that is registered and has no key is that of a tracked task.
         was_tracked = True if former.get(COPY) and not former.get(KEY) else None
         track = given.get("track", was_tracked or getattr(task, "track", None))
+        key = given.get("key", former.get(KEY, ""))
         return cls(
-            given.get("key", former.get(KEY, "")),
+            key,
             given.get("job", former.get(JOB, "")),
             bool(once),
             settings.track == "all" if track is None else bool(track),
+            _unique_ms(given, key),
         )
 
     @property
@@ -137,6 +158,19 @@ class RegistryOptions(NamedTuple):
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
 
+def _unique_ms(given: Mapping[str, Any], key: str) -> int | None:
+    """Return what ``unique`` and ``unique_for`` say; see :attr:`RegistryOptions.unique_ms`."""
+    for name in ("unique", "unique_for"):
+        if name in given and not key:
+            raise UnknownOption(name, given[name], "needs a key in the same call")
+    unique_for = given.get("unique_for")
+    if given.get("unique") == "first":
+        return 0 if unique_for is None else milliseconds(unique_for)
+    if unique_for is not None:
+        raise UnknownOption("unique_for", unique_for, "needs unique='first'")
+    return None
+
+
 def given_registry_options(options: Mapping[str, Any]) -> list[str]:
     """Return which options of the registry are given.
 
@@ -152,9 +186,11 @@ def given_registry_options(options: Mapping[str, Any]) -> list[str]:
     ]
     for name in given:
         value, kind = options[name], REGISTRY_OPTIONS[name]
-        if not isinstance(value, kind) or value == "":
+        is_bool = isinstance(value, bool)
+        fits = isinstance(value, kind) and value != "" and is_bool is (kind is bool)
+        if not fits or (name == "unique" and value not in ("first", "newest")):
             text = f"takes a text that is not empty, such as '{name}:7'"
-            takes = text if kind is str else "takes True or False"
+            takes = _TAKES.get(name, text if kind is str else "takes True or False")
             raise UnknownOption(name, value, takes)
     return given
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.resources import files
@@ -102,6 +102,9 @@ OPTIONS: Final = "rabbitdelay_registry_options"
 
 #: Seconds for connecting, and for each answer, by default.
 TIMEOUT: Final = 0.5
+
+#: Seconds after which a sender looks again whether another one has ended.
+LOCK_SLEEP: Final = 0.02
 
 #: The share of the time for an answer in which a server waits for copies: it has to answer then.
 WAIT_SHARE: Final = 0.8
@@ -248,6 +251,27 @@ class Store:
                 return results
 
         return self._try(run)
+
+    @contextmanager
+    def alone(self, name: str, lease: float) -> Iterator[None]:
+        """Run a block after the blocks of the same name that other processes have begun.
+
+        Args:
+            name: The key of the lock.
+            lease: Seconds for which this block waits for others at most; then they may have died.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer before the block.
+        """
+        lock = self._client.lock(name, timeout=lease)
+        end = time.monotonic() + lease
+        while not self._try(partial(lock.acquire, blocking=False)) and time.monotonic() < end:
+            time.sleep(LOCK_SLEEP)
+        try:
+            yield
+        finally:
+            with suppress(*self.errors):  # its lease ends by itself
+                lock.release()
 
     def asker(self) -> Asker | None:
         """Connect, for the caller alone, to ask whether keys are there.

@@ -41,6 +41,10 @@ class Names(NamedTuple):
         """Return the key of what is known about the tasks that were sent with ``key=``."""
         return f"{self._tagged(key)}:key:{key}"
 
+    def sending(self, key: str) -> str:
+        """Return the key that one sender has at a time, with ``key=`` and ``unique="first"``."""
+        return f"{self._tagged(key)}:sending:{key}"
+
     def job(self, job: str) -> str:
         """Return the key of a job."""
         return f"{self._tagged(job)}:job:{job}"
@@ -202,7 +206,7 @@ class Index:
         """Return how many tasks wait."""
         if wanted.needs_records:
             return sum(1 for _ in self.pending(wanted))
-        scores = wanted.scores(self._least_ms())
+        scores = wanted.scores(self.least_ms())
         names = self.names.all_due(wanted.task, wanted.job)
         counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
         return sum(counts)
@@ -226,7 +230,8 @@ class Index:
         if count:
             yield begin, count
 
-    def _least_ms(self) -> int:
+    def least_ms(self) -> int:
+        """Return when a task that still waits was due at the earliest, as far as tasks come."""
         now_ms, paused_ms = milliseconds_of(datetime.now(UTC)), self.paused_since_ms()
         return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
 
@@ -242,7 +247,7 @@ class Index:
         return heapq.merge(*shards)
 
     def _shard(self, name: str, wanted: Filter) -> Iterator[tuple[int, str]]:
-        least_ms, _ = wanted.scores(self._least_ms())
+        least_ms, _ = wanted.scores(self.least_ms())
         (rank,) = self.store.commands(
             lambda pipeline: pipeline.zcount(name, "-inf", f"({least_ms}")
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from enum import Enum
 from typing import NamedTuple
 
@@ -82,6 +83,34 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
         reason = f"the record of task {task_id} cannot be read: {error}"
         raise RegistryUnavailable(reason) from error
     return Record(state, due_ms, postponed_ms, name, key, job)
+
+
+def holder_of(registry: Registry, key: str, unique_ms: int) -> str | None:
+    """Return the id of the task that keeps others under its key from being sent; None for none.
+
+    That is the newest task under the key while it waits, unless it is later than a task that comes
+    late can be: then it may have been lost, with its queue.
+
+    Args:
+        registry: The registry.
+        key: The key.
+        unique_ms: For how many milliseconds after it was sent it is that also when it has arrived.
+
+    Raises:
+        RegistryUnavailable: Redis did not answer, or the record of the task cannot be read.
+    """
+    order, task_id = registry.newest_under(key)
+    record = record_of(registry, task_id) if order else None
+    if record is None:
+        return None
+    is_held = False
+    if record.state in (TaskState.WAITING, TaskState.ARRIVED):
+        # The order is the time of the send, in microseconds.
+        is_held = time.time_ns() // 1000 < int(order) + unique_ms * 1000
+    if record.state is TaskState.WAITING and record.due_ms is not None:
+        due_ms = max(record.due_ms, record.postponed_ms or 0)
+        is_held = is_held or due_ms >= registry.index.least_ms()
+    return task_id if is_held else None
 
 
 def _life(attempt: str) -> int:

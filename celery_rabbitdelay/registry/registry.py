@@ -6,6 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
@@ -31,6 +32,9 @@ NOTE_MS: Final = 315_360_000_000
 #: The latest instant until which a record lives, from now on, in milliseconds: a hundred years. Any
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
+
+#: Seconds that one sender with ``unique="first"`` waits for another at most.
+SENDING_LEASE: Final = 10.0
 
 #: What a script answers about a record that it cannot read begins with this.
 _UNREADABLE: Final = "!"
@@ -341,6 +345,14 @@ class Registry:
                 return Outcome(word)
             (key,) = more
             newest, _ = self.newest_under(key)
+
+    def alone_under(self, key: str) -> AbstractContextManager[None]:
+        """Return a context in which no other sender is that wants its task to be the first.
+
+        If one takes longer than a lease, or dies, the next one goes on: of their tasks, the newest
+        runs, as under any key.
+        """
+        return self.store.alone(self.names.sending(key), SENDING_LEASE)
 
     def _batch(
         self,

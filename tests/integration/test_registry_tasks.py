@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -14,7 +15,9 @@ from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
 
-from celery_rabbitdelay import JobClosed, NotTracked
+from celery_rabbitdelay import JobClosed, NotTracked, UnknownOption
+from celery_rabbitdelay.app.sending import task_sending
+from celery_rabbitdelay.registry import registry
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.conftest import small_configuration
@@ -132,6 +135,80 @@ def test_the_newest_task_under_a_key_runs(noted: Notes, last: dict[str, Any]) ->
         noted.send(number, delay=DELAY - 0.1 * number, key=key)
     noted.send("newest", key=key, **last)
     assert noted.until(DELAY) == ["newest"]
+
+
+def test_of_all_that_are_sent_at_once_the_first_under_a_key_is_sent_alone(noted: Notes) -> None:
+    key = f"order:{uuid4().hex}"
+
+    def send(number: int) -> Any:
+        return noted.send(number, delay=DELAY, key=key, unique="first")
+
+    with ThreadPoolExecutor(12) as threads:
+        sent = list(threads.map(send, range(24)))
+    assert len({each.id for each in sent}) == 1
+    assert len(noted.until(DELAY)) == 1
+
+
+def test_the_first_under_a_key_leaves_others_out_while_it_waits(shop: Any, noted: Notes) -> None:
+    key = f"order:{uuid4().hex}"
+    first = noted.send("cancelled", delay=DELAY, key=key, unique="first")
+    assert noted.send("left out", key=key, unique="first").id == first.id
+    assert shop.rabbitdelay.cancel(key=key) is Outcome.DONE
+    second = noted.send("second", delay=0.5, key=key, unique="first")
+    assert second.id != first.id
+    assert noted.send("left out", delay=9, key=key, unique="first", unique_for=9).id == second.id
+    second.get(timeout=PATIENCE)
+    assert (
+        noted.send("left out", key=key, unique="first", unique_for=timedelta(hours=1)).id
+        == second.id
+    )
+    # Without a time, it may be sent again as soon as it has arrived; the newest always may.
+    noted.send("third", delay=DELAY, key=key, unique="first")
+    noted.send("newest", delay=0.5, key=key, unique="newest")
+    assert noted.until(DELAY) == ["second", "newest"]
+
+
+def test_of_two_that_are_sent_as_the_first_the_newest_runs(
+    shop: Any, noted: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = f"order:{uuid4().hex}"
+    monkeypatch.setattr(registry, "SENDING_LEASE", 0.2)
+    # As if its sender had died before it could register it.
+    with shop.rabbitdelay.registry.alone_under(key), monkeypatch.context() as patch:
+        patch.setattr(task_sending, "register_sent", lambda *given: [])
+        first = noted.send("first", delay=DELAY, key=key, unique="first")
+    second = noted.send("second", delay=DELAY - 1, key=key, unique="first")
+    assert first.id != second.id
+    assert noted.until(DELAY) == ["second"]
+
+
+def test_retries_of_the_first_under_a_key_are_sent(shop: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    given = ([], 2, {"delay": 0.2})
+    retried = shop.tasks["retry"].apply_async(given, delay=0.2, key=key, unique="first")
+    assert len(retried.get(timeout=PATIENCE)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"unique": "first"}, "needs a key"),
+        ({"key": "order:7", "unique": "last"}, "takes 'first' or 'newest'"),
+        ({"key": "order:7", "unique_for": 60}, "needs unique='first'"),
+        ({"key": "order:7", "unique": "first", "unique_for": True}, "takes seconds"),
+    ],
+)
+def test_a_unique_that_says_nothing_is_refused(
+    noted: Notes, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnknownOption, match=reason):
+        noted.send("refused", delay=DELAY, **options)
+
+
+def test_a_member_of_a_group_cannot_be_left_out(shop: Any, noted: Notes) -> None:
+    member = shop.tasks["note"].si("member", key=noted.key).set(key="order:7", unique="first")
+    with pytest.raises(UnknownOption, match="group"):
+        group(member, member).apply_async(delay=DELAY)
 
 
 def test_a_task_that_was_sent_twice_with_once_runs_once(noted: Notes) -> None:

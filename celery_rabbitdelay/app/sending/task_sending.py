@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -37,6 +38,7 @@ from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, UNKNOWN_LIFE
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.decision import Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.record import holder_of
 from celery_rabbitdelay.registry.registry import Registration, Registry
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,8 @@ class TaskSending:
         # Also without a delay: behind the levels, the registry is asked about it.
         began = time.monotonic()
         try:
+            if wanted.unique_ms is not None and not self.former:
+                return self._send_first(due, wanted, wanted.unique_ms)
             return self._send_into_levels(due, wanted)
         finally:
             self.app.rabbitdelay.warn_blocked_loop(time.monotonic() - began)
@@ -202,6 +206,26 @@ class TaskSending:
                 )
             register_sent(delays.registry, [registration])
         signals.send(signals.delayed, self.app, result.id, due.at_ms)
+        return result
+
+    def _send_first(self, due: Due, wanted: RegistryOptions, unique_ms: int) -> AsyncResult[Any]:
+        """Send the task unless another one waits under its key; return the result of either."""
+        if self.options.get("group_id") or self.options.get("chord"):
+            raise UnknownOption("unique", "first", "not in a group, which would wait for the task")
+        registry = self.app.rabbitdelay.registry
+        holder = None
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(registry.alone_under(wanted.key))
+                holder = holder_of(registry, wanted.key, unique_ms)
+            except RegistryUnavailable as error:
+                if not is_sent_by_celery():
+                    raise
+                logger.warning("Task %s is sent although %s.", self.task_id, error)
+            if holder is None:
+                return self._send_into_levels(due, wanted)
+        logger.info("Task %s is left out: %s has its key %r.", self.task_id, holder, wanted.key)
+        result: AsyncResult[Any] = self.app.AsyncResult(holder)
         return result
 
     def _send_in_pipeline(
