@@ -263,7 +263,7 @@ class Store:
         Raises:
             RegistryUnavailable: Redis did not answer before the block.
         """
-        lock = self._client.lock(name, timeout=lease)
+        lock = self._try(lambda: self._client.lock(name, timeout=lease))
         end = time.monotonic() + lease
         while not self._try(partial(lock.acquire, blocking=False)) and time.monotonic() < end:
             time.sleep(LOCK_SLEEP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from enum import Enum
 from typing import NamedTuple
 
@@ -99,18 +98,22 @@ def holder_of(registry: Registry, key: str, unique_ms: int) -> str | None:
     Raises:
         RegistryUnavailable: Redis did not answer, or the record of the task cannot be read.
     """
-    order, task_id = registry.newest_under(key)
-    record = record_of(registry, task_id) if order else None
-    if record is None:
+    while True:
+        order, task_id = registry.newest_under(key)
+        record = record_of(registry, task_id) if task_id else None
+        if record is None or record.state is not TaskState.SUPERSEDED:
+            break  # otherwise another one has become the newest meanwhile
+    if record is None or record.state not in (TaskState.WAITING, TaskState.ARRIVED):
         return None
-    is_held = False
-    if record.state in (TaskState.WAITING, TaskState.ARRIVED):
-        # The order is the time of the send, in microseconds.
-        is_held = time.time_ns() // 1000 < int(order) + unique_ms * 1000
-    if record.state is TaskState.WAITING and record.due_ms is not None:
-        due_ms = max(record.due_ms, record.postponed_ms or 0)
-        is_held = is_held or due_ms >= registry.index.least_ms()
-    return task_id if is_held else None
+    if unique_ms:
+        # Both orders are the time of a send, in microseconds by the clock of Redis.
+        (ticket,) = registry.ask([("", key)])
+        if ticket.order < int(order) + unique_ms * 1000:
+            return task_id
+    if record.state is TaskState.ARRIVED or record.due_ms is None:
+        return None
+    due_ms = max(record.due_ms, record.postponed_ms or 0)
+    return task_id if due_ms >= registry.index.least_ms() else None
 
 
 def _life(attempt: str) -> int:

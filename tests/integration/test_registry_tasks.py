@@ -10,7 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery import chain, group
+from celery import chain, chord, group
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
@@ -184,7 +184,7 @@ def test_of_two_that_are_sent_as_the_first_the_newest_runs(
 
 def test_retries_of_the_first_under_a_key_are_sent(shop: Any) -> None:
     key = f"order:{uuid4().hex}"
-    given = ([], 2, {"delay": 0.2})
+    given: Any = ([], 2, {"delay": 0.2})
     retried = shop.tasks["retry"].apply_async(given, delay=0.2, key=key, unique="first")
     assert len(retried.get(timeout=PATIENCE)) == 3
 
@@ -205,10 +205,25 @@ def test_a_unique_that_says_nothing_is_refused(
         noted.send("refused", delay=DELAY, **options)
 
 
-def test_a_member_of_a_group_cannot_be_left_out(shop: Any, noted: Notes) -> None:
+@pytest.mark.parametrize("make", [group, chain, chord], ids=["group", "chain", "chord"])
+def test_what_others_wait_for_cannot_be_left_out(shop: Any, noted: Notes, make: Any) -> None:
     member = shop.tasks["note"].si("member", key=noted.key).set(key="order:7", unique="first")
-    with pytest.raises(UnknownOption, match="group"):
-        group(member, member).apply_async(delay=DELAY)
+    canvas = make(member, member) if make is not chord else chord([member], member)
+    with pytest.raises(UnknownOption, match="others would wait"):
+        canvas.apply_async(delay=DELAY)
+
+
+def test_nor_can_a_retry_or_a_task_of_a_job(shop: Any, noted: Notes) -> None:
+    noted.send("first", delay=DELAY, key="order:8", unique="first")
+    given: Any = ([], 1, {"delay": 0.2, "key": "order:8", "unique": "first"})
+    with pytest.raises(UnknownOption, match="others would wait"):
+        shop.tasks["retry"].apply_async(given).get(timeout=PATIENCE)
+    job = f"job-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=60)
+    with pytest.raises(UnknownOption, match="combined with job"):
+        noted.send("in a job", delay=DELAY, key="order:8", unique="first", job=job)
+    with pytest.raises(UnknownOption, match="rabbitdelay_registry_keep"):
+        noted.send(delay=DELAY, key="order:8", unique="first", unique_for=timedelta(days=99))
 
 
 def test_a_task_that_was_sent_twice_with_once_runs_once(noted: Notes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,14 +15,14 @@ from unittest import mock
 import celery
 import pytest
 from celery import signals
-from celery.app.routes import prepare
+from celery.app.routes import MapRoute, prepare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kombu import Exchange, Queue
 from kombu.exceptions import EncodeError
 
 import celery_rabbitdelay
-from celery_rabbitdelay import Celery, InvalidDelayType, InvalidSetting, MessageTooLarge
+from celery_rabbitdelay import Celery, InvalidSetting, MessageTooLarge
 from celery_rabbitdelay.app.sending import templates
 from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
@@ -81,7 +82,15 @@ def make_app(**given: Any) -> Any:
     @app.task(name="look", shared=False)
     def look(number: int = 1, *more: Any, **kwargs: Any) -> None: ...
 
-    @app.task(name="bound", shared=False, bind=True, priority=3, ignore_result=True)
+    @app.task(
+        name="bound",
+        shared=False,
+        bind=True,
+        priority=3,
+        ignore_result=True,
+        queue="office",
+        serializer="yaml",
+    )
     def bound(self: Any, *args: Any, **kwargs: Any) -> None: ...
 
     return app
@@ -107,10 +116,10 @@ def celerys(app: Any, task: Any, args: Any, kwargs: Any, options: dict[str, Any]
 shared_options = st.fixed_dictionaries(
     {},
     optional={
-        "queue": st.sampled_from(["celery", "office", "elsewhere"]),
-        "priority": st.integers(0, 9),
-        "routing_key": st.sampled_from(["paper", "celery"]),
-        "serializer": st.sampled_from(["json", "pickle", "yaml"]),
+        "queue": st.sampled_from([None, "celery", "office", "elsewhere"]),
+        "priority": st.none() | st.integers(0, 9),
+        "routing_key": st.sampled_from([None, "paper", "celery"]),
+        "serializer": st.sampled_from([None, "json", "pickle", "yaml"]),
     },
 )
 
@@ -244,6 +253,10 @@ def route(name: str, *_: Any, **__: Any) -> dict[str, Any]:
     return {"queue": "office"}
 
 
+class OwnRoute(MapRoute):
+    """A map of routes that also looks at the arguments."""
+
+
 #: Things that an application or a library may do; afterwards each send must go through Celery.
 OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
     "a receiver of before_task_publish": lambda app, _: signals.before_task_publish.connect(
@@ -267,6 +280,11 @@ OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
     "a wrapped maker": lambda app, patch: patch.setattr(
         celery.app.amqp.AMQP, "as_task_v2", wrapped(celery.app.amqp.AMQP.as_task_v2)
     ),
+    "a wrapped message of an application": lambda app, patch: patch.setattr(
+        app.amqp, "create_task_message", wrapped(app.amqp.create_task_message)
+    ),
+    "a route of its own": lambda app, _: setattr(app.amqp.router, "routes", (OwnRoute({}),)),
+    "a router": lambda app, _: setattr(app.amqp.router, "routes", [route]),
     "a shadow": lambda app, _: setattr(app.tasks["look"], "shadow_name", lambda *_: "shadow"),
 }
 
@@ -350,14 +368,26 @@ def test_a_change_makes_a_new_template(sends: Sends, app: Any, what: str) -> Non
     assert (before != after) == (what != "queues")
 
 
+def test_a_queue_that_takes_the_place_of_another_makes_a_new_template(
+    sends: Sends, app: Any
+) -> None:
+    task = app.tasks["look"]
+    options = {"task_id": "x", "eta": datetime(2100, 1, 1, tzinfo=UTC), "queue": "office"}
+    assert sends.from_template(task.apply_async, **options)
+    app.amqp.queues.add(Queue("office", Exchange("office", "topic"), "other paper"))
+    assert sends.from_template(task.apply_async, **options)
+    before, after = (read(each.content) for each in sends.published)
+    assert before != after == celerys(app, task, (), {}, options)[0]
+
+
 def test_threads_share_a_template_and_have_addresses_of_their_own(
     sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
 
-    def capture(*given: Any) -> Any:
+    def capture(*given: Any, **more: Any) -> Any:
         made.append(given)
-        return capture_message(*given)
+        return capture_message(*given, **more)
 
     monkeypatch.setattr(templates, "capture_message", capture)
     send = functools.partial(app.tasks["look"].apply_async, delay=60)
@@ -368,6 +398,27 @@ def test_threads_share_a_template_and_have_addresses_of_their_own(
     first, second = (read(each.content)[0]["reply_to"] for each in sends.published)
     assert first != second
     assert len(made) == 1
+
+
+def test_what_overrides_ours_is_called_once_for_each_send(sends: Sends, app: Any) -> None:
+    called = []
+
+    class Counting(app.Task):  # type: ignore[misc]
+        def apply_async(self, args: Any = None, *more: Any, **options: Any) -> Any:
+            called.append(args)
+            options.setdefault("countdown", 60)
+            return super().apply_async(("first", *args), *more, **options)
+
+    task = app.task(receive_all, base=Counting, name="counting", shared=False)
+    for number in range(3):
+        assert sends.from_template(task.apply_async, (number,))
+    assert called == [(0,), (1,), (2,)]
+    bodies = [json.loads(read(each.content)[1]) for each in sends.published]
+    assert [body[0] for body in bodies] == [["first", number] for number in range(3)]
+
+
+def receive_all(*_: Any) -> None:
+    """Takes anything."""
 
 
 def test_a_task_that_was_defined_before_install_is_sent_by_its_name(sends: Sends) -> None:
@@ -396,8 +447,8 @@ def test_wrong_calls_are_refused_as_without_a_template(sends: Sends, app: Any) -
     task.apply_async(delay=60)
     with pytest.raises(TypeError, match="number"):
         task.apply_async((1,), {"number": 1}, delay=60)
-    with pytest.raises(InvalidDelayType):
-        task.apply_async(delay="soon")
+    # Celery's way raises, where it goes into the levels.
+    assert not sends.from_template(task.apply_async, delay="soon")
     assert not sends.from_template(task.apply_async, (object(),), delay=60)  # not JSON
     app.conf.rabbitdelay_prefix = "other"
     with pytest.raises(InvalidSetting):

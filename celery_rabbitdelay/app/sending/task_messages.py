@@ -137,6 +137,7 @@ def capture_message(
     call: Call,
     options: Mapping[str, Any],
     headers: Mapping[str, Any] = NO_HEADERS,
+    send: Callable[..., Any] | None = None,
 ) -> CapturingProducer:
     """Send a task by Celery to a producer that keeps the message; return the producer.
 
@@ -147,11 +148,13 @@ def capture_message(
         call: The call.
         options: Further options of ``apply_async``.
         headers: The headers for the registry that all calls have.
+        send: Sends the task; None for :func:`function_to_send`.
     """
     producer = CapturingProducer(publisher, app, call.due, options)
     producer.says = {"registry": {**headers, **call.headers}}
     given = {**options, "task_id": call.task_id, "producer": producer}
-    function_to_send(app, task)(call.args, call.kwargs, **given)
+    send = send or function_to_send(app, task)
+    send(call.args, call.kwargs, **given)
     return producer
 
 

@@ -115,7 +115,7 @@ class TaskSending:
         # Also without a delay: behind the levels, the registry is asked about it.
         began = time.monotonic()
         try:
-            if wanted.unique_ms is not None and not self.former:
+            if wanted.unique_ms is not None:
                 return self._send_first(due, wanted, wanted.unique_ms)
             return self._send_into_levels(due, wanted)
         finally:
@@ -210,8 +210,7 @@ class TaskSending:
 
     def _send_first(self, due: Due, wanted: RegistryOptions, unique_ms: int) -> AsyncResult[Any]:
         """Send the task unless another one waits under its key; return the result of either."""
-        if self.options.get("group_id") or self.options.get("chord"):
-            raise UnknownOption("unique", "first", "not in a group, which would wait for the task")
+        self._refuse_unique(wanted.job, unique_ms)
         registry = self.app.rabbitdelay.registry
         holder = None
         with ExitStack() as stack:
@@ -225,8 +224,27 @@ class TaskSending:
             if holder is None:
                 return self._send_into_levels(due, wanted)
         logger.info("Task %s is left out: %s has its key %r.", self.task_id, holder, wanted.key)
-        result: AsyncResult[Any] = self.app.AsyncResult(holder)
+        result_of = self.options.get("result_cls") or self.app.AsyncResult
+        result: AsyncResult[Any] = result_of(holder)
+        result.ignored = bool(self.options.get("ignore_result"))
         return result
+
+    def _refuse_unique(self, job: str, unique_ms: int) -> None:
+        """Refuse ``unique="first"`` where something would wait for a task that is left out.
+
+        Raises:
+            UnknownOption: So it is.
+        """
+        followed = ("group_id", "chord", "chain", "retries", "replaced_task_nesting")
+        why = ""
+        if any(map(self.options.get, followed)):
+            why = "not in a canvas or for a retry: others would wait for what is left out"
+        elif job:
+            why = "cannot be combined with job: the first task may never run"
+        elif unique_ms > milliseconds(self.app.rabbitdelay.settings.registry_keep):
+            why = "unique_for is longer than rabbitdelay_registry_keep"
+        if why:
+            raise UnknownOption("unique", "first", why)
 
     def _send_in_pipeline(
         self, pipeline: TaskPipeline, due: Due, wanted: RegistryOptions, timeout: float | None

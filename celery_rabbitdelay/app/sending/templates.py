@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
+from types import NoneType
 from typing import Any, Final, NamedTuple
 
 import celery
@@ -37,13 +38,16 @@ from celery_rabbitdelay.app.sending.task_messages import (
 )
 from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.task import Task
-from celery_rabbitdelay.exceptions import RabbitDelayError
+from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 #: The options that are the same for all sends of a template. Each is a text, a number or None.
 SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
+
+#: The types of their values. None is not the same as no option: it overrides the task's attribute.
+PLAIN_TYPES: Final = (str, int, NoneType)
 
 #: All options of a plain send.
 PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
@@ -142,11 +146,11 @@ class Templates:
         if times != 1 or not options.keys() <= known_options or app.current_worker_task is not None:
             return None
         args, kwargs, task_id = args or (), kwargs or {}, options.get("task_id") or uuid()
-        shared = {name: options[name] for name in SHARED if options.get(name) is not None}
+        shared = {name: options[name] for name in SHARED if name in options}
         if (
             not (isinstance(args, list | tuple) and type(kwargs) is dict and type(task_id) is str)
             # Such a value is equal to no other one that Celery reads in another way.
-            or not all(type(each) in (str, int) for each in (*shared.values(), *of_group.values()))
+            or not all(type(each) in PLAIN_TYPES for each in (*shared.values(), *of_group.values()))
             or (of_group and not _is_further_member(options, task_id))
         ):
             return None
@@ -156,7 +160,11 @@ class Templates:
             return None
         if not isinstance(task, str) and (check := argument_check(task)) is not None:
             check(*args, **kwargs)
-        due = delays.due(delay, countdown, eta, tolerance_milliseconds(options.get("tolerance", 0)))
+        try:
+            tolerance_ms = tolerance_milliseconds(options.get("tolerance", 0))
+            due = delays.due(delay, countdown, eta, tolerance_ms)
+        except InvalidDelay:  # Celery may take it, where it sends without the levels
+            return None
         if due.is_past:
             return None
         began = time.monotonic()
@@ -216,7 +224,9 @@ class Templates:
             if member:
                 options |= {name: member[name] for name in ("group_index", "add_to_parent")}
             plain = call._replace(headers=NO_HEADERS)
-            first = capture_message(app, Publisher(connection), task, plain, options)
+            # Overrides of ``apply_async`` have been called, and have called this.
+            send = None if isinstance(task, str) else partial(celery.Task.apply_async, task)
+            first = capture_message(app, Publisher(connection), task, plain, options, send=send)
             template = Template.of(first, call, options)
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
