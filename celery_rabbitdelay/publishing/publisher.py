@@ -385,6 +385,8 @@ class Run:
         try:
             with self.loop.channel.wire.all_answers_within(_remaining(publication.deadline)):
                 declare(self._publisher.connection)
+        except TimeoutError as slow:
+            raise NotDeclaredInTime(*slow.args) from slow
         except self._publisher.connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
                 raise  # for a message in flight
@@ -446,7 +448,13 @@ class Run:
 
     def _lost(self, cause: BaseException | None) -> ConnectionLost:
         broker = shown_broker(self._publisher.connection)
-        reason = f"no connection to {broker}, attempt {max(self._losses, 1)}: {cause!r}"
+        attempt = f"attempt {max(self._losses, 1)}: {cause!r}"
+        reason = f"no connection to {broker}, {attempt}"
+        if isinstance(cause, NotDeclaredInTime):
+            reason = (
+                f"{broker} has not declared everything in time, {attempt}; declare the levels "
+                "beforehand, with: celery rabbitdelay declare"
+            )
         return ConnectionLost(*self.loop.next_waiting.address(), reason)
 
     def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
@@ -458,6 +466,10 @@ class Run:
         error.__cause__ = cause
         self.loop.fail_all(error)
         raise error from cause
+
+
+class NotDeclaredInTime(TimeoutError):
+    """The broker answers, and has not declared everything yet that the message needs."""
 
 
 def _remaining(deadline: float) -> float:

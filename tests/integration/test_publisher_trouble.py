@@ -192,6 +192,18 @@ def test_a_declaration_that_is_not_answered_is_an_error_in_time(
         publish(publisher, queue.name, timeout=TIMEOUT, declare=prepare)
 
 
+def test_what_is_not_declared_in_time_is_not_called_a_lost_connection(
+    broker: RabbitMQServer, publisher: Publisher, queue: Queue
+) -> None:
+    def declare(connection: Connection) -> None:
+        broker.suspend()
+        queue(connection.default_channel).declare()
+
+    reason = "has not declared everything in time.*celery rabbitdelay declare"
+    with resumed(broker), pytest.raises(ConnectionLost, match=reason):
+        publish(publisher, queue.name, timeout=TIMEOUT, declare=declare)
+
+
 def test_a_broker_that_never_confirms_says_so_and_its_connection_is_not_used_again(
     broker: RabbitMQServer, publisher: Publisher, queue: Queue
 ) -> None:
