@@ -31,6 +31,7 @@ __all__ = [
     "InvalidManagementURL",
     "InvalidOption",
     "InvalidRow",
+    "InvalidSchedule",
     "InvalidSetting",
     "InvalidSigningKey",
     "JobClosed",
@@ -171,6 +172,20 @@ class InvalidSigningKey(RabbitDelayError, ValueError):
     reason: str
 
     text: ClassVar = "a signing key {self.reason}"
+
+
+class InvalidSchedule(RabbitDelayError, ValueError):
+    """A schedule says nothing that can be due, or nothing that can be sent.
+
+    Attributes:
+        value: What was given.
+        reason: What is wrong with it.
+    """
+
+    value: object
+    reason: str
+
+    text: ClassVar = "the schedule {self.value!r}: {self.reason}"
 
 
 class UnknownOption(RabbitDelayError, TypeError):

@@ -26,6 +26,7 @@ from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.pausing import Pausing
+from celery_rabbitdelay.app.schedules import Schedules
 from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipeline
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
@@ -115,6 +116,11 @@ class RabbitDelay(WaitingTasks, Pausing):
     def pool(self) -> PublisherPool:
         """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
+
+    @property
+    def schedules(self) -> Schedules:
+        """Tasks that run again and again: ``put``, ``get``, ``list``, ``delete`` and more."""
+        return Schedules(self.app)
 
     @cached_property
     def templates(self) -> Templates:

@@ -13,7 +13,7 @@ from celery.canvas import Signature
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
-from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE
+from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, SCHEDULE
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 
 #: The options of a send that the registry takes, and the type of each. Celery drops an option that
@@ -26,6 +26,8 @@ REGISTRY_OPTIONS: Final[Mapping[str, type | UnionType]] = {
     "job": str,
     "once": bool,
     "track": bool,
+    # Not for users: what an occurrence of a schedule carries.
+    "rabbitdelay_schedule": str,
 }
 
 #: What each of the others takes than those that take any text, or True and False.
@@ -99,6 +101,7 @@ class RegistryOptions(NamedTuple):
         track: Whether the task is listed while it waits.
         unique_ms: None, unless the task is only sent if none waits under its key: then for how many
             milliseconds after a send another one is left out, even if the task has arrived.
+        schedule: What an occurrence of a schedule carries; empty for none.
     """
 
     key: str = ""
@@ -106,6 +109,7 @@ class RegistryOptions(NamedTuple):
     once: bool = False
     track: bool = False
     unique_ms: int | None = None
+    schedule: str = ""
 
     @classmethod
     def of(
@@ -138,6 +142,7 @@ class RegistryOptions(NamedTuple):
             bool(once),
             settings.track == "all" if track is None else bool(track),
             _unique_ms(given, key),
+            given.get("rabbitdelay_schedule", ""),
         )
 
     @property
@@ -155,6 +160,7 @@ class RegistryOptions(NamedTuple):
         """
         once = self.once and new_copy()
         headers = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id, ONCE: once}
+        headers[SCHEDULE] = self.schedule
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
 

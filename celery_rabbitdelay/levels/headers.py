@@ -93,6 +93,9 @@ ORDER: Final = "rabbitdelay-key-order"
 JOB: Final = "rabbitdelay-job"
 JOB_ID: Final = "rabbitdelay-job-id"
 
+#: What an occurrence of a schedule says of the schedule: str; see :class:`.Occurrence`.
+SCHEDULE: Final = "rabbitdelay-schedule"
+
 #: A message with this header is no task, but says that the job named by the two headers above was
 #: committed: True.
 COMMITTED: Final = "rabbitdelay-committed"
@@ -125,7 +128,9 @@ ENVELOPE: Final = f"{ENVELOPES}1"
 OWN_PREFIX: Final = "rabbitdelay-"
 
 #: The headers by which the registry decides whether a task runs.
-REGISTRY: Final = frozenset((COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED, COMMITTED))
+REGISTRY: Final = frozenset(
+    (COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED, COMMITTED, SCHEDULE)
+)
 
 #: If a message has this header, which tracers and users set, Celery exposes only its value as
 #: ``task.request.headers`` (https://github.com/celery/celery/issues/4875).
@@ -373,7 +378,7 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     REASON: _TEXT,
     REDRIVEN: (partial(is_int, least=0, most=MAX_COUNT), "a count"),
     SIGNATURE: _TEXT,
-    **dict.fromkeys((COPY, KEY, JOB, JOB_ID), _TEXT),
+    **dict.fromkeys((COPY, KEY, JOB, JOB_ID, SCHEDULE), _TEXT),
     LIFE: (is_life, "a number as a text"),
     ORDER: (partial(is_digits, most=MAX_EXACT), "a number as a text"),
     ONCE: (lambda value: value is True or (_is_text(value) and value != ""), "True or a mark"),

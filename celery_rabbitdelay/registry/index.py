@@ -63,6 +63,18 @@ class Names(NamedTuple):
             return f"{index}:task:{task}"
         return index if job is None else f"{index}:job:{job}"
 
+    def schedule(self, name: str) -> str:
+        """Return the key of a schedule."""
+        return f"{self._tagged(name)}:schedule:{name}"
+
+    def schedules(self) -> str:
+        """Return the key of the names of all schedules."""
+        return f"{self.prefix}:{{0}}:schedules"
+
+    def healing(self) -> str:
+        """Return the key that the worker has which looks after the schedules."""
+        return f"{self.prefix}:{{0}}:healing"
+
     def paused(self) -> str:
         """Return the key of what is paused."""
         return f"{self.prefix}:{{0}}:paused"

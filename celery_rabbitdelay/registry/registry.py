@@ -15,6 +15,7 @@ from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Tic
 from celery_rabbitdelay.registry.index import Index, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, pause_ms
+from celery_rabbitdelay.registry.schedules import Schedules
 
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
 TASKS_PER_CALL: Final = 100
@@ -108,6 +109,7 @@ class Registry:
         index: The tracked tasks under the prefix.
         jobs: The jobs under the prefix.
         pauses: The pauses under the prefix.
+        schedules: The schedules under the prefix.
         names: The names of all keys.
         store: Where the notes are kept.
     """
@@ -117,6 +119,7 @@ class Registry:
         self.names = Names(prefix)
         self.pauses = Pauses(store, self.names)
         self.index = Index(store, self.names, margin_ms, self.pauses.oldest_ms)
+        self.schedules = Schedules(store, self.names)
         self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
         self._keep_ms = keep_ms
 
@@ -312,8 +315,8 @@ class Registry:
 
     def waiting_under(self, key: str) -> list[str]:
         """Return the id of the newest task that was sent under a key, in a list; empty if none."""
-        order, task_id = self.newest_under(key)
-        return [task_id] if order else []
+        _, task_id = self.newest_under(key)
+        return [task_id] if task_id else []
 
     def newest_under(self, key: str) -> tuple[str, str]:
         """Return the order and the id of the newest task that was sent under a key; or empty."""
@@ -345,6 +348,12 @@ class Registry:
                 return Outcome(word)
             (key,) = more
             newest, _ = self.newest_under(key)
+
+    def close_key(self, key: str, due_ms: int) -> None:
+        """Supersede all that was sent under a key, until an instant: no task is the newest."""
+        (ticket,) = self.ask([("", key)])
+        claim = Arrival("", due_ms, ticket=ticket, key=key)
+        self._run(self._claims([claim]))
 
     def alone_under(self, key: str) -> AbstractContextManager[None]:
         """Return a context in which no other sender is that wants its task to be the first.

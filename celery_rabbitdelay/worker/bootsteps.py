@@ -45,6 +45,7 @@ from celery_rabbitdelay.worker.celery_internals import (
 )
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.occurrences import Occurrences
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
 from celery_rabbitdelay.worker.status import conf, query_task, rabbitdelay_status, scheduled
 
@@ -229,7 +230,9 @@ class RestoreTasks(RabbitMQStep):
         strategies.early_tasks.start()
         bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
         if consumer.app.rabbitdelay.has_registry:
-            strategies.decisions = Decisions(consumer, strategies.early_tasks)
+            occurrences = strategies.occurrences = Occurrences(consumer, strategies.early_tasks)
+            occurrences.start()
+            strategies.decisions = Decisions(consumer, strategies.early_tasks, occurrences)
             strategies.decisions.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
@@ -243,7 +246,7 @@ class RestoreTasks(RabbitMQStep):
         if not isinstance(strategies, RestoringStrategies):
             return
         threads = strategies.threads
-        strategies.decisions = strategies.early_tasks = None
+        strategies.decisions = strategies.occurrences = strategies.early_tasks = None
         for thread in threads:
             thread.stop()
 

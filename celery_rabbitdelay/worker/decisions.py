@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
-from celery_rabbitdelay.levels.headers import ONCE, DelayHeaders
+from celery_rabbitdelay.levels.headers import ONCE, SCHEDULE, DelayHeaders
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
@@ -22,6 +22,7 @@ from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
 from celery_rabbitdelay.worker.metrics import lateness
+from celery_rabbitdelay.worker.occurrences import Occurrences
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
@@ -95,13 +96,15 @@ class Decisions(BatchThread[_Due]):
     Args:
         consumer: The worker's consumer, on one connection.
         early_tasks: Puts tasks back into the levels.
+        occurrences: Publishes what follows an occurrence of a schedule, which then runs.
     """
 
     name = "rabbitdelay-decisions"
 
-    def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
+    def __init__(self, consumer: Any, early_tasks: EarlyTasks, occurrences: Occurrences) -> None:
         super().__init__(consumer)
         self._early_tasks = early_tasks
+        self._occurrences = occurrences
         delays = consumer.app.rabbitdelay
         self._registry = delays.registry
         self._runs_without = delays.settings.registry_down == "run"
@@ -252,6 +255,9 @@ class Decisions(BatchThread[_Due]):
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
+                if SCHEDULE in due.waited.registry:
+                    self._occurrences.give((due.delivery, due.waited))
+                    return
                 celery_internals.run_strategy(self._consumer, due.delivery)
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.

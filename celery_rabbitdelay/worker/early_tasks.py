@@ -138,7 +138,7 @@ class EarlyTasks(BatchThread[Early]):
                 celery_internals.give_eta(message, body, due.at_ms)
             celery_internals.run_strategy(self._consumer, delivery)
 
-        destination = self._destination(message, waited)
+        destination = self.destination(message, waited)
         if destination is None:
             if waited is None:
                 return False
@@ -182,7 +182,7 @@ class EarlyTasks(BatchThread[Early]):
             otherwise: What the event loop runs if the levels do not take it.
             forgotten: Why it goes to ``undeliverable`` instead; empty if it does not.
         """
-        destination = self._destination(delivery.message, waited)
+        destination = self.destination(delivery.message, waited)
         if destination is None:
             return False
         rest_ms = max(until_ms - time.time_ns() // NS_PER_MS, 0)
@@ -276,7 +276,7 @@ class EarlyTasks(BatchThread[Early]):
         due = Due.at(instant)
         return due if due.delay_ms > self._topology.layout.tick_ms else None
 
-    def _destination(self, message: Message, waited: DelayHeaders | None) -> Destination | None:
+    def destination(self, message: Message, waited: DelayHeaders | None) -> Destination | None:
         """Return where the message came from; None if it cannot return there from the levels."""
         info, name = message.delivery_info, celery_internals.name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)

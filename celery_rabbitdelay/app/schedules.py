@@ -1,0 +1,272 @@
+"""``app.rabbitdelay.schedules``: tasks that run again and again, without a process for it.
+
+The next occurrence of a schedule is a task that waits in the levels. When it arrives, the worker
+first publishes the one after it, and then runs it; see ``worker/occurrences.py``. All occurrences
+of a schedule have one key, so an edit supersedes what waits, and each has an id of its own, under
+which it runs once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, Literal, NamedTuple
+
+from celery.result import AsyncResult
+
+from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, instant_of, milliseconds
+from celery_rabbitdelay.levels.schedule import (
+    ALWAYS,
+    UNTIL_NEXT,
+    Occurrence,
+    Recurrence,
+    definition_of,
+)
+from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
+from celery_rabbitdelay.registry.schedules import NotedSchedule
+
+logger = logging.getLogger(__name__)
+
+#: The options of a send that a schedule takes.
+OPTIONS: Final = frozenset(
+    {"queue", "exchange", "routing_key", "priority", "serializer", "headers", "ignore_result"}
+    | {"time_limit", "soft_time_limit", "shadow", "track"}
+)
+
+#: The most characters of a name: the id of a task is longer, and has to fit into AMQP's 255 bytes.
+MAX_NAME: Final = 150
+
+#: Milliseconds that an occurrence may be late before it is sent again, at first; then twice as long
+#: each time.
+HEAL_AFTER_MS: Final = 60_000
+
+CatchUp = Literal["last", "all"]
+
+
+class Schedule(NamedTuple):
+    """A schedule.
+
+    Attributes:
+        name: Its name.
+        task: The name of the task that it sends; empty if Redis has lost it.
+        args: The task's positional arguments.
+        kwargs: Its keyword arguments.
+        next_at: When it is due next.
+        is_paused: Whether its occurrences do not run.
+    """
+
+    name: str
+    task: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    next_at: datetime
+    is_paused: bool
+
+    @classmethod
+    def of(cls, noted: NotedSchedule) -> Schedule:
+        """Return what is noted about it."""
+        task, args, kwargs = "", (), {}
+        if noted.definition:
+            task, args, kwargs, _ = json.loads(noted.definition)
+        occurrence = noted.occurrence
+        next_at = instant_of(occurrence.instant_ms)
+        return cls(occurrence.name, task, tuple(args), kwargs, next_at, noted.is_paused)
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The schedules of an application; they need a registry.
+
+    All methods raise :class:`.RegistryRequired` without ``rabbitdelay_registry_url``, and
+    :class:`.RegistryUnavailable` if Redis does not answer.
+
+    Attributes:
+        app: The application.
+    """
+
+    app: Any
+
+    def put(
+        self,
+        name: str,
+        task: Any,
+        when: Any,
+        args: Iterable[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timezone: str | None = None,
+        start: datetime | None = None,
+        end: datetime | None = None,
+        catch_up: CatchUp | Delay = "last",
+        paused: bool | None = None,
+        **options: Any,
+    ) -> Schedule:
+        """Create a schedule, or change it. To put it again as it is changes nothing.
+
+        Args:
+            name: Its name, which is unique under the prefix of the registry.
+            task: The task, or its name.
+            when: When it is due: a timedelta of at least a second; Celery's ``schedule`` or
+                ``crontab``; a cron text of five or six fields, or such as ``@daily``; or a list.
+            args: The task's positional arguments, which JSON can write.
+            kwargs: Its keyword arguments, likewise.
+            timezone: The IANA name of the time zone of cron texts; by default Celery's.
+            start: Nothing is due before that, an aware datetime; intervals count from it.
+            end: Nothing is due after that.
+            catch_up: Which occurrences run that were missed: the ``"last"`` one, if the next is not
+                due yet; ``"all"``, one after the other; or those that are late by no more than so
+                many seconds, or a timedelta.
+            paused: Whether it is paused; None for as it is.
+            **options: Further options of the task: see :data:`OPTIONS`.
+
+        Raises:
+            InvalidSchedule: One of these is wrong, or nothing is ever due.
+            PublishError: RabbitMQ did not confirm the first occurrence; it may have been put.
+        """
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+            raise InvalidSchedule(name, f"its name takes 1 to {MAX_NAME} characters")
+        if unknown := options.keys() - OPTIONS:
+            known = ", ".join(sorted(OPTIONS))
+            raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
+        zone = timezone or self.app.conf.timezone or "UTC"
+        recurrence = Recurrence.of(when, str(zone), start, end)
+        task_name = task if isinstance(task, str) else str(task.name)
+        definition = definition_of(task_name, args, kwargs or {}, options)
+        catch_up_ms = {"last": UNTIL_NEXT, "all": ALWAYS}.get(catch_up)  # type: ignore[arg-type]
+        if catch_up_ms is None:
+            catch_up_ms = milliseconds(catch_up)  # type: ignore[arg-type]
+        said = json.dumps([definition, recurrence, catch_up_ms])
+        revision = hashlib.sha256(said.encode()).hexdigest()[:12]
+        first_ms = recurrence.after(_now_ms())
+        if first_ms is None:
+            raise InvalidSchedule(when, "is never due")
+        occurrence = Occurrence(name, first_ms, recurrence, catch_up_ms, revision)
+        registry = self._registry
+        with registry.alone_under(_key(name)):
+            (before,) = registry.schedules.get([name])
+            if before is not None and paused is None:
+                paused = before.is_paused
+            if (
+                before is None
+                or before.definition != definition
+                or (before.occurrence.revision != revision)
+            ):
+                registry.schedules.put(definition, occurrence, bool(paused))
+                self._send(definition, occurrence)
+            elif before.is_paused != bool(paused):
+                registry.schedules.pause(name, is_paused=bool(paused))
+        return self.get(name) or Schedule.of(NotedSchedule(definition, occurrence, bool(paused)))
+
+    def get(self, name: str) -> Schedule | None:
+        """Return a schedule; None if there is none of that name."""
+        (noted,) = self._registry.schedules.get([name])
+        return None if noted is None else Schedule.of(noted)
+
+    def all(self) -> list[Schedule]:
+        """Return all schedules, by name."""
+        noted = self._registry.schedules.get(self._registry.schedules.all())
+        return [Schedule.of(each) for each in noted if each is not None]
+
+    def next(self, name: str, number: int = 5) -> list[datetime]:
+        """Return when a schedule is due next; empty if there is none of that name."""
+        (noted,) = self._registry.schedules.get([name])
+        instants: list[datetime] = []
+        instant_ms = None if noted is None else noted.occurrence.instant_ms
+        while noted is not None and instant_ms is not None and len(instants) < number:
+            instants.append(instant_of(instant_ms))
+            instant_ms = noted.occurrence.recurrence.after(instant_ms)
+        return instants
+
+    def pause(self, name: str) -> bool:
+        """Let the occurrences of a schedule come and not run; return whether there is one."""
+        return self._pause(name, is_paused=True)
+
+    def resume(self, name: str) -> bool:
+        """Let the occurrences of a schedule run again; return whether there is one."""
+        return self._pause(name, is_paused=False)
+
+    def _pause(self, name: str, *, is_paused: bool) -> bool:
+        (noted,) = self._registry.schedules.get([name])
+        if noted is not None:
+            self._registry.schedules.pause(name, is_paused=is_paused)
+        return noted is not None
+
+    def trigger(self, name: str) -> AsyncResult[Any] | None:
+        """Send the task of a schedule now, beside its occurrences; None if there is no such one."""
+        (noted,) = self._registry.schedules.get([name])
+        if noted is None or not noted.definition:
+            return None
+        task, args, kwargs, options = json.loads(noted.definition)
+        sent: AsyncResult[Any] = self.app.send_task(task, args, kwargs, **options)
+        return sent
+
+    def delete(self, name: str) -> bool:
+        """End a schedule: nothing that waits of it runs. Return whether there was one."""
+        registry = self._registry
+        with registry.alone_under(_key(name)):
+            (noted,) = registry.schedules.get([name])
+            registry.close_key(_key(name), _now_ms() + NOTE_MS)
+            registry.schedules.delete(name)
+        return noted is not None
+
+    def heal(self) -> list[str]:
+        """Send occurrences again that have not come in time; return the names of their schedules.
+
+        Workers call this now and then. If an occurrence has only been late, it runs once.
+        """
+        registry, healed = self._registry, []
+        names = registry.schedules.all()
+        for name, noted in zip(names, registry.schedules.get(names), strict=True):
+            if noted is None or not _is_broken(noted, _now_ms()):
+                continue
+            order, newest = registry.newest_under(_key(name))
+            if order and not newest:  # a worker noted an occurrence while the schedule was deleted
+                registry.schedules.delete(name)
+                continue
+            if not noted.definition:
+                logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
+                continue
+            registry.schedules.heal(name, _now_ms())
+            self._send(noted.definition, noted.occurrence)
+            healed.append(name)
+        if healed:
+            logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
+        return healed
+
+    @property
+    def _registry(self) -> Registry:
+        registry: Registry = self.app.rabbitdelay.registry
+        return registry
+
+    def _send(self, definition: str, occurrence: Occurrence) -> None:
+        task, args, kwargs, options = json.loads(definition)
+        self.app.send_task(
+            task,
+            args,
+            kwargs,
+            eta=instant_of(occurrence.instant_ms),
+            task_id=occurrence.task_id,
+            key=_key(occurrence.name),
+            once=True,
+            rabbitdelay_schedule=occurrence.text,
+            **options,
+        )
+
+
+def _key(name: str) -> str:
+    return f"schedule:{name}"
+
+
+def _is_broken(noted: NotedSchedule, now_ms: int) -> bool:
+    due_ms, healed_ms = noted.occurrence.instant_ms, noted.healed_ms
+    return now_ms - max(due_ms, healed_ms) > max(HEAL_AFTER_MS, healed_ms - due_ms)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // NS_PER_MS

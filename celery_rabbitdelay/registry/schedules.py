@@ -1,0 +1,120 @@
+"""What is noted about the schedules under one prefix: what they send, and when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Self
+
+from celery_rabbitdelay.levels.schedule import Occurrence
+from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.index import Names
+
+_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED = "definition", "occurrence", "paused", "healed"
+_FIELDS: Final = (_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED)
+
+#: For how many milliseconds one worker looks after the schedules, before another one may.
+HEALING_MS: Final = 30_000
+
+
+class NotedSchedule(NamedTuple):
+    """What is noted about a schedule.
+
+    Attributes:
+        definition: What it sends; see :func:`.definition_of`. Empty if Redis has lost it.
+        occurrence: Its next occurrence, which waits in the levels.
+        is_paused: Whether occurrences do not run.
+        healed_ms: When its next occurrence was sent again last, because it had not come; 0: never.
+    """
+
+    definition: str
+    occurrence: Occurrence
+    is_paused: bool = False
+    healed_ms: int = 0
+
+    @classmethod
+    def of(cls, found: Sequence[str | None]) -> Self | None:
+        """Read it; None if there is no such schedule, or it cannot be read."""
+        definition, text, paused, healed = found
+        occurrence = Occurrence.of(text)
+        if occurrence is None:
+            return None
+        healed = healed if healed is not None and healed.isdigit() else "0"
+        return cls(definition or "", occurrence, bool(paused), int(healed))
+
+
+class Schedules:
+    """The schedules under one prefix.
+
+    All methods raise :class:`.RegistryUnavailable` if Redis does not answer in time, or refuses.
+
+    Args:
+        store: Where they are kept.
+        names: The names of all keys.
+    """
+
+    def __init__(self, store: Store, names: Names) -> None:
+        self._store = store
+        self._names = names
+
+    def get(self, names: Sequence[str]) -> list[NotedSchedule | None]:
+        """Return what is noted about schedules, None for each of which nothing is."""
+
+        def add(pipeline: Any) -> None:
+            for name in names:
+                pipeline.hmget(self._names.schedule(name), *_FIELDS)
+
+        return [NotedSchedule.of(found) for found in (self._store.commands(add) if names else ())]
+
+    def all(self) -> list[str]:
+        """Return the names of all schedules."""
+        (names,) = self._store.commands(lambda pipe: pipe.smembers(self._names.schedules()))
+        return sorted(names)
+
+    def put(self, definition: str, occurrence: Occurrence, is_paused: bool) -> None:
+        """Note a schedule and its next occurrence."""
+        record = self._names.schedule(occurrence.name)
+        fields = {_DEFINITION: definition, _OCCURRENCE: occurrence.text}
+        fields[_PAUSED] = "1" if is_paused else ""
+
+        def add(pipeline: Any) -> None:
+            pipeline.sadd(self._names.schedules(), occurrence.name)
+            pipeline.hset(record, mapping=fields)
+            pipeline.hdel(record, _HEALED)
+
+        self._store.commands(add)
+
+    def follow(self, occurrence: Occurrence) -> None:
+        """Note the occurrence that follows one that has come; also if Redis has lost all."""
+        record = self._names.schedule(occurrence.name)
+
+        def add(pipeline: Any) -> None:
+            pipeline.sadd(self._names.schedules(), occurrence.name)
+            pipeline.hset(record, _OCCURRENCE, occurrence.text)
+            pipeline.hdel(record, _HEALED)
+
+        self._store.commands(add)
+
+    def heal(self, name: str, now_ms: int) -> None:
+        """Note that the next occurrence of a schedule is sent again."""
+        record = self._names.schedule(name)
+        self._store.commands(lambda pipe: pipe.hset(record, _HEALED, now_ms))
+
+    def pause(self, name: str, *, is_paused: bool) -> None:
+        """Note whether occurrences of a schedule run."""
+        record, value = self._names.schedule(name), "1" if is_paused else ""
+        self._store.commands(lambda pipe: pipe.hset(record, _PAUSED, value))
+
+    def delete(self, name: str) -> None:
+        """Forget a schedule."""
+
+        def add(pipeline: Any) -> None:
+            pipeline.srem(self._names.schedules(), name)
+            pipeline.delete(self._names.schedule(name))
+
+        self._store.commands(add)
+
+    def may_heal(self) -> bool:
+        """Return whether the caller is the one that looks after the schedules now."""
+        key = self._names.healing()
+        (is_first,) = self._store.commands(lambda pipe: pipe.set(key, "1", nx=True, px=HEALING_MS))
+        return bool(is_first)

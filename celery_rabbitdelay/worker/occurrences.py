@@ -1,0 +1,179 @@
+"""Occurrences of schedules: the next one is published before one of them runs."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from celery.utils.log import get_logger
+from kombu import Message
+
+from celery_rabbitdelay.app.options import RegistryOptions
+from celery_rabbitdelay.app.sending.task_messages import stored
+from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, instant_of
+from celery_rabbitdelay.levels.headers import COPY, KEY, ONCE, ORDER, SCHEDULE, DelayHeaders
+from celery_rabbitdelay.levels.schedule import Occurrence
+from celery_rabbitdelay.publishing.message import kept_properties
+from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.registry.decision import Ticket, new_copy
+from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker.batch_thread import BatchThread
+from celery_rabbitdelay.worker.celery_internals import Delivery
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
+
+logger = get_logger(__name__)
+
+#: Seconds until an occurrence that was not confirmed is published again.
+TRY_AGAIN: Final = 1.0
+
+#: Seconds between two looks for schedules whose next occurrence has not come; the first one comes
+#: within the half of that. One worker at a time looks.
+LOOK_EVERY: Final = 30.0
+
+#: The headers that one occurrence has, and its retries have not.
+_OF_OCCURRENCE: Final = (COPY, KEY, ORDER, SCHEDULE)
+
+
+class Occurrences(BatchThread[tuple[Delivery, DelayHeaders]]):
+    """Publishes the next occurrence of a schedule, and then lets the one run that has come.
+
+    If the worker dies in between, RabbitMQ redelivers the one that has come; what follows it is
+    published again, under the same id, and runs once.
+
+    Args:
+        consumer: The worker's consumer, on one connection.
+        early_tasks: Knows where a task came from.
+    """
+
+    name = "rabbitdelay-schedules"
+
+    def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
+        super().__init__(consumer)
+        self._delays = consumer.app.rabbitdelay
+        self._registry = self._delays.registry
+        self._early_tasks = early_tasks
+        self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311
+
+    def own_work_in(self) -> float | None:
+        """Return the seconds until the next look for what has not come."""
+        return self._look_at - time.monotonic()
+
+    def work(self, batch: list[tuple[Delivery, DelayHeaders]]) -> None:
+        """Publish what follows, and let the event loop run what has come."""
+        noted = self._paused([waited for _, waited in batch])
+        for each, is_paused in zip(batch, noted, strict=True):
+            try:
+                self._go_on(*each, is_paused)
+            except Exception as error:  # noqa: BLE001 - the thread has to live on
+                self._failed(each, error)
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY
+            try:
+                if self._registry.schedules.may_heal():
+                    self._delays.schedules.heal()
+            except Exception as error:  # noqa: BLE001 - the next look may succeed
+                logger.warning("Nobody has looked after the schedules: %s", error)
+
+    def _paused(self, batch: Sequence[DelayHeaders]) -> list[bool]:
+        """Return for each occurrence whether its schedule is paused, as far as that is known."""
+        occurrences = [Occurrence.of(waited.registry[SCHEDULE]) for waited in batch]
+        names = [each.name if each is not None else "" for each in occurrences]
+        try:
+            found = self._registry.schedules.get(names)
+        except RegistryUnavailable as error:
+            logger.warning("Occurrences of schedules come although %s", error)
+            return [False] * len(names)
+        return [each is not None and each.is_paused for each in found]
+
+    def _failed(self, each: tuple[Delivery, DelayHeaders], error: Exception) -> None:
+        task_id = celery_internals.shown(celery_internals.id_of(each[0].message))
+        if isinstance(error, TEMPORARY_ERRORS):
+            logger.warning("Occurrence %s waits for the next to be published: %s", task_id, error)
+            again = partial(self.give, each)
+            self.act(partial(celery_internals.call_after, self._consumer, TRY_AGAIN, again))
+        else:
+            logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
+            self.act(partial(self._pass_on, each[0]))
+
+    def _go_on(self, delivery: Delivery, waited: DelayHeaders, is_paused: bool) -> None:
+        occurrence = Occurrence.of(waited.registry[SCHEDULE])
+        if occurrence is None:
+            logger.error("An occurrence cannot be read: %.200r", waited.registry[SCHEDULE])
+            self.act(partial(self._pass_on, delivery))
+            return
+        runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
+        if following is not None:
+            self._publish(delivery, waited, following)
+        if runs and not is_paused:
+            self.act(partial(self._pass_on, delivery))
+        else:
+            task_id = celery_internals.shown(celery_internals.id_of(delivery.message))
+            why = "its schedule is paused" if is_paused else "it is too late"
+            logger.info("Occurrence %s does not run: %s.", task_id, why)
+            acknowledge = partial(acknowledge_message, self._consumer, delivery.ack)
+            self.act(acknowledge, is_acknowledgement=True)
+
+    def _publish(self, delivery: Delivery, waited: DelayHeaders, following: Occurrence) -> None:
+        """Publish an occurrence as the one before it, and note it."""
+        due = Due.at(instant_of(following.instant_ms))
+        copy, order = new_copy(), str(waited.registry.get(ORDER, ""))
+        key = str(waited.registry.get(KEY, ""))
+        says = {COPY: copy, KEY: key, ORDER: order, ONCE: new_copy(), SCHEDULE: following.text}
+        with self._delays.publisher() as publisher:
+            producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
+            producer.says = {"due_ms": following.instant_ms, "registry": says}
+            delayed = self._message(producer, delivery.message, waited, due, following.task_id)
+            producer.publish_message(delayed, due)
+        ticket = Ticket(0, int(order) if order else 0)
+        sent = Registration(following.task_id, copy, following.instant_ms, ticket=ticket, key=key)
+        task = self._consumer.app.tasks.get(delivery.task)
+        if RegistryOptions.of(self._delays.settings, task, {}, {}).track:
+            sent = sent._replace(name=delivery.task, message=stored(delayed))
+        try:
+            (state,) = self._registry.register([sent])
+            if state != "superseded":
+                self._registry.schedules.follow(following)
+        except RegistryUnavailable as error:
+            logger.warning("Occurrence %s is not noted: %s", following.task_id, error)
+
+    def _message(
+        self,
+        producer: DelayedProducer,
+        former: Message,
+        waited: DelayHeaders,
+        due: Due,
+        task_id: str,
+    ) -> Delayed:
+        """Return the message of an occurrence, made of the one before it."""
+        destination = self._early_tasks.destination(former, waited)
+        if destination is None:
+            raise LookupError("its queue is unknown")
+        users: dict[str, Any] = dict(former.headers)
+        for name in ("id", "root_id"):
+            if users.get(name) == former.headers.get("id"):
+                users[name] = task_id
+        properties = {**kept_properties(former.properties), "correlation_id": task_id}
+        return producer.delayed_message(
+            former.body,
+            destination,
+            due,
+            headers=users,
+            # kombu has decompressed the body.
+            compression=users.pop("compression", None),
+            content_type=former.content_type,
+            content_encoding=former.content_encoding,
+            **properties,
+        )
+
+    def _pass_on(self, delivery: Delivery) -> None:
+        """Pass the task to Celery; its retries are no occurrences."""
+        headers = delivery.message.headers
+        for name in _OF_OCCURRENCE:
+            headers.pop(name, None)
+        celery_internals.run_strategy(self._consumer, delivery)

@@ -1,0 +1,241 @@
+"""Schedules: each instant runs once, whatever is edited, paused, purged, lost or killed."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from kombu import Connection
+
+from celery_rabbitdelay import InvalidSchedule, RegistryRequired
+from celery_rabbitdelay.app import schedules
+from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import count
+from tests.integration.conftest import small_configuration
+from tests.integration.notes import Notes
+from tests.integration.registering import KINDS, RedisSetup
+from tests.integration.shop import PATIENCE, make_app
+from tests.integration.worker import Worker
+
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture(scope="module")
+def redis_setup() -> Iterator[RedisSetup]:
+    """A cluster, which takes the least."""
+    with KINDS["cluster"]() as setup:
+        yield setup
+
+
+@pytest.fixture
+def settings(redis_setup: RedisSetup, broker_url: str, redis_url: str) -> dict[str, Any]:
+    return {
+        **small_configuration(broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        "rabbitdelay_registry_url": redis_setup.url,
+        "rabbitdelay_registry_options": dict(redis_setup.options),
+    }
+
+
+@pytest.fixture
+def shop(settings: dict[str, Any]) -> Iterator[Any]:
+    app = make_app(settings)
+    yield app
+    for each in app.rabbitdelay.schedules.all():
+        app.rabbitdelay.schedules.delete(each.name)
+    app.close()
+
+
+@pytest.fixture
+def put(shop: Any, noted: Notes) -> Callable[..., Any]:
+    """Puts a schedule whose task notes its id."""
+
+    def put(name: str, when: Any = SECOND, **options: Any) -> Any:
+        kwargs = {"key": noted.key}
+        return shop.rabbitdelay.schedules.put(name, "note", when, (name,), kwargs, **options)
+
+    return put
+
+
+def instants(noted: Notes, name: str) -> list[int]:
+    """When the occurrences of a schedule were due that ran, in seconds."""
+    split = [
+        each["correlation_id"].split(":")
+        for each in noted.found()
+        if each["correlation_id"].count(":") == 2
+    ]
+    return sorted(int(instant) // 1000 for given, instant, _ in split if given == name)
+
+
+def assert_each_once(found: list[int]) -> None:
+    """Assert that each second ran once, from the first to the last."""
+    assert found == [*range(found[0], found[0] + len(found))]
+
+
+def test_each_instant_runs_once_and_edits_and_deletes_end_what_waits(
+    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
+) -> None:
+    made = put("a")
+    assert (made.name, made.task, made.is_paused) == ("a", "note", False)
+    assert made.next_at > datetime.now(UTC) - SECOND
+    with Worker(settings), Worker(settings):
+        wait_for(lambda: len(instants(noted, "a")) >= 4, "four occurrences", PATIENCE)
+        put("a")
+        put("b", timedelta(hours=1))
+        wait_for(lambda: len(instants(noted, "a")) >= 6, "two more", PATIENCE)
+        assert_each_once(instants(noted, "a"))
+        edited = put("a", timedelta(seconds=2))
+        begin = int(edited.next_at.timestamp())
+        wait_for(lambda: instants(noted, "a")[-1] >= begin + 4, "after the edit", PATIENCE)
+        later = [each for each in instants(noted, "a") if each >= begin]
+        assert later == [*range(begin, begin + 2 * len(later), 2)]
+        assert [each.name for each in shop.rabbitdelay.schedules.all()] == ["a", "b"]
+        assert shop.rabbitdelay.schedules.delete("a")
+        assert not shop.rabbitdelay.schedules.delete("a")
+        deleted = time.time()
+        noted.until(4)
+        assert instants(noted, "a")[-1] <= deleted + 1
+        assert shop.rabbitdelay.schedules.get("a") is None
+        following = shop.rabbitdelay.schedules.next("b", 3)
+        assert [later - earlier for earlier, later in pairwise(following)] == [
+            timedelta(hours=1)
+        ] * 2
+
+
+def test_a_paused_schedule_comes_and_does_not_run(
+    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
+) -> None:
+    put("a", paused=True)
+    with Worker(settings) as worker:
+        wait_for(lambda: worker.log.count("its schedule is paused") >= 3, "pauses", PATIENCE)
+        assert not instants(noted, "a")
+        assert shop.rabbitdelay.schedules.trigger("a") is not None
+        assert shop.rabbitdelay.schedules.resume("a")
+        wait_for(lambda: len(instants(noted, "a")) >= 3, "occurrences", PATIENCE)
+        assert len(noted.found()) == len(instants(noted, "a")) + 1
+    assert not shop.rabbitdelay.schedules.pause("b")
+
+
+@pytest.mark.parametrize(
+    ("catch_up", "runs"), [("last", 1), ("all", 6), (timedelta(seconds=2.5), 0)]
+)
+def test_what_was_missed_runs_as_it_says(
+    settings: dict[str, Any], put: Callable[..., Any], noted: Notes, catch_up: Any, runs: int
+) -> None:
+    first = int(put("a", timedelta(seconds=3), catch_up=catch_up).next_at.timestamp())
+    # As if all workers had been away.
+    wait_for(lambda: time.time() > first + 17, "the outage", PATIENCE)
+    began = time.time()
+    with Worker(settings):
+        wait_for(lambda: instants(noted, "a")[-1:] > [int(began)], "the next occurrence", PATIENCE)
+    found = instants(noted, "a")
+    missed = [each for each in found if each <= began]
+    if catch_up == "all":
+        assert found == [*range(first, found[-1] + 1, 3)]
+        assert len(missed) >= runs
+    else:
+        # A worker takes some seconds to start, in which another instant may pass.
+        assert len(missed) <= runs + 1
+        assert first not in found
+
+
+def test_an_occurrence_that_was_lost_is_sent_again(
+    settings: dict[str, Any],
+    shop: Any,
+    put: Callable[..., Any],
+    noted: Notes,
+    connection: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put("a")
+    put("b", timedelta(hours=1))
+    default = shop.amqp.queues[shop.conf.task_default_queue].name
+    wait_for(lambda: count(connection, default) == 1, "the occurrence", PATIENCE)
+    channel: Any = connection.default_channel
+    channel.queue_purge(default)
+    assert shop.rabbitdelay.schedules.heal() == []
+    monkeypatch.setattr(schedules, "HEAL_AFTER_MS", 1000)
+    wait_for(lambda: shop.rabbitdelay.schedules.heal() == ["a"], "the healing", PATIENCE)
+    # It is given twice as long each time.
+    assert shop.rabbitdelay.schedules.heal() == []
+    with Worker(settings):
+        wait_for(lambda: len(instants(noted, "a")) >= 2, "occurrences", PATIENCE)
+    found = instants(noted, "a")
+    assert len(set(found)) == len(found)
+
+
+def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(
+    settings: dict[str, Any], put: Callable[..., Any], noted: Notes
+) -> None:
+    first = int(put("a", catch_up="all").next_at.timestamp())
+    for seen in (3, 6, 9):
+        with Worker(settings) as worker:
+            wait_for(lambda: len(instants(noted, "a")) >= seen, "occurrences", PATIENCE)  # noqa: B023
+            worker.kill()
+    with Worker(settings):
+        wait_for(lambda: len(instants(noted, "a")) >= 12, "the last occurrences", PATIENCE)
+    found = Counter(instants(noted, "a"))
+    assert [*found] == [*range(first, first + len(found))]
+    # Whatever has begun when its worker is killed may begin again, as any task may.
+    assert sum(found.values()) - len(found) <= 3
+
+
+def test_a_chain_goes_on_although_redis_has_lost_everything(
+    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
+) -> None:
+    put("a")
+    with Worker(settings):
+        wait_for(lambda: len(instants(noted, "a")) >= 2, "occurrences", PATIENCE)
+        client = shop.rabbitdelay.registry.store.connect()
+        client.flushall()
+        client.close()
+        before = len(instants(noted, "a"))
+        wait_for(lambda: len(instants(noted, "a")) >= before + 4, "more of them", PATIENCE)
+        assert_each_once(instants(noted, "a"))
+        assert [each.name for each in shop.rabbitdelay.schedules.all()] == ["a"]
+        # Its code puts it again.
+        assert put("a").task == "note"
+
+
+def test_processes_that_put_the_same_schedule_at_once_put_one(
+    settings: dict[str, Any], put: Callable[..., Any], noted: Notes
+) -> None:
+    start = datetime.now(UTC) + timedelta(seconds=4)
+    with ThreadPoolExecutor(8) as threads:
+        made = {*threads.map(lambda _: put("a", start=start).next_at, range(24))}
+    assert made == {start.replace(microsecond=start.microsecond // 1000 * 1000)}
+    with Worker(settings):
+        wait_for(lambda: len(instants(noted, "a")) >= 3, "occurrences", PATIENCE)
+    found = instants(noted, "a")
+    assert found == [*range(milliseconds_of(start) // 1000, found[-1] + 1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"when": "61 * * * *"}, "minute"),
+        ({"name": ""}, "1 to 150 characters"),
+        ({"countdown": 3}, r"takes the options .* not \['countdown'\]"),
+        ({"args": [object()]}, "JSON"),
+    ],
+)
+def test_what_cannot_be_a_schedule_is_refused(
+    shop: Any, given: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(InvalidSchedule, match=reason):
+        shop.rabbitdelay.schedules.put(**{"name": "a", "task": "note", "when": SECOND, **given})
+    assert shop.rabbitdelay.schedules.all() == []
+
+
+def test_schedules_need_a_registry(broker_url: str) -> None:
+    app = make_app(small_configuration(broker_url, "redis://127.0.0.1:1", "test"))
+    with pytest.raises(RegistryRequired):
+        app.rabbitdelay.schedules.put("a", "note", SECOND)
+    app.close()

@@ -1,0 +1,208 @@
+"""When the occurrences of a schedule are due; cronsim's instants against a walk of the clock."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery.schedules import crontab, schedule
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
+from celery_rabbitdelay.levels.schedule import ALWAYS, UNTIL_NEXT, Occurrence, Recurrence
+
+MINUTE_MS = 60_000
+
+
+def local(text: str, zone: str) -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone))
+
+
+def due(recurrence: Recurrence, begin: datetime, end: datetime) -> list[datetime]:
+    """All instants after one and up to another."""
+    found, instant_ms = [], recurrence.after(milliseconds_of(begin))
+    while instant_ms is not None and instant_ms <= milliseconds_of(end):
+        found.append(instant_of(instant_ms))
+        instant_ms = recurrence.after(instant_ms)
+    return found
+
+
+LORD_HOWE = "Australia/Lord_Howe"
+ZONES = ("Europe/Berlin", "America/New_York", LORD_HOWE, "Pacific/Apia", "UTC")
+
+
+@pytest.mark.parametrize("zone", ZONES)
+@pytest.mark.parametrize(("cron", "wanted", "days"), [("7", {7}, 365), ("*/20", {0, 20, 40}, 100)])
+def test_a_cron_is_due_whenever_the_clock_shows_one_of_its_minutes(
+    zone: str, cron: str, wanted: set[int], days: int
+) -> None:
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    # All zones are a multiple of ten minutes away from UTC.
+    steps = (begin + timedelta(minutes=min(wanted) % 10 + 10 * each) for each in range(days * 144))
+    walked = [at for at in steps if at.astimezone(ZoneInfo(zone)).minute in wanted]
+    before = begin - timedelta(seconds=1)
+    assert due(Recurrence.of(f"{cron} * * * *", zone), before, walked[-1]) == walked
+
+
+@pytest.mark.parametrize(
+    ("cron", "zone", "begin", "instants"),
+    [
+        # The clock goes from 02:00 to 03:00, and back from 03:00 to 02:00.
+        ("30 2 * * *", "Europe/Berlin", "2026-03-28", "2026-03-28T02:30+01 2026-03-29T03+02"),
+        ("30 2 * * *", "Europe/Berlin", "2026-10-25", "2026-10-25T02:30+02 2026-10-26T02:30+01"),
+        # Lord Howe changes by half an hour.
+        ("15 2 * * *", LORD_HOWE, "2026-10-04", "2026-10-04T02:30+11 2026-10-05T02:15+11"),
+        ("45 1 * * *", LORD_HOWE, "2026-04-05", "2026-04-05T01:45+11 2026-04-06T01:45+10:30"),
+        ("0 0 L * *", "UTC", "2028-01-15", "2028-01-31T00+00 2028-02-29T00+00"),
+        ("0 12 29 2 *", "UTC", "2026-01-01", "2028-02-29T12+00 2032-02-29T12+00"),
+        ("*/20 * * * * *", "UTC", "2026-01-01", "2026-01-01T00:00:20+00 2026-01-01T00:00:40+00"),
+        ("@daily", "America/New_York", "2026-03-07", "2026-03-08T00-05 2026-03-09T00-04"),
+    ],
+)  # fmt: skip
+def test_clocks_that_change_and_days_that_are_rare(
+    cron: str, zone: str, begin: str, instants: str
+) -> None:
+    recurrence = Recurrence.of(cron, zone)
+    wanted = [*map(datetime.fromisoformat, instants.split())]
+    assert due(recurrence, local(begin, zone), wanted[-1]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("when", "rule"),
+    [
+        (crontab(), "* * * * *"),
+        (crontab(minute="*/15", hour=7), "*/15 7 * * *"),
+        (crontab(0, [7, 19], "mon", day_of_month="1-7"), "0 7,19 1-7 * * and 1"),
+        (crontab(minute=0, hour=0, day_of_week="sat,sunday"), "0 0 * * * and 06"),
+        (schedule(90), "every 90000"),
+        (timedelta(hours=1), "every 3600000"),
+        (" 0  7 * * 1-5 ", "0 7 * * 1-5"),
+    ],
+)  # fmt: skip
+def test_what_celery_and_cron_write_is_a_rule(when: Any, rule: str) -> None:
+    assert Recurrence.of(when, "UTC").rules == (rule,)
+
+
+def test_celerys_crontab_is_due_if_both_days_fit() -> None:
+    first_monday = Recurrence.of(crontab(0, 9, "mon", day_of_month="1-7"), "UTC")
+    found = due(first_monday, datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 12, 31, tzinfo=UTC))
+    assert len(found) == 12
+    assert all(each.weekday() == 0 and each.day <= 7 for each in found)
+
+
+def test_an_interval_counts_from_its_start_and_stops_at_its_end() -> None:
+    start = datetime(2030, 1, 1, 0, 0, 10, tzinfo=UTC)
+    recurrence = Recurrence.of(timedelta(seconds=7), "UTC", start, start + timedelta(seconds=20))
+    wanted = [start + timedelta(seconds=each) for each in (0, 7, 14)]
+    assert due(recurrence, start - timedelta(days=1), start + timedelta(days=1)) == wanted
+    assert recurrence.latest(milliseconds_of(start) - 1) is None
+    assert recurrence.latest(milliseconds_of(start + timedelta(days=9))) == milliseconds_of(
+        wanted[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("when", "zone", "reason"),
+    [
+        ("61 * * * *", "UTC", "minute"),
+        ("* * *", "UTC", "fields"),
+        ("0 0 30 2 *", "UTC", "day-of-month"),
+        ("0 0 31 2,4 *", "UTC", "day-of-month|never due"),
+        (timedelta(milliseconds=10), "UTC", "a second at least"),
+        (7, "UTC", "takes a timedelta"),
+        ([], "UTC", "1 to 20"),
+        ("@daily", "Europe/Nowhere", "Nowhere"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_early(when: Any, zone: str, reason: str) -> None:
+    with pytest.raises(InvalidSchedule, match=f"(?i){reason}"):
+        Recurrence.of(when, zone)
+
+
+RULES = st.sampled_from(
+    ["every 7000", "*/5 * * * *", "30 2 * * *", "0 9 1-7 * * and 1", "0 0 L * *"]
+)
+NOW = milliseconds_of(datetime(2026, 3, 20, tzinfo=UTC))
+
+
+@given(
+    st.lists(RULES, min_size=1, max_size=3, unique=True),
+    st.sampled_from(ZONES),
+    st.integers(0, 300 * 86_400_000),
+)
+def test_the_latest_instant_is_the_one_before_the_next(
+    rules: list[str], zone: str, offset: int
+) -> None:
+    recurrence = Recurrence(tuple(rules), zone)
+    at = NOW + offset
+    last, following = recurrence.latest(at), recurrence.after(at)
+    assert last is not None
+    assert following is not None
+    assert last <= at < following
+    assert recurrence.after(last) == following
+    assert recurrence.latest(last) == last
+
+
+@given(
+    st.sampled_from([ALWAYS, UNTIL_NEXT, 0, 90_000]), st.lists(st.integers(0, 400_000), max_size=30)
+)
+def test_however_late_they_come_each_instant_comes_once_or_was_left_out(
+    catch_up_ms: int, lateness: list[int]
+) -> None:
+    every = Recurrence((f"every {MINUTE_MS}",))
+    occurrence: Occurrence | None = Occurrence("a", NOW, every, catch_up_ms, "r")
+    ran, came, now = [], [], NOW
+    for late in lateness:
+        assert occurrence is not None
+        now = max(now, occurrence.instant_ms) + late
+        came.append(occurrence)
+        runs, following = occurrence.at(now)
+        if runs:
+            ran.append(occurrence.instant_ms)
+        assert following is not None
+        # What is left out was passed before the one that follows, which is the last of them.
+        skipped = (following.instant_ms - occurrence.instant_ms) // MINUTE_MS - 1
+        assert skipped == 0 or (catch_up_ms != ALWAYS and now < following.instant_ms + MINUTE_MS)
+        if catch_up_ms == UNTIL_NEXT:
+            assert runs == (now < occurrence.instant_ms + MINUTE_MS)
+        occurrence = following
+    assert ran == sorted(set(ran))
+    assert all(a.task_id < b.task_id for a, b in pairwise(came))
+    if catch_up_ms == ALWAYS:
+        assert [*ran] == [NOW + MINUTE_MS * each for each in range(len(lateness))]
+
+
+def test_an_occurrence_is_read_as_it_was_written() -> None:
+    recurrence = Recurrence.of([timedelta(hours=1), "0 7 * * *"], "Europe/Berlin")
+    occurrence = Occurrence("täglich", NOW, recurrence, UNTIL_NEXT, "0a")
+    assert Occurrence.of(occurrence.text) == occurrence
+
+
+@given(
+    st.text() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(str) | st.none()
+)
+def test_anything_else_is_no_occurrence(text: Any) -> None:
+    assert Occurrence.of(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["a",1,[["every 1"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["every x"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["* * *"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["* * * * * and 9"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["* * * * *"],"../etc",0,null],-1,"r"]',
+        '["a",1,[[],"UTC",0,null],-1,"r"]',
+        '["a",1.5,[["* * * * *"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["* * * * *"],"UTC",0,null],-3,"r"]',
+        "[" * 3000,
+    ],
+)
+def test_what_a_stranger_writes_is_refused(text: str) -> None:
+    assert Occurrence.of(text) is None
