@@ -11,6 +11,7 @@ from celery_rabbitdelay.command import (  # noqa: F401
     moving,
     pausing,
     route,
+    schedules,
     send,
     status,
     undeliverable,

@@ -18,7 +18,7 @@ from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.worker import celery_internals
-from celery_rabbitdelay.worker.batch_thread import BatchThread
+from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
 from celery_rabbitdelay.worker.metrics import lateness
@@ -255,10 +255,8 @@ class Decisions(BatchThread[_Due]):
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
-                if SCHEDULE in due.waited.registry:
-                    self._occurrences.give((due.delivery, due.waited))
-                    return
-                celery_internals.run_strategy(self._consumer, due.delivery)
+                run = partial(celery_internals.run_strategy, self._consumer, due.delivery)
+                self._after_what_follows(due, run)
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
                 logger.info(
@@ -277,10 +275,23 @@ class Decisions(BatchThread[_Due]):
                     decision.why,
                 )
                 self._put_back(due, self._later())
+            case Verdict.CANCELLED:
+                # One occurrence of a schedule may be cancelled; the others come.
+                self._after_what_follows(due, partial(self._discard, due, decision.verdict))
             case _:
-                run = partial(celery_internals.run_strategy, self._consumer, due.delivery)
-                celery_internals.discard_as_revoked(self._consumer, due.arrival.task_id, run)
-                self._signal(DISCARDED[decision.verdict], due)
+                self._discard(due, decision.verdict)
+
+    def _after_what_follows(self, due: _Due, go_on: Action) -> None:
+        """Go on with a task; if it is an occurrence of a schedule, once the next is published."""
+        if SCHEDULE in due.waited.registry:
+            self._occurrences.follow(due.delivery, due.waited, go_on)
+        else:
+            go_on()
+
+    def _discard(self, due: _Due, verdict: Verdict) -> None:
+        run = partial(celery_internals.run_strategy, self._consumer, due.delivery)
+        celery_internals.discard_as_revoked(self._consumer, due.arrival.task_id, run)
+        self._signal(DISCARDED[verdict], due)
 
     def _count(self, due: _Due, verdict: Verdict) -> None:
         values = {instruments.LATENESS: lateness(due.waited.due_ms)}

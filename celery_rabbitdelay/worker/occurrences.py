@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from celery.utils.log import get_logger
 from kombu import Message
@@ -23,7 +23,7 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.worker import celery_internals
-from celery_rabbitdelay.worker.batch_thread import BatchThread
+from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
 
@@ -40,7 +40,21 @@ LOOK_EVERY: Final = 30.0
 _OF_OCCURRENCE: Final = (COPY, KEY, ORDER, SCHEDULE)
 
 
-class Occurrences(BatchThread[tuple[Delivery, DelayHeaders]]):
+class Arrived(NamedTuple):
+    """An occurrence that has arrived.
+
+    Attributes:
+        delivery: Its message, restored, as Celery has passed it.
+        waited: What its headers have said.
+        go_on: What the event loop does with it, once the next one is published.
+    """
+
+    delivery: Delivery
+    waited: DelayHeaders
+    go_on: Action
+
+
+class Occurrences(BatchThread[Arrived]):
     """Publishes the next occurrence of a schedule, and then lets the one run that has come.
 
     If the worker dies in between, RabbitMQ redelivers the one that has come; what follows it is
@@ -60,16 +74,29 @@ class Occurrences(BatchThread[tuple[Delivery, DelayHeaders]]):
         self._early_tasks = early_tasks
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311
 
+    def follow(self, delivery: Delivery, waited: DelayHeaders, go_on: Action) -> None:
+        """Publish what follows an occurrence, and then go on with it; its retries are none.
+
+        Args:
+            delivery: Its message, restored, as Celery has passed it.
+            waited: What its headers have said.
+            go_on: What the event loop does with it then.
+        """
+        for name in _OF_OCCURRENCE:
+            delivery.message.headers.pop(name, None)
+        self.give(Arrived(delivery, waited, go_on))
+
     def own_work_in(self) -> float | None:
         """Return the seconds until the next look for what has not come."""
         return self._look_at - time.monotonic()
 
-    def work(self, batch: list[tuple[Delivery, DelayHeaders]]) -> None:
-        """Publish what follows, and let the event loop run what has come."""
-        noted = self._paused([waited for _, waited in batch])
-        for each, is_paused in zip(batch, noted, strict=True):
+    def work(self, batch: list[Arrived]) -> None:
+        """Publish what follows, and let the event loop go on with what has come."""
+        occurrences = [Occurrence.of(each.waited.registry[SCHEDULE]) for each in batch]
+        paused = self._paused([each.name if each is not None else "" for each in occurrences])
+        for each, occurrence, is_paused in zip(batch, occurrences, paused, strict=True):
             try:
-                self._go_on(*each, is_paused)
+                self._follow(each, occurrence, is_paused)
             except Exception as error:  # noqa: BLE001 - the thread has to live on
                 self._failed(each, error)
         if time.monotonic() >= self._look_at:
@@ -80,10 +107,8 @@ class Occurrences(BatchThread[tuple[Delivery, DelayHeaders]]):
             except Exception as error:  # noqa: BLE001 - the next look may succeed
                 logger.warning("Nobody has looked after the schedules: %s", error)
 
-    def _paused(self, batch: Sequence[DelayHeaders]) -> list[bool]:
-        """Return for each occurrence whether its schedule is paused, as far as that is known."""
-        occurrences = [Occurrence.of(waited.registry[SCHEDULE]) for waited in batch]
-        names = [each.name if each is not None else "" for each in occurrences]
+    def _paused(self, names: Sequence[str]) -> list[bool]:
+        """Return for each schedule whether it is paused, as far as that is known."""
         try:
             found = self._registry.schedules.get(names)
         except RegistryUnavailable as error:
@@ -91,33 +116,29 @@ class Occurrences(BatchThread[tuple[Delivery, DelayHeaders]]):
             return [False] * len(names)
         return [each is not None and each.is_paused for each in found]
 
-    def _failed(self, each: tuple[Delivery, DelayHeaders], error: Exception) -> None:
-        task_id = celery_internals.shown(celery_internals.id_of(each[0].message))
+    def _failed(self, arrived: Arrived, error: Exception) -> None:
+        task_id = celery_internals.shown(celery_internals.id_of(arrived.delivery.message))
         if isinstance(error, TEMPORARY_ERRORS):
             logger.warning("Occurrence %s waits for the next to be published: %s", task_id, error)
-            again = partial(self.give, each)
+            again = partial(self.give, arrived)
             self.act(partial(celery_internals.call_after, self._consumer, TRY_AGAIN, again))
         else:
             logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
-            self.act(partial(self._pass_on, each[0]))
+            self.act(arrived.go_on)
 
-    def _go_on(self, delivery: Delivery, waited: DelayHeaders, is_paused: bool) -> None:
-        occurrence = Occurrence.of(waited.registry[SCHEDULE])
+    def _follow(self, arrived: Arrived, occurrence: Occurrence | None, is_paused: bool) -> None:
         if occurrence is None:
-            logger.error("An occurrence cannot be read: %.200r", waited.registry[SCHEDULE])
-            self.act(partial(self._pass_on, delivery))
-            return
+            raise LookupError("its header cannot be read")
         runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
         if following is not None:
-            self._publish(delivery, waited, following)
+            self._publish(arrived.delivery, arrived.waited, following)
         if runs and not is_paused:
-            self.act(partial(self._pass_on, delivery))
-        else:
-            task_id = celery_internals.shown(celery_internals.id_of(delivery.message))
-            why = "its schedule is paused" if is_paused else "it is too late"
-            logger.info("Occurrence %s does not run: %s.", task_id, why)
-            acknowledge = partial(acknowledge_message, self._consumer, delivery.ack)
-            self.act(acknowledge, is_acknowledgement=True)
+            self.act(arrived.go_on)
+            return
+        why = "its schedule is paused" if is_paused else "it is too late"
+        logger.info("Occurrence %s does not run: %s.", occurrence.task_id, why)
+        acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
+        self.act(acknowledge, is_acknowledgement=True)
 
     def _publish(self, delivery: Delivery, waited: DelayHeaders, following: Occurrence) -> None:
         """Publish an occurrence as the one before it, and note it."""
@@ -170,10 +191,3 @@ class Occurrences(BatchThread[tuple[Delivery, DelayHeaders]]):
             content_encoding=former.content_encoding,
             **properties,
         )
-
-    def _pass_on(self, delivery: Delivery) -> None:
-        """Pass the task to Celery; its retries are no occurrences."""
-        headers = delivery.message.headers
-        for name in _OF_OCCURRENCE:
-            headers.pop(name, None)
-        celery_internals.run_strategy(self._consumer, delivery)

@@ -29,6 +29,7 @@ NOTES: dict[str, dict[str, Any]] = {
     "note": {},
     "compressed-note": {"compression": "gzip"},
     "tracked-note": {"track": True},
+    "late-note": {"acks_late": True},
 }
 
 #: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.shop import PATIENCE
+from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker, answer, run_command
 from tests.json_schemas import checked
 
@@ -219,6 +219,7 @@ def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any
         "job show x",
         "pause --task x",
         "resume --queue x",
+        "schedules list",
     ],
 )
 def test_without_a_registry_each_command_says_what_to_set(
@@ -266,3 +267,28 @@ def test_a_pause_takes_one_name(settings: dict[str, Any], command: str) -> None:
     told = run_command(settings, command)
     assert told.returncode == 2
     assert "give --task, or --queue" in told.stderr
+
+
+def test_schedules_are_listed_paused_triggered_and_deleted(settings: dict[str, Any]) -> None:
+    app = make_app(settings)
+    app.rabbitdelay.schedules.put("nightly", "shop.report", "@daily", ["x"], timezone="UTC")
+    app.rabbitdelay.schedules.put("often", "shop.remind", timedelta(hours=1))
+
+    listed = answer(settings, "schedules list", "schedules")
+    assert [each["name"] for each in listed["schedules"]] == ["nightly", "often"]
+    assert listed["schedules"][0]["args"] == ["x"]
+    shown = run_command(settings, "schedules list").stdout.splitlines()
+    assert shown[0].startswith("nightly: shop.report, next ")
+    due = answer(settings, "schedules next nightly --number 3", "schedule")["next"]
+    assert [each[10:] for each in due] == ["T00:00:00+00:00"] * 3
+
+    assert run_command(settings, "schedules pause often").stdout == "often: paused\n"
+    assert answer(settings, "schedules list", "schedules")["schedules"][1]["is_paused"]
+    assert run_command(settings, "schedules resume often").stdout == "often: resumed\n"
+    sent = answer(settings, "schedules trigger often", "schedule")
+    assert len(sent["task_id"]) == 36
+    assert run_command(settings, "schedules delete often").stdout == "often: deleted\n"
+    gone = run_command(settings, "schedules delete often")
+    assert (gone.returncode, gone.stdout) == (1, "often: there is no such schedule\n")
+    app.rabbitdelay.schedules.delete("nightly")
+    app.close()

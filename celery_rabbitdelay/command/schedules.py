@@ -1,0 +1,104 @@
+"""``celery rabbitdelay schedules``: list, show when, pause, resume, trigger and delete them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import click
+from celery.bin.base import CLIContext
+
+from celery_rabbitdelay.app.schedules import Schedule
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.command.shared import rabbitdelay
+
+#: The exit status where there is no schedule of the name.
+UNKNOWN: Final = 1
+
+_name: Final = shared.options(click.argument("name"))
+
+
+@rabbitdelay.group()
+def schedules() -> None:
+    """Schedules: tasks that run again and again."""
+
+
+@schedules.command("list")
+@shared.options()
+def list_all(context: CLIContext, /, as_json: bool) -> None:
+    """List all schedules, and when they are due next."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        found = delays.schedules.all()
+    lines = [_line(each) for each in found] or ["there are no schedules"]
+    shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, lines)
+
+
+@schedules.command("next")
+@_name
+@click.option("--number", default=5, show_default=True, help="How many instants.")
+def show_next(context: CLIContext, /, name: str, number: int, as_json: bool) -> None:
+    """Show when a schedule is due next."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        instants = delays.schedules.next(name, number)
+    answer = {"name": name, "next": [each.isoformat() for each in instants]}
+    _answer(as_json, answer, name, [shared.local(each) for each in instants])
+
+
+@schedules.command()
+@_name
+def pause(context: CLIContext, /, name: str, as_json: bool) -> None:
+    """Let the occurrences of a schedule come and not run."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        is_known = delays.schedules.pause(name)
+    _answer(as_json, {"name": name, "paused": is_known}, name, [f"{name}: paused"] * is_known)
+
+
+@schedules.command()
+@_name
+def resume(context: CLIContext, /, name: str, as_json: bool) -> None:
+    """Let the occurrences of a schedule run again."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        is_known = delays.schedules.resume(name)
+    _answer(as_json, {"name": name, "resumed": is_known}, name, [f"{name}: resumed"] * is_known)
+
+
+@schedules.command()
+@_name
+def trigger(context: CLIContext, /, name: str, as_json: bool) -> None:
+    """Send the task of a schedule now."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        sent = delays.schedules.trigger(name)
+    task_id = None if sent is None else sent.id
+    lines = [] if sent is None else [f"{name}: sent as {task_id}"]
+    _answer(as_json, {"name": name, "task_id": task_id}, name, lines)
+
+
+@schedules.command()
+@_name
+def delete(context: CLIContext, /, name: str, as_json: bool) -> None:
+    """End a schedule."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        is_known = delays.schedules.delete(name)
+    _answer(as_json, {"name": name, "deleted": is_known}, name, [f"{name}: deleted"] * is_known)
+
+
+def _answer(as_json: bool, answer: dict[str, Any], name: str, lines: list[str]) -> None:
+    """Print an answer, which has no line where there is no such schedule."""
+    shared.answer(as_json, answer, lines or [f"{name}: there is no such schedule"])
+    if not lines:
+        raise SystemExit(UNKNOWN)
+
+
+def _as_json(schedule: Schedule) -> dict[str, Any]:
+    return {**schedule._asdict(), "next_at": schedule.next_at.isoformat()}
+
+
+def _line(schedule: Schedule) -> str:
+    paused = ", paused" if schedule.is_paused else ""
+    task = schedule.task or "a task that Redis has lost"
+    return f"{schedule.name}: {task}, next {shared.local(schedule.next_at)}{paused}"
