@@ -14,12 +14,14 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 
+from celery import beat
 from celery.result import AsyncResult
+from celery.signals import beat_init
 
-from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, instant_of, milliseconds
 from celery_rabbitdelay.levels.schedule import (
     ALWAYS,
@@ -41,6 +43,9 @@ OPTIONS: Final = frozenset(
 
 #: The most characters of a name: the id of a task is longer, and has to fit into AMQP's 255 bytes.
 MAX_NAME: Final = 150
+
+#: For how many milliseconds entries of beat do not come back that others have taken the place of.
+FLAPPING_MS: Final = 86_400_000
 
 #: Milliseconds that an occurrence may be late before it is sent again, at first; then twice as long
 #: each time.
@@ -239,6 +244,57 @@ class Schedules:
             logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
         return healed
 
+    def put_beat(self, *, is_forced: bool = False) -> bool:
+        """Put the entries of Celery's ``beat_schedule``, and end those that are not there any more.
+
+        Workers call this when they start, with ``rabbitdelay_beat = True``. While workers of two
+        versions of the code are deployed, those of the former version change nothing: entries that
+        others have taken the place of are not put again for a day.
+
+        Args:
+            is_forced: Put them all the same, because the code was rolled back.
+
+        Returns:
+            Whether they are as this code has them.
+        """
+        registry, application = self._registry, str(self.app.main or "")
+        prefix = f"beat:{application}:"
+        entries = {f"{prefix}{name}": each for name, each in self.app.conf.beat_schedule.items()}
+        said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
+        digest = hashlib.sha256(said.encode()).hexdigest()[:24]
+        with registry.alone_under(prefix):
+            found = registry.schedules.taken_over(application)
+            ended_ms = int(found.get(digest, 0))
+            if ended_ms > _now_ms() - FLAPPING_MS and not is_forced:
+                logger.warning(
+                    "The entries of beat are those of other code, which was deployed later; if "
+                    "this code was rolled back: celery rabbitdelay schedules put-beat"
+                )
+                return False
+            for name, entry in entries.items():
+                self._put_entry(name, entry)
+            if found.get("current") != digest:
+                for name in registry.schedules.all():
+                    if name.startswith(prefix) and name not in entries:
+                        self.delete(name)
+                registry.schedules.take_over(application, found.get("current"), digest, _now_ms())
+        return True
+
+    def _put_entry(self, name: str, entry: Mapping[str, Any]) -> None:
+        options = dict(entry.get("options") or {})
+        # Celery counts it from the send, which is when the occurrence is due.
+        expires = options.pop("expires", None)
+        when, catch_up = entry["schedule"], "last" if expires is None else expires
+        if isinstance(when, int | float):
+            when = timedelta(seconds=when)
+        try:
+            given = entry.get("args") or (), entry.get("kwargs")
+            self.put(name, entry["task"], when, *given, catch_up=catch_up, **options)
+        except (InvalidSchedule, InvalidDelay) as error:
+            logger.error(
+                "The entry %r of beat is not taken over, and does not run: %s", name, error
+            )
+
     @property
     def _registry(self) -> Registry:
         registry: Registry = self.app.rabbitdelay.registry
@@ -257,6 +313,22 @@ class Schedules:
             rabbitdelay_schedule=occurrence.text,
             **options,
         )
+
+
+def _idle_beat(sender: Any, **_: Any) -> None:
+    """Let ``celery beat`` send nothing if workers have taken over what it would send."""
+    delays = getattr(sender.app, "rabbitdelay", None)
+    if delays is None or not delays.settings.beat:
+        return
+    scheduler = sender.scheduler
+    if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
+        logger.warning("Beat goes on beside rabbitdelay_beat: it has a scheduler of its own.")
+        return
+    logger.warning("Beat sends nothing, and is not needed: workers do it (rabbitdelay_beat).")
+    scheduler.tick = lambda *_, **__: scheduler.max_interval
+
+
+beat_init.connect(_idle_beat, weak=False)
 
 
 def _key(name: str) -> str:

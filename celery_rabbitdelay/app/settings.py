@@ -292,6 +292,10 @@ class Settings:
     #: sent with ``track=True``, or whose task has ``track = True``.
     track: Track = "none"
 
+    #: Whether workers take over Celery's ``beat_schedule`` and ``add_periodic_task``: its entries
+    #: are schedules then, and ``celery beat`` is not needed.
+    beat: bool = False
+
     #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless another
     #: address stands before it, as in "0.0.0.0:9808". None: it serves none.
     metrics_port: Annotated[int | str | None, _METRICS_PORT] = None

@@ -87,6 +87,16 @@ def delete(context: CLIContext, /, name: str, as_json: bool) -> None:
     _answer(as_json, {"name": name, "deleted": is_known}, name, [f"{name}: deleted"] * is_known)
 
 
+@schedules.command("put-beat")
+def put_beat(context: CLIContext, /, as_json: bool) -> None:
+    """Put Celery's beat_schedule, also if later code has put another one."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        delays.schedules.put_beat(is_forced=True)
+        found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
+    shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, map(_line, found))
+
+
 def _answer(as_json: bool, answer: dict[str, Any], name: str, lines: list[str]) -> None:
     """Print an answer, which has no line where there is no such schedule."""
     shared.answer(as_json, answer, lines or [f"{name}: there is no such schedule"])

@@ -71,6 +71,10 @@ class Names(NamedTuple):
         """Return the key of the names of all schedules."""
         return f"{self.prefix}:{{0}}:schedules"
 
+    def beat(self, application: str) -> str:
+        """Return the key that says which entries of beat an application has."""
+        return f"{self.prefix}:{{0}}:beat:{application}"
+
     def healing(self) -> str:
         """Return the key that the worker has which looks after the schedules."""
         return f"{self.prefix}:{{0}}:healing"

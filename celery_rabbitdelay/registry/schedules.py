@@ -113,6 +113,24 @@ class Schedules:
 
         self._store.commands(add)
 
+    def taken_over(self, application: str) -> dict[str, str]:
+        """Return which entries of beat an application has: "current", and when others ended."""
+        key = self._names.beat(application)
+        (found,) = self._store.commands(lambda pipe: pipe.hgetall(key))
+        return dict(found)
+
+    def take_over(self, application: str, former: str | None, current: str, now_ms: int) -> None:
+        """Note which entries of beat an application has from now on; see :meth:`taken_over`."""
+        key = self._names.beat(application)
+
+        def add(pipeline: Any) -> None:
+            pipeline.hset(key, "current", current)
+            pipeline.hdel(key, current)
+            if former is not None:
+                pipeline.hset(key, former, now_ms)
+
+        self._store.commands(add)
+
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""
         key = self._names.healing()

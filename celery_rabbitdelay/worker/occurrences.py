@@ -86,6 +86,11 @@ class Occurrences(BatchThread[Arrived]):
             delivery.message.headers.pop(name, None)
         self.give(Arrived(delivery, waited, go_on))
 
+    def begin(self) -> None:
+        """Put the entries of beat, if workers have taken them over."""
+        if self._delays.settings.beat:
+            self._delays.schedules.put_beat()
+
     def own_work_in(self) -> float | None:
         """Return the seconds until the next look for what has not come."""
         return self._look_at - time.monotonic()

@@ -23,7 +23,7 @@ from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.registering import KINDS, RedisSetup
 from tests.integration.shop import PATIENCE, make_app
-from tests.integration.worker import Worker
+from tests.integration.worker import Beat, Worker
 
 SECOND = timedelta(seconds=1)
 
@@ -268,3 +268,67 @@ def test_schedules_need_a_registry(broker_url: str) -> None:
     with pytest.raises(RegistryRequired):
         app.rabbitdelay.schedules.put("a", "note", SECOND)
     app.close()
+
+
+def entry(noted: Notes, what: str, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
+    """An entry of beat, as a process gets it."""
+    given = {"task": "note", "schedule": seconds, "args": [what], "kwargs": {"key": noted.key}}
+    return {**given, **more}
+
+
+def test_the_entries_of_beat_need_no_beat(
+    settings: dict[str, Any], shop: Any, noted: Notes
+) -> None:
+    entries = {"a": entry(noted, "a"), "b": entry(noted, "b", 3600, options={"expires": 60})}
+    own = {**settings, "beat_schedule": entries, "rabbitdelay_beat": True}
+    with Worker(own), Worker(own), Beat(own) as beat:
+        wait_for(lambda: noted().count("a") >= 4, "occurrences", PATIENCE)
+        assert "Beat sends nothing, and is not needed" in beat.log
+        assert "Sending due task" not in beat.log
+    found = instants_of_beat(noted)
+    assert_each_once(found)
+    assert len(noted()) == len(found)
+    names = [each.name for each in shop.rabbitdelay.schedules.all()]
+    assert names == [f"beat:{shop.main}:{name}" for name in "ab"]
+
+
+def instants_of_beat(noted: Notes) -> list[int]:
+    return sorted(int(each["correlation_id"].split(":")[-2]) // 1000 for each in noted.found())
+
+
+def test_two_versions_of_the_code_do_not_undo_each_other(
+    make_shop: Callable[..., Any], settings: dict[str, Any], noted: Notes
+) -> None:
+    def version(**entries: Any) -> Any:
+        given = {**settings, "beat_schedule": entries, "rabbitdelay_beat": True}
+        return make_shop(**given).rabbitdelay.schedules
+
+    first, kept = entry(noted, "first", 3600), entry(noted, "kept", 3600)
+    before, after = version(first=first, kept=kept), version(kept=kept, more=first)
+    assert before.put_beat()
+    for _ in range(2):
+        assert after.put_beat()
+        assert not before.put_beat()
+    names = [each.name.rpartition(":")[2] for each in after.all()]
+    assert names == ["kept", "more"]
+    # The code is rolled back.
+    assert before.put_beat(is_forced=True)
+    assert not after.put_beat()
+    assert [each.name.rpartition(":")[2] for each in after.all()] == ["first", "kept"]
+    for each in after.all():
+        after.delete(each.name)
+
+
+def test_an_entry_that_cannot_be_a_schedule_is_said_and_keeps_no_other_from_it(
+    make_shop: Callable[..., Any],
+    settings: dict[str, Any],
+    noted: Notes,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entries = {"a": entry(noted, "a", options={"link": "x"}), "b": entry(noted, "b", 3600)}
+    app = make_shop(**settings, beat_schedule=entries, rabbitdelay_beat=True)
+    assert app.rabbitdelay.schedules.put_beat()
+    (made,) = app.rabbitdelay.schedules.all()
+    assert made.name.endswith(":b")
+    assert "not ['link']" in caplog.text
+    app.rabbitdelay.schedules.delete(made.name)
