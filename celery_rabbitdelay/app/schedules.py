@@ -284,16 +284,15 @@ class Schedules:
         options = dict(entry.get("options") or {})
         # Celery counts it from the send, which is when the occurrence is due.
         expires = options.pop("expires", None)
-        when, catch_up = entry["schedule"], "last" if expires is None else expires
+        catch_up: Any = "last" if expires is None else expires
+        when = entry["schedule"]
         if isinstance(when, int | float):
             when = timedelta(seconds=when)
         try:
             given = entry.get("args") or (), entry.get("kwargs")
             self.put(name, entry["task"], when, *given, catch_up=catch_up, **options)
         except (InvalidSchedule, InvalidDelay) as error:
-            logger.error(
-                "The entry %r of beat is not taken over, and does not run: %s", name, error
-            )
+            logger.error("The entry %r of beat does not run, it is no schedule: %s", name, error)
 
     @property
     def _registry(self) -> Registry:
