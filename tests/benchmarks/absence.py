@@ -15,16 +15,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.publishing.declaration import declare_destination
-from celery_rabbitdelay.testing import RabbitMQServer
+from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
 from tests.benchmarks.measure import version_of
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS
@@ -99,14 +100,27 @@ def measure(
     leave()
     sound = max(each.at for each in take(elsewhere, [quorum], tasks, PATIENCE)) - due
     time.sleep(max(due + AWAY - time.time(), 0.0))
-    home.start()
+    try:
+        home.start()
+    except ServerNotStarted:  # RabbitMQ 3.10 now and then crashes when it starts after a stop
+        home.start()
     returned = time.time()
     with Connection(home.url) as connection:
+        # RabbitMQ 4.0 takes connections before it knows its queues.
+        wait_for(lambda: is_there(connection, classic), "the queue", PATIENCE)
         came = take(connection, [classic], tasks, PATIENCE)
         # Whether a task comes a second time is seen a little later.
         time.sleep(GOAL)
         came += take(connection, [classic], count(connection, classic.name))
     return sound, [(each.at - returned, each.message.headers["id"]) for each in came]
+
+
+def is_there(connection: Connection, queue: Queue) -> bool:
+    """Return whether a queue is there."""
+    with connection.channel() as channel, suppress(NotFound):
+        queue(channel).queue_declare(passive=True)
+        return True
+    return False
 
 
 if __name__ == "__main__":
