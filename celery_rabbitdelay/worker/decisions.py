@@ -262,7 +262,8 @@ class Decisions(BatchThread[_Due]):
                 logger.info(
                     "Task %s does not run twice.", celery_internals.shown(due.arrival.task_id)
                 )
-                acknowledge_message(self._consumer, due.delivery.ack)
+                acknowledge = partial(acknowledge_message, self._consumer, due.delivery.ack)
+                self._after_what_follows(due, acknowledge, is_copy=True)
             case Verdict.LATER:
                 self._put_back(due, decision)
             case Verdict.FORGOTTEN:
@@ -281,10 +282,10 @@ class Decisions(BatchThread[_Due]):
             case _:
                 self._discard(due, decision.verdict)
 
-    def _after_what_follows(self, due: _Due, go_on: Action) -> None:
+    def _after_what_follows(self, due: _Due, go_on: Action, *, is_copy: bool = False) -> None:
         """Go on with a task; if it is an occurrence of a schedule, once the next is published."""
         if SCHEDULE in due.waited.registry:
-            self._occurrences.follow(due.delivery, due.waited, go_on)
+            self._occurrences.follow(due.delivery, due.waited, go_on, is_copy=is_copy)
         else:
             go_on()
 

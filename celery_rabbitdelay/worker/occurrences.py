@@ -47,11 +47,14 @@ class Arrived(NamedTuple):
         delivery: Its message, restored, as Celery has passed it.
         waited: What its headers have said.
         go_on: What the event loop does with it, once the next one is published.
+        is_copy: Whether another message of it has run. Then the next one was published by that,
+            unless this one was sent again because that is not known.
     """
 
     delivery: Delivery
     waited: DelayHeaders
     go_on: Action
+    is_copy: bool
 
 
 class Occurrences(BatchThread[Arrived]):
@@ -74,17 +77,20 @@ class Occurrences(BatchThread[Arrived]):
         self._early_tasks = early_tasks
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311
 
-    def follow(self, delivery: Delivery, waited: DelayHeaders, go_on: Action) -> None:
+    def follow(
+        self, delivery: Delivery, waited: DelayHeaders, go_on: Action, *, is_copy: bool = False
+    ) -> None:
         """Publish what follows an occurrence, and then go on with it; its retries are none.
 
         Args:
             delivery: Its message, restored, as Celery has passed it.
             waited: What its headers have said.
             go_on: What the event loop does with it then.
+            is_copy: As in :class:`Arrived`.
         """
         for name in _OF_OCCURRENCE:
             delivery.message.headers.pop(name, None)
-        self.give(Arrived(delivery, waited, go_on))
+        self.give(Arrived(delivery, waited, go_on, is_copy))
 
     def begin(self) -> None:
         """Put the entries of beat, if workers have taken them over."""
@@ -134,16 +140,24 @@ class Occurrences(BatchThread[Arrived]):
     def _follow(self, arrived: Arrived, occurrence: Occurrence | None, is_paused: bool) -> None:
         if occurrence is None:
             raise LookupError("its header cannot be read")
+        if arrived.is_copy and not self._is_newest(arrived.waited, occurrence):
+            self.act(arrived.go_on)
+            return
         runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
         if following is not None:
             self._publish(arrived.delivery, arrived.waited, following)
-        if runs and not is_paused:
+        if arrived.is_copy or (runs and not is_paused):
             self.act(arrived.go_on)
             return
         why = "its schedule is paused" if is_paused else "it is too late"
         logger.info("Occurrence %s does not run: %s.", occurrence.task_id, why)
         acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
         self.act(acknowledge, is_acknowledgement=True)
+
+    def _is_newest(self, waited: DelayHeaders, occurrence: Occurrence) -> bool:
+        newest = self._registry.newest_under(str(waited.registry.get(KEY, "")))
+        is_newest: bool = newest == (str(waited.registry.get(ORDER, "")), occurrence.task_id)
+        return is_newest
 
     def _publish(self, delivery: Delivery, waited: DelayHeaders, following: Occurrence) -> None:
         """Publish an occurrence as the one before it, and note it."""

@@ -200,6 +200,33 @@ def test_an_occurrence_that_was_lost_is_sent_again(
     assert len(set(found)) == len(found)
 
 
+def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_second_one(
+    settings: dict[str, Any],
+    shop: Any,
+    put: Callable[..., Any],
+    noted: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schedules, "HEAL_AFTER_MS", 0)
+    put("a", timedelta(seconds=3))
+    known = shop.rabbitdelay.registry.schedules
+    with Worker(settings) as worker:
+        for number in (1, 2, 3):
+            wait_for(lambda: len(instants(noted, "a")) >= number, "an occurrence", PATIENCE)  # noqa: B023
+            (found,) = known.get(["a"])
+            # As if Redis had been away when the next one was to be noted.
+            ran = found.occurrence._replace(instant_ms=instants(noted, "a")[-1] * 1000)
+            known.follow(ran)
+            assert shop.rabbitdelay.schedules.heal() == ["a"]
+            wait_for(lambda: worker.log.count("does not run twice") >= number, "it", PATIENCE)  # noqa: B023
+        wait_for(lambda: len(instants(noted, "a")) >= 6, "further occurrences", PATIENCE)
+        found = instants(noted, "a")
+        assert found == [*range(found[0], found[-1] + 1, 3)]
+        refused = worker.log.count("does not run twice")
+        wait_for(lambda: len(instants(noted, "a")) >= 8, "further occurrences", PATIENCE)
+        assert worker.log.count("does not run twice") <= refused + 1
+
+
 def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(
     settings: dict[str, Any], put: Callable[..., Any], noted: Notes
 ) -> None:
