@@ -491,7 +491,8 @@ def test_the_members_of_a_group_are_written_before_the_first_confirm(
     try:
         with resumed(private_rabbitmq), ThreadPoolExecutor(1) as thread:
             whole = canvas(shop.tasks["look"].si())
-            sending = thread.submit(whole.apply_async, countdown=DELAY)
+            # Before 5.6, a chord takes a countdown to be for its unlocking.
+            sending = thread.submit(whole.apply_async, delay=DELAY)
             wait_for(lambda: len(published) == 10, "all members", PATIENCE)
             assert not sending.done()
             private_rabbitmq.resume()
