@@ -55,10 +55,10 @@ def shop(settings: dict[str, Any]) -> Iterator[Any]:
 
 @pytest.fixture
 def put(shop: Any, noted: Notes) -> Callable[..., Any]:
-    """Puts a schedule whose task notes its id."""
+    """Puts a schedule whose task notes its id; a slow machine leaves no occurrence out."""
 
     def put(name: str, when: Any = SECOND, task: str = "note", **options: Any) -> Any:
-        kwargs = {"key": noted.key}
+        kwargs, options = {"key": noted.key}, {"catch_up": "all", **options}
         return shop.rabbitdelay.schedules.put(name, task, when, (name,), kwargs, **options)
 
     return put
@@ -82,9 +82,10 @@ def assert_each_once(found: list[int]) -> None:
 def test_each_instant_runs_once_and_edits_and_deletes_end_what_waits(
     settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
 ) -> None:
+    before = datetime.now(UTC)
     made = put("a")
     assert (made.name, made.task, made.is_paused) == ("a", "note", False)
-    assert made.next_at > datetime.now(UTC) - SECOND
+    assert made.next_at > before
     with Worker(settings), Worker(settings):
         wait_for(lambda: len(instants(noted, "a")) >= 4, "four occurrences", PATIENCE)
         put("a")
@@ -313,8 +314,7 @@ def test_the_entries_of_beat_need_no_beat(
         assert "Beat sends nothing, and is not needed" in beat.log
         assert "Sending due task" not in beat.log
     found = instants_of_beat(noted)
-    assert_each_once(found)
-    assert len(noted()) == len(found)
+    assert len(found) == len(set(found)) == len(noted())
     names = [each.name for each in shop.rabbitdelay.schedules.all()]
     assert names == [f"beat:{shop.main}:{name}" for name in "ab"]
 
