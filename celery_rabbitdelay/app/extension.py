@@ -119,7 +119,7 @@ class RabbitDelay(WaitingTasks, Pausing):
 
     @property
     def schedules(self) -> Schedules:
-        """Tasks that run again and again: ``put``, ``get``, ``list``, ``delete`` and more."""
+        """Tasks that run again and again: ``put``, ``get``, ``all``, ``delete`` and more."""
         return Schedules(self.app)
 
     @cached_property

@@ -15,16 +15,24 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from celery import beat
 from celery.result import AsyncResult
+from celery.schedules import crontab
 from celery.signals import beat_init
 
-from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
+from celery_rabbitdelay.exceptions import (
+    InvalidSchedule,
+    PublishError,
+    RabbitDelayError,
+    RegistryUnavailable,
+)
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, instant_of, milliseconds
 from celery_rabbitdelay.levels.schedule import (
     ALWAYS,
+    MAX_TEXT,
     UNTIL_NEXT,
     Occurrence,
     Recurrence,
@@ -38,11 +46,11 @@ logger = logging.getLogger(__name__)
 #: The options of a send that a schedule takes.
 OPTIONS: Final = frozenset(
     {"queue", "exchange", "routing_key", "priority", "serializer", "headers", "ignore_result"}
-    | {"time_limit", "soft_time_limit", "shadow", "track"}
+    | {"time_limit", "soft_time_limit", "shadow"}
 )
 
-#: The most characters of a name: the id of a task is longer, and has to fit into AMQP's 255 bytes.
-MAX_NAME: Final = 150
+#: The most bytes of the id of a task, which AMQP has to carry.
+MAX_ID: Final = 255
 
 #: For how many milliseconds entries of beat do not come back that others have taken the place of.
 FLAPPING_MS: Final = 86_400_000
@@ -111,7 +119,7 @@ class Schedules:
         catch_up: CatchUp | Delay = "last",
         paused: bool | None = None,
         **options: Any,
-    ) -> Schedule:
+    ) -> Schedule | None:
         """Create a schedule, or change it. To put it again as it is changes nothing.
 
         Args:
@@ -130,15 +138,19 @@ class Schedules:
             paused: Whether it is paused; None for as it is.
             **options: Further options of the task: see :data:`OPTIONS`.
 
+        Returns:
+            The schedule; None if its end is over.
+
         Raises:
             InvalidSchedule: One of these is wrong, or nothing is ever due.
-            PublishError: RabbitMQ did not confirm the first occurrence; it may have been put.
+            PublishError: RabbitMQ did not confirm the first occurrence. The schedule was put only
+                if this may have arrived.
         """
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise InvalidSchedule(name, f"its name takes 1 to {MAX_NAME} characters")
         if unknown := options.keys() - OPTIONS:
             known = ", ".join(sorted(OPTIONS))
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
+        if self.app.conf.task_protocol != 2:
+            raise InvalidSchedule(name, "needs Celery's task_protocol = 2")
         zone = timezone or self.app.conf.timezone or "UTC"
         recurrence = Recurrence.of(when, str(zone), start, end)
         task_name = task if isinstance(task, str) else str(task.name)
@@ -149,24 +161,40 @@ class Schedules:
         said = json.dumps([definition, recurrence, catch_up_ms])
         revision = hashlib.sha256(said.encode()).hexdigest()[:12]
         first_ms = recurrence.after(_now_ms())
+        occurrence = Occurrence(name, first_ms or 0, recurrence, catch_up_ms, revision)
+        if not isinstance(name, str) or not name or len(occurrence.task_id.encode()) > MAX_ID:
+            raise InvalidSchedule(name, "its name takes 1 to 226 bytes")
+        if len(occurrence.text) > MAX_TEXT:
+            raise InvalidSchedule(when, "is too long")
         if first_ms is None:
-            raise InvalidSchedule(when, "is never due")
-        occurrence = Occurrence(name, first_ms, recurrence, catch_up_ms, revision)
+            self.delete(name)
+            return None
         registry = self._registry
         with registry.alone_under(_key(name)):
             (before,) = registry.schedules.get([name])
-            if before is not None and paused is None:
-                paused = before.is_paused
-            if (
-                before is None
-                or before.definition != definition
-                or (before.occurrence.revision != revision)
+            is_paused = bool(before is not None and before.is_paused if paused is None else paused)
+            if before is None or (before.definition, before.occurrence.revision) != (
+                definition,
+                revision,
             ):
-                registry.schedules.put(definition, occurrence, bool(paused))
-                self._send(definition, occurrence)
-            elif before.is_paused != bool(paused):
-                registry.schedules.pause(name, is_paused=bool(paused))
-        return self.get(name) or Schedule.of(NotedSchedule(definition, occurrence, bool(paused)))
+                self._put(NotedSchedule(definition, occurrence, is_paused), before)
+            elif before.is_paused != is_paused:
+                registry.schedules.pause(name, is_paused=is_paused)
+        return self.get(name)
+
+    def _put(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
+        """Note a schedule and send its first occurrence; if that is not sent, take it back."""
+        known, name = self._registry.schedules, noted.occurrence.name
+        known.put(noted.definition, noted.occurrence, noted.is_paused)
+        try:
+            self._send(noted)
+        except Exception as error:
+            if not getattr(error, "may_have_arrived", False):
+                if before is None:
+                    known.delete(name)
+                else:
+                    known.put(before.definition, before.occurrence, before.is_paused)
+            raise
 
     def get(self, name: str) -> Schedule | None:
         """Return a schedule; None if there is none of that name."""
@@ -207,9 +235,7 @@ class Schedules:
         (noted,) = self._registry.schedules.get([name])
         if noted is None or not noted.definition:
             return None
-        task, args, kwargs, options = json.loads(noted.definition)
-        sent: AsyncResult[Any] = self.app.send_task(task, args, kwargs, **options)
-        return sent
+        return self._sent(noted.definition)
 
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
@@ -225,24 +251,33 @@ class Schedules:
 
         Workers call this now and then. If an occurrence has only been late, it runs once.
         """
-        registry, healed = self._registry, []
-        names = registry.schedules.all()
-        for name, noted in zip(names, registry.schedules.get(names), strict=True):
-            if noted is None or not _is_broken(noted, _now_ms()):
-                continue
-            order, newest = registry.newest_under(_key(name))
-            if order and not newest:  # a worker noted an occurrence while the schedule was deleted
-                registry.schedules.delete(name)
-                continue
-            if not noted.definition:
-                logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
-                continue
-            registry.schedules.heal(name, _now_ms())
-            self._send(noted.definition, noted.occurrence)
-            healed.append(name)
+        names = self._registry.schedules.overdue(_now_ms() - HEAL_AFTER_MS)
+        healed = [name for name in names if self._heal(name)]
         if healed:
             logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
         return healed
+
+    def _heal(self, name: str) -> bool:
+        registry, key = self._registry, _key(name)
+        with registry.alone_under(key):
+            (noted,) = registry.schedules.get([name])
+            if noted is None or not _is_broken(noted, _now_ms()):
+                return False
+            order, newest = registry.newest_under(key)
+            if order and not newest:  # a worker noted an occurrence while the schedule was deleted
+                registry.schedules.delete(name)
+                return False
+            following = noted.occurrence.with_id(newest)
+            if following is not None and following.instant_ms > noted.occurrence.instant_ms:
+                # Its occurrence has come, and Redis was away when the next one was to be noted.
+                registry.schedules.follow(following)
+                return False
+            if not noted.definition:
+                logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
+                return False
+            registry.schedules.heal(name, _now_ms())
+            self._send(noted)
+            return True
 
     def put_beat(self, *, is_forced: bool = False) -> bool:
         """Put the entries of Celery's ``beat_schedule``, and end those that are not there any more.
@@ -259,7 +294,8 @@ class Schedules:
         """
         registry, application = self._registry, str(self.app.main or "")
         prefix = f"beat:{application}:"
-        entries = {f"{prefix}{name}": each for name, each in self.app.conf.beat_schedule.items()}
+        given = {**self._entries_of_celery(), **self.app.conf.beat_schedule}
+        entries = {f"{prefix}{name}": each for name, each in given.items()}
         said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
         digest = hashlib.sha256(said.encode()).hexdigest()[:24]
         with registry.alone_under(prefix):
@@ -291,33 +327,50 @@ class Schedules:
         try:
             given = entry.get("args") or (), entry.get("kwargs")
             self.put(name, entry["task"], when, *given, catch_up=catch_up, **options)
-        except (InvalidSchedule, InvalidDelay) as error:
+        except (PublishError, RegistryUnavailable):
+            raise
+        except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
             logger.error("The entry %r of beat does not run, it is no schedule: %s", name, error)
+
+    def _entries_of_celery(self) -> dict[str, Any]:
+        """Return what beat adds by itself, in ``celery.beat.Scheduler``."""
+        if not self.app.conf.result_expires or self.app.backend.supports_autoexpire:
+            return {}
+        entry = {"schedule": crontab("0", "4", "*"), "options": {"expires": 12 * 3600}}
+        return {"celery.backend_cleanup": {"task": "celery.backend_cleanup", **entry}}
 
     @property
     def _registry(self) -> Registry:
         registry: Registry = self.app.rabbitdelay.registry
         return registry
 
-    def _send(self, definition: str, occurrence: Occurrence) -> None:
-        task, args, kwargs, options = json.loads(definition)
-        self.app.send_task(
-            task,
-            args,
-            kwargs,
+    def _send(self, noted: NotedSchedule) -> None:
+        occurrence = noted.occurrence
+        self._sent(
+            noted.definition,
             eta=instant_of(occurrence.instant_ms),
             task_id=occurrence.task_id,
             key=_key(occurrence.name),
             once=True,
             rabbitdelay_schedule=occurrence.text,
-            **options,
         )
+
+    def _sent(self, definition: str, **more: Any) -> AsyncResult[Any]:
+        """Send the task of a schedule, as beat does: with the options of the task, if it is known.
+
+        Except when it expires, which would be an instant, and the same for all occurrences.
+        """
+        name, args, kwargs, options = json.loads(definition)
+        known = self.app.tasks.get(name)
+        send = partial(self.app.send_task, name) if known is None else known.apply_async
+        sent: AsyncResult[Any] = send(args, kwargs, **options, **more, expires=None)
+        return sent
 
 
 def _idle_beat(sender: Any, **_: Any) -> None:
     """Let ``celery beat`` send nothing if workers have taken over what it would send."""
     delays = getattr(sender.app, "rabbitdelay", None)
-    if delays is None or not delays.settings.beat:
+    if delays is None or not delays.settings.beat or not delays.available:
         return
     scheduler = sender.scheduler
     if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):

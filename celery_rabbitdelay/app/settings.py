@@ -340,6 +340,8 @@ class Settings:
             checked(PREFIX + name, getattr(self, name))
         if self.track == "all" and self.registry_url is None:
             raise InvalidSetting(f"{PREFIX}track", "all", f"all needs {PREFIX}registry_url")
+        if self.beat and self.registry_url is None:
+            raise InvalidSetting(f"{PREFIX}beat", True, f"True needs {PREFIX}registry_url")
         try:
             self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
         except (InvalidLayout, TypeError, ValueError) as wrong:

@@ -11,8 +11,11 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
+from itertools import islice
 from typing import Any, Final, NamedTuple, Self
 from zoneinfo import ZoneInfo
+
+from cronsim import CronSim, CronSimError
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import MAX_DELAY, MAX_DUE_MS, instant_of, milliseconds_of
@@ -21,6 +24,12 @@ from celery_rabbitdelay.levels.headers import is_int
 #: The most rules of one schedule, and the most characters of what an occurrence carries.
 MAX_RULES: Final = 20
 MAX_TEXT: Final = 4096
+
+#: The longest time before and after a change of the clock in which it may show a time twice.
+_CHANGE: Final = timedelta(hours=3)
+
+#: The most instants of a cron text that are looked at to find one. A day of the week may be far.
+MAX_STEPS: Final = 20_000
 
 #: Cron's short names.
 _NAMES: Final = {
@@ -90,7 +99,7 @@ class Recurrence(NamedTuple):
             first = made.after(max(made.start_ms - 1, time.time_ns() // 1_000_000))
         except _INVALID as error:
             raise InvalidSchedule(when, str(error)) from error
-        if first is None:
+        if first is None and (end is None or made._replace(end_ms=None).after(0) is None):
             raise InvalidSchedule(when, "is never due")
         return made
 
@@ -104,8 +113,8 @@ class Recurrence(NamedTuple):
             else:
                 cron, _, days = rule.partition(_AND)
                 _cron(cron, instant_of(0))
-                if not set(days) <= set("0123456"):
-                    raise ValueError(f"{days!r} are no days of the week")
+                if days and (not set(days) <= set("0123456") or cron.split()[4:] != ["*"]):
+                    raise ValueError(f"{rule!r} has no days of the week")
 
     def after(self, instant_ms: int) -> int | None:
         """Return when it is due first after an instant; None for never again."""
@@ -174,10 +183,18 @@ class Occurrence(NamedTuple):
         """The id of its task. That of a later instant is greater."""
         return f"{self.name}:{self.instant_ms:015d}:{self.revision}"
 
+    def with_id(self, task_id: str) -> Occurrence | None:
+        """Return the occurrence of the same schedule whose task has an id; None if none has."""
+        instant = task_id.rpartition(":")[0].rpartition(":")[2]
+        if not (instant.isascii() and instant.isdigit()):
+            return None
+        found = self._replace(instant_ms=int(instant))
+        return found if found.task_id == task_id else None
+
     def at(self, now_ms: int) -> tuple[bool, Occurrence | None]:
         """Return whether it still runs, and which one follows it.
 
-        What follows is the latest one that was missed meanwhile, unless each of them is to run.
+        What follows is the first one after it that still runs.
         """
         late_ms = now_ms - self.instant_ms
         following = self.recurrence.after(self.instant_ms)
@@ -188,8 +205,11 @@ class Occurrence(NamedTuple):
             runs = not is_passed
         else:
             runs = late_ms <= self.catch_up_ms
-        if is_passed and self.catch_up_ms != ALWAYS:
+        if is_passed and self.catch_up_ms == UNTIL_NEXT:
             following = self.recurrence.latest(now_ms)
+        elif is_passed and self.catch_up_ms != ALWAYS:
+            still_runs_ms = now_ms - self.catch_up_ms - 1
+            following = self.recurrence.after(max(self.instant_ms, still_runs_ms))
         return runs, None if following is None else self._replace(instant_ms=following)
 
 
@@ -214,15 +234,19 @@ def _rule(when: Any) -> str:
 def _rule_of_crontab(crontab: Any) -> str:
     """Return the rule of Celery's crontab, which is due if the day fits both of its fields."""
     names = ("minute", "hour", "day_of_month", "month_of_year")
-    fields = [_field(getattr(crontab, f"_orig_{name}")) for name in names]
-    days = "".join(map(str, sorted(crontab.day_of_week)))
-    return f"{' '.join(fields)} *" + ("" if len(days) == 7 else f"{_AND}{days}")
+    fields = [_field(getattr(crontab, f"_orig_{name}"), getattr(crontab, name)) for name in names]
+    days = sorted(crontab.day_of_week)
+    if len(days) == 7 or fields[2] == "*":
+        return " ".join([*fields, "*" if len(days) == 7 else ",".join(map(str, days))])
+    return f"{' '.join(fields)} *{_AND}{''.join(map(str, days))}"
 
 
-def _field(value: Any) -> str:
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return ",".join(map(str, sorted(value)))
-    return "".join(str(value).split())
+def _field(value: Any, expanded: Iterable[int]) -> str:
+    """Return a field of cron, as it was written unless cron takes it otherwise."""
+    text = "".join(str(value).split()) if isinstance(value, str | int) else ""
+    begin, _, end = text.partition("-")
+    wraps = begin.isdigit() and end.isdigit() and int(begin) > int(end)
+    return ",".join(map(str, sorted(expanded))) if wraps or not text else text
 
 
 def _cron(cron: str, instant: datetime, is_back: bool = False) -> Iterator[datetime]:
@@ -231,11 +255,6 @@ def _cron(cron: str, instant: datetime, is_back: bool = False) -> Iterator[datet
     Raises:
         ValueError: It is none.
     """
-    try:
-        from cronsim import CronSim, CronSimError
-    except ImportError:
-        reason = "needs cronsim: pip install celery-rabbitdelay[schedules]"
-        raise InvalidSchedule(cron, reason) from None
     try:
         return CronSim(cron, instant, reverse=is_back)
     except CronSimError as error:
@@ -259,10 +278,18 @@ def _previous(rule: str, recurrence: Recurrence, instant_ms: int) -> int | None:
 
 def _walked(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int | None:
     cron, _, days = rule.partition(_AND)
-    local = instant_of(instant_ms).astimezone(ZoneInfo(recurrence.zone)).replace(microsecond=0)
-    for instant in _cron(cron, local, is_back):
-        if not days or str(instant.isoweekday() % 7) in days:
-            return milliseconds_of(instant)
+    zone, instant = ZoneInfo(recurrence.zone), instant_of(instant_ms).replace(microsecond=0)
+    local = instant.astimezone(zone)
+    # cronsim takes the first of two times that the clock shows alike, so it begins where the clock
+    # shows each once.
+    around = [(instant + each).astimezone(zone) for each in (-_CHANGE, _CHANGE)]
+    if {each.utcoffset() for each in around} != {local.utcoffset()}:
+        local = around[is_back]
+    for found in islice(_cron(cron, local, is_back), MAX_STEPS):
+        found_ms = milliseconds_of(found)
+        is_beyond = found_ms >= instant_ms if is_back else found_ms <= instant_ms
+        if not is_beyond and (not days or str(found.isoweekday() % 7) in days):
+            return found_ms
     return None
 
 

@@ -67,8 +67,14 @@ class Schedules:
 
     def all(self) -> list[str]:
         """Return the names of all schedules."""
-        (names,) = self._store.commands(lambda pipe: pipe.smembers(self._names.schedules()))
+        (names,) = self._store.commands(lambda pipe: pipe.zrange(self._names.schedules(), 0, -1))
         return sorted(names)
+
+    def overdue(self, until_ms: int) -> list[str]:
+        """Return the names of the schedules whose next occurrence was due by then."""
+        key = self._names.schedules()
+        (names,) = self._store.commands(lambda pipe: pipe.zrangebyscore(key, "-inf", until_ms))
+        return list(names)
 
     def put(self, definition: str, occurrence: Occurrence, is_paused: bool) -> None:
         """Note a schedule and its next occurrence."""
@@ -77,18 +83,24 @@ class Schedules:
         fields[_PAUSED] = "1" if is_paused else ""
 
         def add(pipeline: Any) -> None:
-            pipeline.sadd(self._names.schedules(), occurrence.name)
+            pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.instant_ms})
             pipeline.hset(record, mapping=fields)
             pipeline.hdel(record, _HEALED)
 
         self._store.commands(add)
 
     def follow(self, occurrence: Occurrence) -> None:
-        """Note the occurrence that follows one that has come; also if Redis has lost all."""
+        """Note the occurrence that follows one that has come; also if Redis has lost all.
+
+        Not if another one was put under the name meanwhile.
+        """
+        (noted,) = self.get([occurrence.name])
+        if noted is not None and noted.occurrence.revision != occurrence.revision:
+            return
         record = self._names.schedule(occurrence.name)
 
         def add(pipeline: Any) -> None:
-            pipeline.sadd(self._names.schedules(), occurrence.name)
+            pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.instant_ms})
             pipeline.hset(record, _OCCURRENCE, occurrence.text)
             pipeline.hdel(record, _HEALED)
 
@@ -104,11 +116,17 @@ class Schedules:
         record, value = self._names.schedule(name), "1" if is_paused else ""
         self._store.commands(lambda pipe: pipe.hset(record, _PAUSED, value))
 
+    def end(self, occurrence: Occurrence) -> None:
+        """Forget a schedule whose last occurrence has come, unless another one was put."""
+        (noted,) = self.get([occurrence.name])
+        if noted is not None and noted.occurrence.revision == occurrence.revision:
+            self.delete(occurrence.name)
+
     def delete(self, name: str) -> None:
         """Forget a schedule."""
 
         def add(pipeline: Any) -> None:
-            pipeline.srem(self._names.schedules(), name)
+            pipeline.zrem(self._names.schedules(), name)
             pipeline.delete(self._names.schedule(name))
 
         self._store.commands(add)

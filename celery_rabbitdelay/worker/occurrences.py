@@ -16,7 +16,15 @@ from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, instant_of
-from celery_rabbitdelay.levels.headers import COPY, KEY, ONCE, ORDER, SCHEDULE, DelayHeaders
+from celery_rabbitdelay.levels.headers import (
+    COPY,
+    KEY,
+    NESTED_HEADERS,
+    ONCE,
+    ORDER,
+    SCHEDULE,
+    DelayHeaders,
+)
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -35,6 +43,9 @@ TRY_AGAIN: Final = 1.0
 #: Seconds between two looks for schedules whose next occurrence has not come; the first one comes
 #: within the half of that. One worker at a time looks.
 LOOK_EVERY: Final = 30.0
+
+#: How many occurrences are remembered that could not be noted.
+MAX_UNNOTED: Final = 1000
 
 #: The headers that one occurrence has, and its retries have not.
 _OF_OCCURRENCE: Final = (COPY, KEY, ORDER, SCHEDULE)
@@ -75,6 +86,8 @@ class Occurrences(BatchThread[Arrived]):
         self._delays = consumer.app.rabbitdelay
         self._registry = self._delays.registry
         self._early_tasks = early_tasks
+        self._puts_beat = self._delays.settings.beat
+        self._unnoted: list[tuple[Registration, Occurrence]] = []
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311
 
     def follow(
@@ -88,14 +101,18 @@ class Occurrences(BatchThread[Arrived]):
             go_on: What the event loop does with it then.
             is_copy: As in :class:`Arrived`.
         """
-        for name in _OF_OCCURRENCE:
-            delivery.message.headers.pop(name, None)
+        table: Any = delivery.message.headers
+        while isinstance(table, dict):
+            for name in _OF_OCCURRENCE:
+                table.pop(name, None)
+            table = table.get(NESTED_HEADERS)
         self.give(Arrived(delivery, waited, go_on, is_copy))
 
     def begin(self) -> None:
         """Put the entries of beat, if workers have taken them over."""
-        if self._delays.settings.beat:
+        if self._puts_beat:
             self._delays.schedules.put_beat()
+            self._puts_beat = False
 
     def own_work_in(self) -> float | None:
         """Return the seconds until the next look for what has not come."""
@@ -113,6 +130,9 @@ class Occurrences(BatchThread[Arrived]):
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY
             try:
+                self.begin()
+                # First of all, or what they are about would be sent again.
+                self._note([])
                 if self._registry.schedules.may_heal():
                     self._delays.schedules.heal()
             except Exception as error:  # noqa: BLE001 - the next look may succeed
@@ -138,13 +158,19 @@ class Occurrences(BatchThread[Arrived]):
             self.act(arrived.go_on)
 
     def _follow(self, arrived: Arrived, occurrence: Occurrence | None, is_paused: bool) -> None:
-        if occurrence is None:
-            raise LookupError("its header cannot be read")
+        words, task_id = arrived.waited.registry, celery_internals.id_of(arrived.delivery.message)
+        if occurrence is None or (
+            (words.get(KEY), task_id) != (f"schedule:{occurrence.name}", occurrence.task_id)
+            or not (ORDER in words and ONCE in words)
+        ):
+            raise LookupError("its header cannot be read, or is that of another task")
         if arrived.is_copy and not self._is_newest(arrived.waited, occurrence):
             self.act(arrived.go_on)
             return
         runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
-        if following is not None:
+        if following is None:
+            self._registry.schedules.end(occurrence)
+        else:
             self._publish(arrived.delivery, arrived.waited, following)
         if arrived.is_copy or (runs and not is_paused):
             self.act(arrived.go_on)
@@ -175,12 +201,19 @@ class Occurrences(BatchThread[Arrived]):
         task = self._consumer.app.tasks.get(delivery.task)
         if RegistryOptions.of(self._delays.settings, task, {}, {}).track:
             sent = sent._replace(name=delivery.task, message=stored(delayed))
+        self._note([(sent, following)])
+
+    def _note(self, more: list[tuple[Registration, Occurrence]]) -> None:
+        """Note occurrences that were published; what cannot be noted now is noted later."""
+        self._unnoted = [*self._unnoted, *more][-MAX_UNNOTED:]
         try:
-            (state,) = self._registry.register([sent])
-            if state != "superseded":
-                self._registry.schedules.follow(following)
+            states = self._registry.register([sent for sent, _ in self._unnoted])
+            for (_, following), state in zip(self._unnoted, states, strict=True):
+                if state != "superseded":
+                    self._registry.schedules.follow(following)
+            self._unnoted = []
         except RegistryUnavailable as error:
-            logger.warning("Occurrence %s is not noted: %s", following.task_id, error)
+            logger.warning("%d occurrences are noted later: %s", len(self._unnoted), error)
 
     def _message(
         self,
@@ -194,7 +227,7 @@ class Occurrences(BatchThread[Arrived]):
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
             raise LookupError("its queue is unknown")
-        users: dict[str, Any] = dict(former.headers)
+        users: dict[str, Any] = {**former.headers, "expires": None}
         for name in ("id", "root_id"):
             if users.get(name) == former.headers.get("id"):
                 users[name] = task_id

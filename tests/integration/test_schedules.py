@@ -14,15 +14,15 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay import InvalidSchedule, Outcome, RegistryRequired
+from celery_rabbitdelay import InvalidSchedule, InvalidSetting, Outcome, RegistryRequired
 from celery_rabbitdelay.app import schedules
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import count
+from tests.integration.arrivals import count, take
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.registering import KINDS, RedisSetup
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Beat, Worker
 
 SECOND = timedelta(seconds=1)
@@ -41,6 +41,7 @@ def settings(redis_setup: RedisSetup, broker_url: str, redis_url: str) -> dict[s
         **small_configuration(broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "rabbitdelay_registry_url": redis_setup.url,
         "rabbitdelay_registry_options": dict(redis_setup.options),
+        "rabbitdelay_signing_key": "schedules" * 4,
     }
 
 
@@ -215,10 +216,14 @@ def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_sec
         for number in (1, 2, 3):
             wait_for(lambda: len(instants(noted, "a")) >= number, "an occurrence", PATIENCE)  # noqa: B023
             (found,) = known.get(["a"])
-            # As if Redis had been away when the next one was to be noted.
             ran = found.occurrence._replace(instant_ms=instants(noted, "a")[-1] * 1000)
+            # As if Redis had been away when the next one was to be noted.
             known.follow(ran)
-            assert shop.rabbitdelay.schedules.heal() == ["a"]
+            assert shop.rabbitdelay.schedules.heal() == []
+            (healed,) = known.get(["a"])
+            assert healed.occurrence.instant_ms > ran.instant_ms
+            # As if it had not even been registered.
+            shop.rabbitdelay.schedules._send(found._replace(occurrence=ran))
             wait_for(lambda: worker.log.count("does not run twice") >= number, "it", PATIENCE)  # noqa: B023
         wait_for(lambda: len(instants(noted, "a")) >= 6, "further occurrences", PATIENCE)
         found = instants(noted, "a")
@@ -278,9 +283,12 @@ def test_processes_that_put_the_same_schedule_at_once_put_one(
     ("given", "reason"),
     [
         ({"when": "61 * * * *"}, "minute"),
-        ({"name": ""}, "1 to 150 characters"),
+        ({"name": ""}, "1 to 226 bytes"),
+        ({"name": "ü" * 120}, "1 to 226 bytes"),
+        ({"when": ["0 0 * * *" + ",0" * 300] * 9}, "too long|takes"),
         ({"countdown": 3}, r"takes the options .* not \['countdown'\]"),
         ({"args": [object()]}, "JSON"),
+        ({"exchange": "amq.fanout", "kwargs": {"key": "x"}}, "one known queue"),
     ],
 )
 def test_what_cannot_be_a_schedule_is_refused(
@@ -289,6 +297,44 @@ def test_what_cannot_be_a_schedule_is_refused(
     with pytest.raises(InvalidSchedule, match=reason):
         shop.rabbitdelay.schedules.put(**{"name": "a", "task": "note", "when": SECOND, **given})
     assert shop.rabbitdelay.schedules.all() == []
+
+
+def test_a_schedule_ends(
+    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
+) -> None:
+    end = datetime.now(UTC) + timedelta(seconds=4)
+    first = int(put("a", end=end).next_at.timestamp())
+    with Worker(settings):
+        wait_for(lambda: shop.rabbitdelay.schedules.get("a") is None, "its end", PATIENCE)
+        wait_for(lambda: instants(noted, "a")[-1] == int(end.timestamp()), "the last", PATIENCE)
+    assert instants(noted, "a") == [*range(first, int(end.timestamp()) + 1)]
+    # Its code puts it again.
+    assert put("a", end=end) is None
+    assert shop.rabbitdelay.schedules.all() == []
+
+
+def test_the_options_of_a_task_are_those_of_its_occurrences(
+    settings: dict[str, Any], make_shop: Callable[..., Any]
+) -> None:
+    app = make_shop(**settings)
+    queue = named(app, "second")
+
+    @app.task(name="of-its-own", queue=queue, priority=2, expires=1, shared=False)
+    def of_its_own() -> None: ...
+
+    app.rabbitdelay.schedules.put("a", of_its_own, SECOND)
+    with Connection(settings["broker_url"]) as connection:
+        (found,) = take(connection, [app.amqp.queues[queue]], 1)
+    assert found.message.headers["expires"] is None
+    assert found.message.properties["priority"] == 2
+    app.rabbitdelay.schedules.delete("a")
+
+
+def test_beat_needs_a_registry(broker_url: str) -> None:
+    app = make_app({"broker_url": broker_url, "rabbitdelay_beat": True, "prefix": "test"})
+    with pytest.raises(InvalidSetting, match="rabbitdelay_registry_url"):
+        app.rabbitdelay.check_settings()
+    app.close()
 
 
 def test_schedules_need_a_registry(broker_url: str) -> None:

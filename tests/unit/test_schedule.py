@@ -78,7 +78,8 @@ def test_clocks_that_change_and_days_that_are_rare(
         (crontab(), "* * * * *"),
         (crontab(minute="*/15", hour=7), "*/15 7 * * *"),
         (crontab(0, [7, 19], "mon", day_of_month="1-7"), "0 7,19 1-7 * * and 1"),
-        (crontab(minute=0, hour=0, day_of_week="sat,sunday"), "0 0 * * * and 06"),
+        (crontab(minute=0, hour=0, day_of_week="sat,sunday"), "0 0 * * 0,6"),
+        (crontab(minute=0, hour="22-2"), "0 0,1,2,22,23 * * *"),
         (schedule(90), "every 90000"),
         (timedelta(hours=1), "every 3600000"),
         (" 0  7 * * 1-5 ", "0 7 * * 1-5"),
@@ -124,28 +125,44 @@ def test_what_is_wrong_is_said_early(when: Any, zone: str, reason: str) -> None:
         Recurrence.of(when, zone)
 
 
-RULES = st.sampled_from(
-    ["every 7000", "*/5 * * * *", "30 2 * * *", "0 9 1-7 * * and 1", "0 0 L * *"]
+CRONS = (
+    "*/5 * * * *",
+    "15 * * * *",
+    "30 2 * * *",
+    "30 1,2 * * *",
+    "0 9 1-7 * * and 1",
+    "0 0 L * *",
 )
+RULES = st.sampled_from(["every 7000", *CRONS])
 NOW = milliseconds_of(datetime(2026, 3, 20, tzinfo=UTC))
 
+#: When a clock changes in one of the zones.
+CHANGES = [
+    datetime.fromisoformat(each)
+    for each in (
+        *("2026-03-29T01:00Z", "2026-10-25T01:00Z", "2026-03-08T07:00Z", "2026-11-01T06:00Z"),
+        *("2026-04-04T15:00Z", "2026-10-03T15:30Z"),
+    )
+]
+instants = st.builds(
+    lambda change, offset: milliseconds_of(change) + offset,
+    st.sampled_from(CHANGES),
+    st.integers(-6 * 3_600_000, 6 * 3_600_000),
+) | st.integers(NOW, NOW + 300 * 86_400_000)
 
-@given(
-    st.lists(RULES, min_size=1, max_size=3, unique=True),
-    st.sampled_from(ZONES),
-    st.integers(0, 300 * 86_400_000),
-)
+
+@given(st.lists(RULES, min_size=1, max_size=3, unique=True), st.sampled_from(ZONES), instants)
 def test_the_latest_instant_is_the_one_before_the_next(
-    rules: list[str], zone: str, offset: int
+    rules: list[str], zone: str, at: int
 ) -> None:
     recurrence = Recurrence(tuple(rules), zone)
-    at = NOW + offset
     last, following = recurrence.latest(at), recurrence.after(at)
     assert last is not None
     assert following is not None
     assert last <= at < following
     assert recurrence.after(last) == following
     assert recurrence.latest(last) == last
+    assert recurrence.latest(following - 1) == last
 
 
 @given(
@@ -165,9 +182,10 @@ def test_however_late_they_come_each_instant_comes_once_or_was_left_out(
         if runs:
             ran.append(occurrence.instant_ms)
         assert following is not None
-        # What is left out was passed before the one that follows, which is the last of them.
-        skipped = (following.instant_ms - occurrence.instant_ms) // MINUTE_MS - 1
-        assert skipped == 0 or (catch_up_ms != ALWAYS and now < following.instant_ms + MINUTE_MS)
+        # What is left out would not have run.
+        left_out = range(occurrence.instant_ms + MINUTE_MS, following.instant_ms, MINUTE_MS)
+        for each in left_out:
+            assert not occurrence._replace(instant_ms=each).at(now)[0]
         if catch_up_ms == UNTIL_NEXT:
             assert runs == (now < occurrence.instant_ms + MINUTE_MS)
         occurrence = following
@@ -175,6 +193,21 @@ def test_however_late_they_come_each_instant_comes_once_or_was_left_out(
     assert all(a.task_id < b.task_id for a, b in pairwise(came))
     if catch_up_ms == ALWAYS:
         assert [*ran] == [NOW + MINUTE_MS * each for each in range(len(lateness))]
+
+
+def test_a_schedule_whose_end_is_over_is_no_error() -> None:
+    start = datetime(2020, 1, 1, tzinfo=UTC)
+    ended = Recurrence.of(timedelta(hours=1), "UTC", start, start + timedelta(hours=3))
+    assert ended.after(NOW) is None
+    assert ended.latest(NOW) == milliseconds_of(start + timedelta(hours=3))
+
+
+def test_an_occurrence_is_found_by_the_id_of_its_task() -> None:
+    occurrence = Occurrence("a:b", NOW, Recurrence(("every 60000",)), UNTIL_NEXT, "0a")
+    later = occurrence._replace(instant_ms=NOW + MINUTE_MS)
+    assert occurrence.with_id(later.task_id) == later
+    for task_id in ("", "a:b", f"x:{NOW:015d}:0a", f"a:b:{NOW:015d}:0b", "a:b:x:0a"):
+        assert occurrence.with_id(task_id) is None
 
 
 def test_an_occurrence_is_read_as_it_was_written() -> None:
@@ -197,6 +230,9 @@ def test_anything_else_is_no_occurrence(text: Any) -> None:
         '["a",1,[["every x"],"UTC",0,null],-1,"r"]',
         '["a",1,[["* * *"],"UTC",0,null],-1,"r"]',
         '["a",1,[["* * * * * and 9"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["* * * * * MON and 0"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["* * * * MON and 0"],"UTC",0,null],-1,"r"]',
+        '["a",1,[["* * * * * * and 0"],"UTC",0,null],-1,"r"]',
         '["a",1,[["* * * * *"],"../etc",0,null],-1,"r"]',
         '["a",1,[[],"UTC",0,null],-1,"r"]',
         '["a",1.5,[["* * * * *"],"UTC",0,null],-1,"r"]',
