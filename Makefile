@@ -26,8 +26,8 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 # What starts Spark.
 SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
 
-# The operator's commands against real servers, probes, pauses, and metrics.
-OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* flower health metrics migrate pause \
+# The operator's commands against real servers, the code of the documentation, probes, pauses, and metrics.
+OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* documentation flower health metrics migrate pause \
         probe prometheus redrive* undeliverable verify*))
 
 # What strangers, other users and other versions may do, and TLS.
@@ -57,7 +57,7 @@ coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half
 test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
 	$(BIN)/pytest $(AT_ONCE)=4 $(SECURITY_TESTS)
 
-test-operations: $(VENV)/test.done  ## The tests of the operator's commands and of metrics, likewise
+test-operations: $(VENV)/test.done  ## The tests of the operator's commands, the documentation and metrics, likewise
 	$(BIN)/pytest $(AT_ONCE)=4 $(OPERATIONS_TESTS)
 
 test-trouble: $(VENV)/test.done  ## The tests whose servers are killed, freeze or are full, likewise (ten minutes)

@@ -38,7 +38,7 @@ from celery_rabbitdelay.levels.schedule import (
     Recurrence,
     definition_of,
 )
-from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
+from celery_rabbitdelay.registry.registry import CLOSED, NOTE_MS, Registry
 from celery_rabbitdelay.registry.schedules import NotedSchedule
 
 logger = logging.getLogger(__name__)
@@ -263,8 +263,8 @@ class Schedules:
             (noted,) = registry.schedules.get([name])
             if noted is None or not _is_broken(noted, _now_ms()):
                 return False
-            order, newest = registry.newest_under(key)
-            if order and not newest:  # a worker noted an occurrence while the schedule was deleted
+            _, newest = registry.newest_under(key)
+            if newest == CLOSED:  # a worker noted an occurrence while the schedule was deleted
                 registry.schedules.delete(name)
                 return False
             following = noted.occurrence.with_id(newest)

@@ -34,6 +34,9 @@ NOTE_MS: Final = 315_360_000_000
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
+#: What stands for the id of the newest task under a key if all were superseded by none.
+CLOSED: Final = "rabbitdelay: no task"
+
 #: Seconds that one sender with ``unique="first"`` waits for another at most.
 SENDING_LEASE: Final = 10.0
 
@@ -315,8 +318,8 @@ class Registry:
 
     def waiting_under(self, key: str) -> list[str]:
         """Return the id of the newest task that was sent under a key, in a list; empty if none."""
-        _, task_id = self.newest_under(key)
-        return [task_id] if task_id else []
+        order, task_id = self.newest_under(key)
+        return [task_id] if order and task_id != CLOSED else []
 
     def newest_under(self, key: str) -> tuple[str, str]:
         """Return the order and the id of the newest task that was sent under a key; or empty."""
@@ -350,9 +353,9 @@ class Registry:
             newest, _ = self.newest_under(key)
 
     def close_key(self, key: str, due_ms: int) -> None:
-        """Supersede all that was sent under a key, until an instant: no task is the newest."""
+        """Supersede all that was sent under a key, until an instant, by :data:`CLOSED`."""
         (ticket,) = self.ask([("", key)])
-        claim = Arrival("", due_ms, ticket=ticket, key=key)
+        claim = Arrival(CLOSED, due_ms, ticket=ticket, key=key)
         self._run(self._claims([claim]))
 
     def alone_under(self, key: str) -> AbstractContextManager[None]:
