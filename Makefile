@@ -39,10 +39,13 @@ TROUBLE_TESTS = tests/acceptance/test_kill.py $(wildcard $(patsubst %,tests/inte
         may_have_arrived modules_trouble publish_retry publisher_trouble *_resends registry_kills registry_trouble \
         send_many_trouble unaware))
 
+# How many processes test at the same time; most tests wait most of the time.
+PROCESSES ?= 4
+
 # Files in their order: unit tests, of which each file is quick, come last and fill the gaps.
 AT_ONCE = --dist=loadfile --no-loadscope-reorder --numprocesses
 
-TEST = -m pytest $(AT_ONCE)=4 \
+TEST = -m pytest $(AT_ONCE)=$(PROCESSES) \
         $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS) $(TROUBLE_TESTS),--ignore=$(each))
 
 test: $(VENV)/test.done  ## All tests but those of the next four, on private RabbitMQ and Redis servers
@@ -55,13 +58,13 @@ coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half
 	$(BIN)/coverage report
 
 test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
-	$(BIN)/pytest $(AT_ONCE)=4 $(SECURITY_TESTS)
+	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SECURITY_TESTS)
 
 test-operations: $(VENV)/test.done  ## The tests of the operator's commands, the documentation and metrics, likewise
-	$(BIN)/pytest $(AT_ONCE)=4 $(OPERATIONS_TESTS)
+	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(OPERATIONS_TESTS)
 
 test-trouble: $(VENV)/test.done  ## The tests whose servers are killed, freeze or are full, likewise (ten minutes)
-	$(BIN)/pytest $(AT_ONCE)=4 $(TROUBLE_TESTS)
+	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(TROUBLE_TESTS)
 
 test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
 	$(BIN)/pytest $(AT_ONCE)=2 $(SPARK_TESTS)

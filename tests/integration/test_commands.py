@@ -43,6 +43,13 @@ LEAST: dict[str, str | None] = {
     "resume": "--task some-task",
     "route": None,
     "run-now": "some-id",
+    "schedules delete": "some-name",
+    "schedules list": "",
+    "schedules next": "some-name",
+    "schedules pause": "some-name",
+    "schedules put-beat": "",
+    "schedules resume": "some-name",
+    "schedules trigger": "some-name",
     "send": None,
     "show": "some-id",
     "status": "",
@@ -73,6 +80,7 @@ CONFIGURATION: dict[str, Any] = {
 
 OF_REGISTRY = (
     *("cancel", "forecast", "job", "pause", "pending", "postpone", "resume", "run-now", "show"),
+    *(each for each in LEAST if each.startswith("schedules ")),
 )
 ADOPTING = ("adopt eta", "adopt native", "adopt nservicebus")
 
