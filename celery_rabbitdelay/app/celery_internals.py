@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
 from types import CodeType, FrameType, FunctionType
@@ -98,7 +98,13 @@ def makers_of_messages(app: Any, task: Any) -> tuple[object, ...]:
     conf, amqp = app.conf, app.amqp
     return (
         *(os.getpid(), conf, len(conf.maps), dict(conf.changes)),
-        *(amqp, amqp.router, *amqp.router.routes, amqp.queues, *amqp.queues.values()),
+        *(
+            amqp,
+            amqp.router,
+            *getattr(amqp.router, "routes", ()),
+            amqp.queues,
+            *amqp.queues.values(),
+        ),
         *(amqp.send_task_message, amqp.create_task_message, *repr_sizes(amqp), type(app.backend)),
         *(type(app).send_task, vars(app).get("send_task")),
         *[getattr(owner, name) for owner, name in _MAKERS],
@@ -127,6 +133,7 @@ def makes_messages_alone(app: Any, task: Any, our_task: type[Any]) -> bool:
         our_task: The class whose ``apply_async`` is called before Celery's.
     """
     conf, amqp, router = app.conf, app.amqp, app.amqp.router
+    routes = getattr(router, "routes", ())
     functions = [getattr(owner, name) for owner, name in _MAKERS]
     functions += (amqp.send_task_message, type(app.backend).on_task_call)
     functions.append(getattr(amqp.create_task_message, "__func__", None))
@@ -136,7 +143,7 @@ def makes_messages_alone(app: Any, task: Any, our_task: type[Any]) -> bool:
         and conf.task_protocol == 2
         and type(amqp) is DelayingAMQP
         and type(router) is Router
-        and all(type(route) is MapRoute for route in _routes(router))
+        and all(type(route) is MapRoute for route in routes)
         and all(map(_is_celerys, functions))
         # That of the results by RPC publishes.
         and not type(app.backend).__module__.endswith(".rpc")
@@ -144,11 +151,6 @@ def makes_messages_alone(app: Any, task: Any, our_task: type[Any]) -> bool:
         and _definers(app, "send_task")[1:] == [celery.Celery]
         and (task is None or _is_plain(task, our_task))
     )
-
-
-def _routes(router: Any) -> Iterable[object]:
-    routes: Iterable[object] = router.routes
-    return routes
 
 
 def _is_plain(task: Any, our_task: type[Any]) -> bool:

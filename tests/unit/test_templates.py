@@ -284,6 +284,9 @@ OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
         app.amqp, "create_task_message", wrapped(app.amqp.create_task_message)
     ),
     "a route of its own": lambda app, _: setattr(app.amqp.router, "routes", (OwnRoute({}),)),
+    "a router that has no routes": lambda app, _: vars(app.amqp).update(
+        router=mock.Mock(spec=["route"])
+    ),
     "a router": lambda app, _: setattr(app.amqp.router, "routes", [route]),
     "a shadow": lambda app, _: setattr(app.tasks["look"], "shadow_name", lambda *_: "shadow"),
 }
