@@ -178,8 +178,8 @@ class InvalidSchedule(RabbitDelayError, ValueError):
     """A schedule says nothing that can be due, or nothing that can be sent.
 
     Attributes:
-        value: What was given.
-        reason: What is wrong with it.
+        value: The rule, the name or the arguments that were given.
+        reason: Why it is refused.
     """
 
     value: object

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from types import UnionType
 from typing import Any, Final, Literal, NamedTuple, Self, TypedDict
 
 import kombu
@@ -16,24 +15,27 @@ from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, SCHEDULE
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 
-#: The options of a send that the registry takes, and the type of each. Celery drops an option that
-#: it does not know in silence. A user who gives one of these relies on it, so it is an error where
-#: there is no registry, with a delay and without one.
-REGISTRY_OPTIONS: Final[Mapping[str, type | UnionType]] = {
-    "key": str,
-    "unique": str,
-    "unique_for": int | float | timedelta,
-    "job": str,
-    "once": bool,
-    "track": bool,
-    # Not for users: what an occurrence of a schedule carries.
-    "rabbitdelay_schedule": str,
-}
+_TEXT: Final = (
+    lambda value: isinstance(value, str) and value != "",
+    "takes a text that is not empty, such as '{name}:7'",
+)
+_BOOL: Final = lambda value: isinstance(value, bool), "takes True or False"
 
-#: What each of the others takes than those that take any text, or True and False.
-_TAKES: Final = {
-    "unique": "takes 'first' or 'newest'",
-    "unique_for": "takes seconds, or a timedelta",
+#: The options of a send that the registry takes; for each, which values it takes, and in words.
+#: Celery drops an option that it does not know in silence. A user who gives one of these relies on
+#: it, so it is an error where there is no registry, with a delay and without one.
+REGISTRY_OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "key": _TEXT,
+    "unique": (lambda value: value in ("first", "newest"), "takes 'first' or 'newest'"),
+    "unique_for": (
+        lambda value: isinstance(value, int | float | timedelta) and not isinstance(value, bool),
+        "takes seconds, or a timedelta",
+    ),
+    "job": _TEXT,
+    "once": _BOOL,
+    "track": _BOOL,
+    # Not for users: the header of an occurrence of a schedule.
+    "rabbitdelay_schedule": _TEXT,
 }
 
 
@@ -101,7 +103,7 @@ class RegistryOptions(NamedTuple):
         track: Whether the task is listed while it waits.
         unique_ms: None, unless the task is only sent if none waits under its key: then for how many
             milliseconds after a send another one is left out, even if the task has arrived.
-        schedule: What an occurrence of a schedule carries; empty for none.
+        schedule: The header of an occurrence of a schedule; empty for any other task.
     """
 
     key: str = ""
@@ -160,7 +162,7 @@ class RegistryOptions(NamedTuple):
         """
         once = self.once and new_copy()
         headers = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id, ONCE: once}
-        headers[SCHEDULE] = self.schedule
+        headers |= {SCHEDULE: self.schedule}
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
 
@@ -191,13 +193,9 @@ def given_registry_options(options: Mapping[str, Any]) -> list[str]:
         name for name in REGISTRY_OPTIONS if options.get(name) is not None and name not in stamps
     ]
     for name in given:
-        value, kind = options[name], REGISTRY_OPTIONS[name]
-        is_bool = isinstance(value, bool)
-        fits = isinstance(value, kind) and value != "" and is_bool is (kind is bool)
-        if not fits or (name == "unique" and value not in ("first", "newest")):
-            text = f"takes a text that is not empty, such as '{name}:7'"
-            takes = _TAKES.get(name, text if kind is str else "takes True or False")
-            raise UnknownOption(name, value, takes)
+        is_taken, takes = REGISTRY_OPTIONS[name]
+        if not is_taken(options[name]):
+            raise UnknownOption(name, options[name], takes.format(name=name))
     return given
 
 

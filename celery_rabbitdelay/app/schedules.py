@@ -18,9 +18,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
-from celery import beat
 from celery.result import AsyncResult
-from celery.schedules import crontab
 from celery.signals import beat_init
 
 from celery_rabbitdelay.exceptions import (
@@ -37,6 +35,7 @@ from celery_rabbitdelay.levels.schedule import (
     Occurrence,
     Recurrence,
     definition_of,
+    key_of,
 )
 from celery_rabbitdelay.registry.registry import CLOSED, NOTE_MS, Registry
 from celery_rabbitdelay.registry.schedules import NotedSchedule
@@ -155,9 +154,7 @@ class Schedules:
         recurrence = Recurrence.of(when, str(zone), start, end)
         task_name = task if isinstance(task, str) else str(task.name)
         definition = definition_of(task_name, args, kwargs or {}, options)
-        catch_up_ms = {"last": UNTIL_NEXT, "all": ALWAYS}.get(catch_up)  # type: ignore[arg-type]
-        if catch_up_ms is None:
-            catch_up_ms = milliseconds(catch_up)  # type: ignore[arg-type]
+        catch_up_ms = _catch_up_ms(catch_up)
         said = json.dumps([definition, recurrence, catch_up_ms])
         revision = hashlib.sha256(said.encode()).hexdigest()[:12]
         first_ms = recurrence.after(_now_ms())
@@ -170,13 +167,11 @@ class Schedules:
             self.delete(name)
             return None
         registry = self._registry
-        with registry.alone_under(_key(name)):
+        with registry.alone_under(key_of(name)):
             (before,) = registry.schedules.get([name])
             is_paused = bool(before is not None and before.is_paused if paused is None else paused)
-            if before is None or (before.definition, before.occurrence.revision) != (
-                definition,
-                revision,
-            ):
+            # The revision stands for all of it; Redis may have lost the definition.
+            if before is None or not before.definition or before.occurrence.revision != revision:
                 self._put(NotedSchedule(definition, occurrence, is_paused), before)
             elif before.is_paused != is_paused:
                 registry.schedules.pause(name, is_paused=is_paused)
@@ -184,20 +179,20 @@ class Schedules:
 
     def _put(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
         """Note a schedule and send its first occurrence; if that is not sent, take it back."""
-        known, name = self._registry.schedules, noted.occurrence.name
-        known.put(noted.definition, noted.occurrence, noted.is_paused)
+        known = self._registry.schedules
+        known.put(noted)
         try:
             self._send(noted)
         except Exception as error:
             if not getattr(error, "may_have_arrived", False):
                 if before is None:
-                    known.delete(name)
+                    known.delete(noted.occurrence.name)
                 else:
-                    known.put(before.definition, before.occurrence, before.is_paused)
+                    known.put(before)
             raise
 
     def get(self, name: str) -> Schedule | None:
-        """Return a schedule; None if there is none of that name."""
+        """Return a schedule; None if no schedule has that name."""
         (noted,) = self._registry.schedules.get([name])
         return None if noted is None else Schedule.of(noted)
 
@@ -207,7 +202,7 @@ class Schedules:
         return [Schedule.of(each) for each in noted if each is not None]
 
     def next(self, name: str, number: int = 5) -> list[datetime]:
-        """Return when a schedule is due next; empty if there is none of that name."""
+        """Return when a schedule is due next; empty if no schedule has that name."""
         (noted,) = self._registry.schedules.get([name])
         instants: list[datetime] = []
         instant_ms = None if noted is None else noted.occurrence.instant_ms
@@ -240,9 +235,9 @@ class Schedules:
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
         registry = self._registry
-        with registry.alone_under(_key(name)):
+        with registry.alone_under(key_of(name)):
             (noted,) = registry.schedules.get([name])
-            registry.close_key(_key(name), _now_ms() + NOTE_MS)
+            registry.close_key(key_of(name), _now_ms() + NOTE_MS)
             registry.schedules.delete(name)
         return noted is not None
 
@@ -258,7 +253,7 @@ class Schedules:
         return healed
 
     def _heal(self, name: str) -> bool:
-        registry, key = self._registry, _key(name)
+        registry, key = self._registry, key_of(name)
         with registry.alone_under(key):
             (noted,) = registry.schedules.get([name])
             if noted is None or not _is_broken(noted, _now_ms()):
@@ -336,6 +331,8 @@ class Schedules:
         """Return what beat adds by itself, in ``celery.beat.Scheduler``."""
         if not self.app.conf.result_expires or self.app.backend.supports_autoexpire:
             return {}
+        from celery.schedules import crontab
+
         entry = {"schedule": crontab("0", "4", "*"), "options": {"expires": 12 * 3600}}
         return {"celery.backend_cleanup": {"task": "celery.backend_cleanup", **entry}}
 
@@ -350,7 +347,7 @@ class Schedules:
             noted.definition,
             eta=instant_of(occurrence.instant_ms),
             task_id=occurrence.task_id,
-            key=_key(occurrence.name),
+            key=occurrence.key,
             once=True,
             rabbitdelay_schedule=occurrence.text,
         )
@@ -372,6 +369,8 @@ def _idle_beat(sender: Any, **_: Any) -> None:
     delays = getattr(sender.app, "rabbitdelay", None)
     if delays is None or not delays.settings.beat or not delays.available:
         return
+    from celery import beat  # it takes 20 ms, which all other programs need not
+
     scheduler = sender.scheduler
     if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
         logger.warning("Beat goes on beside rabbitdelay_beat: it has a scheduler of its own.")
@@ -383,8 +382,11 @@ def _idle_beat(sender: Any, **_: Any) -> None:
 beat_init.connect(_idle_beat, weak=False)
 
 
-def _key(name: str) -> str:
-    return f"schedule:{name}"
+def _catch_up_ms(catch_up: Any) -> int:
+    """Return what :attr:`.Occurrence.catch_up_ms` is."""
+    if catch_up == "last":
+        return UNTIL_NEXT
+    return ALWAYS if catch_up == "all" else milliseconds(catch_up)
 
 
 def _is_broken(noted: NotedSchedule, now_ms: int) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.app.schedules import Schedule
+from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 
 #: The exit status where there is no schedule of the name.
 UNKNOWN: Final = 1
 
-_name: Final = shared.options(click.argument("name"))
+_name: Final = click.argument("name")
 
 
 @rabbitdelay.group()
@@ -23,7 +24,6 @@ def schedules() -> None:
 
 
 @schedules.command("list")
-@shared.options()
 def list_all(context: CLIContext, /, as_json: bool) -> None:
     """List all schedules, and when they are due next."""
     delays = shared.with_registry(context)
@@ -49,20 +49,14 @@ def show_next(context: CLIContext, /, name: str, number: int, as_json: bool) -> 
 @_name
 def pause(context: CLIContext, /, name: str, as_json: bool) -> None:
     """Let the occurrences of a schedule come and not run."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
-        is_known = delays.schedules.pause(name)
-    _answer(as_json, {"name": name, "paused": is_known}, name, [f"{name}: paused"] * is_known)
+    _change(context, name, as_json, Schedules.pause, "paused")
 
 
 @schedules.command()
 @_name
 def resume(context: CLIContext, /, name: str, as_json: bool) -> None:
     """Let the occurrences of a schedule run again."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
-        is_known = delays.schedules.resume(name)
-    _answer(as_json, {"name": name, "resumed": is_known}, name, [f"{name}: resumed"] * is_known)
+    _change(context, name, as_json, Schedules.resume, "resumed")
 
 
 @schedules.command()
@@ -81,10 +75,7 @@ def trigger(context: CLIContext, /, name: str, as_json: bool) -> None:
 @_name
 def delete(context: CLIContext, /, name: str, as_json: bool) -> None:
     """End a schedule."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
-        is_known = delays.schedules.delete(name)
-    _answer(as_json, {"name": name, "deleted": is_known}, name, [f"{name}: deleted"] * is_known)
+    _change(context, name, as_json, Schedules.delete, "deleted")
 
 
 @schedules.command("put-beat")
@@ -95,6 +86,20 @@ def put_beat(context: CLIContext, /, as_json: bool) -> None:
         delays.schedules.put_beat(is_forced=True)
         found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
     shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, map(_line, found))
+
+
+def _change(
+    context: CLIContext,
+    name: str,
+    as_json: bool,
+    change: Callable[[Schedules, str], bool],
+    word: str,
+) -> None:
+    """Change a schedule, and say in a word what became of it."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        is_known = change(delays.schedules, name)
+    _answer(as_json, {"name": name, word: is_known}, name, [f"{name}: {word}"] * is_known)
 
 
 def _answer(as_json: bool, answer: dict[str, Any], name: str, lines: list[str]) -> None:

@@ -93,7 +93,8 @@ ORDER: Final = "rabbitdelay-key-order"
 JOB: Final = "rabbitdelay-job"
 JOB_ID: Final = "rabbitdelay-job-id"
 
-#: What an occurrence of a schedule says of the schedule: str; see :class:`.Occurrence`.
+#: The name of the schedule that a task is an occurrence of, its instant, and the rules by which the
+#: next one is computed: str, JSON; see :class:`.Occurrence`.
 SCHEDULE: Final = "rabbitdelay-schedule"
 
 #: A message with this header is no task, but says that the job named by the two headers above was

@@ -119,7 +119,7 @@ class Recurrence(NamedTuple):
     def after(self, instant_ms: int) -> int | None:
         """Return when it is due first after an instant; None for never again."""
         instant_ms = max(instant_ms, self.start_ms - 1)
-        found = [_next(rule, self, instant_ms) for rule in self.rules]
+        found = [_nearest(rule, self, instant_ms, is_back=False) for rule in self.rules]
         first = min((each for each in found if each is not None), default=None)
         if first is None or (self.end_ms is not None and first > self.end_ms):
             return None
@@ -129,7 +129,7 @@ class Recurrence(NamedTuple):
         """Return when it was due last, up to an instant; None for never before."""
         if self.end_ms is not None:
             instant_ms = min(instant_ms, self.end_ms)
-        found = [_previous(rule, self, instant_ms) for rule in self.rules]
+        found = [_nearest(rule, self, instant_ms, is_back=True) for rule in self.rules]
         last = max((each for each in found if each is not None), default=None)
         return None if last is None or last < self.start_ms else last
 
@@ -179,6 +179,11 @@ class Occurrence(NamedTuple):
         return json.dumps(self, separators=(",", ":"))
 
     @property
+    def key(self) -> str:
+        """The key of its task, which is the same for all occurrences of a schedule."""
+        return key_of(self.name)
+
+    @property
     def task_id(self) -> str:
         """The id of its task. That of a later instant is greater."""
         return f"{self.name}:{self.instant_ms:015d}:{self.revision}"
@@ -196,21 +201,23 @@ class Occurrence(NamedTuple):
 
         What follows is the first one after it that still runs.
         """
-        late_ms = now_ms - self.instant_ms
         following = self.recurrence.after(self.instant_ms)
         is_passed = following is not None and following <= now_ms
         if self.catch_up_ms == ALWAYS:
             runs = True
         elif self.catch_up_ms == UNTIL_NEXT:
             runs = not is_passed
+            following = self.recurrence.latest(now_ms) if is_passed else following
         else:
-            runs = late_ms <= self.catch_up_ms
-        if is_passed and self.catch_up_ms == UNTIL_NEXT:
-            following = self.recurrence.latest(now_ms)
-        elif is_passed and self.catch_up_ms != ALWAYS:
-            still_runs_ms = now_ms - self.catch_up_ms - 1
-            following = self.recurrence.after(max(self.instant_ms, still_runs_ms))
+            earliest_ms = now_ms - self.catch_up_ms
+            runs = self.instant_ms >= earliest_ms
+            following = self.recurrence.after(max(self.instant_ms, earliest_ms - 1))
         return runs, None if following is None else self._replace(instant_ms=following)
+
+
+def key_of(name: str) -> str:
+    """Return the key of the tasks of a schedule."""
+    return f"schedule:{name}"
 
 
 #: An occurrence runs as long as the next one is not due; or however late it is.
@@ -253,7 +260,7 @@ def _cron(cron: str, instant: datetime, is_back: bool = False) -> Iterator[datet
     """Return the instants of a cron text after another instant, or before it.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not a cron text.
     """
     try:
         return CronSim(cron, instant, reverse=is_back)
@@ -261,23 +268,15 @@ def _cron(cron: str, instant: datetime, is_back: bool = False) -> Iterator[datet
         raise ValueError(str(error)) from None
 
 
-def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int | None:
+def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int | None:
+    """Return the first instant of a rule after another, or the last one up to it."""
     if rule.startswith(_EVERY):
         every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
-        return start + ((instant_ms - start) // every + 1) * every
-    return _walked(rule, recurrence, instant_ms, is_back=False)
-
-
-def _previous(rule: str, recurrence: Recurrence, instant_ms: int) -> int | None:
-    if rule.startswith(_EVERY):
-        every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
-        return start + (instant_ms - start) // every * every
-    # Cron's instants are whole seconds, and the one that is sought may be this one.
-    return _walked(rule, recurrence, instant_ms // 1000 * 1000 + 1000, is_back=True)
-
-
-def _walked(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int | None:
+        return start + ((instant_ms - start) // every + (not is_back)) * every
     cron, _, days = rule.partition(_AND)
+    if is_back:
+        # Cron's instants are whole seconds, and the one that is sought may be this one.
+        instant_ms = instant_ms // 1000 * 1000 + 1000
     zone, instant = ZoneInfo(recurrence.zone), instant_of(instant_ms).replace(microsecond=0)
     local = instant.astimezone(zone)
     # cronsim takes the first of two times that the clock shows alike, so it begins where the clock
@@ -293,7 +292,7 @@ def _walked(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -
     return None
 
 
-#: What is raised where a rule is wrong. The error of cronsim is none of these.
+#: The errors that a wrong rule or time zone raises.
 _INVALID: Final = (ValueError, KeyError, OSError, OverflowError)
 
 

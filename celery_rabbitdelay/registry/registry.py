@@ -34,7 +34,7 @@ NOTE_MS: Final = 315_360_000_000
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
-#: What stands for the id of the newest task under a key if all were superseded by none.
+#: The newest task under a key that takes no more of the tasks that were sent under it.
 CLOSED: Final = "rabbitdelay: no task"
 
 #: Seconds that one sender with ``unique="first"`` waits for another at most.

@@ -1,8 +1,8 @@
-"""What is noted about the schedules under one prefix: what they send, and when they are due."""
+"""The records of the schedules under one prefix: what each sends, and when it is due next."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 from celery_rabbitdelay.levels.schedule import Occurrence
@@ -17,10 +17,10 @@ HEALING_MS: Final = 30_000
 
 
 class NotedSchedule(NamedTuple):
-    """What is noted about a schedule.
+    """The record of a schedule.
 
     Attributes:
-        definition: What it sends; see :func:`.definition_of`. Empty if Redis has lost it.
+        definition: The task that it sends; see :func:`.definition_of`. Empty if Redis has lost it.
         occurrence: Its next occurrence, which waits in the levels.
         is_paused: Whether occurrences do not run.
         healed_ms: When its next occurrence was sent again last, because it had not come; 0: never.
@@ -76,35 +76,32 @@ class Schedules:
         (names,) = self._store.commands(lambda pipe: pipe.zrangebyscore(key, "-inf", until_ms))
         return list(names)
 
-    def put(self, definition: str, occurrence: Occurrence, is_paused: bool) -> None:
+    def put(self, noted: NotedSchedule) -> None:
         """Note a schedule and its next occurrence."""
-        record = self._names.schedule(occurrence.name)
-        fields = {_DEFINITION: definition, _OCCURRENCE: occurrence.text}
-        fields[_PAUSED] = "1" if is_paused else ""
-
-        def add(pipeline: Any) -> None:
-            pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.instant_ms})
-            pipeline.hset(record, mapping=fields)
-            pipeline.hdel(record, _HEALED)
-
-        self._store.commands(add)
+        paused = "1" if noted.is_paused else ""
+        self._write(noted.occurrence, {_DEFINITION: noted.definition, _PAUSED: paused})
 
     def follow(self, occurrence: Occurrence) -> None:
         """Note the occurrence that follows one that has come; also if Redis has lost all.
 
         Not if another one was put under the name meanwhile.
         """
-        (noted,) = self.get([occurrence.name])
-        if noted is not None and noted.occurrence.revision != occurrence.revision:
-            return
+        if self._revision(occurrence.name) in (None, occurrence.revision):
+            self._write(occurrence, {})
+
+    def _write(self, occurrence: Occurrence, more: Mapping[str, str]) -> None:
         record = self._names.schedule(occurrence.name)
 
         def add(pipeline: Any) -> None:
             pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.instant_ms})
-            pipeline.hset(record, _OCCURRENCE, occurrence.text)
+            pipeline.hset(record, mapping={_OCCURRENCE: occurrence.text, **more})
             pipeline.hdel(record, _HEALED)
 
         self._store.commands(add)
+
+    def _revision(self, name: str) -> str | None:
+        (noted,) = self.get([name])
+        return None if noted is None else noted.occurrence.revision
 
     def heal(self, name: str, now_ms: int) -> None:
         """Note that the next occurrence of a schedule is sent again."""
@@ -118,8 +115,7 @@ class Schedules:
 
     def end(self, occurrence: Occurrence) -> None:
         """Forget a schedule whose last occurrence has come, unless another one was put."""
-        (noted,) = self.get([occurrence.name])
-        if noted is not None and noted.occurrence.revision == occurrence.revision:
+        if self._revision(occurrence.name) == occurrence.revision:
             self.delete(occurrence.name)
 
     def delete(self, name: str) -> None:

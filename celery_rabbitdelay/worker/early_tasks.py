@@ -460,17 +460,7 @@ class EarlyTasks(BatchThread[Early]):
         if header_names.ONCE in registry and message.delivery_info.get("redelivered"):
             registry[header_names.REDELIVERED] = True
         producer.says = {"due_ms": early.due_ms, "early": again, "registry": registry}
-        return producer.delayed_message(
-            message.body,
-            destination,
-            due,
-            headers=users,
-            # kombu has decompressed the body.
-            compression=users.pop("compression", None),
-            content_type=message.content_type,
-            content_encoding=message.content_encoding,
-            **properties,
-        )
+        return message_again(producer, message, destination, due, users, properties)
 
     def _pause(self, due: Due) -> Due:
         """Return until when to put a task back: until it is due, or less; see :func:`.pause_ms`."""
@@ -486,6 +476,36 @@ class EarlyTasks(BatchThread[Early]):
         """
         is_too_high = self._topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
         return is_too_high or (early.waited is not None and early.waited.queue is None)
+
+
+def message_again(
+    producer: DelayedProducer,
+    message: Message,
+    destination: Destination,
+    due: Due,
+    headers: dict[str, Any],
+    properties: Mapping[str, Any],
+) -> Delayed:
+    """Return a message with the body of one that was received, which kombu has decompressed.
+
+    Args:
+        producer: Makes the message.
+        message: The message that was received.
+        destination: Where it goes.
+        due: When it is due.
+        headers: Its headers.
+        properties: Its properties.
+    """
+    return producer.delayed_message(
+        message.body,
+        destination,
+        due,
+        headers=headers,
+        compression=headers.pop("compression", None),
+        content_type=message.content_type,
+        content_encoding=message.content_encoding,
+        **properties,
+    )
 
 
 def acknowledge_message(consumer: Any, ack: Callable[..., Any]) -> None:

@@ -33,7 +33,7 @@ from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message, message_again
 
 logger = get_logger(__name__)
 
@@ -56,8 +56,8 @@ class Arrived(NamedTuple):
 
     Attributes:
         delivery: Its message, restored, as Celery has passed it.
-        waited: What its headers have said.
-        go_on: What the event loop does with it, once the next one is published.
+        waited: What its headers said before it was restored.
+        go_on: Runs, discards or acknowledges it, in the event loop, once the next one is published.
         is_copy: Whether another message of it has run. Then the next one was published by that,
             unless this one was sent again because that is not known.
     """
@@ -88,7 +88,7 @@ class Occurrences(BatchThread[Arrived]):
         self._early_tasks = early_tasks
         self._puts_beat = self._delays.settings.beat
         self._unnoted: list[tuple[Registration, Occurrence]] = []
-        self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311
+        self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
 
     def follow(
         self, delivery: Delivery, waited: DelayHeaders, go_on: Action, *, is_copy: bool = False
@@ -97,8 +97,8 @@ class Occurrences(BatchThread[Arrived]):
 
         Args:
             delivery: Its message, restored, as Celery has passed it.
-            waited: What its headers have said.
-            go_on: What the event loop does with it then.
+            waited: What its headers said before it was restored.
+            go_on: As in :class:`Arrived`.
             is_copy: As in :class:`Arrived`.
         """
         table: Any = delivery.message.headers
@@ -160,7 +160,7 @@ class Occurrences(BatchThread[Arrived]):
     def _follow(self, arrived: Arrived, occurrence: Occurrence | None, is_paused: bool) -> None:
         words, task_id = arrived.waited.registry, celery_internals.id_of(arrived.delivery.message)
         if occurrence is None or (
-            (words.get(KEY), task_id) != (f"schedule:{occurrence.name}", occurrence.task_id)
+            (words.get(KEY), task_id) != (occurrence.key, occurrence.task_id)
             or not (ORDER in words and ONCE in words)
         ):
             raise LookupError("its header cannot be read, or is that of another task")
@@ -181,22 +181,20 @@ class Occurrences(BatchThread[Arrived]):
         self.act(acknowledge, is_acknowledgement=True)
 
     def _is_newest(self, waited: DelayHeaders, occurrence: Occurrence) -> bool:
-        newest = self._registry.newest_under(str(waited.registry.get(KEY, "")))
-        is_newest: bool = newest == (str(waited.registry.get(ORDER, "")), occurrence.task_id)
-        return is_newest
+        order, task_id = self._registry.newest_under(occurrence.key)
+        return bool(order == waited.registry[ORDER] and task_id == occurrence.task_id)
 
     def _publish(self, delivery: Delivery, waited: DelayHeaders, following: Occurrence) -> None:
         """Publish an occurrence as the one before it, and note it."""
         due = Due.at(instant_of(following.instant_ms))
-        copy, order = new_copy(), str(waited.registry.get(ORDER, ""))
-        key = str(waited.registry.get(KEY, ""))
-        says = {COPY: copy, KEY: key, ORDER: order, ONCE: new_copy(), SCHEDULE: following.text}
+        ticket, key = Ticket(0, int(waited.registry[ORDER])), following.key
+        copy, words = new_copy(), {ONCE: new_copy(), SCHEDULE: following.text}
+        says = {COPY: copy, KEY: key, **ticket.headers, **words}
         with self._delays.publisher() as publisher:
             producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
             producer.says = {"due_ms": following.instant_ms, "registry": says}
             delayed = self._message(producer, delivery.message, waited, due, following.task_id)
             producer.publish_message(delayed, due)
-        ticket = Ticket(0, int(order) if order else 0)
         sent = Registration(following.task_id, copy, following.instant_ms, ticket=ticket, key=key)
         task = self._consumer.app.tasks.get(delivery.task)
         if RegistryOptions.of(self._delays.settings, task, {}, {}).track:
@@ -232,14 +230,4 @@ class Occurrences(BatchThread[Arrived]):
             if users.get(name) == former.headers.get("id"):
                 users[name] = task_id
         properties = {**kept_properties(former.properties), "correlation_id": task_id}
-        return producer.delayed_message(
-            former.body,
-            destination,
-            due,
-            headers=users,
-            # kombu has decompressed the body.
-            compression=users.pop("compression", None),
-            content_type=former.content_type,
-            content_encoding=former.content_encoding,
-            **properties,
-        )
+        return message_again(producer, former, destination, due, users, properties)

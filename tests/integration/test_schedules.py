@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from uuid import uuid4
@@ -75,6 +76,11 @@ def instants(noted: Notes, name: str) -> list[int]:
     return sorted(int(instant) // 1000 for given, instant, _ in split if given == name)
 
 
+def wait_until_ran(noted: Notes, number: int) -> None:
+    """Wait until so many occurrences of the schedule ``a`` have run."""
+    wait_for(lambda: len(instants(noted, "a")) >= number, f"{number} occurrences", PATIENCE)
+
+
 def assert_each_once(found: list[int]) -> None:
     """Assert that each second ran once, from the first to the last."""
     assert found == [*range(found[0], found[0] + len(found))]
@@ -88,10 +94,10 @@ def test_each_instant_runs_once_and_edits_and_deletes_end_what_waits(
     assert (made.name, made.task, made.is_paused) == ("a", "note", False)
     assert made.next_at > before
     with Worker(settings), Worker(settings):
-        wait_for(lambda: len(instants(noted, "a")) >= 4, "four occurrences", PATIENCE)
+        wait_until_ran(noted, 4)
         put("a")
         put("b", timedelta(hours=1))
-        wait_for(lambda: len(instants(noted, "a")) >= 6, "two more", PATIENCE)
+        wait_until_ran(noted, 6)
         assert_each_once(instants(noted, "a"))
         edited = put("a", timedelta(seconds=2))
         begin = int(edited.next_at.timestamp())
@@ -120,7 +126,7 @@ def test_a_paused_schedule_comes_and_does_not_run(
         assert not instants(noted, "a")
         assert shop.rabbitdelay.schedules.trigger("a") is not None
         assert shop.rabbitdelay.schedules.resume("a")
-        wait_for(lambda: len(instants(noted, "a")) >= 3, "occurrences", PATIENCE)
+        wait_until_ran(noted, 3)
         assert len(noted.found()) == len(instants(noted, "a")) + 1
     assert not shop.rabbitdelay.schedules.pause("b")
 
@@ -197,7 +203,7 @@ def test_an_occurrence_that_was_lost_is_sent_again(
     # It is given twice as long each time.
     assert shop.rabbitdelay.schedules.heal() == []
     with Worker(settings):
-        wait_for(lambda: len(instants(noted, "a")) >= 2, "occurrences", PATIENCE)
+        wait_until_ran(noted, 2)
     found = instants(noted, "a")
     assert len(set(found)) == len(found)
 
@@ -214,7 +220,7 @@ def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_sec
     known = shop.rabbitdelay.registry.schedules
     with Worker(settings) as worker:
         for number in (1, 2, 3):
-            wait_for(lambda: len(instants(noted, "a")) >= number, "an occurrence", PATIENCE)  # noqa: B023
+            wait_until_ran(noted, number)
             (found,) = known.get(["a"])
             ran = found.occurrence._replace(instant_ms=instants(noted, "a")[-1] * 1000)
             # As if Redis had been away when the next one was to be noted.
@@ -224,13 +230,18 @@ def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_sec
             assert healed.occurrence.instant_ms > ran.instant_ms
             # As if it had not even been registered.
             shop.rabbitdelay.schedules._send(found._replace(occurrence=ran))
-            wait_for(lambda: worker.log.count("does not run twice") >= number, "it", PATIENCE)  # noqa: B023
-        wait_for(lambda: len(instants(noted, "a")) >= 6, "further occurrences", PATIENCE)
+            wait_for(partial(has_dropped, worker, number), "it", PATIENCE)
+        wait_until_ran(noted, 6)
         found = instants(noted, "a")
         assert found == [*range(found[0], found[-1] + 1, 3)]
         refused = worker.log.count("does not run twice")
-        wait_for(lambda: len(instants(noted, "a")) >= 8, "further occurrences", PATIENCE)
+        wait_until_ran(noted, 8)
         assert worker.log.count("does not run twice") <= refused + 1
+
+
+def has_dropped(worker: Worker, number: int) -> bool:
+    """Whether a worker has dropped so many copies."""
+    return worker.log.count("does not run twice") >= number
 
 
 def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(
@@ -239,10 +250,10 @@ def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(
     first = int(put("a", task="late-note", catch_up="all").next_at.timestamp())
     for seen in (3, 6, 9):
         with Worker(settings) as worker:
-            wait_for(lambda: len(instants(noted, "a")) >= seen, "occurrences", PATIENCE)  # noqa: B023
+            wait_until_ran(noted, seen)
             worker.kill()
     with Worker(settings):
-        wait_for(lambda: len(instants(noted, "a")) >= 12, "the last occurrences", PATIENCE)
+        wait_until_ran(noted, 12)
     found = Counter(instants(noted, "a"))
     assert sorted(found) == [*range(first, first + len(found))]
     # Whatever has begun when its worker is killed may begin again, as any task may.
@@ -254,7 +265,7 @@ def test_a_chain_goes_on_although_redis_has_lost_everything(
 ) -> None:
     put("a")
     with Worker(settings):
-        wait_for(lambda: len(instants(noted, "a")) >= 2, "occurrences", PATIENCE)
+        wait_until_ran(noted, 2)
         client = shop.rabbitdelay.registry.store.connect()
         client.flushall()
         client.close()
@@ -274,7 +285,7 @@ def test_processes_that_put_the_same_schedule_at_once_put_one(
         made = {*threads.map(lambda _: put("a", start=start).next_at, range(24))}
     assert made == {start.replace(microsecond=start.microsecond // 1000 * 1000)}
     with Worker(settings):
-        wait_for(lambda: len(instants(noted, "a")) >= 3, "occurrences", PATIENCE)
+        wait_until_ran(noted, 3)
     found = instants(noted, "a")
     assert found == [*range(milliseconds_of(start) // 1000, found[-1] + 1)]
 

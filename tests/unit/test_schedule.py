@@ -182,7 +182,7 @@ def test_however_late_they_come_each_instant_comes_once_or_was_left_out(
         if runs:
             ran.append(occurrence.instant_ms)
         assert following is not None
-        # What is left out would not have run.
+        # Each occurrence that was left out is too late to run.
         left_out = range(occurrence.instant_ms + MINUTE_MS, following.instant_ms, MINUTE_MS)
         for each in left_out:
             assert not occurrence._replace(instant_ms=each).at(now)[0]
