@@ -184,8 +184,10 @@ def full_destination(place: Place) -> None:
     place.declare()
 
     def publish(exchange: str, key: str, times: int) -> None:
-        for _ in range(times):
-            channel(place).basic_publish(amqp.Message("due"), exchange, key)
+        # A queue counts a message when it has confirmed it, and not before.
+        with place.connection.clone(transport_options={"confirm_publish": True}) as own:
+            for _ in range(times):
+                own.default_channel.basic_publish(amqp.Message("due"), exchange, key)
 
     def depth() -> int:
         return int(channel(place).queue_declare("orders", passive=True).message_count)
