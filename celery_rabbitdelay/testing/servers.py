@@ -107,7 +107,7 @@ class Certificates(NamedTuple):
 
 
 #: Seconds that a server may take to start. A RabbitMQ node takes 5 to 15 on a small machine.
-START_TIMEOUT: Final = 90.0
+START_TIMEOUT: Final = 180.0
 
 #: Seconds that a server may take to stop by itself before it is killed.
 STOP_TIMEOUT: Final = 20.0
@@ -120,7 +120,7 @@ class ServerNotStarted(RuntimeError):
 
 
 def wait_for(
-    condition: Callable[[], object], what: str, timeout: float = 30.0, interval: float = 0.02
+    condition: Callable[[], object], what: str, timeout: float = 60.0, interval: float = 0.02
 ) -> None:
     """Wait until ``condition()`` is true.
 
@@ -158,7 +158,7 @@ def free_port() -> int:
             return port
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -261,8 +261,8 @@ class Server:
         os.killpg(self.pid, signal.SIGSTOP)
         if sys.platform == "linux":
             # The signal only asks: on a busy machine, a broker may confirm a message or two more.
-            state = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-            wait_for(lambda: os.waitid(os.P_PID, self.pid, state), f"{self.package}, frozen")
+            state = Path(f"/proc/{self.pid}/stat")
+            wait_for(lambda: ") T " in state.read_text(), f"{self.package}, frozen")
 
     def resume(self) -> None:
         """Let a suspended server go on (SIGCONT)."""
@@ -300,7 +300,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def _command(self) -> list[str]:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.testing import Server, wait_for
 from tests.documentation.page import Block, blocks
 
 #: Seconds that one command of a page may take.
-TIMEOUT: Final = 60
+TIMEOUT: Final = 300
 
 _ID: Final = re.compile(r"\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _PORT: Final = re.compile(r"(?<=127\.0\.0\.1:)\d+")
@@ -124,7 +124,7 @@ class _Page:
             self._worker = _Worker(command)
             self._worker.start()
             worker = self._worker
-            wait_for(lambda: not _lacking(shown, worker.log), f"{command}: {shown}")
+            wait_for(lambda: not _lacking(shown, worker.log), f"{command}: {shown}", TIMEOUT)
             return
         variables = Path(os.environ["TMPDIR"], "variables")
         script = f"{command}\nstatus=$?; env --null >{variables}; exit $status"

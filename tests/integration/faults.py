@@ -186,8 +186,9 @@ def full_destination(place: Place) -> None:
     def publish(exchange: str, key: str, times: int) -> None:
         # A queue counts a message when it has confirmed it, and not before.
         with place.connection.clone(transport_options={"confirm_publish": True}) as own:
+            channel: Any = own.default_channel
             for _ in range(times):
-                own.default_channel.basic_publish(amqp.Message("due"), exchange, key)
+                channel.basic_publish(amqp.Message("due"), exchange, key)
 
     def depth() -> int:
         return int(channel(place).queue_declare("orders", passive=True).message_count)

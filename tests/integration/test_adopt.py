@@ -102,7 +102,7 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
             due[task_id] = time.time() + delay
             options = {"countdown": delay, "task_id": task_id, "queue": queue}
             plain.send_task("note", (task_id,), {"key": noted.key}, **options)
-        wait_for(lambda: waiting(connection, native_chain) == TASKS, "the tasks")
+        assert waiting(connection, native_chain) > 0
         moved = answer(configuration, "adopt native", "moved")
         # On a slow machine, some have come due by then.
         assert 0 < moved["moved"] <= TASKS
@@ -178,19 +178,25 @@ def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
                 },
                 serializer="json",
             )
-    wait_for(lambda: waiting(connection, nservicebus_queues()) == TASKS, "the messages")
+    assert waiting(connection, nservicebus_queues()) > 0
     moved = answer(configuration, "adopt nservicebus", "moved")
-    assert (moved["moved"], moved["left"], moved["copies"]) == (TASKS, {}, 0)
+    # On a slow machine, some have come due by then.
+    assert 0 < moved["moved"] <= TASKS
+    assert (moved["left"], moved["copies"]) == ({}, 0)
     with Worker(configuration, None):
         arrivals = take(connection, [nservicebus], TASKS, timeout=120)
     assert sorted(each.body["number"] for each in arrivals) == list(range(TASKS))
+    adopted = 0
     for each in arrivals:
         # The header has microseconds, the due time milliseconds.
         assert each.at >= due[each.body["number"]] - 0.001
         assert each.message.headers["NServiceBus.MessageId"] == str(each.body["number"])
-        assert not any(name.startswith("x-") for name in each.message.headers)
+        if "x-death" not in each.message.headers:
+            adopted += 1
+            assert not any(name.startswith("x-") for name in each.message.headers)
         assert each.message.delivery_info["exchange"] == "nsb.v2.delay-delivery"
         assert each.message.delivery_info["routing_key"] == nservicebus.name
+    assert adopted == moved["moved"]
 
 
 def test_a_queue_that_does_not_exist_is_named_and_nothing_is_moved(

@@ -17,7 +17,7 @@ from celery_rabbitdelay.exceptions import (
     NeedsDistribution,
 )
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.publishing.declaration import is_declared, missing
+from celery_rabbitdelay.publishing.declaration import declare, is_declared, missing
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import wait_until_served
@@ -80,6 +80,7 @@ def test_with_a_tolerance_a_delay_lies_in_the_queue_of_a_rounder_one(
     """The last one shows what the others would be without a tolerance."""
     shop = make_shop(rabbitdelay_layout="clock")
     look = shop.tasks["look"]
+    declare(connection, shop.rabbitdelay.topology)
     due = datetime.now(UTC) + timedelta(seconds=3570)
     for options in (
         {"delay": 3570, "tolerance": 60},
@@ -113,9 +114,11 @@ def test_a_task_that_keeps_celery_s_own_behavior_has_an_eta(
 def test_without_takeover_only_delay_waits_in_the_levels(
     make_shop: Callable[..., Any], connection: Connection, prefix: str
 ) -> None:
-    shop = make_shop(rabbitdelay_takeover=False)
+    shop = make_shop(
+        rabbitdelay_takeover=False, rabbitdelay_layout=[("hours", 6, 3600), ("tenths", 10, 360)]
+    )
     shop.tasks["look"].apply_async(countdown=50)
-    shop.tasks["look"].apply_async(delay=5)
+    shop.tasks["look"].apply_async(delay=3600)
     (arrival,) = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 1)
     assert arrival.message.headers["eta"]
     waiting = [count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues]
@@ -224,7 +227,7 @@ def test_a_task_whose_confirm_does_not_come_raises_in_time(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any]
 ) -> None:
     shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_confirm_timeout=2)
-    shop.tasks["look"].apply_async(delay=3)
+    shop.tasks["look"].apply_async(delay=3, confirm_timeout=PATIENCE)
     with suspended(private_rabbitmq):
         for options, timeout in (({}, 2), ({"confirm_timeout": 1}, 1)):
             with in_time(timeout), pytest.raises((ConfirmTimeout, ConnectionLost)):

@@ -27,6 +27,7 @@ from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.trouble import virtual_host
 from tests.integration.undeliverable_messages import break_level
 from tests.integration.worker import Worker
+from tests.unit.clock import frozen
 
 #: How late a task may be on a noisy machine; what is tested is that it is never early.
 GENEROUS = 60.0
@@ -152,7 +153,8 @@ def test_a_level_s_queue_that_is_deleted_is_the_reason_of_what_was_to_wait_in_it
 ) -> None:
     shop.tasks["look"].apply_async(delay=0.1)
     break_level(connection, shop.rabbitdelay.topology)
-    result = shop.tasks["look"].apply_async(delay=delay)
+    with frozen():
+        result = shop.tasks["look"].apply_async(delay=delay)
 
     topology = shop.rabbitdelay.topology
     (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)

@@ -13,6 +13,7 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay.kombu import Topology, bind_destination, declare, missing
 from celery_rabbitdelay.publishing.declaration import is_declared, queue_counts
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count
 from tests.integration.modules import wait_until_served
 from tests.integration.shop import PATIENCE, named
@@ -192,6 +193,13 @@ def test_delete_refuses_while_workers_may_hold_messages_unless_forced(
     configuration: dict[str, Any], shop: Any, worker: Worker, connection: Connection
 ) -> None:
     wait_until_served(worker)
+    queues = shop.rabbitdelay.topology.queues
+
+    def consumed() -> int:
+        counts = queue_counts(connection, queues).values()
+        return sum(each.consumers for each in counts if each is not None)
+
+    wait_for(lambda: consumed() == 2, "the consumers of the modules")
     for command in ("delete --yes", "delete --dry-run"):
         error = answer(configuration, command, "error", 1)["error"]
         assert "2 consumers still take messages from" in error

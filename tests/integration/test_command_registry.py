@@ -18,7 +18,13 @@ from tests.json_schemas import checked
 
 @pytest.fixture
 def settings(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
-    return {**configuration, "rabbitdelay_registry_url": redis_url}
+    # Redis may take its time, as the machine may.
+    patient = {"socket_timeout": PATIENCE}
+    return {
+        **configuration,
+        "rabbitdelay_registry_url": redis_url,
+        "rabbitdelay_registry_options": patient,
+    }
 
 
 @pytest.fixture
@@ -66,7 +72,12 @@ def test_pending_takes_due_times(settings: dict[str, Any], shop: Any) -> None:
     assert "due_after 'tomorrow': takes a datetime or ISO 8601, such as 2030-" in wrong.stderr
 
 
-def test_show_tells_what_is_known_of_one_task(settings: dict[str, Any], shop: Any) -> None:
+def test_show_tells_what_is_known_of_one_task(
+    settings: dict[str, Any], make_shop: Callable[..., Any]
+) -> None:
+    # With these levels, a task meditates for 49 minutes, and not for 6 seconds.
+    settings = {**settings, "rabbitdelay_layout": [("minutes", 50, 60)]}
+    shop = make_shop(**settings)
     key, job = f"order:{uuid4().hex}", f"import-{uuid4().hex}"
     shop.rabbitdelay.open_job(job, expires=60)
     task_id = send(shop, 3600, args=(7,), key=key, job=job)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,19 @@ def test_a_file_of_another_system_is_read_line_by_line(
     assert report["not_confirmed"]["2"].startswith("row '{")
 
 
+@pytest.fixture
+def minutes(configuration: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with which a task that meditates does so for 49 minutes, and not 6 s."""
+    return {**configuration, "rabbitdelay_layout": [("minutes", 50, 60)]}
+
+
 def test_wrong_lines_are_named_and_all_others_are_sent(
-    configuration: dict[str, Any], shop: Any
+    minutes: dict[str, Any], make_shop: Callable[..., Any]
 ) -> None:
+    shop = make_shop(**minutes)
     lines = '{"args": [1], "delay": 3600}\n{"args"\n{"args": [2], "delay": -1, "eta": 5}\n[]\n'
 
-    told = run_command(configuration, "send look --json", lines)
+    told = run_command(minutes, "send look --json", lines)
 
     assert told.returncode == 1
     report = checked("send", told.stdout)
@@ -64,7 +72,7 @@ def test_wrong_lines_are_named_and_all_others_are_sent(
     assert set(report["not_confirmed"]) == {"2", "3", "4"}
     assert report["may_have_arrived"] == []
     assert "line 2 was not confirmed: row '{\"args\"\\n'" in told.stderr
-    with Connection(configuration["broker_url"]) as connection:
+    with Connection(minutes["broker_url"]) as connection:
         backlog = backlog_of(connection, shop.rabbitdelay.topology)
     assert backlog.others["meditation"].messages == 1
 
@@ -166,9 +174,9 @@ def test_a_setting_that_is_wrong_exits_with_2(configuration: dict[str, Any], com
 
 
 def test_ctrl_c_waits_for_the_confirms_and_says_what_is_confirmed(
-    configuration: dict[str, Any], shop: Any, connection: Connection
+    minutes: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
 ) -> None:
-    pipe = subprocess.PIPE
+    shop, pipe = make_shop(**minutes), subprocess.PIPE
     command = "rabbitdelay send look -j --no-envelopes"
     written = 0
 
@@ -185,7 +193,7 @@ def test_ctrl_c_waits_for_the_confirms_and_says_what_is_confirmed(
         written += 1
         return waiting() > 0
 
-    with start_celery(configuration, command, stdin=pipe, stdout=pipe, stderr=pipe) as sending:
+    with start_celery(minutes, command, stdin=pipe, stdout=pipe, stderr=pipe) as sending:
         wait_for(has_sent, "the first message", interval=0.2)
         sending.send_signal(signal.SIGINT)
         told, errors = sending.communicate()

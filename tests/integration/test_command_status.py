@@ -20,6 +20,7 @@ from tests.integration.modules import MODULES
 from tests.integration.shop import PATIENCE
 from tests.integration.waited import put_into
 from tests.integration.worker import PlainWorker, answer, run_celery, run_command, start_celery
+from tests.unit.clock import frozen
 
 HOURS = [("hours", 6, 3600), ("tenths", 10, 360)]
 
@@ -36,8 +37,8 @@ def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
         shop.tasks["look"].apply_async(delay=delay)
 
     own = {**configuration, **settings}
-    told = run_command(own, "status --digits")
-    found = answer(own, "status", "status")
+    told = run_command(own, "status --digits --timeout 20")
+    found = answer(own, "status --timeout 20", "status")
 
     assert told.returncode == 0, told.stderr
     assert found["digits"]["hours.x1"] == {"1": 2, "2": 1, "3": 0, "4": 0, "5": 0}
@@ -92,7 +93,7 @@ def test_the_status_says_which_workers_are_of_plain_celery(
     configuration: dict[str, Any], shop: Any
 ) -> None:
     with PlainWorker(configuration):
-        told = run_command(configuration, "status --timeout 5")
+        told = run_command(configuration, "status --timeout 20")
 
     assert "plain@localhost: cannot answer: " in told.stdout
     assert "Traceback" not in told.stderr
@@ -102,7 +103,7 @@ def test_celery_inspect_knows_the_status_of_the_modules(
     served_configuration: dict[str, Any],
 ) -> None:
     listed = run_celery(served_configuration, "inspect --list")
-    told = run_celery(served_configuration, "inspect rabbitdelay_status --json --timeout 5")
+    told = run_celery(served_configuration, "inspect rabbitdelay_status --json --timeout 20")
 
     assert "Rates and backlog of the modules" in listed.stdout
     assert told.returncode == 0, told.stderr
@@ -117,7 +118,7 @@ def test_the_status_says_how_late_delayed_tasks_arrive(
     task_id = put_into(connection, served_shop, time.time() - 90_000, routing_key=queue)
     served_shop.AsyncResult(task_id).get(timeout=PATIENCE)
 
-    told = run_command(served_configuration, "status --timeout 5")
+    told = run_command(served_configuration, "status --timeout 20")
 
     assert re.search(r"tasks .* received, at most 90,\d\d\d\.\d s late", told.stdout)
 
@@ -158,11 +159,11 @@ def test_the_reasons_of_undeliverable_messages_are_counted_and_the_messages_stay
 ) -> None:
     topology = shop.rabbitdelay.topology
     declare(connection, topology)
-    # Of all tenths of a second: a busy machine sends with less than the whole delay left.
-    for queue in topology.level_queues["ms.x100"]:
-        queue(connection.default_channel).delete()
-    for delay in (0.9, 0.9, 1.9):
-        shop.tasks["look"].apply_async(delay=delay)
+    channel: Any = connection.default_channel
+    channel.queue_delete(f"{topology.prefix}.ms.900")
+    with frozen():
+        for delay in (0.9, 0.9, 1.9):
+            shop.tasks["look"].apply_async(delay=delay)
     name = topology.module_queues.undeliverable.name
     wait_for(lambda: count(connection, name) == 3, "undeliverable messages", PATIENCE)
 

@@ -137,7 +137,7 @@ def test_the_code_of_a_page_does_what_the_page_says(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0, f"{page}\n{done.stdout}"

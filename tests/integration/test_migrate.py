@@ -359,11 +359,14 @@ def test_wrong_levels_are_refused(new: dict[str, Any], options: str, text: str) 
 def test_a_cancelled_task_stays_cancelled_after_the_migration(
     old: dict[str, Any], new: dict[str, Any], make: Callable[..., Any]
 ) -> None:
-    registry = {"rabbitdelay_registry_url": old["result_backend"]}
+    registry = {
+        "rabbitdelay_registry_url": old["result_backend"],
+        "rabbitdelay_registry_options": {"socket_timeout": PATIENCE},
+    }
     old, new = {**old, **registry}, {**new, **registry}
     before = make(old)
     notes = Notes(before)
-    options: dict[str, Any] = {"kwargs": {"key": notes.key}, "delay": 15, "track": True}
+    options: dict[str, Any] = {"kwargs": {"key": notes.key}, "delay": 60, "track": True}
     first = before.tasks["note"].apply_async(("cancelled",), **options)
     before.tasks["note"].apply_async(("runs",), **options)
     before.rabbitdelay.cancel(first.id)
@@ -374,7 +377,7 @@ def test_a_cancelled_task_stays_cancelled_after_the_migration(
     make(new)
     assert answer(new, migrate(old), "moved")["moved"] == 2
     with Worker(new):
-        notes.wait(1)
+        notes.wait(1, timeout=180)
     assert notes() == ["runs"]
     with pytest.raises(TaskRevokedError):
         first.get(timeout=PATIENCE)
@@ -389,7 +392,7 @@ def test_after_ctrl_c_nothing_exists_twice_and_the_rest_is_where_it_was(
     before.rabbitdelay.send_many(before.tasks["look"], rows, envelopes=False)
     source, target = place(old, before), place(new, after)
     all_waiting = sum(waiting(source).values())
-    command = f"rabbitdelay {migrate(old)} --rate 500 --json"
+    command = f"rabbitdelay {migrate(old)} --rate 50 --json"
     process = start_celery(new, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_for(lambda: waiting(target), "the first messages moved", 60)
     process.send_signal(signal.SIGINT)

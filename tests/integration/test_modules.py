@@ -142,7 +142,7 @@ def test_a_message_meditates_until_the_levels_can_carry_it(
         wait_for(lambda: client.count(meditation) == 1, "meditation")
         # 12 s are left, which is 1.1.0.0.
         eight = client.topology.digit_queues[0]
-        wait_for(lambda: client.count(eight) == 1, "the first level", timeout=25)
+        wait_for(lambda: client.count(eight) == 1, "the first level")
         assert time.time() >= published + 15
         (arrival,) = client.take(queue, timeout=40)
     finally:
@@ -210,7 +210,7 @@ def test_the_status_of_the_modules_can_be_asked(client: Client, target: Queue) -
     broadcast = client.shop.control.broadcast
 
     def status() -> Any:
-        (answer,) = broadcast("rabbitdelay_status", reply=True, timeout=5, limit=1)
+        (answer,) = broadcast("rabbitdelay_status", reply=True, timeout=PATIENCE, limit=1)
         (of_worker,) = answer.values()
         return of_worker
 

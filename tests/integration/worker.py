@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+from tests.celery_commands import Program
 from tests.celery_process import CeleryProcess
 from tests.json_schemas import checked
 
@@ -111,6 +113,15 @@ class Worker(ShopProcess):
         # Mingling waits a second for other workers; none of the tests' has any to learn from.
         alone = "--without-mingle --without-gossip"
         return [*self.celery(f"worker -c 1 -l INFO -n {self.name} {alone}"), *self._options]
+
+    def _spawn(self, command: list[str]) -> Any:
+        if {"gevent", "eventlet"} & {each.removeprefix("--pool=") for each in command}:
+            # They change the standard library before anything else is imported.
+            return super()._spawn(command)
+        _python, _m, _celery, *arguments = command
+        null, log = Path(os.devnull), self._log_path
+        files = {"stdin": null, "stdout": log, "stderr": log}
+        return Program(arguments, self._environment(), files, self.folder)
 
     def _ready(self) -> bool:
         return " ready." in self.log[self._log_before :]

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
 NS_PER_S = 1_000_000_000
 
 
@@ -34,3 +40,15 @@ class Clock:
         return self.now_ns
 
     __call__ = monotonic
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Let no time pass for whoever computes what is left of a delay.
+
+    A message then waits for the whole of its delay, in the queues that a test expects, however long
+    it took to be sent.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("celery_rabbitdelay.levels.delay.time", Clock(time.time()))
+        yield
