@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 from kombu import pools
 
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
 from tests.private_broker import QUIET
 
 # A busy machine is no error: how long an example takes says nothing.
-settings.register_profile("no-deadline", deadline=None)
+settings.register_profile(
+    "no-deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 # For tests.mutation: one example that fails is enough, and each run tries the same ones.
 settings.register_profile(
     "mutation",

@@ -12,9 +12,6 @@ from tests.set_up import SetUp
 #: How many hash slots a cluster has.
 SLOTS = 16384
 
-#: Milliseconds of silence after which a sentinel takes a master for dead.
-DOWN_AFTER_MS = 500
-
 
 class ConfiguredRedis(RedisServer):
     """A Redis server with further options.
@@ -59,7 +56,7 @@ class ClusterNode(ConfiguredRedis):
     def __init__(self) -> None:
         super().__init__(
             *("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"),
-            *("--cluster-port", str(free_port()), "--cluster-node-timeout", "2000"),
+            *("--cluster-port", str(free_port()), "--cluster-node-timeout", "60000"),
         )
 
 
@@ -95,9 +92,10 @@ class Sentinel(ConfiguredRedis):
 
     Args:
         master: The server that is the master at first.
+        down_after_ms: Milliseconds of silence after which it takes a master for dead.
     """
 
-    def __init__(self, master: RedisServer) -> None:
+    def __init__(self, master: RedisServer, down_after_ms: int) -> None:
         super().__init__()
         # Sentinel writes what it finds out into its own configuration.
         self._configuration = self.folder / "sentinel.conf"
@@ -105,7 +103,7 @@ class Sentinel(ConfiguredRedis):
             f"port {self.port}",
             "bind 127.0.0.1",
             f"sentinel monitor {SentinelSetup.master_name} 127.0.0.1 {master.port} 2",
-            f"sentinel down-after-milliseconds {SentinelSetup.master_name} {DOWN_AFTER_MS}",
+            f"sentinel down-after-milliseconds {SentinelSetup.master_name} {down_after_ms}",
             f"sentinel failover-timeout {SentinelSetup.master_name} 5000",
         )
         self._configuration.write_text("\n".join(lines) + "\n")
@@ -117,6 +115,9 @@ class Sentinel(ConfiguredRedis):
 class SentinelSetup(SetUp):
     """A master, its replica, and three sentinels, of which two must agree.
 
+    Args:
+        down_after_ms: Milliseconds of silence after which a sentinel takes a master for dead.
+
     Attributes:
         master: The server that is the master at first.
         replica: The server that copies it.
@@ -125,7 +126,8 @@ class SentinelSetup(SetUp):
 
     master_name = "rabbitdelay-test"
 
-    def __init__(self) -> None:
+    def __init__(self, down_after_ms: int = 60_000) -> None:
+        self._down_after_ms = down_after_ms
         self.master = ConfiguredRedis("--repl-diskless-sync-delay", "0")
         self.replica = ConfiguredRedis("--replicaof", f"127.0.0.1 {self.master.port}")
         self.sentinels: list[Sentinel] = []
@@ -140,7 +142,8 @@ class SentinelSetup(SetUp):
         stack.enter_context(self.replica)
         self.wait_until_copied()
         for _ in range(3):
-            self.sentinels.append(stack.enter_context(Sentinel(self.master)))
+            sentinel = Sentinel(self.master, self._down_after_ms)
+            self.sentinels.append(stack.enter_context(sentinel))
         wait_for(
             lambda: all(
                 _says(each, "num-other-sentinels", "2") and _says(each, "num-slaves", "1")

@@ -167,6 +167,7 @@ def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[st
         "rabbitdelay_prefix": prefix,
         "rabbitdelay_layout": LEVELS,
         "rabbitdelay_modules": MODULES,
+        "rabbitdelay_registry_options": {"socket_timeout": 10},  # a slow machine's Redis
     }
 
 

@@ -43,7 +43,7 @@ class Notes:
             patience: How many more seconds this may take.
         """
         later = f"later-{uuid4()}"
-        self.shop.tasks["note"].apply_async(kwargs={"key": later}, delay=max(delay, 0) + 0.5)
+        self.shop.tasks["note"].apply_async(kwargs={"key": later}, delay=max(delay, 0) + 3)
         wait_for(lambda: self.redis.llen(later), "a later task", max(delay, 0) + patience)
         self.redis.delete(later)
         return self()
@@ -60,7 +60,7 @@ class Notes:
         """Return the first positional argument of each run."""
         return [given[0] for given in self.given()]
 
-    def wait(self, number: int, timeout: float = 40.0) -> list[dict[str, Any]]:
+    def wait(self, number: int, timeout: float = 120.0) -> list[dict[str, Any]]:
         """Wait for so many notes, and until the worker has nothing left to run."""
         wait_for(lambda: self.redis.llen(self.key) >= number, f"{number} notes", timeout)
         self.shop.tasks["look"].apply_async().get(timeout=PATIENCE)

@@ -79,7 +79,8 @@ def test_a_worker_is_not_ready_while_the_registry_does_not_answer(
     serve: Any, probes: Probes
 ) -> None:
     with RedisServer() as redis:
-        serve(rabbitdelay_registry_url=redis.url)
+        options = {"socket_timeout": 1}
+        serve(rabbitdelay_registry_url=redis.url, rabbitdelay_registry_options=options)
         probes.wait_until_ready()
         redis.suspend()
         probes.wait_until_not_ready("the registry cannot be used: ")

@@ -11,6 +11,7 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import wait_for
@@ -69,11 +70,11 @@ def test_on_redis_a_worker_holds_the_task_until_it_is_due(
 def test_by_a_connection_to_rabbitmq_many_rows_wait_in_its_levels(
     redis_shop: Any, connection: Connection, make_topology: Callable[..., Topology], envelopes: bool
 ) -> None:
-    topology = make_topology()
+    topology = make_topology(custom([("seconds", 15, 1), ("ms", 10, 0.1)]))
     declare(connection, topology)
     redis_shop.conf.update(rabbitdelay_prefix=topology.prefix, rabbitdelay_layout=topology.layout)
     default = redis_shop.amqp.queues[f"{topology.prefix}.default"]
-    delays = [4.03 + number * 0.04 for number in range(20)]
+    delays = [13.03 + number * 0.04 for number in range(20)]
     before = time.time()
     report = redis_shop.rabbitdelay.send_many(
         "look",

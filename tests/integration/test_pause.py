@@ -220,8 +220,9 @@ def test_a_pause_of_a_name_and_of_its_queue_are_two(
 
 @pytest.mark.timeout(300)
 def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
-    shop: Any, worker: Worker, noted: Notes, redis: RedisServer, passed: Any
+    shop: Any, serve: Any, noted: Notes, redis: RedisServer, passed: Any
 ) -> None:
+    worker = serve(rabbitdelay_registry_options={"socket_timeout": 3}).worker
     shop.rabbitdelay.pause(task="note")
     noted.send("plain", delay=DELAY)
     tracked = noted.send("tracked", delay=DELAY, track=True)

@@ -35,8 +35,12 @@ from tests.integration.shop import PATIENCE, named
 from tests.integration.test_send_many_trouble import takes_queues
 from tests.integration.trouble import resumed, suspended
 
-#: Seconds; two stops in the small levels, where a message waits for longer than a test takes.
-DELAY = 5.5
+#: Seconds; two stops in the levels, where a message waits for longer than a test takes.
+DELAY = 330
+LEVELS = [("minutes", 6, 60), ("seconds", 60, 1)]
+
+#: Seconds; its first stop is the queue for three minutes, also if some have passed.
+REFUSED = 239
 
 #: Seconds that a caller takes for something else, and that a confirm never takes.
 OWN_WORK = 10
@@ -46,6 +50,11 @@ MANY = 400
 
 #: Seconds until a missing confirm is an error, where that is what a test waits for.
 TIMEOUT = 2
+
+
+@pytest.fixture
+def configuration(configuration: dict[str, Any]) -> dict[str, Any]:
+    return {**configuration, "rabbitdelay_layout": LEVELS}
 
 
 @pytest.fixture
@@ -257,15 +266,11 @@ def test_a_connection_that_is_lost_in_a_block_costs_no_task(
 def test_a_broker_that_goes_away_has_all_tasks_that_are_not_named(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
 ) -> None:
-    shop = make_shop(
-        broker_url=private_rabbitmq.url,
-        rabbitdelay_max_unconfirmed=50,
-        rabbitdelay_layout=[("minutes", 6, 60), ("seconds", 60, 1)],
-    )
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=50)
     ids: list[str] = []
 
     def send(number: int) -> None:
-        ids.extend(shop.tasks["look"].apply_async(delay=330).id for _ in range(number))
+        ids.extend(shop.tasks["look"].apply_async(delay=DELAY).id for _ in range(number))
 
     def block() -> None:
         with shop.rabbitdelay.pipeline():
@@ -298,10 +303,9 @@ def test_a_broker_that_goes_away_has_all_tasks_that_are_not_named(
 def refusing(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
 ) -> Iterator[Any]:
-    """An application with a level whose queue for three minutes is full, and refuses."""
+    """An application with a level whose queue for ``REFUSED`` is full, and refuses."""
     shop = make_shop(
         broker_url=private_rabbitmq.url,
-        rabbitdelay_layout=[("minutes", 6, 60), ("seconds", 60, 1)],
         task_publish_retry_policy={"max_retries": 2, "interval_step": 0.05},
     )
     look = shop.tasks["look"]
@@ -311,7 +315,7 @@ def refusing(
 
     def refuses() -> bool:
         try:
-            look.apply_async(delay=180, retry=False)
+            look.apply_async(delay=REFUSED, retry=False)
         except MessageNacked:
             return True
         return False
@@ -333,7 +337,7 @@ def test_a_task_that_is_refused_is_named_and_holds_up_no_other(
         with refusing.rabbitdelay.pipeline():
             for number in range(20):
                 is_refused = number in (3, 4)
-                result = look.apply_async(delay=180 if is_refused else 60)
+                result = look.apply_async(delay=REFUSED if is_refused else 60)
                 (refused if is_refused else others).append(result.id)
 
     with pytest.raises(TasksNotConfirmed) as caught:
@@ -351,7 +355,7 @@ def test_a_task_that_is_ignored_fails_if_what_it_has_sent_instead_is_not_confirm
 ) -> None:
     def block(error: Exception) -> None:
         with refusing.rabbitdelay.pipeline():
-            refusing.tasks["look"].apply_async(delay=180, task_id="instead")
+            refusing.tasks["look"].apply_async(delay=REFUSED, task_id="instead")
             raise error
 
     for error in (Ignore(), Reject("no use", requeue=False)):
@@ -425,7 +429,7 @@ def test_a_group_raises_the_error_of_its_member_and_the_others_are_sent(
     refusing: Any, confirmed: list[str]
 ) -> None:
     look = refusing.tasks["look"]
-    members = [look.si().set(delay=delay) for delay in (60, 180, 60)]
+    members = [look.si().set(delay=delay) for delay in (60, REFUSED, 60)]
     confirmed.clear()
     with pytest.raises(MessageNacked) as caught:
         group(members, app=refusing).apply_async()
@@ -455,7 +459,7 @@ def test_what_somebody_has_deleted_in_the_meantime_is_declared_again(
         ids = [look.apply_async(delay=DELAY).id]
         ids.append(look.apply_async(delay=DELAY, queue=named(shop, "second")).id)
         confirm(shop)
-        channel.exchange_delete(f"{prefix}.seconds.x1")
+        channel.exchange_delete(f"{prefix}.minutes.x1")
         ids.append(look.apply_async(delay=DELAY, queue=named(shop, "second")).id)
         ids.append(look.apply_async(delay=DELAY).id)
     assert sorted(confirmed) == sorted(ids)
@@ -572,15 +576,15 @@ def note(task_id, **others): confirmed.append(task_id)
 signals.delayed.connect(note)
 app = Celery(broker=sys.argv[1], set_as_current=False)
 app.conf.update(rabbitdelay_prefix=sys.argv[2], task_default_queue=sys.argv[2] + ".default",
-                rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)], task_queues=[
+                rabbitdelay_layout=[("minutes", 6, 60), ("seconds", 60, 1)], task_queues=[
     Queue(sys.argv[2] + ".default", queue_arguments={"x-queue-type": "quorum"})])
 def send():
-    own = app.send_task("look", delay=5).id
+    own = app.send_task("look", delay=330).id
     assert confirmed[-1] == own
 with app.rabbitdelay.pipeline():
-    app.send_task("look", delay=5)
+    app.send_task("look", delay=330)
     for child in [gevent.spawn(send) for _ in range(3)]: child.get(timeout=60)
-    app.send_task("look", delay=5)
+    app.send_task("look", delay=330)
 assert len(confirmed) == 5
 app.close()
 """

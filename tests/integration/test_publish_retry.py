@@ -82,7 +82,7 @@ def test_a_task_survives_a_broker_that_comes_back_in_time(
     in_task: bool,
 ) -> None:
     """A task that sends has no limit but the time; others have if their policy says so."""
-    shop = make_shop(broker_url=private_rabbitmq.url)
+    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_confirm_timeout=120)
     look = shop.tasks["look"]
 
     def send() -> str:

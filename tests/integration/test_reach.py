@@ -18,6 +18,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
+from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -85,7 +86,7 @@ def to(exchange: str, routing_key: str, **more: Any) -> dict[str, Any]:
 
 
 def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
-    return take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], number, 20)
+    return take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], number)
 
 
 def reason(arrival: Arrival) -> str:
@@ -149,13 +150,13 @@ def test_a_message_that_finds_no_queue_does_not_reach_one_that_is_not_bound(
 
 
 def test_a_message_that_finds_no_queue_comes_when_the_queue_is_bound_again(
-    served: Any, connection: Connection, publisher: Publisher, make_queue: Callable[..., Queue]
+    served: Any, connection: Connection, make_queue: Callable[..., Queue]
 ) -> None:
     """Of a queue that the worker's application does not know."""
     gone, topology = make_queue("gone"), served.rabbitdelay.topology
-    producer = DelayedProducer(publisher, topology, modules=MODULES)
-    producer.publish_delayed("first", Destination(gone, "", gone.name), 2)
+    declare_destination(connection, topology, gone)
     gone(connection.default_channel).delete()
+    forge(connection, served, {headers.QUEUE: gone.name}, gone.name, body="first")
     wait_for(lambda: "does not take a message" in served.worker.log, "the first attempt")
     # Another producer, which declares and binds the queue.
     with connection.clone() as other:

@@ -128,12 +128,13 @@ def test_of_several_queues_of_an_exchange_the_others_of_a_full_one_get_few_copie
     told = {"x-delay": 100, headers.EXCHANGE: exchange.name}
     check_in(connection, served, "any", headers={**told, "id": 0})
     wait_until_waiting(connection, full.name, 1)
+    began = time.monotonic()
     check_in(connection, served, "any", headers={**told, "id": 1})
     # The second task once at each of its attempts.
     arrivals = take(connection, [sound], 2)
     assert [arrival.message.headers["id"] for arrival in arrivals] == [0, 1]
     # The next one is in a minute, or as late as these small levels take: not in a second.
     wait_until_waiting(connection, f"{prefix}.seconds.5", 1)
-    assert count(connection, sound.name) == 0
+    assert count(connection, sound.name) <= (time.monotonic() - began) / 5.9
     came = take_all_of(connection, full, 2)
     assert [arrival.message.headers["id"] for arrival in came] == [0, 1]

@@ -84,8 +84,9 @@ def test_those_of_a_filter_are_cancelled_in_batches_and_no_others(
 
 
 def test_what_is_left_when_redis_goes_away_is_cancelled_by_another_call(
-    shop: Any, small_batches: list[int], redis: RedisServer
+    make_shop: Any, settings: dict[str, Any], small_batches: list[int], redis: RedisServer
 ) -> None:
+    shop = make_shop(**{**settings, "rabbitdelay_registry_options": {"socket_timeout": 3}})
     send(shop, "look", 50, 10)
     told: list[str] = []
 

@@ -22,13 +22,13 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
-from tests.integration.registering import KINDS, RedisSetup
+from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.waited import assert_waited
 from tests.integration.worker import Worker
 
 #: Seconds; long enough for a test to cancel a task before it is due.
-DELAY = 4.0
+DELAY = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def module_settings(
     with_registry = {
         **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "rabbitdelay_registry_url": redis_setup.url,
-        "rabbitdelay_registry_options": dict(redis_setup.options),
+        "rabbitdelay_registry_options": {"socket_timeout": TIMEOUT, **redis_setup.options},
     }
     with Worker(with_registry):
         yield with_registry
@@ -113,8 +113,8 @@ def test_a_postponed_task_runs_later_and_once(shop: Any, noted: Notes, track: bo
 
 
 def test_a_tracked_task_runs_earlier_if_it_is_postponed_to_earlier(shop: Any, noted: Notes) -> None:
-    result = noted.send("earlier", delay=4, track=True)
-    late = time.time() + 4
+    result = noted.send("earlier", delay=DELAY, track=True)
+    late = time.time() + DELAY
     assert shop.rabbitdelay.postpone(result, delay=0.5) is Outcome.DONE
     wait_for(noted, "the task", PATIENCE)
     assert noted.until(late - time.time()) == ["earlier"]
@@ -154,9 +154,10 @@ def test_the_first_under_a_key_leaves_others_out_while_it_waits(shop: Any, noted
     first = noted.send("cancelled", delay=DELAY, key=key, unique="first")
     assert noted.send("left out", key=key, unique="first").id == first.id
     assert shop.rabbitdelay.cancel(key=key) is Outcome.DONE
-    second = noted.send("second", delay=0.5, key=key, unique="first")
+    second = noted.send("second", delay=60, key=key, unique="first", track=True)
     assert second.id != first.id
     assert noted.send("left out", delay=9, key=key, unique="first", unique_for=9).id == second.id
+    assert shop.rabbitdelay.postpone(key=key, delay=0.5) is Outcome.DONE
     second.get(timeout=PATIENCE)
     assert (
         noted.send("left out", key=key, unique="first", unique_for=timedelta(hours=1)).id
@@ -278,9 +279,9 @@ def test_tasks_of_an_aborted_job_run_when_they_are_sent_again(shop: Any, noted: 
 @pytest.mark.parametrize("envelopes", [True, False])
 def test_rows_with_keys_supersede_each_other(shop: Any, noted: Notes, envelopes: bool) -> None:
     key = f"order:{uuid4().hex}"
-    rows = [noted.row(number, delay=5, key=f"{key}:{number % 3}") for number in range(9)]
+    rows = [noted.row(number, delay=DELAY, key=f"{key}:{number % 3}") for number in range(9)]
     shop.rabbitdelay.send_many(shop.tasks["note"], rows, envelopes=envelopes)
-    assert sorted(noted.until(5)) == [6, 7, 8]
+    assert sorted(noted.until(DELAY)) == [6, 7, 8]
 
 
 @pytest.mark.parametrize("envelopes", [True, False])

@@ -222,7 +222,7 @@ def test_a_slot_that_moves_to_another_server_takes_its_tasks_along(cluster: Redi
 
 def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
     with ExitStack() as stack:
-        servers = stack.enter_context(SentinelSetup())
+        servers = stack.enter_context(SentinelSetup(down_after_ms=5000))
         registry = stack.enter_context(registry_in(servers.url))
         other: Store = connect(
             servers.url, {"socket_timeout": TIMEOUT, "master_name": servers.master_name}

@@ -28,7 +28,7 @@ from tests.redis_servers import ConfiguredRedis, SentinelSetup
 from tests.unit.clock import Clock
 
 #: Seconds; long enough for a test to do something before a task is due.
-DELAY = 2.0
+DELAY = 10.0
 
 #: Tasks of a fail-over, due over some seconds; every third one is cancelled.
 TASKS = 60
@@ -36,6 +36,9 @@ SPREAD = 0.2
 
 #: Seconds until the first is due.
 LEAD = 3.0
+
+#: Options of the registry for a worker whose Redis is suspended.
+IMPATIENT = {"socket_timeout": 1}
 
 
 class SavedRedis(ConfiguredRedis):
@@ -89,8 +92,9 @@ def test_a_moved_task_whose_worker_is_killed_runs_again(shop: Any, worker: Worke
 
 @pytest.mark.timeout(300)
 def test_a_task_that_runs_once_is_not_lost_if_redis_is_away_when_it_is_redelivered(
-    shop: Any, worker: Worker, redis: RedisServer
+    shop: Any, serve: Any, redis: RedisServer
 ) -> None:
+    worker = serve(rabbitdelay_registry_options=IMPATIENT).worker
     key, results = uuid4().hex, shop.backend.client
     result = shop.tasks["retry-when"].apply_async((key,), delay=0.5, once=True)
     first_word(shop, key)
@@ -116,7 +120,7 @@ def test_a_task_that_runs_once_is_replaced_by_one_with_a_delay(serve: Any, noted
 def test_a_commit_that_redis_loses_is_made_again(
     shop: Any, worker: Worker, noted: Notes, redis: ConfiguredRedis
 ) -> None:
-    shop.rabbitdelay.open_job("import", expires=12)
+    shop.rabbitdelay.open_job("import", expires=25)
     for number in range(3):
         noted.send(number, delay=0.2, job="import", track=True)
     redis.ask("save")
@@ -209,10 +213,10 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
     registry = shop.rabbitdelay.registry
-    bad = noted.send("bad", delay=1, once=True)
+    bad = noted.send("bad", delay=5.5, once=True)
     record = registry.names.task(bad.id)
     registry.store.commands(lambda pipeline: pipeline.set(record, "garbage"))
-    noted.send("good", delay=1, once=True)
+    noted.send("good", delay=5.5, once=True)
     wait_for(lambda: "cannot be read" in worker.log, "an error in the log", PATIENCE)
     wait_for(lambda: noted() == ["good"], "the other task", PATIENCE)
     registry.store.commands(lambda pipeline: pipeline.delete(record))
@@ -243,7 +247,7 @@ def test_a_task_may_be_postponed_by_more_than_the_levels_take_at_once(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
     capacity = shop.rabbitdelay.topology.layout.capacity_ms / 1000
-    result = noted.send("postponed", delay=0.5)
+    result = noted.send("postponed", delay=5.5)
     due = time.time() + capacity + 2
     shop.rabbitdelay.postpone(result, delay=capacity + 2)
     wait_for(noted, "the task", PATIENCE)
@@ -320,10 +324,13 @@ def test_an_early_task_that_the_worker_holds_asks_when_it_is_due(
 def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
     serve: Any, noted: Notes
 ) -> None:
-    with SentinelSetup() as servers:
+    with SentinelSetup(down_after_ms=5000) as servers:
         noted.shop = shop = serve(
             rabbitdelay_registry_url=servers.url,
-            rabbitdelay_registry_options={"master_name": servers.master_name},
+            rabbitdelay_registry_options={
+                "socket_timeout": 10,
+                "master_name": servers.master_name,
+            },
         )
         results = [noted.send(n, delay=LEAD + n * SPREAD, track=True) for n in range(TASKS)]
         for result in results[::3]:
@@ -341,8 +348,9 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
 
 @pytest.mark.timeout(300)
 def test_a_moved_task_runs_once_if_an_answer_of_redis_is_lost(
-    shop: Any, worker: Worker, noted: Notes, redis: RedisServer
+    shop: Any, serve: Any, noted: Notes, redis: RedisServer
 ) -> None:
+    worker = serve(rabbitdelay_registry_options=IMPATIENT).worker
     result = noted.send("moved", delay=8, track=True)
     assert shop.rabbitdelay.postpone(result, delay=2) is Outcome.DONE
     redis.suspend()  # it does what it was asked for when it goes on, and nobody listens any more
@@ -377,10 +385,10 @@ def test_decisions_hold_for_tasks_that_arrive_days_late(
 def test_a_task_that_is_moved_to_earlier_is_superseded_at_the_worker(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
-    older = noted.send("older", delay=5, key="order", track=True)
-    assert shop.rabbitdelay.postpone(older, delay=2) is Outcome.DONE
+    older = noted.send("older", delay=15, key="order", track=True)
+    assert shop.rabbitdelay.postpone(older, delay=10) is Outcome.DONE
     noted.send("newer", delay=1, key="order")
-    assert noted.until(5) == ["newer"]
+    assert noted.until(15) == ["newer"]
 
 
 @pytest.mark.timeout(300)
@@ -408,11 +416,11 @@ def test_a_value_that_cannot_be_read_holds_up_no_task_without_options(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
     registry = shop.rabbitdelay.registry
-    bad = noted.send("bad", delay=1)
+    bad = noted.send("bad", delay=5.5)
     record = registry.names.task(bad.id)
     registry.store.commands(lambda pipeline: pipeline.hset(record, "not_before", "soon"))
     for number in range(8):
-        noted.send(number, delay=1)
+        noted.send(number, delay=5.5)
     wait_for(lambda: sorted(noted()) == [*range(8)], "the others", PATIENCE)
     registry.store.commands(lambda pipeline: pipeline.delete(record))
     wait_for(lambda: "bad" in noted(), "the task", PATIENCE)
@@ -424,7 +432,7 @@ def test_a_job_that_cannot_be_read_holds_up_no_other_task(
 ) -> None:
     registry = shop.rabbitdelay.registry
     shop.rabbitdelay.open_job("import", expires=60)
-    noted.send("bad", delay=1, job="import")
+    noted.send("bad", delay=5.5, job="import")
     record = registry.names.job("import")
 
     def spoil(pipeline: Any) -> None:
@@ -436,9 +444,9 @@ def test_a_job_that_cannot_be_read_holds_up_no_other_task(
 
     registry.store.commands(spoil)
     for number in range(5):
-        noted.send(number, delay=1, track=True)
+        noted.send(number, delay=5.5, track=True)
     wait_for(lambda: sorted(noted()) == [*range(5)], "the others", PATIENCE)
-    assert "cannot be read" in worker.log
+    wait_for(lambda: "cannot be read" in worker.log, "an error in the log", PATIENCE)
     assert "go back into the levels" not in worker.log
     with pytest.raises(RegistryUnavailable, match="cannot be read"):
         shop.rabbitdelay.commit_job("import")

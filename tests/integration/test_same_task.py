@@ -162,7 +162,7 @@ def test_an_expiry_after_it_is_due_stays(send: Callable[..., Any], kind: str) ->
         alike(partial(send, expires=60), "expiration", "expires")
         seen = send(expires=60, delay=0.1).get(timeout=PATIENCE)
         later = datetime.fromisoformat(seen["expires"]) - instant
-        assert timedelta(0) <= later < timedelta(seconds=20)
+        assert timedelta(0) <= later < timedelta(seconds=60)
     assert "expiration" not in seen["properties"]
 
 
@@ -232,7 +232,7 @@ def test_the_task_sent_event_tells_the_true_queue_and_goes_where_events_go(
 
 def test_a_retry_has_left_behind_what_the_broker_added(served_shop: Any) -> None:
     elsewhere = Queue(named(served_shop, "elsewhere"), Exchange(named(served_shop, "elsewhere")))
-    options = {"countdown": 0.4, "queue": elsewhere.name}
+    options = {"countdown": 5.9, "queue": elsewhere.name}
     own = {"x-tenant": "shop"}
     before = time.time()
     with served_shop.connection_for_read() as connection:
@@ -249,13 +249,14 @@ def test_a_retry_has_left_behind_what_the_broker_added(served_shop: Any) -> None
     message = arrival.message
     assert message.headers["retries"] == 1
     assert message.headers["x-tenant"] == "shop"
-    # Only the stop of the second delay is in it, of which a slow machine leaves less; the first one
-    # is longer.
+    # Only the stops of the second delay are in it, of which a slow machine leaves less: never
+    # seconds.1, the stop of the first one.
     topology = served_shop.rabbitdelay.topology
-    (stop,) = {death["queue"] for death in message.headers["x-death"]}
-    assert (stop,) in [topology.route(tenths / 10, elsewhere.name).stops for tenths in (1, 2, 3, 4)]
+    stops = {death["queue"] for death in message.headers["x-death"]}
+    left = (tenths / 10 for tenths in range(20, 60))
+    assert stops in [{*topology.route(each, elsewhere.name).stops} for each in left]
     assert all(death["count"] == 1 for death in message.headers["x-death"])
-    assert message.headers[headers.DUE] / 1000 >= before + 1.4
+    assert message.headers[headers.DUE] / 1000 >= before + 6.9
     (past,) = arrival.body[0][0]
     assert_waited(past, before, 1)
     assert past["headers"].keys() == {*own, *ADDED}
@@ -341,7 +342,8 @@ def test_a_task_goes_where_it_would_go_without_a_delay(
 
     shop.tasks["look"].apply_async(**given)
     shop.tasks["look"].apply_async(**given, delay=0.2)
-    undelayed, delayed = take(connection, queues, 2)
+    both = take(connection, queues, 2)
+    undelayed, delayed = sorted(both, key=lambda each: headers.DUE in each.message.headers)
 
     assert undelayed.queue == delayed.queue == f"{prefix}.{to}"
     assert headers.DUE not in undelayed.message.headers

@@ -22,7 +22,7 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
-from tests.integration.registering import KINDS, RedisSetup
+from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Beat, Worker
 
@@ -41,7 +41,7 @@ def settings(redis_setup: RedisSetup, broker_url: str, redis_url: str) -> dict[s
     return {
         **small_configuration(broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "rabbitdelay_registry_url": redis_setup.url,
-        "rabbitdelay_registry_options": dict(redis_setup.options),
+        "rabbitdelay_registry_options": {"socket_timeout": TIMEOUT, **redis_setup.options},
         "rabbitdelay_signing_key": "schedules" * 4,
     }
 
@@ -98,12 +98,9 @@ def test_each_instant_runs_once_and_edits_and_deletes_end_what_waits(
         put("a")
         put("b", timedelta(hours=1))
         wait_until_ran(noted, 6)
-        assert_each_once(instants(noted, "a"))
         edited = put("a", timedelta(seconds=2))
         begin = int(edited.next_at.timestamp())
         wait_for(lambda: instants(noted, "a")[-1] >= begin + 4, "after the edit", PATIENCE)
-        later = [each for each in instants(noted, "a") if each >= begin]
-        assert later == [*range(begin, begin + 2 * len(later), 2)]
         assert [each.name for each in shop.rabbitdelay.schedules.all()] == ["a", "b"]
         assert shop.rabbitdelay.schedules.delete("a")
         assert not shop.rabbitdelay.schedules.delete("a")
@@ -115,6 +112,11 @@ def test_each_instant_runs_once_and_edits_and_deletes_end_what_waits(
         assert [later - earlier for earlier, later in pairwise(following)] == [
             timedelta(hours=1)
         ] * 2
+    # Not before: of two workers, one may be slower.
+    found = instants(noted, "a")
+    assert_each_once([each for each in found if each < begin])
+    edits = [each for each in found if each >= begin]
+    assert edits == [*range(begin, begin + 2 * len(edits), 2)]
 
 
 def test_a_paused_schedule_comes_and_does_not_run(
@@ -127,7 +129,8 @@ def test_a_paused_schedule_comes_and_does_not_run(
         assert shop.rabbitdelay.schedules.trigger("a") is not None
         assert shop.rabbitdelay.schedules.resume("a")
         wait_until_ran(noted, 3)
-        assert len(noted.found()) == len(instants(noted, "a")) + 1
+        ran = [each["correlation_id"] for each in noted.found()]
+        assert sum(each.count(":") != 2 for each in ran) == 1
     assert not shop.rabbitdelay.schedules.pause("b")
 
 
@@ -148,10 +151,11 @@ def test_retries_of_an_occurrence_are_no_occurrences(
     settings: dict[str, Any], shop: Any, noted: Notes
 ) -> None:
     given: Any = ([], 2, {"delay": 0.2})
-    start = datetime.now(UTC) + timedelta(seconds=2)
-    shop.rabbitdelay.schedules.put("a", "retry", timedelta(seconds=5), given, start=start)
-    ids = [f"a:{milliseconds_of(start + timedelta(seconds=each)):015d}:" for each in (0, 5)]
     with Worker(settings):
+        start = datetime.now(UTC) + timedelta(seconds=5)
+        options: Any = {"start": start, "catch_up": "all"}
+        shop.rabbitdelay.schedules.put("a", "retry", timedelta(seconds=5), given, **options)
+        ids = [f"a:{milliseconds_of(start + timedelta(seconds=each)):015d}:" for each in (0, 5)]
         occurrence = shop.rabbitdelay.schedules.get("a")
         assert occurrence is not None
         revision = shop.rabbitdelay.registry.newest_under("schedule:a")[1].rpartition(":")[2]
@@ -191,15 +195,16 @@ def test_an_occurrence_that_was_lost_is_sent_again(
     connection: Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    put("a")
+    due_ms = milliseconds_of(put("a").next_at)
     put("b", timedelta(hours=1))
     default = shop.amqp.queues[shop.conf.task_default_queue].name
     wait_for(lambda: count(connection, default) == 1, "the occurrence", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(default)
+    monkeypatch.setattr(schedules, "_now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS)
     assert shop.rabbitdelay.schedules.heal() == []
-    monkeypatch.setattr(schedules, "HEAL_AFTER_MS", 1000)
-    wait_for(lambda: shop.rabbitdelay.schedules.heal() == ["a"], "the healing", PATIENCE)
+    monkeypatch.setattr(schedules, "_now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS + 1)
+    assert shop.rabbitdelay.schedules.heal() == ["a"]
     # It is given twice as long each time.
     assert shop.rabbitdelay.schedules.heal() == []
     with Worker(settings):
@@ -225,6 +230,8 @@ def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_sec
             ran = found.occurrence._replace(instant_ms=instants(noted, "a")[-1] * 1000)
             # As if Redis had been away when the next one was to be noted.
             known.follow(ran)
+            # The next one may be late on a slow machine, and is not lost.
+            monkeypatch.setattr(schedules, "_now_ms", partial(int, ran.instant_ms + 1))
             assert shop.rabbitdelay.schedules.heal() == []
             (healed,) = known.get(["a"])
             assert healed.occurrence.instant_ms > ran.instant_ms
@@ -280,7 +287,7 @@ def test_a_chain_goes_on_although_redis_has_lost_everything(
 def test_processes_that_put_the_same_schedule_at_once_put_one(
     settings: dict[str, Any], put: Callable[..., Any], noted: Notes
 ) -> None:
-    start = datetime.now(UTC) + timedelta(seconds=4)
+    start = datetime.now(UTC) + timedelta(seconds=12)
     with ThreadPoolExecutor(8) as threads:
         made = {*threads.map(lambda _: put("a", start=start).next_at, range(24))}
     assert made == {start.replace(microsecond=start.microsecond // 1000 * 1000)}
@@ -316,7 +323,7 @@ def test_what_cannot_be_a_schedule_is_refused(
 def test_a_schedule_ends(
     settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
 ) -> None:
-    end = datetime.now(UTC) + timedelta(seconds=4)
+    end = datetime.now(UTC) + timedelta(seconds=12)
     first = int(put("a", end=end).next_at.timestamp())
     with Worker(settings):
         wait_for(lambda: shop.rabbitdelay.schedules.get("a") is None, "its end", PATIENCE)

@@ -56,6 +56,7 @@ PASSWORDS: Final = {
 AWAY: Final = {
     "broker_url": f"amqp://{USER}:{PLANTED}@127.0.0.1:1//",
     "rabbitdelay_registry_url": f"redis://127.0.0.1:1/0?password={PLANTED}",
+    "rabbitdelay_confirm_timeout": 2,
 }
 
 #: Arguments that hold a password, some where no URL belongs; ``{port}`` is that of the management.
@@ -116,7 +117,8 @@ def configure(
         broker = f"amqp://{USER}:{password}@127.0.0.1:{node.port}//"
         return {
             **small_configuration(broker, redis_url, prefix),
-            "rabbitdelay_confirm_timeout": 2,
+            # What cannot succeed lasts as long.
+            "rabbitdelay_confirm_timeout": 30 if password == PLANTED else 2,
             "rabbitdelay_registry_url": f"redis://:{password}@127.0.0.1:{redis.port}/0",
             **more,
         }
@@ -189,7 +191,7 @@ def test_no_command_repeats_a_password_that_it_was_given(
     arguments: str,
 ) -> None:
     http = node.management_url.rpartition(":")[2]
-    app = make_app(configure())
+    app = make_app(configure(rabbitdelay_confirm_timeout=2))
     shown = Shown(app).by(arguments.format(password=PLANTED, amqp=node.port, http=http))
     assert PLANTED not in shown + logged.text
     assert "Error: " in shown or "--management" in arguments
@@ -265,7 +267,7 @@ def test_a_worker_shows_no_password(
     port = free_port()
     configuration = configure(
         rabbitdelay_metrics_port=port,
-        rabbitdelay_registry_options={"password": PLANTED},
+        rabbitdelay_registry_options={"password": PLANTED, "socket_timeout": 10},
         rabbitdelay_track="all",
         # Celery itself hides texts by their names, and leaves a URL that is deep in a setting.
         result_backend_transport_options={"nodes": [{"url": f"redis://:{PLANTED}@node"}]},

@@ -24,7 +24,7 @@ from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, named
 
 #: Seconds that a busy machine may add to what is due.
-GRACE = 20.0
+GRACE = 60.0
 
 both_ways = pytest.mark.parametrize("envelopes", [True, False], ids=["envelopes", "one-by-one"])
 

@@ -298,7 +298,7 @@ def test_what_no_broker_was_tried_with_does_not_count_as_sent(
     configuration: dict[str, Any], envelopes: bool
 ) -> None:
     shop = make_app({**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"})
-    rows = [Row(delay=number) for number in range(1, 31)]
+    rows = [Row(eta=datetime(2100, 1, 1, second=number, tzinfo=UTC)) for number in range(30)]
     with pytest.raises(RowsNotConfirmed) as caught:
         shop.rabbitdelay.send_many("look", rows, envelopes=envelopes, retry=False)
     assert (caught.value.report.sent, caught.value.report.confirmed) == (1, 0)
@@ -353,11 +353,12 @@ def test_celery_s_first_protocol_is_sent_one_by_one(
 def test_one_by_one_they_keep_the_caller_s_connection_and_the_tolerance(
     make_shop: Callable[..., Any], configuration: dict[str, Any], connection: Connection
 ) -> None:
-    shop = make_shop()
+    layout = {"rabbitdelay_layout": [("seconds", 15, 1), ("ms", 10, 0.1)]}
+    shop = make_shop(**layout)
     declare(connection, shop.rabbitdelay.topology)
     nowhere = "amqp://guest:guest@127.0.0.1:1//"
-    app = make_app({**configuration, "broker_url": nowhere, "task_protocol": 1})
-    rows = [Row((n,), delay=4.03) for n in range(5)]
+    app = make_app({**configuration, **layout, "broker_url": nowhere, "task_protocol": 1})
+    rows = [Row((n,), delay=13.03) for n in range(5)]
     report = app.rabbitdelay.send_many("look", rows, tolerance=1, connection=connection)
     assert report.confirmed == 5
     for arrival in take(connection, [shop.amqp.queues[named(shop, "default")]], 5):

@@ -39,7 +39,7 @@ def notes(signing: Any) -> Notes:
 
 
 def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
-    return take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], number, 20)
+    return take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], number)
 
 
 def publish(connection: Connection, shop: Any, told: dict[str, Any], **properties: Any) -> None:
@@ -174,8 +174,8 @@ def test_only_a_signed_message_decides_about_a_task(
         rows = [notes.row(f"{number}-{row}", delay=1, key=f"row-{number}-{row}") for row in (1, 2)]
         delays.send_many("note", rows[:1], envelopes=False, once=True, track=True, **each)
         delays.send_many("note", rows, envelopes=True, once=True, track=True, **each)
-    moved = notes.send("moved", delay=1, track=True, once=True)
-    assert delays.postpone(moved, delay=3) is Outcome.DONE
+    moved = notes.send("moved", delay=5, track=True, once=True)
+    assert delays.postpone(moved, delay=6) is Outcome.DONE
     with delays.job(notes.key, expires=60):
         notes.send("job", delay=0.2, job=notes.key)
     shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=0.5, once=True).get(60)
@@ -230,7 +230,8 @@ def test_keys_are_rotated_while_tasks_wait(
 def test_the_commands_show_no_key(serve: Any, configuration: dict[str, Any]) -> None:
     shop = serve(only="default", rabbitdelay_signing_key=NEW)
     settings = {**configuration, "rabbitdelay_signing_key": NEW}
-    for command in ("rabbitdelay status --json", "report", "inspect conf"):
+    inspect = f"inspect -t 60 -d {shop.worker.name} conf"
+    for command in ("rabbitdelay status --json", "report", inspect):
         told = run_celery(settings, command)
         assert told.returncode == 0, told.stderr
         assert NEW not in told.stdout + told.stderr

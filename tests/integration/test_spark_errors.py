@@ -44,10 +44,12 @@ def settings(
     prefix = f"test-{uuid4().hex[:8]}"
     good = small_configuration(session_rabbitmq.url, redis_url, prefix)
     away = {**good, "rabbitdelay_confirm_timeout": 1.0}
-    stranger = session_rabbitmq.url.replace(":guest@", ":wrong@")
+    # The broker takes its time to refuse a login.
+    stranger = {**good, "rabbitdelay_confirm_timeout": 10}
+    stranger["broker_url"] = session_rabbitmq.url.replace(":guest@", ":wrong@")
     return {
         "no_broker": {**away, "broker_url": "amqp://guest:opensesame@127.0.0.1:1//"},
-        "wrong_broker_password": {**away, "broker_url": stranger},
+        "wrong_broker_password": stranger,
         "no_redis": {**away, "rabbitdelay_registry_url": "redis://127.0.0.1:1/0"},
         "wrong_redis_password": {
             **away,

@@ -67,6 +67,8 @@ def options(
     )
     with app.connection_for_write() as connection:
         app.amqp.queues[f"{prefix}.default"](connection.default_channel).declare()
+        # Not by Spark's own application, whose sends have a limit of 30 s.
+        app.rabbitdelay.declare(connection)
     private_rabbitmq.ctl("add_user", USER, PLANTED)
     private_rabbitmq.ctl("set_permissions", USER, ".*", ".*", ".*")
     yield {

@@ -86,6 +86,7 @@ def test_an_application_of_a_url_takes_the_files_as_options(
         "broker": tls_node.url.replace(":guest@127.0.0.1", "@localhost"),
         "brokerPassword": "guest",
         "prefix": f"test-{uuid4().hex[:8]}",
+        "layout": "binary",  # of few queues, which a slow machine declares in time
         **files(certificates),
     }
     queue = f"{given['prefix']}-queue"

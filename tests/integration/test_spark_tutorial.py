@@ -25,6 +25,9 @@ def test_the_tutorials_job_sends_and_shows_where_the_tasks_wait(
     assert files.keys() == {"reminding.py", "job.py"}
     for name, code in files.items():
         (tmp_path / name).write_text(code)
+    with (tmp_path / "reminding.py").open("a") as application:
+        # The job is the first to use this broker, and declares 180 queues.
+        application.write("\napp.conf.rabbitdelay_confirm_timeout = 150\n")
     environment = {
         **{name: value for name, value in os.environ.items() if name != "PYSPARK_PYTHON"},
         "CELERY_BROKER_URL": private_rabbitmq.url,

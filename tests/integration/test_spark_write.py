@@ -90,6 +90,7 @@ def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
             dispatch(other, "note", app=APP)
     finally:
         spark.conf.unset("spark.sql.caseSensitive")
+    wait_for(lambda: len(noted()) >= 3, "the tasks", PATIENCE)
     assert sorted(noted.until(DELAY)) == [0, 1, 2]
 
 
@@ -144,6 +145,7 @@ def test_a_job_that_is_run_twice_runs_each_task_once(
 ) -> None:
     for delay in delays:
         write(notes(spark, noted, 20, delay), jobId=f"job-{noted.key}", **options)
+    wait_for(lambda: len(noted()) >= 20, "the tasks", PATIENCE)
     assert sorted(noted.until(DELAY + 2)) == [*range(20)]
 
 
@@ -267,6 +269,7 @@ def test_a_stream_sends_each_row_once_although_its_batch_is_written_again(
         path.unlink()
     add_file(tmp_path, range(5, 8))
     run()
+    wait_for(lambda: len(noted()) >= 8, "the tasks", PATIENCE)
     assert sorted(noted.until(DELAY + 2)) == [*range(8)]
 
 
@@ -277,6 +280,7 @@ def test_without_a_registry_a_batch_that_is_written_again_sends_its_rows_again(
         "broker": shop.conf.broker_url.replace(":guest@", "@"),
         "brokerPassword": "guest",
         "prefix": f"test-{uuid4().hex[:8]}",
+        "layout": "binary",  # of few queues, which a slow machine declares in time
         "queue": shop.conf.task_default_queue,
         "task": "note",
         "envelopes": False,  # nobody serves distribution under that prefix
@@ -336,6 +340,7 @@ def test_a_batch_that_foreach_batch_dispatches_twice_runs_each_row_once(
     add_file(tmp_path, range(5, 8))
     run()
     assert sent == [(0, 5), (0, 5), (1, 3)]
+    wait_for(lambda: len(noted()) >= 8, "the tasks", PATIENCE)
     assert sorted(noted.until(DELAY + 2)) == [*range(8)]
 
 

@@ -91,12 +91,13 @@ def test_a_task_of_an_hour_lies_in_the_levels_within_two_seconds_and_no_kill_los
 
 @pytest.mark.parametrize("protocol", [1, 2])
 def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
-    worker: Worker, plain: Any, send: Callable[..., Any], prefix: str, protocol: int
+    serve: Any, plain: Any, send: Callable[..., Any], prefix: str, protocol: int
 ) -> None:
+    serve(**MINUTE)
     plain.conf.task_protocol = protocol
-    due = datetime.now(UTC) + timedelta(seconds=3)
+    due = datetime.now(UTC) + timedelta(seconds=10)
     own = {"headers": {"x-tenant": "shop"}, "priority": 3}
-    sent: list[dict[str, Any]] = [{"countdown": 3}, {"eta": due}]
+    sent: list[dict[str, Any]] = [{"countdown": 10}, {"eta": due}]
     for result in [send(**each, **own, compression="zlib", serializer="json") for each in sent]:
         seen = result.get(timeout=PATIENCE)
         due_ms = seen["headers"][headers.DUE]
@@ -114,9 +115,10 @@ def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
 
 
 def test_a_priority_above_four_leaves_exchange_and_routing_key_as_they_were(
-    worker: Worker, send: Callable[..., Any], prefix: str
+    serve: Any, send: Callable[..., Any], prefix: str
 ) -> None:
-    seen = send(countdown=2, priority=9).get(timeout=PATIENCE)
+    serve(**MINUTE)
+    seen = send(countdown=10, priority=9).get(timeout=PATIENCE)
     assert (seen["exchange"], seen["routing_key"]) == (f"{prefix}.direct", "second")
     assert seen["priority"] == 9
     assert headers.DUE in seen["headers"]
@@ -134,8 +136,8 @@ def test_every_pool_leaves_early_tasks_to_the_levels(
     wait_for(partial(_at_least, connection, shop, 20), "all tasks in the levels")
     assert count(connection, f"{prefix}.second") == 0
     before = time.time()
-    seen = send(countdown=2).get(timeout=PATIENCE)
-    assert seen["at"] >= before + 2
+    seen = send(countdown=10).get(timeout=PATIENCE)
+    assert seen["at"] >= before + 10
     assert seen["eta"] is None
 
 
@@ -151,8 +153,8 @@ def test_what_the_levels_cannot_carry_is_held_by_the_worker(
 ) -> None:
     shop = serve(**NO_MODULES, rabbitdelay_layout=[("ms", 10, 0.1)])
     before = time.time()
-    seen = send(countdown=2).get(timeout=PATIENCE)
-    assert seen["at"] >= before + 2
+    seen = send(countdown=10).get(timeout=PATIENCE)
+    assert seen["at"] >= before + 10
     assert headers.DUE not in seen["headers"]
     assert "cannot wait in the levels, so the worker holds it" in shop.worker.log
 
@@ -192,12 +194,16 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
     send: Callable[..., Any],
     prefix: str,
 ) -> None:
-    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_confirm_timeout": 1, **MINUTE}
+    here = {
+        "broker_url": private_rabbitmq.url,
+        "rabbitdelay_confirm_timeout": 1,
+        "rabbitdelay_layout": [("minutes", 60, 60)],
+    }
     shop = make_shop(**here)
     plain.conf.broker_url = private_rabbitmq.url
     with Connection(private_rabbitmq.url) as connection:
         shop.amqp.queues[f"{prefix}.second"](connection.default_channel).declare()
-    result = send(countdown=59)
+    result = send(countdown=3540)
     private_rabbitmq.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
     # The broker reads nothing any more from a connection that publishes.
     silent = ("--without-mingle", "--without-gossip", "--without-heartbeat")
@@ -216,9 +222,9 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
 def test_workers_that_are_killed_meanwhile_lose_none(
     serve: Any, send: Callable[..., Any], connection: Connection
 ) -> None:
-    shop = serve(**MINUTE)
+    shop = serve(rabbitdelay_layout=[("minutes", 60, 60), ("seconds", 60, 1)])
     queues = shop.rabbitdelay.topology.digit_queues
-    missing = {send(countdown=59).id for _ in range(200)}
+    missing = {send(countdown=3540).id for _ in range(200)}
     for waiting in (20, 120):
         wait_for(partial(_at_least, connection, shop, waiting), f"{waiting} tasks in the levels")
         shop.worker.kill()
@@ -258,9 +264,9 @@ def test_a_level_that_takes_nothing_holds_up_no_other_task(
         # on of no queue: RabbitMQ takes a higher prefetch count, and delivers no more.
         queue_type="classic",
         worker_prefetch_multiplier=1 if version < [4, 0] else 8,
-        rabbitdelay_layout=[("minutes", 3, 60), ("seconds", 60, 1), ("ms", 10, 0.1)],
+        rabbitdelay_layout=[("hours", 3, 3600), ("minutes", 60, 60)],
     )
-    long, log = Queue(f"{prefix}.minutes.2"), "could not be put into the levels"
+    long, log = Queue(f"{prefix}.hours.2"), "could not be put into the levels"
     full = ("--apply-to", "queues", prefix, f"^{long.name}$")
     refuses = '{"max-length": 1, "overflow": "reject-publish"}'
     private_rabbitmq.ctl("set_policy", *full, refuses)
@@ -269,8 +275,8 @@ def test_a_level_that_takes_nothing_holds_up_no_other_task(
         for _ in range(2):
             connection.Producer().publish("", routing_key=long.name, headers={"id": "first"})
         wait_for(lambda: count(connection, long.name) == 2, "a full queue")
-        # Longer than the test waits for any other task, two minutes are left at least.
-        ids = {send(countdown=179).id for _ in range(6)}
+        # Longer than the test waits for any other task, two hours are left at least.
+        ids = {send(countdown=10_740).id for _ in range(6)}
         wait_for(lambda: shop.worker.log.count(log) >= 3, "failed attempts")
         assert send().get(timeout=PATIENCE - 10)
         assert count(connection, long.name) < len(ids)
@@ -299,7 +305,7 @@ def test_a_message_that_cannot_be_read_stops_nothing(
             headers={"task": "look", "id": f"poison-{number}", "eta": eta},
         )
     wait_for(lambda: shop.worker.log.count("poison-") >= 5, "the messages")
-    assert headers.DUE in send(countdown=2).get(timeout=PATIENCE)["headers"]
+    assert headers.DUE in send(countdown=5.5).get(timeout=PATIENCE)["headers"]
 
 
 def test_a_queue_that_ends_with_the_worker_keeps_its_early_tasks(

@@ -286,7 +286,7 @@ def test_the_consumers_of_a_worker_and_of_a_redrive_are_no_strangers(
 ) -> None:
     modules = place.topology.module_queues
     own = straight(f"{settings['prefix']}.default")
-    put(place.connection, place.topology, *(message(each, own) for each in range(60)))
+    put(place.connection, place.topology, *(message(each, own) for each in range(120)))
     served = {each.name for each in (modules.checkin, modules.distribution, modules.undeliverable)}
 
     def consumed() -> bool:
@@ -295,7 +295,7 @@ def test_the_consumers_of_a_worker_and_of_a_redrive_are_no_strangers(
     command = "rabbitdelay undeliverable redrive --rate 1"
     with Worker(settings), start_celery(settings, command) as redrive:
         try:
-            wait_for(consumed, "consumers")
+            wait_for(consumed, "consumers", 90)
             assert place.verify().findings == ()
             assert redrive.poll() is None
         finally:

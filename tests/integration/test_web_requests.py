@@ -40,7 +40,7 @@ def web_of(shop: Any) -> FastAPI:
     async def place(order: int) -> str:
         try:
             result = await shop.rabbitdelay.send(
-                shop.tasks["look"], (order,), delay=0.3, confirm_timeout=TIMEOUT
+                shop.tasks["look"], (order,), delay=0.3, confirm_timeout=10
             )
         except PublishError as error:
             raise HTTPException(503, f"may have arrived: {error.may_have_arrived}") from error
@@ -93,8 +93,9 @@ def test_a_request_that_meets_a_frozen_broker_holds_up_no_other(
     with Connection(private_rabbitmq.url) as connection:
         # The second one was written before it failed, and so it is there.
         found = take(connection, [default], 3)
-    ids = [arrival.message.headers["id"] for arrival in found]
-    assert [ids[0], ids[-1]] == confirmed
+    first, *others = (arrival.message.headers["id"] for arrival in found)
+    assert first == confirmed[0]
+    assert confirmed[1] in others
 
 
 def test_a_send_that_is_cancelled_before_its_thread_has_begun_sends_nothing(
@@ -116,7 +117,7 @@ def test_a_send_that_is_cancelled_before_its_thread_has_begun_sends_nothing(
                 await asyncio.sleep(0.01)
             for each in (begun, waits):
                 each.cancel()
-            done, _ = await asyncio.wait([begun, waits], timeout=1)
+            done, _ = await asyncio.wait([begun, waits], timeout=20)
             assert {each.cancelled() for each in done} == {True}
             assert len(done) == 2
         await delays.send(look, delay=0.1, task_id="last")

@@ -58,7 +58,7 @@ def tls_configuration(
         "rabbitdelay_prefix": prefix,
         "rabbitdelay_layout": LEVELS,
         "rabbitdelay_registry_url": tls_redis.url,
-        "rabbitdelay_registry_options": tls_redis.ssl,
+        "rabbitdelay_registry_options": {"socket_timeout": 10, **(tls_redis.ssl or {})},
     }
 
 

@@ -72,9 +72,10 @@ def test_a_native_task_waits_until_its_eta_and_then_goes_where_it_was_sent() -> 
 
 @pytest.mark.parametrize("eta", [None, "soon", 5])
 def test_without_a_readable_eta_it_waits_as_long_as_the_chain_might(eta: Any) -> None:
-    # Of 40 s, 32 are those of the queue that it is in.
-    assert 20 < due_in(native(calculate_routing_key(40, "daily"), eta=eta)) <= 40.001
-    assert 0 < due_in(native(calculate_routing_key(40, "daily"), level=3, eta=eta)) <= 8.001
+    # Of 640 s, 512 are those of the queue that it is in.
+    key = calculate_routing_key(640, "daily")
+    assert 600 < due_in(native(key, level=9, eta=eta)) <= 640.001
+    assert 60 < due_in(native(key, level=7, eta=eta)) <= 128.001
 
 
 def test_an_eta_that_is_earlier_than_the_chain_does_not_count() -> None:
@@ -136,9 +137,9 @@ def nservicebus(seconds: int, level: int, sent: datetime, **headers: Any) -> Out
 
 
 def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
-    outgoing = nservicebus(40, 5, datetime.now(UTC) - timedelta(seconds=10))
+    outgoing = nservicebus(640, 9, datetime.now(UTC) - timedelta(seconds=100))
     headers = outgoing.message.headers.to_headers()
-    assert 10 < due_in(outgoing) <= 30.001
+    assert 480 < due_in(outgoing) <= 540.001
     assert headers[header_names.EXCHANGE] == "nsb.v2.delay-delivery"
     assert headers[header_names.ROUTING_KEY] == "endpoint"
 

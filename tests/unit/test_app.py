@@ -307,16 +307,16 @@ def test_a_held_task_says_its_eta(
     def remind() -> None: ...
 
     with app.connection_for_write() as connection:
-        remind.apply_async(delay=60)
-        remind.apply_async(countdown=60, connection=connection)
-        remind.apply_async(countdown=60, producer=app.amqp.Producer(connection))
-        remind.apply_async(eta=datetime.now(UTC) + timedelta(seconds=60))
+        remind.apply_async(delay=600)
+        remind.apply_async(countdown=600, connection=connection)
+        remind.apply_async(countdown=600, producer=app.amqp.Producer(connection))
+        remind.apply_async(eta=datetime.now(UTC) + timedelta(seconds=600))
         with connection.SimpleQueue("held") as queue:
             messages = [queue.get_nowait() for _ in range(4)]
     for message in messages:
         told = message.headers if protocol == 2 else message.payload
         left = datetime.fromisoformat(told["eta"]) - datetime.now(UTC)
-        assert timedelta(seconds=50) < left <= timedelta(seconds=60)
+        assert timedelta(seconds=540) < left <= timedelta(seconds=600)
 
 
 def _header_of_the_only_message(app: Celery) -> dict[str, Any]:

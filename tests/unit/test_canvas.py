@@ -20,7 +20,7 @@ Make = Callable[[str], Any]
 
 
 class Sent(NamedTuple):
-    """A task that was sent: its name, seconds of delay (in tens), and what its message carries."""
+    """A task that was sent: its name, seconds of delay (in hundreds), what its message carries."""
 
     name: str
     seconds: int | None
@@ -62,8 +62,8 @@ def sent() -> Iterator[list[Sent]]:
         seconds = None
         if eta:
             left = datetime.fromisoformat(eta) - datetime.now(UTC)
-            # Rounded up to tens: a slow machine has used up some of it by now.
-            seconds = 10 * math.ceil(left.total_seconds() / 10)
+            # Rounded up to hundreds: a slow machine has used up some of it by now.
+            seconds = 100 * math.ceil(left.total_seconds() / 100)
         # As JSON brings it to a worker.
         seen.append(Sent(sender, seconds, json.loads(json.dumps(body[2]))))
 
@@ -85,33 +85,33 @@ def test_the_delay_of_a_whole_chord_is_its_header_s_alone(
 ) -> None:
     header, body = [make("count"), make("count")], make("total")
     whole: Any = chain(group(header), body) if in_chain else chord(header, body)
-    whole.apply_async(delay=timedelta(seconds=30))
-    assert [task.seconds for task in sent] == [30, 30]
+    whole.apply_async(delay=timedelta(seconds=300))
+    assert [task.seconds for task in sent] == [300, 300]
     assert all(_times(task.embedded["chord"]) == NONE for task in sent)
 
 
 def test_so_it_is_where_the_header_has_chains_and_chords(make: Make, sent: list[Sent]) -> None:
     inner = chord([make("count")], make("total"))
     whole = chord([make("count") | make("count"), inner], make("mail"))
-    whole.apply_async(delay=30)
+    whole.apply_async(delay=300)
     first_of_chain, first_of_inner = sent
-    assert (first_of_chain.seconds, first_of_inner.seconds) == (30, 30)
+    assert (first_of_chain.seconds, first_of_inner.seconds) == (300, 300)
     (last_of_chain,) = first_of_chain.embedded["chain"]
     inner_body = first_of_inner.embedded["chord"]
     for body in (last_of_chain["options"]["chord"], inner_body, inner_body["options"]["chord"]):
         assert _times(body) == NONE
 
 
-@pytest.mark.parametrize("delay", [30, 40])
+@pytest.mark.parametrize("delay", [300, 400])
 def test_a_body_keeps_its_own_delay(app: Any, sent: list[Sent], delay: int) -> None:
-    header = [app.tasks["count"].s().set(delay=30), app.signature("count").set(delay=20)]
+    header = [app.tasks["count"].s().set(delay=300), app.signature("count").set(delay=200)]
     chord(header, app.tasks["total"].s().set(delay=delay))()
-    assert [task.seconds for task in sent] == [30, 20]
+    assert [task.seconds for task in sent] == [300, 200]
     assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": delay} for task in sent)
 
 
 @pytest.mark.parametrize("time", ["delay", "countdown"])
-@pytest.mark.parametrize("seconds", [30, 40])
+@pytest.mark.parametrize("seconds", [300, 400])
 @pytest.mark.parametrize("give", ["apply_async", "set"])
 def test_a_body_keeps_its_own_delay_too(
     app: Any, sent: list[Sent], time: str, seconds: int, give: str
@@ -119,10 +119,10 @@ def test_a_body_keeps_its_own_delay_too(
     body = app.tasks["total"].s().set(**{time: seconds})
     whole: Any = chord([app.tasks["count"].s(), app.tasks["count"].s()], body)
     if give == "set":
-        whole.set(delay=30).apply_async()
+        whole.set(delay=300).apply_async()
     else:
-        whole.apply_async(delay=30)
-    assert [task.seconds for task in sent] == [30, 30]
+        whole.apply_async(delay=300)
+    assert [task.seconds for task in sent] == [300, 300]
     for task in sent:
         assert _times(task.embedded["chord"]) == {**NONE, "countdown": seconds}
 
@@ -139,65 +139,65 @@ def _all_times(embedded: Any) -> list[dict[str, Any]]:
 
 def test_the_outermost_body_waits_once_however_deep_it_is(make: Make, sent: list[Sent]) -> None:
     inner: list[Any] = [chord([make("count"), make("count")], make("total")) for _ in range(2)]
-    chord([inner[0], make("count") | inner[1]], make("mail")).apply_async(delay=30)
-    assert {task.seconds for task in sent} == {30}
+    chord([inner[0], make("count") | inner[1]], make("mail")).apply_async(delay=300)
+    assert {task.seconds for task in sent} == {300}
     found = [times for task in sent for times in _all_times(task.embedded)]
     assert found
     assert all(times == NONE for times in found)
 
 
-@pytest.mark.parametrize("whole", [None, 30])
+@pytest.mark.parametrize("whole", [None, 300])
 @pytest.mark.parametrize("option", ["link", "link_error"])
 def test_so_does_one_with_a_callback(app: Any, sent: list[Sent], option: str, whole: Any) -> None:
-    body = app.tasks["total"].s().set(delay=30, **{option: [app.signature("mail")]})
-    header = [app.tasks["count"].s().set(delay=30) for _ in range(2)]
+    body = app.tasks["total"].s().set(delay=300, **{option: [app.signature("mail")]})
+    header = [app.tasks["count"].s().set(delay=300) for _ in range(2)]
     chord(header, body).apply_async(delay=whole)
-    assert [task.seconds for task in sent] == [30, 30]
-    assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": 30} for task in sent)
+    assert [task.seconds for task in sent] == [300, 300]
+    assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": 300} for task in sent)
 
 
 def test_a_body_that_the_caller_gives_stays_as_it_is(app: Any, sent: list[Sent]) -> None:
-    body = app.signature("total").set(delay=30)
-    app.tasks["count"].apply_async(chord=body, delay=30)
-    assert body.options == {"delay": 30}
+    body = app.signature("total").set(delay=300)
+    app.tasks["count"].apply_async(chord=body, delay=300)
+    assert body.options == {"delay": 300}
 
 
 def test_a_retry_leaves_the_body_of_its_chord_alone(app: Any, sent: list[Sent]) -> None:
     # What the message of a header task has where takeover is off.
     app.conf.rabbitdelay_takeover = False
-    body = {"task": "total", "args": (), "kwargs": {}, "options": {"delay": 30}}
-    app.send_task("count", delay=30, retries=1, chord=body)
-    assert sent[0].embedded["chord"]["options"]["delay"] == 30
+    body = {"task": "total", "args": (), "kwargs": {}, "options": {"delay": 300}}
+    app.send_task("count", delay=300, retries=1, chord=body)
+    assert sent[0].embedded["chord"]["options"]["delay"] == 300
 
 
 @pytest.mark.parametrize("option", ["link", "link_error"])
 def test_a_callback_delays_no_body(app: Any, make: Make, sent: list[Sent], option: str) -> None:
-    whole: Any = chord([app.tasks["count"].s()], app.tasks["total"].s().set(delay=40))
+    whole: Any = chord([app.tasks["count"].s()], app.tasks["total"].s().set(delay=400))
     if celery.VERSION < (5, 7):
         with pytest.raises(TypeError, match="link"):
-            whole.apply_async(delay=30, **{option: make("mail")})
+            whole.apply_async(delay=300, **{option: make("mail")})
         return
-    whole.apply_async(delay=30, **{option: make("mail")})
-    assert [task.seconds for task in sent] == [30]
-    assert _times(sent[0].embedded["chord"])["countdown"] in (None, 40)
+    whole.apply_async(delay=300, **{option: make("mail")})
+    assert [task.seconds for task in sent] == [300]
+    assert _times(sent[0].embedded["chord"])["countdown"] in (None, 400)
     assert _times(sent[0].embedded["chord"])["delay"] is None
 
 
 def test_a_plain_body_keeps_a_delay_unlike_the_header_s(make: Make, sent: list[Sent]) -> None:
-    chord([make("count").set(delay=30)], make("total").set(delay=40))()
-    assert [task.seconds for task in sent] == [30]
-    assert _times(sent[0].embedded["chord"]) == {**NONE, "countdown": 40}
+    chord([make("count").set(delay=300)], make("total").set(delay=400))()
+    assert [task.seconds for task in sent] == [300]
+    assert _times(sent[0].embedded["chord"]) == {**NONE, "countdown": 400}
 
 
 def test_a_delay_of_a_chord_behind_a_task_is_its_header_s(make: Make, sent: list[Sent]) -> None:
     whole: Any = chord([make("count"), make("count").set(countdown=5)], make("total"))
-    chain(make("mail"), whole.set(delay=timedelta(seconds=30))).apply_async()
+    chain(make("mail"), whole.set(delay=timedelta(seconds=300))).apply_async()
     (task,) = sent
     assert task.seconds is None
     (waiting,) = task.embedded["chain"]
     assert _times(waiting) == NONE
     header = waiting["kwargs"]["header"]
-    assert [_times(each) for each in header] == [{**NONE, "countdown": 30}] * 2
+    assert [_times(each) for each in header] == [{**NONE, "countdown": 300}] * 2
     assert _times(waiting["kwargs"]["body"]) == NONE
 
 
@@ -241,10 +241,10 @@ def test_a_wrong_delay_of_a_callback_is_refused(
 def test_of_several_times_the_last_one_holds(app: Any, sent: list[Sent]) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=99)
     for ours in (app.tasks["count"].s(), app.signature("count")):
-        ours.set(countdown=99).set(eta=soon).set(delay=30).apply_async()
-        ours.set(delay=99).apply_async(countdown=30)
-        ours.clone(countdown=30).apply_async()
-    assert [task.seconds for task in sent] == [30] * 6
+        ours.set(countdown=99).set(eta=soon).set(delay=300).apply_async()
+        ours.set(delay=99).apply_async(countdown=300)
+        ours.clone(countdown=300).apply_async()
+    assert [task.seconds for task in sent] == [300] * 6
 
 
 def test_a_signature_stays_ours_when_it_is_cloned_and_plain_when_it_is_pickled(app: Any) -> None:

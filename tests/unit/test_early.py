@@ -22,11 +22,19 @@ from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from celery_rabbitdelay.worker.restore import restore
 from tests.unit.broker_model import BrokerModel
+from tests.unit.clock import frozen
 from tests.unit.waiting import said, waiting
 
 NOW = 1_800_000_000_000
 A_DAY = 86_400_000
 TOPOLOGY = Topology()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def standstill() -> Any:
+    """No time passes, so that a route does not depend on a busy machine."""
+    with frozen():
+        yield
 
 
 def due_in(delay_ms: int, **headers: Any) -> amqp.Message:

@@ -38,6 +38,14 @@ LABELS = {"task", "queue", "level"}
 PER_LEVEL = {instruments.PENDING, instruments.PROBE_LATE, instruments.PROBE_MISSING}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def patience() -> Iterator[None]:
+    """Let the thread that reads the pipe take its time to end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recording, "PATIENCE", 60.0)
+        yield
+
+
 @pytest.fixture
 def metrics() -> Metrics:
     metrics = Metrics()

@@ -29,6 +29,7 @@ from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
+from tests.unit.clock import frozen
 from tests.unit.test_message_template import NOWHERE, json_able, read, texts
 
 HOUR = timedelta(hours=1)
@@ -141,6 +142,7 @@ member_options = st.fixed_dictionaries(
     st.none() | member_options,
 )
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@frozen()
 def test_each_send_is_what_celery_would_have_sent(
     sends: Sends,
     name: str,

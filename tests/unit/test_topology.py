@@ -16,6 +16,7 @@ from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay
 from celery_rabbitdelay.kombu import Due, Layout, binary, clock, geometric
 from celery_rabbitdelay.levels.topology import PASS_THROUGH_TTL, Topology
 from tests.unit.broker_model import BrokerModel
+from tests.unit.clock import frozen
 from tests.unit.strategies import destinations, layouts
 
 
@@ -183,6 +184,7 @@ def test_a_tolerance_saves_stops() -> None:
         topology.route(60, "q", tolerance=-1)
 
 
+@frozen()
 def test_a_due_time_is_routed_by_what_remains_of_its_delay() -> None:
     due = Due.after(3600)
     assert Topology().route(due, "q") == Topology().route(3600, "q")
