@@ -21,6 +21,7 @@ from kombu import Connection
 from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app import beat as _beat  # noqa: F401  # it hears Celery's signal
 from celery_rabbitdelay.app.celery_internals import eta_of, own_changes
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics

@@ -99,6 +99,17 @@ EXPIRED: Final = _counter(
 DUPLICATES: Final = _counter(
     "duplicates", "Messages that a worker discarded because another message of the same task runs."
 )
+OCCURRENCES: Final = _counter(
+    "occurrences",
+    "Occurrences of schedules that came, by what became of them: ran, cancelled, late, paused, "
+    "overlapped; and those that did not come: sent again.",
+    labels=("task", "fate"),
+)
+SCHEDULES_OVERDUE: Final = _gauge(
+    "schedules_overdue_seconds",
+    "Seconds since the next occurrence of a schedule was due that has not come; of the schedule "
+    "where that is longest.",
+)
 JOBS_EXPIRED: Final = _counter(
     "jobs_expired", "Jobs found not to have been committed in time.", labels=()
 )

@@ -16,29 +16,34 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from celery.result import AsyncResult
-from celery.signals import beat_init
 
+from celery_rabbitdelay.app.instruments import OCCURRENCES
 from celery_rabbitdelay.exceptions import (
     InvalidSchedule,
-    PublishError,
-    RabbitDelayError,
-    RegistryUnavailable,
 )
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, instant_of, milliseconds
+from celery_rabbitdelay.levels.delay import (
+    NS_PER_MS,
+    Delay,
+    instant_of,
+    milliseconds,
+    milliseconds_of,
+)
+from celery_rabbitdelay.levels.recurrence import Recurrence
 from celery_rabbitdelay.levels.schedule import (
     ALWAYS,
+    MAX_JITTER_MS,
     MAX_TEXT,
     UNTIL_NEXT,
     Occurrence,
-    Recurrence,
+    Overlap,
     definition_of,
     key_of,
 )
 from celery_rabbitdelay.registry.registry import CLOSED, NOTE_MS, Registry
-from celery_rabbitdelay.registry.schedules import NotedSchedule
+from celery_rabbitdelay.registry.schedules import Fate, NotedSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +56,10 @@ OPTIONS: Final = frozenset(
 #: The most bytes of the id of a task, which AMQP has to carry.
 MAX_ID: Final = 255
 
-#: For how many milliseconds entries of beat do not come back that others have taken the place of.
-FLAPPING_MS: Final = 86_400_000
+#: The most instants of one backfill, and the delay of their tasks: as the registry only decides
+#: about tasks that were delayed.
+MAX_BACKFILL: Final = 10_000
+AT_ONCE: Final = 0.1
 
 #: Milliseconds that an occurrence may be late before it is sent again, at first; then twice as long
 #: each time.
@@ -69,26 +76,54 @@ class Schedule(NamedTuple):
         task: The name of the task that it sends; empty if Redis has lost it.
         args: The task's positional arguments.
         kwargs: Its keyword arguments.
+        options: The options of the task.
         next_at: When it is due next.
         is_paused: Whether its occurrences do not run.
+        recurrence: When it is due.
+        overlap: What becomes of an occurrence while another run still goes.
+        catch_up: Which occurrences run that were missed: "last", "all", or seconds.
+        jitter: By how many seconds an occurrence is late on purpose, at most.
+        last: When the last occurrence was due that has come, when it came, and what became of it;
+            None if that is not known.
     """
 
     name: str
     task: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    options: dict[str, Any]
     next_at: datetime
     is_paused: bool
+    recurrence: Recurrence
+    overlap: Overlap
+    catch_up: CatchUp | float
+    jitter: float
+    last: tuple[datetime, datetime, Fate] | None
 
     @classmethod
     def of(cls, noted: NotedSchedule) -> Schedule:
         """Return what is noted about it."""
-        task, args, kwargs = "", (), {}
+        task, args, kwargs, options = "", (), {}, {}
         if noted.definition:
-            task, args, kwargs, _ = json.loads(noted.definition)
-        occurrence = noted.occurrence
-        next_at = instant_of(occurrence.instant_ms)
-        return cls(occurrence.name, task, tuple(args), kwargs, next_at, noted.is_paused)
+            task, args, kwargs, options = json.loads(noted.definition)
+        occurrence, last = noted.occurrence, noted.last
+        names: dict[int, CatchUp] = {UNTIL_NEXT: "last", ALWAYS: "all"}
+        return cls(
+            occurrence.name,
+            task,
+            tuple(args),
+            kwargs,
+            options,
+            instant_of(occurrence.due_ms),
+            noted.is_paused,
+            occurrence.recurrence,
+            occurrence.overlap,
+            names.get(occurrence.catch_up_ms, occurrence.catch_up_ms / 1000),
+            occurrence.jitter_ms / 1000,
+            None
+            if last is None
+            else (instant_of(last.due_ms), instant_of(last.came_ms), last.fate),
+        )
 
 
 @dataclass(frozen=True)
@@ -115,6 +150,9 @@ class Schedules:
         timezone: str | None = None,
         start: datetime | None = None,
         end: datetime | None = None,
+        exclude: Any = (),
+        jitter: Delay = 0,
+        overlap: Overlap | None = None,
         catch_up: CatchUp | Delay = "last",
         paused: bool | None = None,
         **options: Any,
@@ -124,13 +162,23 @@ class Schedules:
         Args:
             name: Its name, which is unique under the prefix of the registry.
             task: The task, or its name.
-            when: When it is due: a timedelta of at least a second; Celery's ``schedule`` or
-                ``crontab``; a cron text of five or six fields, or such as ``@daily``; or a list.
+            when: When it is due: a timedelta of at least a second; Celery's ``schedule``,
+                ``crontab`` or ``solar`` (all workers need the package ephem); a cron text of five
+                or six fields, or such as ``@daily``; or a list.
             args: The task's positional arguments, which JSON can write.
             kwargs: Its keyword arguments, likewise.
             timezone: The IANA name of the time zone of cron texts; by default Celery's.
             start: Nothing is due before that, an aware datetime; intervals count from it.
             end: Nothing is due after that.
+            exclude: When it is not due all the same: dates (or their texts) in the time zone; cron
+                texts or Celery's ``crontab``, as the minutes in which they are due; or a list.
+            jitter: By how much an occurrence is late on purpose, at most, in seconds or as a
+                timedelta; each by its own part of it, so that not all come at once.
+            overlap: What becomes of an occurrence while another run of the schedule still goes:
+                ``"skip"`` leaves it out, ``"queue-one"`` lets one wait for the end and leaves out
+                others, ``"allow"`` lets it run beside. By default ``"skip"`` for a timedelta whose
+                ``catch_up`` is ``"last"``, and ``"allow"`` for all else. A run whose worker was
+                killed is over after a minute.
             catch_up: Which occurrences run that were missed: the ``"last"`` one, if the next is not
                 due yet; ``"all"``, one after the other; or those that are late by no more than so
                 many seconds, or a timedelta.
@@ -151,14 +199,24 @@ class Schedules:
         if self.app.conf.task_protocol != 2:
             raise InvalidSchedule(name, "needs Celery's task_protocol = 2")
         zone = timezone or self.app.conf.timezone or "UTC"
-        recurrence = Recurrence.of(when, str(zone), start, end)
+        recurrence = Recurrence.of(when, str(zone), start, end, exclude)
+        if overlap is None:
+            overlap = "skip" if isinstance(when, timedelta) and catch_up == "last" else "allow"
+        jitter_ms = milliseconds(jitter)
+        if not 0 <= jitter_ms <= MAX_JITTER_MS or overlap not in get_args(Overlap):
+            takes = " or ".join(get_args(Overlap))
+            raise InvalidSchedule(
+                (jitter, overlap), f"takes a jitter of at most a day, and the overlap {takes}"
+            )
         task_name = task if isinstance(task, str) else str(task.name)
         definition = definition_of(task_name, args, kwargs or {}, options)
         catch_up_ms = _catch_up_ms(catch_up)
-        said = json.dumps([definition, recurrence, catch_up_ms])
+        said = json.dumps([definition, recurrence, catch_up_ms, jitter_ms, overlap])
         revision = hashlib.sha256(said.encode()).hexdigest()[:12]
-        first_ms = recurrence.after(_now_ms())
-        occurrence = Occurrence(name, first_ms or 0, recurrence, catch_up_ms, revision)
+        first_ms = recurrence.after(now_ms())
+        occurrence = Occurrence(
+            name, first_ms or 0, recurrence, catch_up_ms, revision, jitter_ms, overlap
+        )
         if not isinstance(name, str) or not name or len(occurrence.task_id.encode()) > MAX_ID:
             raise InvalidSchedule(name, "its name takes 1 to 226 bytes")
         if len(occurrence.text) > MAX_TEXT:
@@ -232,12 +290,45 @@ class Schedules:
             return None
         return self._sent(noted.definition)
 
+    def backfill(self, name: str, since: datetime, until: datetime) -> int:
+        """Send the task of a schedule now for each instant of a time that is over.
+
+        An occurrence that has run does not run again, as long as the registry remembers it
+        (``rabbitdelay_registry_keep``). They run beside each other, and beside other runs.
+
+        Args:
+            name: The name of the schedule.
+            since: The begin of the time, an aware datetime.
+            until: Its end; later than now is now.
+
+        Returns:
+            How many were sent.
+
+        Raises:
+            InvalidSchedule: There is no such schedule, or more than :data:`MAX_BACKFILL` instants.
+        """
+        (noted,) = self._registry.schedules.get([name])
+        if noted is None or not noted.definition:
+            raise InvalidSchedule(name, "is no schedule")
+        occurrence, end_ms = noted.occurrence, min(milliseconds_of(until), now_ms())
+        missed: list[Occurrence] = []
+        instant_ms = occurrence.recurrence.after(milliseconds_of(since) - 1)
+        while instant_ms is not None and instant_ms <= end_ms:
+            missed.append(occurrence._replace(instant_ms=instant_ms))
+            if len(missed) > MAX_BACKFILL:
+                raise InvalidSchedule(name, f"has more than {MAX_BACKFILL} instants in that time")
+            instant_ms = occurrence.recurrence.after(instant_ms)
+        with self.app.rabbitdelay.pipeline():
+            for each in missed:
+                self._sent(noted.definition, task_id=each.task_id, once=True, delay=AT_ONCE)
+        return len(missed)
+
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
         registry = self._registry
         with registry.alone_under(key_of(name)):
             (noted,) = registry.schedules.get([name])
-            registry.close_key(key_of(name), _now_ms() + NOTE_MS)
+            registry.close_key(key_of(name), now_ms() + NOTE_MS)
             registry.schedules.delete(name)
         return noted is not None
 
@@ -246,7 +337,7 @@ class Schedules:
 
         Workers call this now and then. If an occurrence has only been late, it runs once.
         """
-        names = self._registry.schedules.overdue(_now_ms() - HEAL_AFTER_MS)
+        names = self._registry.schedules.overdue(now_ms() - HEAL_AFTER_MS)
         healed = [name for name in names if self._heal(name)]
         if healed:
             logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
@@ -256,7 +347,7 @@ class Schedules:
         registry, key = self._registry, key_of(name)
         with registry.alone_under(key):
             (noted,) = registry.schedules.get([name])
-            if noted is None or not _is_broken(noted, _now_ms()):
+            if noted is None or not _is_broken(noted, now_ms()):
                 return False
             _, newest = registry.newest_under(key)
             if newest == CLOSED:  # a worker noted an occurrence while the schedule was deleted
@@ -265,76 +356,16 @@ class Schedules:
             following = noted.occurrence.with_id(newest)
             if following is not None and following.instant_ms > noted.occurrence.instant_ms:
                 # Its occurrence has come, and Redis was away when the next one was to be noted.
-                registry.schedules.follow(following)
+                registry.schedules.follow([following])
                 return False
             if not noted.definition:
                 logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
                 return False
-            registry.schedules.heal(name, _now_ms())
+            registry.schedules.heal(name, now_ms())
             self._send(noted)
+            task = json.loads(noted.definition)[0]
+            self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
             return True
-
-    def put_beat(self, *, is_forced: bool = False) -> bool:
-        """Put the entries of Celery's ``beat_schedule``, and end those that are not there any more.
-
-        Workers call this when they start, with ``rabbitdelay_beat = True``. While workers of two
-        versions of the code are deployed, those of the former version change nothing: entries that
-        others have taken the place of are not put again for a day.
-
-        Args:
-            is_forced: Put them all the same, because the code was rolled back.
-
-        Returns:
-            Whether they are as this code has them.
-        """
-        registry, application = self._registry, str(self.app.main or "")
-        prefix = f"beat:{application}:"
-        given = {**self._entries_of_celery(), **self.app.conf.beat_schedule}
-        entries = {f"{prefix}{name}": each for name, each in given.items()}
-        said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
-        digest = hashlib.sha256(said.encode()).hexdigest()[:24]
-        with registry.alone_under(prefix):
-            found = registry.schedules.taken_over(application)
-            ended_ms = int(found.get(digest, 0))
-            if ended_ms > _now_ms() - FLAPPING_MS and not is_forced:
-                logger.warning(
-                    "The entries of beat are those of other code, which was deployed later; if "
-                    "this code was rolled back: celery rabbitdelay schedules put-beat"
-                )
-                return False
-            for name, entry in entries.items():
-                self._put_entry(name, entry)
-            if found.get("current") != digest:
-                for name in registry.schedules.all():
-                    if name.startswith(prefix) and name not in entries:
-                        self.delete(name)
-                registry.schedules.take_over(application, found.get("current"), digest, _now_ms())
-        return True
-
-    def _put_entry(self, name: str, entry: Mapping[str, Any]) -> None:
-        options = dict(entry.get("options") or {})
-        # Celery counts it from the send, which is when the occurrence is due.
-        expires = options.pop("expires", None)
-        catch_up: Any = "last" if expires is None else expires
-        when = entry["schedule"]
-        if isinstance(when, int | float):
-            when = timedelta(seconds=when)
-        try:
-            given = entry.get("args") or (), entry.get("kwargs")
-            self.put(name, entry["task"], when, *given, catch_up=catch_up, **options)
-        except (PublishError, RegistryUnavailable):
-            raise
-        except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
-            logger.error("The entry %r of beat does not run, it is no schedule: %s", name, error)
-
-    def _entries_of_celery(self) -> dict[str, Any]:
-        """Return what beat adds by itself, in ``celery.beat.Scheduler``."""
-        if not self.app.conf.result_expires or self.app.backend.supports_autoexpire:
-            return {}
-        from celery.schedules import crontab
-
-        entry = {"schedule": crontab("0", "4", "*"), "options": {"expires": 12 * 3600}}
-        return {"celery.backend_cleanup": {"task": "celery.backend_cleanup", **entry}}
 
     @property
     def _registry(self) -> Registry:
@@ -345,7 +376,7 @@ class Schedules:
         occurrence = noted.occurrence
         self._sent(
             noted.definition,
-            eta=instant_of(occurrence.instant_ms),
+            eta=instant_of(occurrence.due_ms),
             task_id=occurrence.task_id,
             key=occurrence.key,
             once=True,
@@ -364,24 +395,6 @@ class Schedules:
         return sent
 
 
-def _idle_beat(sender: Any, **_: Any) -> None:
-    """Let ``celery beat`` send nothing if workers have taken over what it would send."""
-    delays = getattr(sender.app, "rabbitdelay", None)
-    if delays is None or not delays.settings.beat or not delays.available:
-        return
-    from celery import beat  # it takes 20 ms, which all other programs need not
-
-    scheduler = sender.scheduler
-    if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
-        logger.warning("Beat goes on beside rabbitdelay_beat: it has a scheduler of its own.")
-        return
-    logger.warning("Beat sends nothing, and is not needed: workers do it (rabbitdelay_beat).")
-    scheduler.tick = lambda *_, **__: scheduler.max_interval
-
-
-beat_init.connect(_idle_beat, weak=False)
-
-
 def _catch_up_ms(catch_up: Any) -> int:
     """Return what :attr:`.Occurrence.catch_up_ms` is."""
     if catch_up == "last":
@@ -390,9 +403,10 @@ def _catch_up_ms(catch_up: Any) -> int:
 
 
 def _is_broken(noted: NotedSchedule, now_ms: int) -> bool:
-    due_ms, healed_ms = noted.occurrence.instant_ms, noted.healed_ms
+    due_ms, healed_ms = noted.occurrence.due_ms, noted.healed_ms
     return now_ms - max(due_ms, healed_ms) > max(HEAL_AFTER_MS, healed_ms - due_ms)
 
 
-def _now_ms() -> int:
+def now_ms() -> int:
+    """Return the milliseconds since 1970-01-01 UTC."""
     return time.time_ns() // NS_PER_MS

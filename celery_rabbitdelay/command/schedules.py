@@ -1,13 +1,18 @@
-"""``celery rabbitdelay schedules``: list, show when, pause, resume, trigger and delete them."""
+"""``celery rabbitdelay schedules``: list and show them, change them, import and export them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 import click
 from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app import beat, schedule_imports
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
@@ -43,6 +48,96 @@ def show_next(context: CLIContext, /, name: str, number: int, as_json: bool) -> 
         instants = delays.schedules.next(name, number)
     answer = {"name": name, "next": [each.isoformat() for each in instants]}
     _answer(as_json, answer, name, [shared.local(each) for each in instants])
+
+
+@schedules.command()
+@_name
+def show(context: CLIContext, /, name: str, as_json: bool) -> None:
+    """Show a schedule, and what became of its last occurrence."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        found = delays.schedules.get(name)
+    lines = [] if found is None else [_line(found), *_facts(found)]
+    answer = {"name": name, "schedule": None if found is None else _as_json(found)}
+    _answer(as_json, answer, name, lines)
+
+
+@schedules.command()
+@_name
+@click.option("--since", type=shared.instant_type, required=True, help="The begin of the time.")
+@click.option("--until", type=shared.instant_type, help="Its end; by default now.")
+def backfill(
+    context: CLIContext, /, name: str, since: datetime, until: datetime | None, as_json: bool
+) -> None:
+    """Send the task of a schedule for each instant of a time that is over and has not run."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        number = delays.schedules.backfill(name, since, until or datetime.now(UTC))
+    lines = [f"{name}: {number} occurrences sent"]
+    shared.answer(as_json, {"name": name, "sent": number}, lines)
+
+
+@schedules.command("export")
+def export_all(context: CLIContext, /, as_json: bool) -> None:
+    """Print all schedules as JSON, for import."""
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        found = delays.schedules.all()
+    answer = {"schedules": [schedule_imports.exported(each) for each in found if each.task]}
+    shared.answer(as_json, answer, [json.dumps(answer, indent=2)])
+
+
+@schedules.command("import")
+@click.argument(
+    "file", type=click.Path(exists=True, dir_okay=False, allow_dash=True), required=False
+)
+@click.option("--redbeat", is_flag=True, help="Those of RedBeat, from its Redis.")
+@click.option("--redbeat-url", help="The URL of that Redis; by default as its settings say.")
+@click.option("--django", is_flag=True, help="Those in the tables of django-celery-beat.")
+def import_all(
+    context: CLIContext,
+    /,
+    file: str | None,
+    redbeat: bool,
+    redbeat_url: str | None,
+    django: bool,
+    as_json: bool,
+) -> None:
+    """Put the schedules of an export, of RedBeat or of django-celery-beat.
+
+    FILE is what export has printed; - is standard input. To import again changes nothing.
+    """
+    if [file is not None, redbeat or redbeat_url is not None, django].count(True) != 1:
+        raise click.UsageError("give one of a file, --redbeat and --django")
+    delays = shared.with_registry(context)
+    with shared.registry_errors(as_json):
+        if file is not None:
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+            found = _read(text)
+        elif django:
+            found = schedule_imports.from_django()
+        else:
+            found = schedule_imports.from_redbeat(delays.app, redbeat_url)
+        told = [*schedule_imports.put_all(delays.schedules, found)]
+    shared.answer(as_json, {"imported": [each._asdict() for each in told]}, map(_imported, told))
+    if any(each.error for each in told):
+        raise SystemExit(1)
+
+
+def _read(text: str) -> Iterable[schedule_imports.Foreign]:
+    try:
+        return [*schedule_imports.from_json(text)]
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(f"the file cannot be read: {error}") from error
+
+
+def _imported(told: schedule_imports.Imported) -> str:
+    notes = "".join(f", {each}" for each in told.notes)
+    return (
+        f"{told.name}: not imported: {told.error}"
+        if told.error
+        else f"{told.name}: imported{notes}"
+    )
 
 
 @schedules.command()
@@ -83,7 +178,7 @@ def put_beat(context: CLIContext, /, as_json: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
     delays = shared.with_registry(context)
     with shared.registry_errors(as_json):
-        delays.schedules.put_beat(is_forced=True)
+        beat.put_beat(delays.schedules, is_forced=True)
         found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
     shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, map(_line, found))
 
@@ -110,7 +205,26 @@ def _answer(as_json: bool, answer: dict[str, Any], name: str, lines: list[str]) 
 
 
 def _as_json(schedule: Schedule) -> dict[str, Any]:
-    return {**schedule._asdict(), "next_at": schedule.next_at.isoformat()}
+    last = schedule.last
+    return {
+        **schedule_imports.exported(schedule),
+        "next_at": schedule.next_at.isoformat(),
+        "last": None
+        if last is None
+        else {"due": last[0].isoformat(), "came": last[1].isoformat(), "fate": last[2]},
+    }
+
+
+def _facts(schedule: Schedule) -> list[str]:
+    """Return the lines about a schedule below its first one."""
+    said = schedule_imports.exported(schedule)
+    shown = ("args", "kwargs", "options", "when", "timezone", "start", "end", "exclude")
+    lines = [f"  {name}: {said[name]}" for name in (*shown, "jitter", "overlap", "catch_up")]
+    if schedule.last is not None:
+        due, came, fate = schedule.last
+        late = max((came - due).total_seconds(), 0)
+        lines.append(f"  last: due {shared.local(due)}, {fate}, {late:.1f} s late")
+    return lines
 
 
 def _line(schedule: Schedule) -> str:

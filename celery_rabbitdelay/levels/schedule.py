@@ -1,137 +1,29 @@
-"""When the occurrences of a schedule are due, and what one of them says of the next. Pure.
-
-The instants of cron texts are computed by cronsim, which follows Debian's cron when clocks change:
-of a time that is skipped, the instant is the end of the gap; a fixed time that comes twice counts
-once, and ``*`` counts both times.
-"""
+"""What one occurrence of a schedule says of the next, and what a schedule sends. Pure."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime, timedelta
-from itertools import islice
-from typing import Any, Final, NamedTuple, Self
-from zoneinfo import ZoneInfo
-
-from cronsim import CronSim, CronSimError
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
-from celery_rabbitdelay.levels.delay import MAX_DELAY, MAX_DUE_MS, instant_of, milliseconds_of
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 from celery_rabbitdelay.levels.headers import is_int
+from celery_rabbitdelay.levels.recurrence import INVALID, Recurrence
 
-#: The most rules of one schedule, and the most characters of what an occurrence carries.
-MAX_RULES: Final = 20
+#: The most characters of what an occurrence carries.
 MAX_TEXT: Final = 4096
 
-#: The longest time before and after a change of the clock in which it may show a time twice.
-_CHANGE: Final = timedelta(hours=3)
+#: The longest jitter, in milliseconds: a day.
+MAX_JITTER_MS: Final = 86_400_000
 
-#: The most instants of a cron text that are looked at to find one. A day of the week may be far.
-MAX_STEPS: Final = 20_000
+#: What becomes of an occurrence while a run of its schedule is still going.
+Overlap = Literal["allow", "skip", "queue-one"]
 
-#: Cron's short names.
-_NAMES: Final = {
-    "@yearly": "0 0 1 1 *",
-    "@annually": "0 0 1 1 *",
-    "@monthly": "0 0 1 * *",
-    "@weekly": "0 0 * * 0",
-    "@daily": "0 0 * * *",
-    "@midnight": "0 0 * * *",
-    "@hourly": "0 * * * *",
-}
-
-_EVERY: Final = "every "
-_AND: Final = " and "
-_TAKES: Final = (
-    "takes a timedelta, Celery's schedule or crontab, a cron text of five or six fields, or a list"
-)
-
-
-class Recurrence(NamedTuple):
-    """When something is due again and again.
-
-    Attributes:
-        rules: It is due when one of them says: ``every`` and milliseconds from ``start_ms`` on; or
-            a cron text, behind which ``and`` may say which days of the week (0 is Sunday) it has to
-            be as well.
-        zone: The time zone of cron texts, an IANA name.
-        start_ms: Nothing is due before that, in milliseconds since 1970-01-01 UTC.
-        end_ms: Nothing is due after that; None for no end.
-    """
-
-    rules: tuple[str, ...]
-    zone: str = "UTC"
-    start_ms: int = 0
-    end_ms: int | None = None
-
-    @classmethod
-    def of(
-        cls, when: Any, zone: str, start: datetime | None = None, end: datetime | None = None
-    ) -> Self:
-        """Return it as a user says it.
-
-        Args:
-            when: A timedelta of at least a second; Celery's ``schedule`` or ``crontab``; a cron
-                text of five or six fields (the first of six are seconds), or one such as
-                ``@daily``; or a list of these.
-            zone: The IANA name of a time zone, for cron texts.
-            start: Nothing is due before that, an aware datetime. Intervals count from it; without
-                it, from 1970-01-01 UTC, so that an hour is due at each full hour.
-            end: Nothing is due after that.
-
-        Raises:
-            InvalidSchedule: One of these is wrong, or nothing is ever due.
-            InvalidDelay: ``start`` or ``end`` is naive.
-        """
-        given = when if isinstance(when, list | tuple) else [when]
-        if not 1 <= len(given) <= MAX_RULES:
-            raise InvalidSchedule(when, f"takes 1 to {MAX_RULES} rules")
-        made = cls(
-            tuple(map(_rule, given)),
-            zone,
-            0 if start is None else milliseconds_of(start),
-            None if end is None else milliseconds_of(end),
-        )
-        try:
-            made._check()
-            first = made.after(max(made.start_ms - 1, time.time_ns() // 1_000_000))
-        except _INVALID as error:
-            raise InvalidSchedule(when, str(error)) from error
-        if first is None and (end is None or made._replace(end_ms=None).after(0) is None):
-            raise InvalidSchedule(when, "is never due")
-        return made
-
-    def _check(self) -> None:
-        """Raise one of :data:`_INVALID` if it cannot be computed."""
-        ZoneInfo(self.zone)
-        for rule in self.rules:
-            if rule.startswith(_EVERY):
-                if not 1000 <= int(rule.removeprefix(_EVERY)) <= MAX_DELAY * 1000:
-                    raise ValueError("an interval is a second at least, and 100 years at most")
-            else:
-                cron, _, days = rule.partition(_AND)
-                _cron(cron, instant_of(0))
-                if days and (not set(days) <= set("0123456") or cron.split()[4:] != ["*"]):
-                    raise ValueError(f"{rule!r} has no days of the week")
-
-    def after(self, instant_ms: int) -> int | None:
-        """Return when it is due first after an instant; None for never again."""
-        instant_ms = max(instant_ms, self.start_ms - 1)
-        found = [_nearest(rule, self, instant_ms, is_back=False) for rule in self.rules]
-        first = min((each for each in found if each is not None), default=None)
-        if first is None or (self.end_ms is not None and first > self.end_ms):
-            return None
-        return first
-
-    def latest(self, instant_ms: int) -> int | None:
-        """Return when it was due last, up to an instant; None for never before."""
-        if self.end_ms is not None:
-            instant_ms = min(instant_ms, self.end_ms)
-        found = [_nearest(rule, self, instant_ms, is_back=True) for rule in self.rules]
-        last = max((each for each in found if each is not None), default=None)
-        return None if last is None or last < self.start_ms else last
+#: An occurrence runs as long as the next one is not due; or however late it is.
+UNTIL_NEXT: Final = -1
+ALWAYS: Final = -2
 
 
 class Occurrence(NamedTuple):
@@ -144,6 +36,8 @@ class Occurrence(NamedTuple):
         catch_up_ms: How many milliseconds late it may still run; :data:`UNTIL_NEXT` or
             :data:`ALWAYS`.
         revision: Distinguishes what was put under the name, one after another.
+        jitter_ms: It is due up to so many milliseconds later; how many, its id decides.
+        overlap: What becomes of it while another run of the schedule is still going.
     """
 
     name: str
@@ -151,6 +45,8 @@ class Occurrence(NamedTuple):
     recurrence: Recurrence
     catch_up_ms: int
     revision: str
+    jitter_ms: int = 0
+    overlap: Overlap = "allow"
 
     @classmethod
     def of(cls, text: object) -> Self | None:
@@ -158,20 +54,19 @@ class Occurrence(NamedTuple):
         try:
             if not isinstance(text, str) or len(text) > MAX_TEXT:
                 return None
-            name, instant_ms, recurrence, catch_up_ms, revision = json.loads(text)
-            rules, zone, start_ms, end_ms = recurrence
-            if not all(isinstance(each, str) for each in (name, revision, zone, *rules)):
+            name, instant_ms, recurrence, catch_up_ms, revision, jitter_ms, overlap = json.loads(
+                text
+            )
+            if not all(isinstance(each, str) for each in (name, revision)):
                 return None
-            numbers = (instant_ms, start_ms, 0 if end_ms is None else end_ms, catch_up_ms)
-            if not all(is_int(each, ALWAYS, MAX_DUE_MS) for each in numbers):
+            if not all(is_int(each, ALWAYS, MAX_DUE_MS) for each in (instant_ms, catch_up_ms)):
                 return None
-            if not 1 <= len(rules) <= MAX_RULES:
+            if not is_int(jitter_ms, 0, MAX_JITTER_MS) or overlap not in get_args(Overlap):
                 return None
-            again = Recurrence(tuple(rules), zone, start_ms, end_ms)
-            again._check()
-        except (*_INVALID, TypeError, RecursionError):
+            again = Recurrence.read(recurrence)
+        except (*INVALID, TypeError, RecursionError):
             return None
-        return cls(name, instant_ms, again, catch_up_ms, revision)
+        return cls(name, instant_ms, again, catch_up_ms, revision, jitter_ms, overlap)
 
     @property
     def text(self) -> str:
@@ -188,6 +83,11 @@ class Occurrence(NamedTuple):
         """The id of its task. That of a later instant is greater."""
         return f"{self.name}:{self.instant_ms:015d}:{self.revision}"
 
+    @property
+    def due_ms(self) -> int:
+        """When it is due: its instant, and a jitter that is the same whoever computes it."""
+        return self.instant_ms + zlib.crc32(self.task_id.encode()) % (self.jitter_ms + 1)
+
     def with_id(self, task_id: str) -> Occurrence | None:
         """Return the occurrence of the same schedule whose task has an id; None if none has."""
         instant = task_id.rpartition(":")[0].rpartition(":")[2]
@@ -201,99 +101,24 @@ class Occurrence(NamedTuple):
 
         What follows is the first one after it that still runs.
         """
-        following = self.recurrence.after(self.instant_ms)
-        is_passed = following is not None and following <= now_ms
+        following = self._at(self.recurrence.after(self.instant_ms))
+        is_passed = following is not None and following.due_ms <= now_ms
         if self.catch_up_ms == ALWAYS:
-            runs = True
-        elif self.catch_up_ms == UNTIL_NEXT:
-            runs = not is_passed
-            following = self.recurrence.latest(now_ms) if is_passed else following
-        else:
-            earliest_ms = now_ms - self.catch_up_ms
-            runs = self.instant_ms >= earliest_ms
-            following = self.recurrence.after(max(self.instant_ms, earliest_ms - 1))
-        return runs, None if following is None else self._replace(instant_ms=following)
+            return True, following
+        if self.catch_up_ms == UNTIL_NEXT:
+            latest = self._at(self.recurrence.latest(now_ms)) if is_passed else following
+            return not is_passed, latest
+        earliest_ms = now_ms - self.catch_up_ms
+        since_ms = max(self.instant_ms, earliest_ms - self.jitter_ms - 1)
+        return self.due_ms >= earliest_ms, self._at(self.recurrence.after(since_ms))
+
+    def _at(self, instant_ms: int | None) -> Occurrence | None:
+        return None if instant_ms is None else self._replace(instant_ms=instant_ms)
 
 
 def key_of(name: str) -> str:
     """Return the key of the tasks of a schedule."""
     return f"schedule:{name}"
-
-
-#: An occurrence runs as long as the next one is not due; or however late it is.
-UNTIL_NEXT: Final = -1
-ALWAYS: Final = -2
-
-
-def _rule(when: Any) -> str:
-    """Return one rule as a text."""
-    every = when if isinstance(when, timedelta) else getattr(when, "run_every", None)
-    fields = getattr(when, "_orig_minute", None)
-    if fields is not None:
-        return _rule_of_crontab(when)
-    if isinstance(every, timedelta):
-        return f"{_EVERY}{round(every.total_seconds() * 1000)}"
-    if isinstance(when, str):
-        return _NAMES.get(when.strip(), " ".join(when.split()))
-    raise InvalidSchedule(when, _TAKES)
-
-
-def _rule_of_crontab(crontab: Any) -> str:
-    """Return the rule of Celery's crontab, which is due if the day fits both of its fields."""
-    names = ("minute", "hour", "day_of_month", "month_of_year")
-    fields = [_field(getattr(crontab, f"_orig_{name}"), getattr(crontab, name)) for name in names]
-    days = sorted(crontab.day_of_week)
-    if len(days) == 7 or fields[2] == "*":
-        return " ".join([*fields, "*" if len(days) == 7 else ",".join(map(str, days))])
-    return f"{' '.join(fields)} *{_AND}{''.join(map(str, days))}"
-
-
-def _field(value: Any, expanded: Iterable[int]) -> str:
-    """Return a field of cron, as it was written unless cron takes it otherwise."""
-    text = "".join(str(value).split()) if isinstance(value, str | int) else ""
-    begin, _, end = text.partition("-")
-    wraps = begin.isdigit() and end.isdigit() and int(begin) > int(end)
-    return ",".join(map(str, sorted(expanded))) if wraps or not text else text
-
-
-def _cron(cron: str, instant: datetime, is_back: bool = False) -> Iterator[datetime]:
-    """Return the instants of a cron text after another instant, or before it.
-
-    Raises:
-        ValueError: The text is not a cron text.
-    """
-    try:
-        return CronSim(cron, instant, reverse=is_back)
-    except CronSimError as error:
-        raise ValueError(str(error)) from None
-
-
-def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int | None:
-    """Return the first instant of a rule after another, or the last one up to it."""
-    if rule.startswith(_EVERY):
-        every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
-        return start + ((instant_ms - start) // every + (not is_back)) * every
-    cron, _, days = rule.partition(_AND)
-    if is_back:
-        # Cron's instants are whole seconds, and the one that is sought may be this one.
-        instant_ms = instant_ms // 1000 * 1000 + 1000
-    zone, instant = ZoneInfo(recurrence.zone), instant_of(instant_ms).replace(microsecond=0)
-    local = instant.astimezone(zone)
-    # cronsim takes the first of two times that the clock shows alike, so it begins where the clock
-    # shows each once.
-    around = [(instant + each).astimezone(zone) for each in (-_CHANGE, _CHANGE)]
-    if {each.utcoffset() for each in around} != {local.utcoffset()}:
-        local = around[is_back]
-    for found in islice(_cron(cron, local, is_back), MAX_STEPS):
-        found_ms = milliseconds_of(found)
-        is_beyond = found_ms >= instant_ms if is_back else found_ms <= instant_ms
-        if not is_beyond and (not days or str(found.isoweekday() % 7) in days):
-            return found_ms
-    return None
-
-
-#: The errors that a wrong rule or time zone raises.
-_INVALID: Final = (ValueError, KeyError, OSError, OverflowError)
 
 
 def definition_of(

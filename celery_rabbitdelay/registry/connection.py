@@ -273,6 +273,42 @@ class Store:
             with suppress(*self.errors):  # its lease ends by itself
                 lock.release()
 
+    def hold(self, name: str, token: str, lease: float) -> bool:
+        """Take a lock for some seconds from now, or keep it; return whether it has this token.
+
+        Args:
+            name: Its key.
+            token: Who has it.
+            lease: Seconds after which others may take it.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer.
+        """
+        from redis.exceptions import LockNotOwnedError
+
+        def run() -> bool:
+            lock = self._client.lock(name, timeout=lease)
+            if lock.acquire(blocking=False, token=token):
+                return True
+            lock.local.token = token.encode()
+            with suppress(LockNotOwnedError):
+                return bool(lock.reacquire())
+            return False
+
+        return self._try(run)
+
+    def let_go(self, name: str, token: str) -> None:
+        """Give a lock back, if it has this token."""
+        from redis.exceptions import LockNotOwnedError
+
+        def run() -> None:
+            lock = self._client.lock(name)
+            lock.local.token = token.encode()
+            with suppress(LockNotOwnedError):
+                lock.release()
+
+        self._try(run)
+
     def asker(self) -> Asker | None:
         """Connect, for the caller alone, to ask whether keys are there.
 

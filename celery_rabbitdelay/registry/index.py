@@ -75,6 +75,14 @@ class Names(NamedTuple):
         """Return the key that says which entries of beat an application has."""
         return f"{self.prefix}:{{0}}:beat:{application}"
 
+    def running(self, name: str) -> str:
+        """Return the key that the occurrence of a schedule has which runs."""
+        return f"{self._tagged(name)}:running:{name}"
+
+    def queued(self, name: str) -> str:
+        """Return the key that the occurrence of a schedule has which runs next."""
+        return f"{self._tagged(name)}:queued:{name}"
+
     def healing(self) -> str:
         """Return the key that the worker has which looks after the schedules."""
         return f"{self.prefix}:{{0}}:healing"

@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Self
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, Self, cast
 
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.index import Names
 
-_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED = "definition", "occurrence", "paused", "healed"
-_FIELDS: Final = (_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED)
+_DEFINITION, _OCCURRENCE, _PAUSED = "definition", "occurrence", "paused"
+_HEALED, _LAST = "healed", "last"
+_FIELDS: Final = (_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED, _LAST)
+
+#: Seconds after which a run is taken to be over, if its worker does not say that it still runs.
+LEASE: Final = 60.0
 
 #: For how many milliseconds one worker looks after the schedules, before another one may.
 HEALING_MS: Final = 30_000
+
+
+#: What becomes of an occurrence: it runs; it was cancelled; it is too late; its schedule is paused;
+#: another run still goes.
+Fate = Literal["ran", "cancelled", "late", "paused", "overlapped"]
+
+
+class Came(NamedTuple):
+    """What became of an occurrence.
+
+    Attributes:
+        due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
+        came_ms: When it came.
+        fate: What became of it.
+    """
+
+    due_ms: int
+    came_ms: int
+    fate: Fate
+
+    @classmethod
+    def of(cls, text: str | None) -> Self | None:
+        """Read it; None if there is none, or it cannot be read."""
+        try:
+            due, came, fate = (text or "").split()
+            return cls(int(due), int(came), cast("Fate", fate))
+        except ValueError:
+            return None
 
 
 class NotedSchedule(NamedTuple):
@@ -24,22 +57,28 @@ class NotedSchedule(NamedTuple):
         occurrence: Its next occurrence, which waits in the levels.
         is_paused: Whether occurrences do not run.
         healed_ms: When its next occurrence was sent again last, because it had not come; 0: never.
+        last: The last occurrence that has come; None if none is known.
     """
 
     definition: str
     occurrence: Occurrence
     is_paused: bool = False
     healed_ms: int = 0
+    last: Came | None = None
 
     @classmethod
     def of(cls, found: Sequence[str | None]) -> Self | None:
         """Read it; None if there is no such schedule, or it cannot be read."""
-        definition, text, paused, healed = found
+        definition, text, paused, healed, last = found
         occurrence = Occurrence.of(text)
         if occurrence is None:
             return None
         healed = healed if healed is not None and healed.isdigit() else "0"
-        return cls(definition or "", occurrence, bool(paused), int(healed))
+        return cls(definition or "", occurrence, bool(paused), int(healed), Came.of(last))
+
+
+#: No occurrence has come.
+NOTHING_CAME: Final[Mapping[Occurrence, Came]] = MappingProxyType({})
 
 
 class Schedules:
@@ -76,32 +115,72 @@ class Schedules:
         (names,) = self._store.commands(lambda pipe: pipe.zrangebyscore(key, "-inf", until_ms))
         return list(names)
 
+    def overdue_for(self, now_ms: int) -> int:
+        """Return for how many milliseconds an occurrence has not come, of that which is due first.
+
+        0 if none is due.
+        """
+        key = self._names.schedules()
+        (first,) = self._store.commands(lambda pipe: pipe.zrange(key, 0, 0, withscores=True))
+        return max(now_ms - int(first[0][1]), 0) if first else 0
+
     def put(self, noted: NotedSchedule) -> None:
         """Note a schedule and its next occurrence."""
         paused = "1" if noted.is_paused else ""
-        self._write(noted.occurrence, {_DEFINITION: noted.definition, _PAUSED: paused})
+        more = {_DEFINITION: noted.definition, _PAUSED: paused}
+        self._store.commands(lambda pipe: self._write(pipe, noted.occurrence, more))
 
-    def follow(self, occurrence: Occurrence) -> None:
-        """Note the occurrence that follows one that has come; also if Redis has lost all.
+    def follow(
+        self, following: Sequence[Occurrence], came: Mapping[Occurrence, Came] = NOTHING_CAME
+    ) -> None:
+        """Note occurrences that wait now, and what became of those that have come.
 
-        Not if another one was put under the name meanwhile.
+        Also if Redis has lost all; but not if others were put under their names meanwhile.
         """
-        if self._revision(occurrence.name) in (None, occurrence.revision):
-            self._write(occurrence, {})
+        names = [*dict.fromkeys(each.name for each in (*following, *came))]
+        noted = dict(zip(names, self.get(names), strict=True))
 
-    def _write(self, occurrence: Occurrence, more: Mapping[str, str]) -> None:
-        record = self._names.schedule(occurrence.name)
+        def is_current(occurrence: Occurrence) -> bool:
+            found = noted[occurrence.name]
+            return found is None or found.occurrence.revision == occurrence.revision
 
         def add(pipeline: Any) -> None:
-            pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.instant_ms})
-            pipeline.hset(record, mapping={_OCCURRENCE: occurrence.text, **more})
-            pipeline.hdel(record, _HEALED)
+            for each in filter(is_current, following):
+                self._write(pipeline, each, {})
+            for each, fate in came.items():
+                if is_current(each) and (noted[each.name] or each.name in followed):
+                    last = " ".join(map(str, fate))
+                    pipeline.hset(self._names.schedule(each.name), _LAST, last)
 
-        self._store.commands(add)
+        followed = {each.name for each in following}
+        if names:
+            self._store.commands(add)
 
-    def _revision(self, name: str) -> str | None:
-        (noted,) = self.get([name])
-        return None if noted is None else noted.occurrence.revision
+    def _write(self, pipeline: Any, occurrence: Occurrence, more: Mapping[str, str]) -> None:
+        record = self._names.schedule(occurrence.name)
+        pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.due_ms})
+        pipeline.hset(record, mapping={_OCCURRENCE: occurrence.text, **more})
+        pipeline.hdel(record, _HEALED)
+
+    def start(self, occurrence: Occurrence) -> bool:
+        """Note that an occurrence runs, for :data:`LEASE` from now; False if another one runs."""
+        running = self._names.running(occurrence.name)
+        if not self._store.hold(running, occurrence.task_id, LEASE):
+            return False
+        self._store.let_go(self._names.queued(occurrence.name), occurrence.task_id)
+        return True
+
+    def keep_run(self, name: str, task_id: str) -> None:
+        """Note that an occurrence still runs."""
+        self._store.hold(self._names.running(name), task_id, LEASE)
+
+    def queue(self, occurrence: Occurrence) -> bool:
+        """Note that an occurrence is the one that runs next; False if another one is."""
+        return self._store.hold(self._names.queued(occurrence.name), occurrence.task_id, LEASE)
+
+    def end_run(self, name: str, task_id: str) -> None:
+        """Note that an occurrence does not run any more."""
+        self._store.let_go(self._names.running(name), task_id)
 
     def heal(self, name: str, now_ms: int) -> None:
         """Note that the next occurrence of a schedule is sent again."""
@@ -115,7 +194,8 @@ class Schedules:
 
     def end(self, occurrence: Occurrence) -> None:
         """Forget a schedule whose last occurrence has come, unless another one was put."""
-        if self._revision(occurrence.name) == occurrence.revision:
+        (noted,) = self.get([occurrence.name])
+        if noted is not None and noted.occurrence.revision == occurrence.revision:
             self.delete(occurrence.name)
 
     def delete(self, name: str) -> None:

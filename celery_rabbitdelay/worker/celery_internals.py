@@ -14,6 +14,7 @@ import click
 from celery import bootsteps
 from celery.exceptions import CeleryCommandException, InvalidTaskError
 from celery.platforms import EX_FAILURE
+from celery.worker import state
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
 from kombu.compression import compress
@@ -174,6 +175,11 @@ def prefetch_count(consumer: Any) -> int:
     """Return how many messages a worker may hold; 0 for any number."""
     count: int = consumer.qos.value
     return count
+
+
+def is_reserved(task_id: str) -> bool:
+    """Return whether this worker has a task that runs, or waits for its pool."""
+    return task_id in state.requests
 
 
 def raise_prefetch(consumer: Any) -> None:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
 from celery_rabbitdelay.worker.metrics import lateness
-from celery_rabbitdelay.worker.occurrences import Occurrences
+from celery_rabbitdelay.worker.occurrences import Arrived, OccurrenceKind, Occurrences
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
@@ -263,7 +263,7 @@ class Decisions(BatchThread[_Due]):
                     "Task %s does not run twice.", celery_internals.shown(due.arrival.task_id)
                 )
                 acknowledge = partial(acknowledge_message, self._consumer, due.delivery.ack)
-                self._after_what_follows(due, acknowledge, is_copy=True)
+                self._after_what_follows(due, acknowledge, "copy")
             case Verdict.LATER:
                 self._put_back(due, decision)
             case Verdict.FORGOTTEN:
@@ -278,14 +278,16 @@ class Decisions(BatchThread[_Due]):
                 self._put_back(due, self._later())
             case Verdict.CANCELLED:
                 # One occurrence of a schedule may be cancelled; the others come.
-                self._after_what_follows(due, partial(self._discard, due, decision.verdict))
+                discard = partial(self._discard, due, decision.verdict)
+                self._after_what_follows(due, discard, "cancelled")
             case _:
                 self._discard(due, decision.verdict)
 
-    def _after_what_follows(self, due: _Due, go_on: Action, *, is_copy: bool = False) -> None:
+    def _after_what_follows(self, due: _Due, go_on: Action, kind: OccurrenceKind = "runs") -> None:
         """Go on with a task; if it is an occurrence of a schedule, once the next is published."""
         if SCHEDULE in due.waited.registry:
-            self._occurrences.follow(due.delivery, due.waited, go_on, is_copy=is_copy)
+            put_back = partial(self._put_back_until, due)
+            self._occurrences.give(Arrived(due.delivery, due.waited, go_on, put_back, kind))
         else:
             go_on()
 
@@ -302,6 +304,9 @@ class Decisions(BatchThread[_Due]):
 
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
+
+    def _put_back_until(self, due: _Due, until_ms: int) -> None:
+        self._put_back(due, Decision(Verdict.LATER, until_ms))
 
     def _put_back(self, due: _Due, decision: Decision, forgotten: str = "") -> None:
         if due.arrival.once:

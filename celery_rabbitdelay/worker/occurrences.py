@@ -1,16 +1,23 @@
-"""Occurrences of schedules: the next one is published before one of them runs."""
+"""Occurrences of schedules: the next one is published before one of them runs.
+
+The rule: an occurrence that has arrived, and that the registry lets run, first publishes what
+follows it, confirmed; then it is decided whether it runs, from how late it is, whether its schedule
+is paused, and whether another run of it still goes.
+"""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from celery.utils.log import get_logger
 from kombu import Message
 
+from celery_rabbitdelay.app import instruments
+from celery_rabbitdelay.app.beat import put_beat
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
@@ -28,8 +35,10 @@ from celery_rabbitdelay.levels.headers import (
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.schedules import LEASE, Came, Fate
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
@@ -47,8 +56,30 @@ LOOK_EVERY: Final = 30.0
 #: How many occurrences are remembered that could not be noted.
 MAX_UNNOTED: Final = 1000
 
+#: Seconds between two looks whether runs have ended that others must not overlap; an occurrence
+#: waits for the end of a run in this worker for so many of them before it is skipped.
+POLL: Final = 0.5
+POLLS: Final = 4
+
+#: The shortest and the longest pause, in seconds, of an occurrence that waits for the end of a run;
+#: in between, a tenth of the time that it has waited.
+MIN_PAUSE_MS: Final = 2_000
+MAX_PAUSE_MS: Final = 30_000
+
 #: The headers that one occurrence has, and its retries have not.
 _OF_OCCURRENCE: Final = (COPY, KEY, ORDER, SCHEDULE)
+
+_WHY: Final[Mapping[Fate, str]] = {
+    "late": "it is too late",
+    "paused": "its schedule is paused",
+    "overlapped": "another run of its schedule still goes",
+}
+
+
+#: What the registry has said of an occurrence: it runs; it was cancelled; another message of it has
+#: run. Then the next one was published by that, unless this one was sent again because that is not
+#: known.
+OccurrenceKind = Literal["runs", "cancelled", "copy"]
 
 
 class Arrived(NamedTuple):
@@ -58,14 +89,33 @@ class Arrived(NamedTuple):
         delivery: Its message, restored, as Celery has passed it.
         waited: What its headers said before it was restored.
         go_on: Runs, discards or acknowledges it, in the event loop, once the next one is published.
-        is_copy: Whether another message of it has run. Then the next one was published by that,
-            unless this one was sent again because that is not known.
+        put_back: Puts it back into the levels until an instant, in milliseconds since 1970.
+        kind: What the registry has said of it.
+        looks: How often it was looked whether another run has ended; then the next is published.
     """
 
     delivery: Delivery
     waited: DelayHeaders
     go_on: Action
-    is_copy: bool
+    put_back: Callable[[int], None]
+    kind: OccurrenceKind
+    looks: int = 0
+
+
+class _Step(NamedTuple):
+    """What is to be done about an occurrence that has arrived.
+
+    Attributes:
+        arrived: The occurrence as it has arrived.
+        occurrence: What its header says.
+        following: The one to be published; None if there is none.
+        fate: What becomes of it, unless another run still goes.
+    """
+
+    arrived: Arrived
+    occurrence: Occurrence
+    following: Occurrence | None
+    fate: Fate
 
 
 class Occurrences(BatchThread[Arrived]):
@@ -77,9 +127,17 @@ class Occurrences(BatchThread[Arrived]):
     Args:
         consumer: The worker's consumer, on one connection.
         early_tasks: Knows where a task came from.
+
+    Attributes:
+        overdue: Seconds since the next occurrence of a schedule was due that has not come, of the
+            one that is missed longest; 0: none is.
     """
 
     name = "rabbitdelay-schedules"
+
+    #: The names of the schedules whose runs others must not overlap, by the ids of the tasks that
+    #: run in this worker, which may outlive the connection that they came over.
+    running: ClassVar[dict[str, str]] = {}
 
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
@@ -87,131 +145,165 @@ class Occurrences(BatchThread[Arrived]):
         self._registry = self._delays.registry
         self._early_tasks = early_tasks
         self._puts_beat = self._delays.settings.beat
-        self._unnoted: list[tuple[Registration, Occurrence]] = []
+        self._unnoted: dict[Occurrence, Registration] = {}
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
-
-    def follow(
-        self, delivery: Delivery, waited: DelayHeaders, go_on: Action, *, is_copy: bool = False
-    ) -> None:
-        """Publish what follows an occurrence, and then go on with it; its retries are none.
-
-        Args:
-            delivery: Its message, restored, as Celery has passed it.
-            waited: What its headers said before it was restored.
-            go_on: As in :class:`Arrived`.
-            is_copy: As in :class:`Arrived`.
-        """
-        table: Any = delivery.message.headers
-        while isinstance(table, dict):
-            for name in _OF_OCCURRENCE:
-                table.pop(name, None)
-            table = table.get(NESTED_HEADERS)
-        self.give(Arrived(delivery, waited, go_on, is_copy))
+        self._renew_at = 0.0
+        self.overdue = 0.0
 
     def begin(self) -> None:
         """Put the entries of beat, if workers have taken them over."""
         if self._puts_beat:
-            self._delays.schedules.put_beat()
+            put_beat(self._delays.schedules)
             self._puts_beat = False
 
     def own_work_in(self) -> float | None:
-        """Return the seconds until the next look for what has not come."""
-        return self._look_at - time.monotonic()
+        """Return the seconds until the next look for what has not come, or for runs that end."""
+        look = self._look_at - time.monotonic()
+        return min(look, POLL) if self.running else look
 
     def work(self, batch: list[Arrived]) -> None:
         """Publish what follows, and let the event loop go on with what has come."""
-        occurrences = [Occurrence.of(each.waited.registry[SCHEDULE]) for each in batch]
-        paused = self._paused([each.name if each is not None else "" for each in occurrences])
-        for each, occurrence, is_paused in zip(batch, occurrences, paused, strict=True):
-            try:
-                self._follow(each, occurrence, is_paused)
-            except Exception as error:  # noqa: BLE001 - the thread has to live on
-                self._failed(each, error)
+        if batch:
+            self._work_on(batch)
+        self._look_after_runs()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY
             try:
-                self.begin()
-                # First of all, or what they are about would be sent again.
-                self._note([])
-                if self._registry.schedules.may_heal():
-                    self._delays.schedules.heal()
+                self._look_after_schedules()
             except Exception as error:  # noqa: BLE001 - the next look may succeed
                 logger.warning("Nobody has looked after the schedules: %s", error)
 
-    def _paused(self, names: Sequence[str]) -> list[bool]:
-        """Return for each schedule whether it is paused, as far as that is known."""
-        try:
-            found = self._registry.schedules.get(names)
-        except RegistryUnavailable as error:
-            logger.warning("Occurrences of schedules come although %s", error)
-            return [False] * len(names)
-        return [each is not None and each.is_paused for each in found]
+    def _work_on(self, batch: list[Arrived]) -> None:
+        steps: list[_Step] = []
+        for each in batch:
+            try:
+                if (step := self._step(each)) is not None:
+                    steps.append(step)
+            except Exception as error:  # noqa: BLE001 - the thread has to live on
+                self._failed(each, error)
+        published, sent = self._published(self._paused(steps))
+        fates = [(step, self._fate(step)) for step in published]
+        now_ms = time.time_ns() // NS_PER_MS
+        came = {
+            step.occurrence: Came(step.occurrence.due_ms, now_ms, fate)
+            for step, fate in fates
+            if fate is not None and step.arrived.kind != "copy"
+        }
+        self._note(sent, came)
+        for step, fate in fates:
+            if fate is not None:
+                self._go_on(step, fate)
 
-    def _failed(self, arrived: Arrived, error: Exception) -> None:
-        task_id = celery_internals.shown(celery_internals.id_of(arrived.delivery.message))
-        if isinstance(error, TEMPORARY_ERRORS):
-            logger.warning("Occurrence %s waits for the next to be published: %s", task_id, error)
-            again = partial(self.give, arrived)
-            self.act(partial(celery_internals.call_after, self._consumer, TRY_AGAIN, again))
-        else:
-            logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
-            self.act(arrived.go_on)
+    def _step(self, arrived: Arrived) -> _Step | None:
+        """Return what is to be done about an occurrence; None if it just goes on.
 
-    def _follow(self, arrived: Arrived, occurrence: Occurrence | None, is_paused: bool) -> None:
-        words, task_id = arrived.waited.registry, celery_internals.id_of(arrived.delivery.message)
+        Raises:
+            LookupError: Its header cannot be read, or is that of another task.
+            ValueError: What follows it cannot be computed.
+        """
+        words = arrived.waited.registry
+        task_id = celery_internals.id_of(arrived.delivery.message)
+        occurrence = Occurrence.of(words[SCHEDULE])
         if occurrence is None or (
             (words.get(KEY), task_id) != (occurrence.key, occurrence.task_id)
             or not (ORDER in words and ONCE in words)
         ):
             raise LookupError("its header cannot be read, or is that of another task")
-        if arrived.is_copy and not self._is_newest(arrived.waited, occurrence):
-            self.act(arrived.go_on)
-            return
+        if arrived.kind == "copy" and not self._is_newest(arrived.waited, occurrence):
+            self.act(partial(self._let_run, arrived))
+            return None
         runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
+        if arrived.looks:
+            return _Step(arrived, occurrence, None, "ran")
         if following is None:
             self._registry.schedules.end(occurrence)
-        else:
-            self._publish(arrived.delivery, arrived.waited, following)
-        if arrived.is_copy or (runs and not is_paused):
-            self.act(arrived.go_on)
-            return
-        why = "its schedule is paused" if is_paused else "it is too late"
-        logger.info("Occurrence %s does not run: %s.", occurrence.task_id, why)
-        acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
-        self.act(acknowledge, is_acknowledgement=True)
+        if arrived.kind == "cancelled":
+            return _Step(arrived, occurrence, following, "cancelled")
+        return _Step(arrived, occurrence, following, "ran" if runs else "late")
 
     def _is_newest(self, waited: DelayHeaders, occurrence: Occurrence) -> bool:
         order, task_id = self._registry.newest_under(occurrence.key)
         return bool(order == waited.registry[ORDER] and task_id == occurrence.task_id)
 
-    def _publish(self, delivery: Delivery, waited: DelayHeaders, following: Occurrence) -> None:
-        """Publish an occurrence as the one before it, and note it."""
-        due = Due.at(instant_of(following.instant_ms))
+    def _paused(self, steps: list[_Step]) -> list[_Step]:
+        """Return the same steps, with those of paused schedules, as far as that is known."""
+        try:
+            found = self._registry.schedules.get([each.occurrence.name for each in steps])
+        except RegistryUnavailable as error:
+            logger.warning("Occurrences of schedules come although %s", error)
+            return steps
+        return [
+            step._replace(fate="paused")
+            if noted is not None and noted.is_paused and step.fate != "cancelled"
+            else step
+            for step, noted in zip(steps, found, strict=True)
+        ]
+
+    def _published(
+        self, steps: Iterable[_Step]
+    ) -> tuple[list[_Step], dict[Occurrence, Registration]]:
+        """Publish what follows occurrences; return those that go on, and what was published."""
+        published, sent, publications = [], {}, []
+        for step in steps:
+            if step.following is None:
+                published.append(step)
+        waiting = {id(step): step for step in steps if step.following is not None}
+
+        def done(publication: Publication) -> None:
+            step, registration = publication.context
+            del waiting[id(step)]
+            if publication.error is None:
+                published.append(step)
+                sent[step.following] = registration
+            else:
+                self._failed(step.arrived, publication.error)
+
+        try:
+            with self._delays.publisher() as publisher:
+                producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
+                for step in list(waiting.values()):
+                    try:
+                        publications.append(self._publication(producer, step))
+                    except Exception as error:  # noqa: BLE001 - the others are published
+                        del waiting[id(step)]
+                        self._failed(step.arrived, error)
+                publisher.publish_all(publications, PublishPolicy(producer.timeout), done=done)
+        except Exception as error:  # noqa: BLE001 - the thread has to live on
+            for step in waiting.values():
+                self._failed(step.arrived, error)
+        return published, sent
+
+    def _failed(self, arrived: Arrived, error: Exception) -> None:
+        task_id = celery_internals.shown(celery_internals.id_of(arrived.delivery.message))
+        if isinstance(error, TEMPORARY_ERRORS):
+            logger.warning("Occurrence %s waits for the next to be published: %s", task_id, error)
+            self._again(arrived, TRY_AGAIN)
+        else:
+            logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
+            self.act(partial(self._let_run, arrived))
+
+    def _again(self, arrived: Arrived, seconds: float) -> None:
+        again = partial(self.give, arrived)
+        self.act(partial(celery_internals.call_after, self._consumer, seconds, again))
+
+    def _publication(self, producer: DelayedProducer, step: _Step) -> Publication:
+        """Return the message of the occurrence that follows one, made of the message of that."""
+        delivery, waited, following = step.arrived.delivery, step.arrived.waited, step.following
+        assert following is not None
+        due = Due.at(instant_of(following.due_ms))
         ticket, key = Ticket(0, int(waited.registry[ORDER])), following.key
         copy, words = new_copy(), {ONCE: new_copy(), SCHEDULE: following.text}
         says = {COPY: copy, KEY: key, **ticket.headers, **words}
-        with self._delays.publisher() as publisher:
-            producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
-            producer.says = {"due_ms": following.instant_ms, "registry": says}
-            delayed = self._message(producer, delivery.message, waited, due, following.task_id)
-            producer.publish_message(delayed, due)
-        sent = Registration(following.task_id, copy, following.instant_ms, ticket=ticket, key=key)
+        producer.says = {"due_ms": following.due_ms, "registry": says}
+        delayed = self._message(producer, delivery.message, waited, due, following.task_id)
+        sent = Registration(following.task_id, copy, following.due_ms, ticket=ticket, key=key)
         task = self._consumer.app.tasks.get(delivery.task)
         if RegistryOptions.of(self._delays.settings, task, {}, {}).track:
             sent = sent._replace(name=delivery.task, message=stored(delayed))
-        self._note([(sent, following)])
-
-    def _note(self, more: list[tuple[Registration, Occurrence]]) -> None:
-        """Note occurrences that were published; what cannot be noted now is noted later."""
-        self._unnoted = [*self._unnoted, *more][-MAX_UNNOTED:]
-        try:
-            states = self._registry.register([sent for sent, _ in self._unnoted])
-            for (_, following), state in zip(self._unnoted, states, strict=True):
-                if state != "superseded":
-                    self._registry.schedules.follow(following)
-            self._unnoted = []
-        except RegistryUnavailable as error:
-            logger.warning("%d occurrences are noted later: %s", len(self._unnoted), error)
+        address = partial(producer.address, delayed, due)
+        publication = Publication.of(delayed.message.amqp(), address, (step, sent))
+        publication.declare = producer.declarations(delayed.queue, ())["declare"]
+        return publication
 
     def _message(
         self,
@@ -221,7 +313,6 @@ class Occurrences(BatchThread[Arrived]):
         due: Due,
         task_id: str,
     ) -> Delayed:
-        """Return the message of an occurrence, made of the one before it."""
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
             raise LookupError("its queue is unknown")
@@ -231,3 +322,95 @@ class Occurrences(BatchThread[Arrived]):
                 users[name] = task_id
         properties = {**kept_properties(former.properties), "correlation_id": task_id}
         return message_again(producer, former, destination, due, users, properties)
+
+    def _fate(self, step: _Step) -> Fate | None:
+        """Return what becomes of an occurrence; None if it waits for the end of another run."""
+        arrived, occurrence, fate = step.arrived, step.occurrence, step.fate
+        if arrived.kind == "copy" or fate != "ran" or occurrence.overlap == "allow":
+            return fate
+        schedules = self._registry.schedules
+        try:
+            if occurrence.overlap == "queue-one" and not schedules.queue(occurrence):
+                return "overlapped"
+            if schedules.start(occurrence):
+                return "ran"
+        except RegistryUnavailable as error:
+            logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
+            return "ran"
+        if arrived.looks < POLLS:
+            self._again(arrived._replace(looks=arrived.looks + 1), POLL)
+            return None
+        if occurrence.overlap == "skip":
+            return "overlapped"
+        now_ms = time.time_ns() // NS_PER_MS
+        pause_ms = (now_ms - occurrence.due_ms) // 10
+        until_ms = now_ms + max(MIN_PAUSE_MS, min(pause_ms, MAX_PAUSE_MS))
+        self.act(partial(arrived.put_back, until_ms))
+        return None
+
+    def _note(
+        self, more: Mapping[Occurrence, Registration], came: Mapping[Occurrence, Came]
+    ) -> None:
+        """Note occurrences that were published; what cannot be noted now is noted later."""
+        unnoted = {**self._unnoted, **more}
+        self._unnoted = dict(list(unnoted.items())[-MAX_UNNOTED:])
+        try:
+            states = self._registry.register([*self._unnoted.values()]) if self._unnoted else []
+            following = [
+                each
+                for each, state in zip(self._unnoted, states, strict=True)
+                if state != "superseded"
+            ]
+            self._registry.schedules.follow(following, came)
+            self._unnoted = {}
+        except RegistryUnavailable as error:
+            logger.warning("%d occurrences are noted later: %s", len(self._unnoted), error)
+
+    def _go_on(self, step: _Step, fate: Fate) -> None:
+        arrived, occurrence = step.arrived, step.occurrence
+        if arrived.kind == "copy":
+            self.act(partial(self._let_run, arrived))
+            return
+        self._delays.recorder.record({instruments.OCCURRENCES: 1}, arrived.delivery.task, fate)
+        if fate in ("ran", "cancelled"):
+            is_held = fate == "ran" and occurrence.overlap != "allow"
+            self.act(partial(self._let_run, arrived, occurrence if is_held else None))
+            return
+        logger.info("Occurrence %s does not run: %s.", occurrence.task_id, _WHY[fate])
+        acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
+        self.act(acknowledge, is_acknowledgement=True)
+
+    def _let_run(self, arrived: Arrived, held: Occurrence | None = None) -> None:
+        """Let an occurrence go on, in the event loop; its retries are no occurrences."""
+        table: Any = arrived.delivery.message.headers
+        while isinstance(table, dict):
+            for name in _OF_OCCURRENCE:
+                table.pop(name, None)
+            table = table.get(NESTED_HEADERS)
+        arrived.go_on()
+        if held is not None:
+            self.running[held.task_id] = held.name
+
+    def _look_after_runs(self) -> None:
+        """Keep the leases of what runs, and give back those of what has ended."""
+        renews = time.monotonic() >= self._renew_at
+        if renews:
+            self._renew_at = time.monotonic() + LEASE / 4
+        for task_id, name in list(self.running.items()):
+            try:
+                if not celery_internals.is_reserved(task_id):
+                    del self.running[task_id]
+                    self._registry.schedules.end_run(name, task_id)
+                elif renews:
+                    self._registry.schedules.keep_run(name, task_id)
+            except RegistryUnavailable as error:
+                logger.warning("The lease of %s is not kept: %s", task_id, error)
+
+    def _look_after_schedules(self) -> None:
+        self.begin()
+        # First of all, or what they are about would be sent again.
+        self._note({}, {})
+        schedules = self._registry.schedules
+        self.overdue = schedules.overdue_for(time.time_ns() // NS_PER_MS) / 1000
+        if schedules.may_heal():
+            self._delays.schedules.heal()

@@ -228,6 +228,13 @@ def _add_tasks_that_fail(app: Any) -> None:
         wait_for(lambda: redis.get(key) != b"first", "the test's word")
         raise self.retry(countdown=0.2)
 
+    @app.task(bind=True, name="hold", shared=False)
+    def hold(self: Any, *given: Any, key: str) -> None:
+        """Note that it runs, and end when the test says so."""
+        redis: Any = app.backend.client
+        redis.rpush(key, json.dumps(seen(self, *given)))
+        wait_for(lambda: redis.get(f"{key}:ends"), "the test's word", 3600)
+
     @app.task(bind=True, name="retry-together", shared=False)
     def retry_together(self: Any, past: list[Any], key: str, size: int) -> list[Any]:
         """Retry once, in the same moment as the others of a group of ``size`` tasks."""

@@ -294,7 +294,7 @@ def test_schedules_are_listed_paused_triggered_and_deleted(settings: dict[str, A
     assert [each[10:] for each in due] == ["T00:00:00+00:00"] * 3
 
     assert run_command(settings, "schedules pause often").stdout == "often: paused\n"
-    assert answer(settings, "schedules list", "schedules")["schedules"][1]["is_paused"]
+    assert answer(settings, "schedules list", "schedules")["schedules"][1]["paused"]
     assert run_command(settings, "schedules resume often").stdout == "often: resumed\n"
     sent = answer(settings, "schedules trigger often", "schedule")
     assert len(sent["task_id"]) == 36

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,10 +16,15 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from celery.schedules import crontab, schedule
 from kombu import Connection
+from redbeat import RedBeatSchedulerEntry
+from redbeat.schedules import rrule
 
 from celery_rabbitdelay import InvalidSchedule, InvalidSetting, Outcome, RegistryRequired
 from celery_rabbitdelay.app import schedules
+from celery_rabbitdelay.app.beat import put_beat
+from celery_rabbitdelay.app.schedule_imports import exported, from_json, from_redbeat, put_all
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
@@ -60,7 +68,8 @@ def put(shop: Any, noted: Notes) -> Callable[..., Any]:
     """Puts a schedule whose task notes its id; a slow machine leaves no occurrence out."""
 
     def put(name: str, when: Any = SECOND, task: str = "note", **options: Any) -> Any:
-        kwargs, options = {"key": noted.key}, {"catch_up": "all", **options}
+        kwargs = {"key": noted.key}
+        options = {"catch_up": "all", "overlap": "allow", **options}
         return shop.rabbitdelay.schedules.put(name, task, when, (name,), kwargs, **options)
 
     return put
@@ -201,9 +210,9 @@ def test_an_occurrence_that_was_lost_is_sent_again(
     wait_for(lambda: count(connection, default) == 1, "the occurrence", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(default)
-    monkeypatch.setattr(schedules, "_now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS)
+    monkeypatch.setattr(schedules, "now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS)
     assert shop.rabbitdelay.schedules.heal() == []
-    monkeypatch.setattr(schedules, "_now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS + 1)
+    monkeypatch.setattr(schedules, "now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS + 1)
     assert shop.rabbitdelay.schedules.heal() == ["a"]
     # It is given twice as long each time.
     assert shop.rabbitdelay.schedules.heal() == []
@@ -229,9 +238,9 @@ def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_sec
             (found,) = known.get(["a"])
             ran = found.occurrence._replace(instant_ms=instants(noted, "a")[-1] * 1000)
             # As if Redis had been away when the next one was to be noted.
-            known.follow(ran)
+            known.follow([ran])
             # The next one may be late on a slow machine, and is not lost.
-            monkeypatch.setattr(schedules, "_now_ms", partial(int, ran.instant_ms + 1))
+            monkeypatch.setattr(schedules, "now_ms", partial(int, ran.instant_ms + 1))
             assert shop.rabbitdelay.schedules.heal() == []
             (healed,) = known.get(["a"])
             assert healed.occurrence.instant_ms > ran.instant_ms
@@ -399,15 +408,15 @@ def test_two_versions_of_the_code_do_not_undo_each_other(
 
     first, kept = entry(noted, "first", 3600), entry(noted, "kept", 3600)
     before, after = version(first=first, kept=kept), version(kept=kept, more=first)
-    assert before.put_beat()
+    assert put_beat(before)
     for _ in range(2):
-        assert after.put_beat()
-        assert not before.put_beat()
+        assert put_beat(after)
+        assert not put_beat(before)
     names = [each.name.rpartition(":")[2] for each in after.all()]
     assert names == ["kept", "more"]
     # The code is rolled back.
-    assert before.put_beat(is_forced=True)
-    assert not after.put_beat()
+    assert put_beat(before, is_forced=True)
+    assert not put_beat(after)
     assert [each.name.rpartition(":")[2] for each in after.all()] == ["first", "kept"]
     for each in after.all():
         after.delete(each.name)
@@ -421,8 +430,231 @@ def test_an_entry_that_cannot_be_a_schedule_is_said_and_keeps_no_other_from_it(
 ) -> None:
     entries = {"a": entry(noted, "a", options={"link": "x"}), "b": entry(noted, "b", 3600)}
     app = make_shop(**settings, beat_schedule=entries, rabbitdelay_beat=True)
-    assert app.rabbitdelay.schedules.put_beat()
+    assert put_beat(app.rabbitdelay.schedules)
     (made,) = app.rabbitdelay.schedules.all()
     assert made.name.endswith(":b")
     assert "not ['link']" in caplog.text
     app.rabbitdelay.schedules.delete(made.name)
+
+
+@pytest.fixture
+def let_end(noted: Notes) -> Iterator[Callable[[], Any]]:
+    """Lets the runs of the task ``hold`` end."""
+    yield partial(noted.redis.set, f"{noted.key}:ends", "1")
+    noted.redis.delete(f"{noted.key}:ends")
+
+
+def overlapped(worker: Worker, number: int) -> bool:
+    return worker.log.count("another run of its schedule still goes") >= number
+
+
+def test_an_occurrence_is_left_out_while_another_run_still_goes(
+    settings: dict[str, Any],
+    shop: Any,
+    put: Callable[..., Any],
+    noted: Notes,
+    let_end: Callable[[], Any],
+) -> None:
+    put("a", task="hold", overlap="skip")
+    registry = shop.rabbitdelay.registry
+    with Worker(settings, None, "-c", "3") as worker:
+        wait_for(partial(overlapped, worker, 3), "three that overlap", PATIENCE)
+        (held,) = instants(noted, "a")
+        # As if a minute were nearly over: the worker says that it still runs.
+        client = registry.store.connect()
+        client.pexpire(registry.names.running("a"), 30_000)
+        longer = 31_000
+        wait_for(lambda: client.pttl(registry.names.running("a")) > longer, "a renewal", PATIENCE)
+        assert shop.rabbitdelay.schedules.get("a").last[2] == "overlapped"
+        let_end()
+        wait_until_ran(noted, 3)
+        client.close()
+    found = instants(noted, "a")
+    assert found[0] == held
+    assert found[1] > held + 3
+    assert len(set(found)) == len(found)
+
+
+def test_one_occurrence_waits_for_the_end_of_another_run_and_others_are_left_out(
+    settings: dict[str, Any],
+    shop: Any,
+    put: Callable[..., Any],
+    noted: Notes,
+    let_end: Callable[[], Any],
+) -> None:
+    first = int(put("a", task="hold", overlap="queue-one").next_at.timestamp())
+    with Worker(settings, None, "-c", "3") as worker:
+        wait_for(partial(overlapped, worker, 8), "eight that overlap", PATIENCE)
+        assert instants(noted, "a") == [first]
+        let_end()
+        wait_until_ran(noted, 3)
+    found = instants(noted, "a")
+    # The one that waited has run, and those after it have not.
+    assert found[:2] == [first, first + 1]
+    assert found[2] > first + 9
+    assert len(set(found)) == len(found)
+
+
+def test_a_run_whose_worker_was_killed_holds_up_others_for_a_minute(
+    settings: dict[str, Any],
+    shop: Any,
+    put: Callable[..., Any],
+    noted: Notes,
+    let_end: Callable[[], Any],
+) -> None:
+    put("a", task="hold", overlap="skip")
+    registry = shop.rabbitdelay.registry
+    with Worker(settings) as worker:
+        wait_until_ran(noted, 1)
+        worker.kill()
+    let_end()
+    client = registry.store.connect()
+    assert 0 < client.pttl(registry.names.running("a")) <= 60_000
+    with Worker(settings) as worker:
+        wait_for(partial(overlapped, worker, 1), "one that overlaps", PATIENCE)
+        # As if the minute were over.
+        client.pexpire(registry.names.running("a"), 1)
+        wait_until_ran(noted, 3)
+    client.close()
+
+
+def test_what_was_missed_is_sent_by_hand_and_what_has_run_does_not_run_again(
+    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
+) -> None:
+    schedules, hour = shop.rabbitdelay.schedules, timedelta(hours=1)
+    now = datetime.now(UTC)
+    put("a", hour)
+    missed = schedules.backfill("a", now - 3 * hour, now)
+    assert missed in (3, 4)
+    with Worker(settings):
+        wait_until_ran(noted, missed)
+        # More than the whole of it.
+        assert schedules.backfill("a", now - 5 * hour, now + hour) == missed + 2
+        wait_until_ran(noted, missed + 2)
+        noted.until(3)
+    found = instants(noted, "a")
+    assert found == [*range(found[0], found[0] + 3600 * (missed + 2), 3600)]
+    with pytest.raises(InvalidSchedule, match="is no schedule"):
+        schedules.backfill("b", now - hour, now)
+    with pytest.raises(InvalidSchedule, match="more than 10000"):
+        schedules.backfill("a", now - 20_000 * hour, now)
+
+
+def test_jitter_is_part_of_when_an_occurrence_is_due(shop: Any, put: Callable[..., Any]) -> None:
+    when, jitter = timedelta(days=3), timedelta(hours=5)
+    plain = put("a", when)
+    due = {put(f"a{each}", when, jitter=jitter).next_at - plain.next_at for each in range(5)}
+    assert len(due) == 5
+    assert all(timedelta() <= each <= jitter for each in due)
+    assert {shop.rabbitdelay.schedules.next(f"a{each}", 1)[0] for each in range(5)} == {
+        plain.next_at
+    }
+
+
+@pytest.mark.parametrize("wrong", [{"jitter": timedelta(days=2)}, {"overlap": "maybe"}])
+def test_a_wrong_jitter_or_overlap_is_refused(put: Callable[..., Any], wrong: Any) -> None:
+    with pytest.raises(InvalidSchedule, match="takes a jitter of at most a day"):
+        put("a", **wrong)
+
+
+def test_what_is_exported_is_imported_as_it_was(shop: Any, put: Callable[..., Any]) -> None:
+    schedules = shop.rabbitdelay.schedules
+    end = datetime.now(UTC) + timedelta(days=400)
+    put("a", ["0 9 * * *", crontab(0, 9, "mon", day_of_month="1-7")], timezone="Europe/Berlin")
+    put("b", timedelta(hours=1), end=end, jitter=5, overlap="skip", catch_up=90, paused=True)
+    put("c", "@daily", exclude=["2030-12-25", "* * 1 1 *"], priority=2)
+    before = schedules.all()
+    text = json.dumps({"schedules": [exported(each) for each in before]})
+    for each in before:
+        schedules.delete(each.name)
+    told = [*put_all(schedules, from_json(text))]
+    assert [(each.name, each.error) for each in told] == [(name, "") for name in "abc"]
+    assert schedules.all() == before
+    assert [*put_all(schedules, from_json(text))] == told
+    with pytest.raises(ValueError, match="no export"):
+        [*from_json("[]")]
+
+
+def test_the_schedules_of_redbeat_are_imported(
+    shop: Any, settings: dict[str, Any], redis_url: str
+) -> None:
+    shop.conf.redbeat_redis_url, shop.conf.redbeat_key_prefix = redis_url, f"{shop.main}:beat:"
+    last = datetime.now(UTC).replace(microsecond=0) - timedelta(seconds=100)
+
+    def save(name: str, when: Any, **more: Any) -> Any:
+        more = {"kwargs": {"key": "x"}, **more}
+        entry = RedBeatSchedulerEntry(name, "note", when, app=shop, last_run_at=last, **more)
+        return entry.save()
+
+    entries = [
+        save("interval", schedule(timedelta(minutes=10)), args=[1], options={"queue": "x"}),
+        save("cron", crontab(0, "9-17", "mon-fri"), enabled=False),
+        save("rule", rrule("DAILY", dtstart=last), options={"expires": 60}),
+        save("late", crontab(), options={"expires": 60, "link": []}),
+    ]
+    try:
+        shop.amqp.queues.add("x")
+        schedules = shop.rabbitdelay.schedules
+        told = {each.name: each for each in put_all(schedules, from_redbeat(shop))}
+    finally:
+        for each in entries:
+            each.delete()
+    assert sorted(told) == ["cron", "interval", "late", "rule"]
+    assert "write it as a cron text" in told["rule"].error
+    assert [told[name].error for name in ("cron", "interval", "late")] == ["", "", ""]
+    assert told["late"].notes == ("without link",)
+    found = {each.name: each for each in schedules.all()}
+    assert (found["interval"].args, found["interval"].options) == ((1,), {"queue": "x"})
+    # It is due when it would have been.
+    assert found["interval"].next_at == last + timedelta(minutes=10)
+    assert found["cron"].recurrence.rules == ("0 9-17 * * 1,2,3,4,5",)
+    assert (found["cron"].kwargs, found["cron"].is_paused) == ({"key": "x"}, True)
+    assert found["late"].catch_up == 60
+
+
+#: Makes the tables of django-celery-beat in memory, and prints what is found there.
+OF_DJANGO = """
+import json
+import django
+from django.conf import settings
+settings.configure(
+    INSTALLED_APPS=["django_celery_beat"], USE_TZ=True,
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+)
+django.setup()
+from datetime import datetime, UTC
+from django.core.management import call_command
+from django_celery_beat import models
+call_command("migrate", verbosity=0)
+make = models.PeriodicTask.objects.create
+interval = models.IntervalSchedule.objects.create(every=10, period="minutes")
+cron = models.CrontabSchedule.objects.create(minute="30", hour="7", timezone="Europe/Berlin")
+sun = models.SolarSchedule.objects.create(event="sunset", latitude=52.5, longitude=13.4)
+once = models.ClockedSchedule.objects.create(clocked_time=datetime(2030, 1, 1, tzinfo=UTC))
+make(name="cron", task="note", crontab=cron, kwargs='{"a": 1}', enabled=False, expire_seconds=60)
+make(name="interval", task="note", interval=interval, args="[1]", queue="x", headers='{"h": 1}',
+     start_time=datetime(2026, 1, 1, 0, 7, tzinfo=UTC))
+make(name="once", task="note", clocked=once, one_off=True)
+make(name="sun", task="note", solar=sun, expires=datetime(2031, 1, 1, tzinfo=UTC))
+from celery_rabbitdelay.app.schedule_imports import from_django
+for each in from_django():
+    print(json.dumps([each.name, each.given, each.notes, each.error], default=repr))
+"""
+
+
+def test_the_schedules_of_django_are_found() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OF_DJANGO], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, done.stdout.splitlines())
+    found = {name: (given, error) for name, given, _, error in lines}
+    assert found["once"][1] == "it is due once: send its task with an eta"
+    cron, interval, sun = (found[name][0] for name in ("cron", "interval", "sun"))
+    assert cron["when"].split()[:6] == ["<crontab:", "30", "7", "*", "*", "*"]
+    assert (cron["timezone"], cron["paused"], cron["catch_up"]) == ("Europe/Berlin", True, 60)
+    assert cron["kwargs"] == {"a": 1}
+    assert (interval["args"], interval["queue"], interval["headers"]) == ([1], "x", {"h": 1})
+    assert interval["start"].startswith("datetime.datetime(2026, 1, 1, 0, 7")
+    assert sun["when"].startswith("<solar: sunset")
+    assert sun["end"].startswith("datetime.datetime(2031, 1, 1")

@@ -104,7 +104,7 @@ def test_all_commands_take_times_in_the_same_forms() -> None:
     assert kinds["float range"] == {"rate"}
     assert "float" not in kinds
     assert kinds["delay"] == {"delay", "max_delay"}
-    assert kinds["instant"] == {"due_after", "due_before", "eta"}
+    assert kinds["instant"] == {"due_after", "due_before", "eta", "since", "until"}
     assert kinds["duration"] == {
         *("expires", "from_tick", "newer_than", "older_than", "step", "tick", "timeout"),
         *("tolerance", "watch"),

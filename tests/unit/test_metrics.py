@@ -33,7 +33,7 @@ from celery_rabbitdelay.testing import wait_for
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
 
 #: The names that a label may have. ``level`` has one value for each level of the layout.
-LABELS = {"task", "queue", "level"}
+LABELS = {"task", "queue", "level", "fate"}
 
 PER_LEVEL = {instruments.PENDING, instruments.PROBE_LATE, instruments.PROBE_MISSING}
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from collections import Counter
+from datetime import UTC, date, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab, schedule, solar
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.levels.schedule import ALWAYS, UNTIL_NEXT, Occurrence, Recurrence
+from celery_rabbitdelay.levels.recurrence import Recurrence
+from celery_rabbitdelay.levels.schedule import ALWAYS, UNTIL_NEXT, Occurrence
 
 MINUTE_MS = 60_000
 
@@ -211,8 +214,10 @@ def test_an_occurrence_is_found_by_the_id_of_its_task() -> None:
 
 
 def test_an_occurrence_is_read_as_it_was_written() -> None:
-    recurrence = Recurrence.of([timedelta(hours=1), "0 7 * * *"], "Europe/Berlin")
-    occurrence = Occurrence("täglich", NOW, recurrence, UNTIL_NEXT, "0a")
+    recurrence = Recurrence.of(
+        [timedelta(hours=1), "0 7 * * *"], "Europe/Berlin", exclude=["2026-12-25", "* * 1 1 *"]
+    )
+    occurrence = Occurrence("täglich", NOW, recurrence, UNTIL_NEXT, "0a", 5000, "queue-one")
     assert Occurrence.of(occurrence.text) == occurrence
 
 
@@ -226,19 +231,126 @@ def test_anything_else_is_no_occurrence(text: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '["a",1,[["every 1"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["every x"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["* * *"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["* * * * * and 9"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["* * * * * MON and 0"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["* * * * MON and 0"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["* * * * * * and 0"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["* * * * *"],"../etc",0,null],-1,"r"]',
-        '["a",1,[[],"UTC",0,null],-1,"r"]',
-        '["a",1.5,[["* * * * *"],"UTC",0,null],-1,"r"]',
-        '["a",1,[["* * * * *"],"UTC",0,null],-3,"r"]',
+        '["a",1,[["every 1"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["every x"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * *"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * * and 9"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * * MON and 0"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * MON and 0"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * * * and 0"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * *"],"../etc",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[[],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1.5,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * *"],"UTC",0,null,[]],-3,"r",0,"allow"]',
+        '["a",1,[["* * * * *"],"UTC",0,null,["9999-99-99"]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * *"],"UTC",0,null,["x"]],-1,"r",0,"allow"]',
+        '["a",1,[["solar noon 0 0"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["solar sunrise 91 0"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",86400001,"allow"]',
+        '["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,"maybe"]',
+        '["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,[]]',
         "[" * 3000,
     ],
 )
 def test_what_a_stranger_writes_is_refused(text: str) -> None:
     assert Occurrence.of(text) is None
+
+
+def test_a_well_formed_one_is_not_refused() -> None:
+    assert Occurrence.of('["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,"allow"]') is not None
+
+
+BERLIN = "Europe/Berlin"
+
+
+def test_days_and_minutes_are_excluded_in_the_time_zone() -> None:
+    excluded = ["2026-12-24", date(2026, 12, 25), "* 12 * * *", "* * * * 0,6"]
+    recurrence = Recurrence.of("30 */4 * * *", BERLIN, exclude=excluded)
+    begin, end = local("2026-12-23T10:00", BERLIN), local("2026-12-28T09:00", BERLIN)
+    # The 26th is a Saturday.
+    wanted = ["23T16:30", "23T20:30", "28T00:30", "28T04:30", "28T08:30"]
+    found = due(recurrence, begin, end)
+    assert found == [local(f"2026-12-{each}", BERLIN) for each in wanted]
+    assert recurrence.latest(milliseconds_of(end)) == milliseconds_of(found[-1])
+    assert recurrence.latest(milliseconds_of(local("2026-12-27T23:59", BERLIN))) == milliseconds_of(
+        found[1]
+    )
+
+
+def test_a_day_that_is_excluded_begins_and_ends_where_the_clock_changes() -> None:
+    recurrence = Recurrence.of("@hourly", BERLIN, exclude="2026-10-25")
+    before = local("2026-10-24T23:00", BERLIN)
+    after = recurrence.after(milliseconds_of(before))
+    assert after is not None
+    assert instant_of(after) - before == timedelta(hours=26)
+    assert recurrence.latest(after - 1) == milliseconds_of(before)
+
+
+@pytest.mark.parametrize(
+    "exclude", ["every 1000", "christmas", timedelta(hours=1), "*/2 * * * * *", ["* * * * *"] * 101]
+)
+def test_what_cannot_be_excluded_is_said_early(exclude: Any) -> None:
+    with pytest.raises(InvalidSchedule):
+        Recurrence.of("@hourly", "UTC", exclude=exclude)
+
+
+def test_what_excludes_everything_is_said_early() -> None:
+    with pytest.raises(InvalidSchedule, match="so much is excluded"):
+        Recurrence.of("* * * * *", "UTC", exclude="0-59 0-23 * * *")
+
+
+@pytest.mark.parametrize(
+    ("event", "latitude", "longitude"),
+    [
+        ("sunrise", 52.52, 13.4),
+        ("sunset", -33.9, 151.2),
+        ("solar_noon", 0.0, 0.0),
+        ("dawn_astronomical", 60.0, 20.0),
+        ("dusk_civil", 69.6, 18.9),
+    ],
+)
+def test_the_sun_rises_when_celery_says_so(event: Any, latitude: float, longitude: float) -> None:
+    """Celery asks ephem too, and has a table of horizons of its own."""
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    recurrence = Recurrence.of(solar(event, latitude, longitude), "UTC")
+    for _ in range(40):
+        of_celery = solar(
+            event, latitude, longitude, nowfun=partial(type(at).fromisoformat, f"{at}")
+        )
+        expected = at + of_celery.remaining_estimate(at)
+        found = recurrence.after(milliseconds_of(at))
+        assert found is not None
+        # ephem finds another second from each start.
+        assert abs(expected - instant_of(found)) < timedelta(seconds=3)
+        assert recurrence.latest(found) == found
+        assert recurrence.latest(found - 1) != found
+        at = instant_of(found) + timedelta(days=9, hours=5)
+
+
+def test_a_year_of_sunrises_is_one_a_day() -> None:
+    begin = datetime(2026, 1, 1, tzinfo=UTC)
+    found = due(
+        Recurrence.of(solar("sunrise", 52.52, 13.4), "UTC"), begin, begin + timedelta(days=365)
+    )
+    assert len(found) == 365
+    assert all(timedelta(hours=23) < b - a < timedelta(hours=25) for a, b in pairwise(found))
+
+
+@given(st.integers(0, 86_400_000), st.integers(0, 10_000))
+def test_jitter_is_within_its_bound_and_the_same_for_everybody(jitter_ms: int, number: int) -> None:
+    every = Recurrence((f"every {MINUTE_MS}",))
+    occurrence = Occurrence("a", NOW + MINUTE_MS * number, every, UNTIL_NEXT, "r", jitter_ms)
+    again = Occurrence.of(occurrence.text)
+    assert again is not None
+    assert again.due_ms == occurrence.due_ms
+    assert 0 <= occurrence.due_ms - occurrence.instant_ms <= jitter_ms
+
+
+def test_jitter_spreads() -> None:
+    every = Recurrence((f"every {MINUTE_MS}",))
+    occurrences = [
+        Occurrence(f"a{number}", NOW, every, UNTIL_NEXT, "r", 9_999) for number in range(1000)
+    ]
+    tenths = Counter((each.due_ms - NOW) // 1000 for each in occurrences)
+    assert sorted(tenths) == [*range(10)]
+    assert min(tenths.values()) > 50

@@ -1,0 +1,106 @@
+"""The entries of ``celery beat`` as schedules, with ``rabbitdelay_beat``."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+from celery.signals import beat_init
+
+from celery_rabbitdelay.app.schedules import Schedules, now_ms
+from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
+
+logger = logging.getLogger(__name__)
+
+#: For how many milliseconds entries of beat do not come back that others have taken the place of.
+FLAPPING_MS: Final = 86_400_000
+
+
+def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
+    """Put the entries of Celery's ``beat_schedule``, and end those that are not there any more.
+
+    Workers call this when they start, with ``rabbitdelay_beat = True``. While workers of two
+    versions of the code are deployed, those of the former version change nothing: entries that
+    others have taken the place of are not put again for a day.
+
+    Args:
+        schedules: The schedules of the application.
+        is_forced: Put them all the same, because the code was rolled back.
+
+    Returns:
+        Whether they are as this code has them.
+    """
+    app = schedules.app
+    registry, application = app.rabbitdelay.registry, str(app.main or "")
+    prefix = f"beat:{application}:"
+    given = {**_entries_of_celery(app), **app.conf.beat_schedule}
+    entries = {f"{prefix}{name}": each for name, each in given.items()}
+    said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
+    digest = hashlib.sha256(said.encode()).hexdigest()[:24]
+    with registry.alone_under(prefix):
+        found = registry.schedules.taken_over(application)
+        ended_ms = int(found.get(digest, 0))
+        if ended_ms > now_ms() - FLAPPING_MS and not is_forced:
+            logger.warning(
+                "The entries of beat are those of other code, which was deployed later; if "
+                "this code was rolled back: celery rabbitdelay schedules put-beat"
+            )
+            return False
+        for name, entry in entries.items():
+            _put_entry(schedules, name, entry)
+        if found.get("current") != digest:
+            for name in registry.schedules.all():
+                if name.startswith(prefix) and name not in entries:
+                    schedules.delete(name)
+            registry.schedules.take_over(application, found.get("current"), digest, now_ms())
+    return True
+
+
+def _put_entry(schedules: Schedules, name: str, entry: Mapping[str, Any]) -> None:
+    options = dict(entry.get("options") or {})
+    # Celery counts it from the send, which is when the occurrence is due.
+    expires = options.pop("expires", None)
+    catch_up: Any = "last" if expires is None else expires
+    when = entry["schedule"]
+    if isinstance(when, int | float):
+        when = timedelta(seconds=when)
+    try:
+        given = entry.get("args") or (), entry.get("kwargs")
+        # Beat lets runs overlap.
+        options = {"overlap": "allow", "catch_up": catch_up, **options}
+        schedules.put(name, entry["task"], when, *given, **options)
+    except (PublishError, RegistryUnavailable):
+        raise
+    except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
+        logger.error("The entry %r of beat does not run, it is no schedule: %s", name, error)
+
+
+def _entries_of_celery(app: Any) -> dict[str, Any]:
+    """Return what beat adds by itself, in ``celery.beat.Scheduler``."""
+    if not app.conf.result_expires or app.backend.supports_autoexpire:
+        return {}
+    from celery.schedules import crontab
+
+    entry = {"schedule": crontab("0", "4", "*"), "options": {"expires": 12 * 3600}}
+    return {"celery.backend_cleanup": {"task": "celery.backend_cleanup", **entry}}
+
+
+def _idle_beat(sender: Any, **_: Any) -> None:
+    """Let ``celery beat`` send nothing if workers have taken over what it would send."""
+    delays = getattr(sender.app, "rabbitdelay", None)
+    if delays is None or not delays.settings.beat or not delays.available:
+        return
+    from celery import beat  # it takes 20 ms, which all other programs need not
+
+    scheduler = sender.scheduler
+    if type(scheduler) not in (beat.Scheduler, beat.PersistentScheduler):
+        logger.warning("Beat goes on beside rabbitdelay_beat: it has a scheduler of its own.")
+        return
+    logger.warning("Beat sends nothing, and is not needed: workers do it (rabbitdelay_beat).")
+    scheduler.tick = lambda *_, **__: scheduler.max_interval
+
+
+beat_init.connect(_idle_beat, weak=False)

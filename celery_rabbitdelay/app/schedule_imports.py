@@ -1,0 +1,209 @@
+"""Schedules of RedBeat, of django-celery-beat and of a file, to be put as schedules of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta, timezone, tzinfo
+from typing import Any, Final, NamedTuple
+from zoneinfo import ZoneInfo
+
+from celery.schedules import BaseSchedule, crontab, schedule
+
+from celery_rabbitdelay.app.schedules import Schedule, Schedules
+from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
+from celery_rabbitdelay.levels.delay import instant_of
+
+#: The options of both that :meth:`.Schedules.put` takes as they are.
+_OPTIONS: Final = ("queue", "exchange", "routing_key", "priority", "headers")
+
+
+class Imported(NamedTuple):
+    """What became of a schedule of somebody else's.
+
+    Attributes:
+        name: Its name.
+        error: Why it was not put; empty if it was.
+        notes: What is otherwise than it was.
+    """
+
+    name: str
+    error: str
+    notes: tuple[str, ...] = ()
+
+
+class Foreign(NamedTuple):
+    """A schedule of somebody else's.
+
+    Attributes:
+        name: Its name.
+        given: The arguments of :meth:`.Schedules.put`.
+        notes: What is otherwise than it was.
+        error: Why it cannot be one of ours; empty if it can.
+    """
+
+    name: str
+    given: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    error: str = ""
+
+
+def put_all(schedules: Schedules, found: Iterable[Foreign]) -> Iterator[Imported]:
+    """Put schedules, and say what became of each.
+
+    Raises:
+        PublishError: RabbitMQ did not confirm an occurrence; what came before was put.
+        RegistryUnavailable: Redis did not answer, likewise.
+    """
+    for each in found:
+        error = each.error
+        if not error:
+            try:
+                schedules.put(each.name, **each.given)
+            except (PublishError, RegistryUnavailable):
+                raise
+            except (RabbitDelayError, LookupError, TypeError, ValueError) as wrong:
+                error = str(wrong)
+        yield Imported(each.name, error, each.notes)
+
+
+def exported(found: Schedule) -> dict[str, Any]:
+    """Return a schedule as JSON: what :func:`from_json` takes."""
+    when, start_ms, end_ms = found.recurrence, found.recurrence.start_ms, found.recurrence.end_ms
+    return {
+        "name": found.name,
+        "task": found.task,
+        "args": list(found.args),
+        "kwargs": found.kwargs,
+        "options": found.options,
+        "when": list(when.rules),
+        "timezone": when.zone,
+        "start": instant_of(start_ms).isoformat() if start_ms else None,
+        "end": None if end_ms is None else instant_of(end_ms).isoformat(),
+        "exclude": list(when.excluded),
+        "jitter": found.jitter,
+        "overlap": found.overlap,
+        "catch_up": found.catch_up,
+        "paused": found.is_paused,
+    }
+
+
+def from_json(text: str) -> Iterator[Foreign]:
+    """Yield the schedules of an export.
+
+    Raises:
+        ValueError: The text is no export.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict) or not isinstance(found.get("schedules"), list):
+        raise ValueError('it is no export: it has no list "schedules"')
+    for each in found["schedules"]:
+        given = dict(each)
+        for name in ("start", "end"):
+            if given.get(name) is not None:
+                given[name] = datetime.fromisoformat(given[name])
+        name, options = str(given.pop("name", "")), given.pop("options", None) or {}
+        yield Foreign(name, {**given, **options})
+
+
+def from_redbeat(app: Any, url: str | None = None) -> Iterator[Foreign]:
+    """Yield the schedules that RedBeat keeps in Redis.
+
+    Args:
+        app: The application, with RedBeat's settings.
+        url: The URL of that Redis; None for what the settings say.
+    """
+    import redis
+
+    url = url or app.conf.get("redbeat_redis_url") or app.conf.broker_url
+    prefix = app.conf.get("redbeat_key_prefix") or "redbeat:"
+    with redis.Redis.from_url(url, decode_responses=True) as client:
+        for key in client.zrange(f"{prefix}:schedule", 0, -1):
+            definition, meta = client.hmget(key, "definition", "meta")
+            if definition is not None:
+                yield _of_redbeat(key.removeprefix(prefix), definition, meta)
+
+
+def _of_redbeat(name: str, definition: str, meta: str | None) -> Foreign:
+    try:
+        found = json.loads(definition, object_hook=_decoded)
+        when = found["schedule"]
+        if not isinstance(when, BaseSchedule):
+            raise TypeError(f"its schedule is {when!r}: write it as a cron text")
+    except (KeyError, TypeError, ValueError) as wrong:
+        return Foreign(name, {}, error=str(wrong))
+    last = json.loads(meta, object_hook=_decoded).get("last_run_at") if meta else None
+    given = {
+        "task": found["task"],
+        "when": when,
+        "args": found.get("args") or (),
+        "kwargs": found.get("kwargs") or {},
+        "paused": not found.get("enabled", True),
+        **_phase(when, last),
+    }
+    return _with_options(name, given, found.get("options") or {})
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    """Return an object of RedBeat's JSON."""
+    kind = found.pop("__type__", None)
+    if kind == "interval":
+        return schedule(timedelta(seconds=found["every"]))
+    if kind == "crontab":
+        return crontab(**found)
+    if kind == "datetime":
+        zone = found.pop("timezone", "UTC")
+        return datetime(**found, tzinfo=_zone(zone))
+    return found if kind is None else f"of the type {kind}"
+
+
+def _zone(zone: str | float) -> tzinfo:
+    return ZoneInfo(zone) if isinstance(zone, str) else timezone(timedelta(seconds=zone))
+
+
+def from_django() -> Iterator[Foreign]:
+    """Yield the schedules in the tables of django-celery-beat; Django has to be set up."""
+    from django_celery_beat.models import PeriodicTask
+
+    for each in PeriodicTask.objects.order_by("name"):
+        if each.one_off or each.clocked is not None:
+            why = "it is due once: send its task with an eta"
+            yield Foreign(each.name, {}, error=why)
+            continue
+        when = each.schedule
+        given = {
+            "task": each.task,
+            "when": when,
+            "args": json.loads(each.args or "[]"),
+            "kwargs": json.loads(each.kwargs or "{}"),
+            "timezone": str(each.crontab.timezone) if each.crontab is not None else None,
+            "end": each.expires,
+            "paused": not each.enabled,
+            **_phase(when, each.start_time or each.last_run_at),
+        }
+        if each.start_time is not None:
+            given["start"] = each.start_time
+        if each.expire_seconds is not None:
+            given["catch_up"] = each.expire_seconds
+        options = {name: getattr(each, name) for name in _OPTIONS}
+        options["headers"] = json.loads(each.headers or "{}")
+        yield _with_options(each.name, given, options)
+
+
+def _phase(when: Any, last: datetime | None) -> dict[str, Any]:
+    """Return the start of an interval, from which it is counted: when it was due last."""
+    is_interval = type(when) is schedule
+    return {"start": last} if is_interval and last is not None else {}
+
+
+def _with_options(name: str, given: dict[str, Any], options: dict[str, Any]) -> Foreign:
+    """Return a schedule with those of its task's options that ours have too."""
+    taken = {key: options[key] for key in _OPTIONS if options.get(key) not in (None, "", {})}
+    unknown = options.keys() - {*_OPTIONS, "expires"}
+    notes = [f"without {', '.join(sorted(unknown))}"] if unknown else []
+    if options.get("expires") is not None:
+        if isinstance(options["expires"], int | float):
+            given.setdefault("catch_up", options["expires"])
+        else:
+            notes.append("without expires, which is an instant")
+    return Foreign(name, {"overlap": "allow", **given, **taken}, tuple(notes))

@@ -1,0 +1,366 @@
+"""When something is due again and again. Pure.
+
+The instants of cron texts are computed by cronsim, which follows Debian's cron when clocks change:
+of a time that is skipped, the instant is the end of the gap; a fixed time that comes twice counts
+once, and ``*`` counts both times. Those of the sun are computed by ephem.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import UTC, date, datetime, timedelta
+from importlib import import_module
+from itertools import islice
+from typing import Any, Final, NamedTuple, Self
+from zoneinfo import ZoneInfo
+
+from cronsim import CronSim, CronSimError
+
+from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.levels.delay import MAX_DELAY, MAX_DUE_MS, instant_of, milliseconds_of
+from celery_rabbitdelay.levels.headers import is_int
+
+#: The most rules of one schedule, and what it may exclude at most.
+MAX_RULES: Final = 20
+MAX_EXCLUDED: Final = 100
+
+_MINUTE_MS: Final = 60_000
+_TOO_MUCH_EXCLUDED: Final = "so much is excluded that the next instant is not found"
+
+#: The longest time before and after a change of the clock in which it may show a time twice.
+_CHANGE: Final = timedelta(hours=3)
+
+#: The most instants of a cron text that are looked at to find one. A day of the week may be far.
+#: Also the most that may be excluded one after another.
+MAX_STEPS: Final = 20_000
+
+#: The events of the sun: how ephem finds the next one, and how high the sun is then.
+_TWILIGHTS: Final = {"civil": "-6", "nautical": "-12", "astronomical": "-18"}
+_EVENTS: Final = {
+    "sunrise": ("next_rising", "-0:34"),
+    "solar_noon": ("next_transit", "0"),
+    "sunset": ("next_setting", "-0:34"),
+    **{f"dawn_{name}": ("next_rising", horizon) for name, horizon in _TWILIGHTS.items()},
+    **{f"dusk_{name}": ("next_setting", horizon) for name, horizon in _TWILIGHTS.items()},
+}
+#: The hour of the day, in the mean time of a longitude, from which one is searched for.
+_BEGIN: Final = {"next_rising": -6, "next_transit": 0, "next_setting": 6}
+
+_HOUR_MS: Final = 3_600_000
+_DAY_MS: Final = 24 * _HOUR_MS
+
+#: For how many days an event of the sun is looked for: beyond the polar circles it may be far.
+_YEAR: Final = 370
+
+#: Cron's short names.
+_NAMES: Final = {
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+    "@monthly": "0 0 1 * *",
+    "@weekly": "0 0 * * 0",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@hourly": "0 * * * *",
+}
+
+_EVERY: Final = "every "
+_SOLAR: Final = "solar "
+_AND: Final = " and "
+_TAKES: Final = (
+    "takes a timedelta, Celery's schedule, crontab or solar, a cron text of five or six fields, or "
+    "a list"
+)
+
+#: A day, in what is excluded.
+_DAY: Final = re.compile(r"\d{4}-\d\d-\d\d")
+
+
+class Recurrence(NamedTuple):
+    """When something is due again and again.
+
+    Attributes:
+        rules: It is due when one of them says: ``every`` and milliseconds from ``start_ms`` on; or
+            a cron text, behind which ``and`` may say which days of the week (0 is Sunday) it has to
+            be as well; or ``solar`` with an event, a latitude and a longitude.
+        zone: The time zone of cron texts, an IANA name.
+        start_ms: Nothing is due before that, in milliseconds since 1970-01-01 UTC.
+        end_ms: Nothing is due after that; None for no end.
+        excluded: When it is not due all the same: days, such as 2026-12-25, and the minutes in
+            which cron texts are due.
+    """
+
+    rules: tuple[str, ...]
+    zone: str = "UTC"
+    start_ms: int = 0
+    end_ms: int | None = None
+    excluded: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        when: Any,
+        zone: str,
+        start: datetime | None = None,
+        end: datetime | None = None,
+        exclude: Any = (),
+    ) -> Self:
+        """Return it as a user says it.
+
+        Args:
+            when: A timedelta of at least a second; Celery's ``schedule``, ``crontab`` or ``solar``;
+                a cron text of five or six fields (the first of six are seconds), or one such as
+                ``@daily``; or a list of these.
+            zone: The IANA name of a time zone, for cron texts.
+            start: Nothing is due before that, an aware datetime. Intervals count from it; without
+                it, from 1970-01-01 UTC, so that an hour is due at each full hour.
+            end: Nothing is due after that.
+            exclude: When it is not due all the same: a date or its text, as a whole day in the time
+                zone; Celery's ``crontab`` or a cron text, as the minutes in which that is due; or a
+                list of these.
+
+        Raises:
+            InvalidSchedule: One of these is wrong, or nothing is ever due.
+            InvalidDelay: ``start`` or ``end`` is naive.
+        """
+        given, excluded = map(_as_list, (when, exclude))
+        if not 1 <= len(given) <= MAX_RULES or len(excluded) > MAX_EXCLUDED:
+            raise InvalidSchedule(
+                when, f"takes 1 to {MAX_RULES} rules, and at most {MAX_EXCLUDED} to exclude"
+            )
+        made = cls(
+            tuple(map(_rule, given)),
+            zone,
+            0 if start is None else milliseconds_of(start),
+            None if end is None else milliseconds_of(end),
+            tuple(map(_exclusion, excluded)),
+        )
+        try:
+            made._check()
+            first = made.after(max(made.start_ms - 1, time.time_ns() // 1_000_000))
+        except INVALID as error:
+            raise InvalidSchedule(when, str(error)) from error
+        if first is None and (end is None or made._replace(end_ms=None).after(0) is None):
+            raise InvalidSchedule(when, "is never due")
+        return made
+
+    @classmethod
+    def read(cls, given: Any) -> Self:
+        """Read what JSON has made of it; raise one of :data:`INVALID` or TypeError if invalid."""
+        rules, zone, start_ms, end_ms, excluded = given
+        if not all(isinstance(each, str) for each in (zone, *rules, *excluded)):
+            raise TypeError(given)
+        if not all(is_int(each, 0, MAX_DUE_MS) for each in (start_ms, end_ms or 0)):
+            raise TypeError(given)
+        if not 1 <= len(rules) <= MAX_RULES or len(excluded) > MAX_EXCLUDED:
+            raise ValueError(given)
+        made = cls(tuple(rules), zone, start_ms, end_ms, tuple(excluded))
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raise one of :data:`INVALID` if it cannot be computed."""
+        ZoneInfo(self.zone)
+        for rule in self.rules:
+            if rule.startswith(_EVERY):
+                if not 1000 <= int(rule.removeprefix(_EVERY)) <= MAX_DELAY * 1000:
+                    raise ValueError("an interval is a second at least, and 100 years at most")
+            elif rule.startswith(_SOLAR):
+                _sun(rule, 0, is_back=False)
+            else:
+                cron, _, days = rule.partition(_AND)
+                _cron(cron, instant_of(0))
+                if days and (not set(days) <= set("0123456") or cron.split()[4:] != ["*"]):
+                    raise ValueError(f"{rule!r} has no days of the week")
+        for each in self.excluded:
+            if _DAY.fullmatch(each):
+                date.fromisoformat(each)
+            else:
+                _cron(each, instant_of(0))
+
+    def after(self, instant_ms: int) -> int | None:
+        """Return when it is due first after an instant; None for never again.
+
+        Raises:
+            ValueError: Too much is excluded to find that out.
+        """
+        instant_ms = max(instant_ms, self.start_ms - 1)
+        for _ in range(MAX_STEPS):
+            found = [_nearest(rule, self, instant_ms, is_back=False) for rule in self.rules]
+            first = min((each for each in found if each is not None), default=None)
+            if first is None or (self.end_ms is not None and first > self.end_ms):
+                return None
+            span = self._excluded_at(first)
+            if span is None:
+                return first
+            instant_ms = span[1] - 1
+        raise ValueError(_TOO_MUCH_EXCLUDED)
+
+    def latest(self, instant_ms: int) -> int | None:
+        """Return when it was due last, up to an instant; None for never before.
+
+        Raises:
+            ValueError: Too much is excluded to find that out.
+        """
+        if self.end_ms is not None:
+            instant_ms = min(instant_ms, self.end_ms)
+        for _ in range(MAX_STEPS):
+            found = [_nearest(rule, self, instant_ms, is_back=True) for rule in self.rules]
+            last = max((each for each in found if each is not None), default=None)
+            if last is None or last < self.start_ms:
+                return None
+            span = self._excluded_at(last)
+            if span is None:
+                return last
+            instant_ms = span[0] - 1
+        raise ValueError(_TOO_MUCH_EXCLUDED)
+
+    def _excluded_at(self, instant_ms: int) -> tuple[int, int] | None:
+        """Return the begin and the end of what is excluded around an instant; None if it is not."""
+        if not self.excluded:
+            return None
+        local = instant_of(instant_ms).astimezone(ZoneInfo(self.zone))
+        minute_ms = instant_ms // _MINUTE_MS * _MINUTE_MS
+        for each in self.excluded:
+            is_day = _DAY.fullmatch(each) is not None
+            if is_day and each == f"{local:%Y-%m-%d}":
+                return self._whole_day(local)
+            if not is_day and _nearest(each, self, minute_ms, is_back=True) == minute_ms:
+                is_whole = each.split()[:2] == ["*", "*"]
+                return self._whole_day(local) if is_whole else (minute_ms, minute_ms + _MINUTE_MS)
+        return None
+
+    def _whole_day(self, local: datetime) -> tuple[int, int]:
+        begin, zone = local.date(), ZoneInfo(self.zone)
+        days = begin, begin + timedelta(days=1)
+        begins, ends = [datetime(each.year, each.month, each.day, tzinfo=zone) for each in days]
+        return milliseconds_of(begins), milliseconds_of(ends)
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _rule(when: Any) -> str:
+    """Return one rule as a text."""
+    every = when if isinstance(when, timedelta) else getattr(when, "run_every", None)
+    fields = getattr(when, "_orig_minute", None)
+    if fields is not None:
+        return _rule_of_crontab(when)
+    if isinstance(every, timedelta):
+        return f"{_EVERY}{round(every.total_seconds() * 1000)}"
+    if isinstance(when, str):
+        return _NAMES.get(when.strip(), " ".join(when.split()))
+    if all(hasattr(when, name) for name in ("event", "lat", "lon")):
+        return f"{_SOLAR}{when.event} {when.lat} {when.lon}"
+    raise InvalidSchedule(when, _TAKES)
+
+
+def _exclusion(given: Any) -> str:
+    """Return what is excluded as a text."""
+    if isinstance(given, date):
+        return f"{given:%Y-%m-%d}"
+    rule = _rule(given)
+    if rule.startswith((_EVERY, _SOLAR)) or _AND in rule or len(rule.split()) > 5:
+        raise InvalidSchedule(given, "takes a date, or a cron text of five fields, to exclude")
+    return rule
+
+
+def _rule_of_crontab(crontab: Any) -> str:
+    """Return the rule of Celery's crontab, which is due if the day fits both of its fields."""
+    names = ("minute", "hour", "day_of_month", "month_of_year")
+    fields = [_field(getattr(crontab, f"_orig_{name}"), getattr(crontab, name)) for name in names]
+    days = sorted(crontab.day_of_week)
+    if len(days) == 7 or fields[2] == "*":
+        return " ".join([*fields, "*" if len(days) == 7 else ",".join(map(str, days))])
+    return f"{' '.join(fields)} *{_AND}{''.join(map(str, days))}"
+
+
+def _field(value: Any, expanded: Iterable[int]) -> str:
+    """Return a field of cron, as it was written unless cron takes it otherwise."""
+    text = "".join(str(value).split()) if isinstance(value, str | int) else ""
+    begin, _, end = text.partition("-")
+    wraps = begin.isdigit() and end.isdigit() and int(begin) > int(end)
+    return ",".join(map(str, sorted(expanded))) if wraps or not text else text
+
+
+def _cron(cron: str, instant: datetime, is_back: bool = False) -> Iterator[datetime]:
+    """Return the instants of a cron text after another instant, or before it.
+
+    Raises:
+        ValueError: The text is not a cron text.
+    """
+    try:
+        return CronSim(cron, instant, reverse=is_back)
+    except CronSimError as error:
+        raise ValueError(str(error)) from None
+
+
+def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int | None:
+    """Return the first instant of a rule after another, or the last one up to it."""
+    if rule.startswith(_EVERY):
+        every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
+        return start + ((instant_ms - start) // every + (not is_back)) * every
+    if rule.startswith(_SOLAR):
+        return _sun(rule, instant_ms, is_back)
+    cron, _, days = rule.partition(_AND)
+    if is_back:
+        # Cron's instants are whole seconds, and the one that is sought may be this one.
+        instant_ms = instant_ms // 1000 * 1000 + 1000
+    zone, instant = ZoneInfo(recurrence.zone), instant_of(instant_ms).replace(microsecond=0)
+    local = instant.astimezone(zone)
+    # cronsim takes the first of two times that the clock shows alike, so it begins where the clock
+    # shows each once.
+    around = [(instant + each).astimezone(zone) for each in (-_CHANGE, _CHANGE)]
+    if {each.utcoffset() for each in around} != {local.utcoffset()}:
+        local = around[is_back]
+    for found in islice(_cron(cron, local, is_back), MAX_STEPS):
+        found_ms = milliseconds_of(found)
+        is_beyond = found_ms >= instant_ms if is_back else found_ms <= instant_ms
+        if not is_beyond and (not days or str(found.isoweekday() % 7) in days):
+            return found_ms
+    return None
+
+
+def _sun(rule: str, instant_ms: int, is_back: bool) -> int | None:
+    """Return the first instant of a solar rule after another, or the last one up to it.
+
+    In whole seconds, and None if there is none within a year. The events are those of Celery's
+    ``solar``: the center of the sun is 6, 12 or 18 degrees below the horizon at dawn and dusk, and
+    34 minutes of arc its upper edge at sunrise and sunset. An event is always searched for from the
+    same hour of its longitude's mean time, because ephem finds another second from each start. The
+    sun rises between midnight and noon everywhere, so what is found within a day is all there is.
+
+    Raises:
+        ValueError: The rule is wrong, or ephem is not installed.
+    """
+    try:
+        ephem: Any = import_module("ephem")
+    except ModuleNotFoundError:
+        raise ValueError("solar events take the package ephem, in all workers too") from None
+
+    event, latitude, longitude = rule.removeprefix(_SOLAR).split()
+    if event not in _EVENTS or abs(float(latitude)) > 90 or abs(float(longitude)) > 180:
+        raise ValueError(f"{rule!r} takes an event of Celery's solar, a latitude and a longitude")
+    method, horizon = _EVENTS[event]
+    place = ephem.Observer()
+    place.lat, place.lon, place.horizon, place.pressure = latitude, longitude, horizon, 0
+    how = {"use_center": True} if horizon in _TWILIGHTS.values() else {}
+    first_ms = int((_BEGIN[method] - float(longitude) / 15) * _HOUR_MS)
+    today = (instant_ms - first_ms) // _DAY_MS
+    for day in range(today, today + (-_YEAR if is_back else _YEAR), -1 if is_back else 1):
+        begin_ms = first_ms + day * _DAY_MS
+        with suppress(ephem.CircumpolarError):
+            start = ephem.Date(instant_of(begin_ms))
+            found = getattr(place, method)(ephem.Sun(), start=start, **how).datetime()
+            found_ms = milliseconds_of(found.replace(tzinfo=UTC)) // 1000 * 1000
+            is_of_day = found_ms < begin_ms + _DAY_MS
+            if is_of_day and (found_ms <= instant_ms if is_back else found_ms > instant_ms):
+                return found_ms
+    return None
+
+
+#: The errors that a wrong rule or time zone raises.
+INVALID: Final = (ValueError, KeyError, OSError, OverflowError)
