@@ -11,8 +11,15 @@ from zoneinfo import ZoneInfo
 from celery.schedules import BaseSchedule, crontab, schedule
 
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
-from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
+from celery_rabbitdelay.exceptions import (
+    InvalidSetting,
+    PublishError,
+    RabbitDelayError,
+    RegistryUnavailable,
+)
 from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.levels.shown_url import without_password
+from celery_rabbitdelay.registry.connection import connect
 
 #: The options of both that :meth:`.Schedules.put` takes as they are.
 _OPTIONS: Final = ("queue", "exchange", "routing_key", "priority", "headers")
@@ -112,16 +119,31 @@ def from_redbeat(app: Any, url: str | None = None) -> Iterator[Foreign]:
     Args:
         app: The application, with RedBeat's settings.
         url: The URL of that Redis; None for what the settings say.
-    """
-    import redis
 
-    url = url or app.conf.get("redbeat_redis_url") or app.conf.broker_url
+    Raises:
+        InvalidSetting: It is no such URL.
+        RegistryUnavailable: Redis did not answer.
+    """
+    url = str(url or app.conf.get("redbeat_redis_url") or app.conf.broker_url)
     prefix = app.conf.get("redbeat_key_prefix") or "redbeat:"
-    with redis.Redis.from_url(url, decode_responses=True) as client:
-        for key in client.zrange(f"{prefix}:schedule", 0, -1):
-            definition, meta = client.hmget(key, "definition", "meta")
+    try:
+        store = connect(url)
+    except InvalidSetting as wrong:
+        takes = "takes the URL of a Redis; or give --redbeat-url"
+        raise InvalidSetting("redbeat_redis_url", without_password(url), takes) from wrong
+    try:
+        (keys,) = store.commands(lambda pipe: pipe.zrange(f"{prefix}:schedule", 0, -1))
+
+        def add(pipeline: Any) -> None:
+            for key in keys:
+                pipeline.hmget(key, "definition", "meta")
+
+        found = store.commands(add) if keys else []
+        for key, (definition, meta) in zip(keys, found, strict=True):
             if definition is not None:
                 yield _of_redbeat(key.removeprefix(prefix), definition, meta)
+    finally:
+        store.close()
 
 
 def _of_redbeat(name: str, definition: str, meta: str | None) -> Foreign:
