@@ -228,9 +228,11 @@ class Schedules:
         with registry.alone_under(key_of(name)):
             (before,) = registry.schedules.get([name])
             is_paused = bool(before is not None and before.is_paused if paused is None else paused)
-            # The revision stands for all of it; Redis may have lost the definition.
-            if before is None or not before.definition or before.occurrence.revision != revision:
+            # The revision stands for all of it.
+            if before is None or before.occurrence.revision != revision:
                 self._put(NotedSchedule(definition, occurrence, is_paused), before)
+            elif not before.definition:  # Redis has lost it, and its occurrences have gone on
+                registry.schedules.put(before._replace(definition=definition, is_paused=is_paused))
             elif before.is_paused != is_paused:
                 registry.schedules.pause(name, is_paused=is_paused)
         return self.get(name)

@@ -14,6 +14,7 @@ from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import ONCE, SCHEDULE, DelayHeaders
+from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
@@ -215,7 +216,26 @@ class Decisions(BatchThread[_Due]):
             for delivery, _, arrival, queue in batch
         ]
         decisions: list[Decision] = self._registry.decide(arrivals)
+        # Redis may have lost everything, and then the schedule was put again: a later occurrence of
+        # the same put is no edit.
+        again = [
+            number
+            for number, decision in enumerate(decisions)
+            if decision.verdict is Verdict.SUPERSEDED and self._is_of_newest_put(batch[number])
+        ]
+        if again:
+            found = self._registry.decide([arrivals[number]._replace(key="") for number in again])
+            for number, decision in zip(again, found, strict=True):
+                decisions[number] = decision
         return decisions
+
+    def _is_of_newest_put(self, due: _Due) -> bool:
+        """Return whether a task is an occurrence of what was put last under its schedule's name."""
+        occurrence = Occurrence.of(due.waited.registry.get(SCHEDULE))
+        if occurrence is None or occurrence.task_id != due.arrival.task_id:
+            return False
+        _, newest = self._registry.newest_under(occurrence.key)
+        return occurrence.with_id(newest) is not None
 
     def _failed(self, error: RegistryUnavailable) -> None:
         now = time.monotonic()

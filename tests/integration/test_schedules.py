@@ -26,6 +26,7 @@ from celery_rabbitdelay.app import schedules
 from celery_rabbitdelay.app.beat import put_beat
 from celery_rabbitdelay.app.schedule_imports import exported, from_json, from_redbeat, put_all
 from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import small_configuration
@@ -291,6 +292,35 @@ def test_a_chain_goes_on_although_redis_has_lost_everything(
         assert [each.name for each in shop.rabbitdelay.schedules.all()] == ["a"]
         # Its code puts it again.
         assert put("a").task == "note"
+
+
+def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again(
+    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
+) -> None:
+    first = int(put("a").next_at.timestamp())
+    with Worker(settings):
+        wait_until_ran(noted, 2)
+    # The next one is due, and others are missed.
+    wait_for(lambda: time.time() > first + 12, "the outage", PATIENCE)
+    client = shop.rabbitdelay.registry.store.connect()
+    client.flushall()
+    client.close()
+    again = put("a")
+    with Worker(settings):
+        wait_for(lambda: instants(noted, "a")[-1] > again.next_at.timestamp() + 5, "more", PATIENCE)
+        # One chain has ended: what is sent twice runs once, but costs twice as much.
+        wait_for(lambda: waiting_under(shop, "a") <= 1, "the end of a chain", PATIENCE)
+    found = instants(noted, "a")
+    assert found == [*range(first, found[-1] + 1)]
+
+
+def waiting_under(shop: Any, name: str) -> int:
+    """Return how many occurrences of a schedule wait, or have come."""
+    topology = shop.rabbitdelay.topology
+    queues = [*topology.digit_queues, shop.amqp.queues[shop.conf.task_default_queue]]
+    with shop.connection_for_write() as connection:
+        counts = queue_counts(connection, queues).values()
+    return sum(each.messages for each in counts if each is not None)
 
 
 def test_processes_that_put_the_same_schedule_at_once_put_one(

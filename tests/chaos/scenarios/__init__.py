@@ -17,13 +17,14 @@ from tests.chaos.scenarios.processes_killed import ProcessesKilled
 from tests.chaos.scenarios.quorum_lost import QuorumLost
 from tests.chaos.scenarios.redis_away import RedisAway
 from tests.chaos.scenarios.registry_away import RegistryAway
+from tests.chaos.scenarios.schedules import Schedules
 
 SCENARIOS: Final[dict[str, type[Scenario]]] = {
     each.name: each
     for each in (
         *(FullDestination, NodeCrash, HostAway, QuorumLost, Policies, GuardedPolicies),
         *(Freeze, RollingRestart, Alarm, ProcessesKilled, RedisAway, RegistryAway),
-        *(Partition, ClocksOff, Connections, Tls),
+        *(Partition, ClocksOff, Connections, Tls, Schedules),
     )
 }
 
