@@ -102,7 +102,10 @@ def measure(
     time.sleep(max(due + AWAY - time.time(), 0.0))
     try:
         home.start()
-    except ServerNotStarted:  # RabbitMQ 3.10 now and then crashes when it starts after a stop
+    except ServerNotStarted:
+        # RabbitMQ 3.10 now and then crashes when it starts after a stop, and leaves its lock.
+        for lock in home.folder.glob("data/*/schema_upgrade_lock"):
+            lock.unlink()
         home.start()
     returned = time.time()
     with Connection(home.url) as connection:
