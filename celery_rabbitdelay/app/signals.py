@@ -45,6 +45,10 @@ superseded: Final = _signal("superseded")
 #: A delayed task has left the levels and is about to run; in the worker.
 released: Final = _signal("released")
 
+#: An occurrence of a schedule does not run: it is too late, its schedule is paused, or another run
+#: still goes; in the worker.
+skipped: Final = _signal("skipped")
+
 #: A task does not run because its job was aborted, or was not committed in time; in the worker.
 expired: Final = _signal("expired")
 

@@ -20,6 +20,9 @@ from celery_rabbitdelay.command.shared import rabbitdelay
 #: The exit status where there is no schedule of the name.
 UNKNOWN: Final = 1
 
+#: Seconds after which it is said of an occurrence that it has not come.
+MISSING: Final = 60.0
+
 _name: Final = click.argument("name")
 
 
@@ -230,4 +233,6 @@ def _facts(schedule: Schedule) -> list[str]:
 def _line(schedule: Schedule) -> str:
     paused = ", paused" if schedule.is_paused else ""
     task = schedule.task or "a task that Redis has lost"
-    return f"{schedule.name}: {task}, next {shared.local(schedule.next_at)}{paused}"
+    late = (datetime.now(UTC) - schedule.next_at).total_seconds()
+    missing = f", has not come for {late:.0f} s" if late > MISSING else ""
+    return f"{schedule.name}: {task}, next {shared.local(schedule.next_at)}{paused}{missing}"

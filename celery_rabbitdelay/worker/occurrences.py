@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 from celery.utils.log import get_logger
 from kombu import Message
 
-from celery_rabbitdelay.app import instruments
+from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.app.beat import put_beat
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.task_messages import stored
@@ -377,6 +377,8 @@ class Occurrences(BatchThread[Arrived]):
             self.act(partial(self._let_run, arrived, occurrence if is_held else None))
             return
         logger.info("Occurrence %s does not run: %s.", occurrence.task_id, _WHY[fate])
+        skipped = partial(signals.send, signals.skipped, self._consumer.app)
+        self.act(partial(skipped, occurrence.task_id, occurrence.due_ms))
         acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
         self.act(acknowledge, is_acknowledgement=True)
 
