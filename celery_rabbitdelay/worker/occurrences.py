@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from celery.utils.log import get_logger
 from kombu import Message
@@ -38,11 +38,12 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.registry import Registration
-from celery_rabbitdelay.registry.schedules import LEASE, Came, Fate
+from celery_rabbitdelay.registry.schedules import Came, Fate
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message, message_again
+from celery_rabbitdelay.worker.runs import POLL, Runs
 
 logger = get_logger(__name__)
 
@@ -56,12 +57,11 @@ LOOK_EVERY: Final = 30.0
 #: How many occurrences are remembered that could not be noted.
 MAX_UNNOTED: Final = 1000
 
-#: Seconds between two looks whether runs have ended that others must not overlap; an occurrence
-#: waits for the end of a run in this worker for so many of them before it is skipped.
-POLL: Final = 0.5
-POLLS: Final = 4
+#: For how many looks at the runs an occurrence waits for the end of another one in this worker,
+#: before it is skipped or goes back into the levels.
+LOOKS: Final = 4
 
-#: The shortest and the longest pause, in seconds, of an occurrence that waits for the end of a run;
+#: The shortest and the longest pause, in milliseconds, of what waits for the end of a run;
 #: in between, a tenth of the time that it has waited.
 MIN_PAUSE_MS: Final = 2_000
 MAX_PAUSE_MS: Final = 30_000
@@ -135,10 +135,6 @@ class Occurrences(BatchThread[Arrived]):
 
     name = "rabbitdelay-schedules"
 
-    #: The names of the schedules whose runs others must not overlap, by the ids of the tasks that
-    #: run in this worker, which may outlive the connection that they came over.
-    running: ClassVar[dict[str, str]] = {}
-
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
@@ -147,7 +143,7 @@ class Occurrences(BatchThread[Arrived]):
         self._puts_beat = self._delays.settings.beat
         self._unnoted: dict[Occurrence, Registration] = {}
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
-        self._renew_at = 0.0
+        self._runs = Runs(self._registry.schedules)
         self.overdue = 0.0
 
     def begin(self) -> None:
@@ -159,13 +155,13 @@ class Occurrences(BatchThread[Arrived]):
     def own_work_in(self) -> float | None:
         """Return the seconds until the next look for what has not come, or for runs that end."""
         look = self._look_at - time.monotonic()
-        return min(look, POLL) if self.running else look
+        return min(look, self._runs.look_in or look)
 
     def work(self, batch: list[Arrived]) -> None:
         """Publish what follows, and let the event loop go on with what has come."""
         if batch:
             self._work_on(batch)
-        self._look_after_runs()
+        self._runs.look_after()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY
             try:
@@ -240,14 +236,15 @@ class Occurrences(BatchThread[Arrived]):
         ]
 
     def _published(
-        self, steps: Iterable[_Step]
+        self, steps: Sequence[_Step]
     ) -> tuple[list[_Step], dict[Occurrence, Registration]]:
         """Publish what follows occurrences; return those that go on, and what was published."""
-        published, sent, publications = [], {}, []
-        for step in steps:
-            if step.following is None:
-                published.append(step)
+        published = [step for step in steps if step.following is None]
         waiting = {id(step): step for step in steps if step.following is not None}
+        sent: dict[Occurrence, Registration] = {}
+        publications: list[Publication] = []
+        if not waiting:
+            return published, sent
 
         def done(publication: Publication) -> None:
             step, registration = publication.context
@@ -328,16 +325,11 @@ class Occurrences(BatchThread[Arrived]):
         arrived, occurrence, fate = step.arrived, step.occurrence, step.fate
         if arrived.kind == "copy" or fate != "ran" or occurrence.overlap == "allow":
             return fate
-        schedules = self._registry.schedules
-        try:
-            if occurrence.overlap == "queue-one" and not schedules.queue(occurrence):
-                return "overlapped"
-            if schedules.start(occurrence):
-                return "ran"
-        except RegistryUnavailable as error:
-            logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
+        if occurrence.overlap == "queue-one" and not self._runs.try_queue(occurrence):
+            return "overlapped"
+        if self._runs.try_start(occurrence):
             return "ran"
-        if arrived.looks < POLLS:
+        if arrived.looks < LOOKS:
             self._again(arrived._replace(looks=arrived.looks + 1), POLL)
             return None
         if occurrence.overlap == "skip":
@@ -391,22 +383,7 @@ class Occurrences(BatchThread[Arrived]):
             table = table.get(NESTED_HEADERS)
         arrived.go_on()
         if held is not None:
-            self.running[held.task_id] = held.name
-
-    def _look_after_runs(self) -> None:
-        """Keep the leases of what runs, and give back those of what has ended."""
-        renews = time.monotonic() >= self._renew_at
-        if renews:
-            self._renew_at = time.monotonic() + LEASE / 4
-        for task_id, name in list(self.running.items()):
-            try:
-                if not celery_internals.is_reserved(task_id):
-                    del self.running[task_id]
-                    self._registry.schedules.end_run(name, task_id)
-                elif renews:
-                    self._registry.schedules.keep_run(name, task_id)
-            except RegistryUnavailable as error:
-                logger.warning("The lease of %s is not kept: %s", task_id, error)
+            self._runs.begun(held)
 
     def _look_after_schedules(self) -> None:
         self.begin()
