@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-security test-operations test-trouble test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants bench bench-absence bench-sends bench-levels bench-lateness \
-        bench-beside bench-modules bench-registry bench-spark lint types docs pictures tox coverage clean
+        bench-beside bench-modules bench-registry bench-schedules bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -125,6 +125,9 @@ bench-beside: $(VENV)/test.done  ## bench-modules and bench-sends of the version
 
 bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, an open job, listing a million
 	$(BIN)/python -m tests.benchmarks.registry
+
+bench-schedules: $(VENV)/test.done  ## What schedules cost: ten thousand that wait, an occurrence beside a delayed task
+	$(BIN)/python -m tests.benchmarks.schedules
 
 bench-spark: $(VENV)/test.done  ## Rows a second from Spark, beside two processes of send_many
 	$(BIN)/python -m tests.benchmarks.spark
