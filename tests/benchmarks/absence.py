@@ -25,8 +25,9 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.publishing.declaration import declare_destination
-from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.benchmarks.measure import version_of
+from tests.chaos.cluster import Node
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS
 from tests.integration.modules import wait_until_served
@@ -51,10 +52,12 @@ def main() -> int:
     given = parser.parse_args()
     with ExitStack() as stack:
         first = stack.enter_context(RabbitMQServer(given.root))
-        joining = [RabbitMQServer(given.root, cluster_with=first) for _ in range(2)]
+        joining = [Node(given.root, cluster_with=first) for _ in range(2)]
         second, home = (stack.enter_context(node) for node in joining)
         urls = first.url if given.straight else f"{first.url};{second.url}"
-        sound, late = measure(stack, urls, home, given.tasks, getattr(home, given.how))
+        sound, late = measure(
+            stack, urls, home, given.tasks, home.kill if given.how == "kill" else home.shut_down
+        )
         words = f"RabbitMQ {version_of(first)}, {given.how}, {given.tasks} tasks"
     after = sorted(at for at, _ in late)
     twice = len(late) - len({task_id for _, task_id in late})
@@ -100,13 +103,7 @@ def measure(
     leave()
     sound = max(each.at for each in take(elsewhere, [quorum], tasks, PATIENCE)) - due
     time.sleep(max(due + AWAY - time.time(), 0.0))
-    try:
-        home.start()
-    except ServerNotStarted:
-        # RabbitMQ 3.10 now and then crashes when it starts after a stop, and leaves its lock.
-        for lock in home.folder.glob("data/*/schema_upgrade_lock"):
-            lock.unlink()
-        home.start()
+    home.start()
     returned = time.time()
     with Connection(home.url) as connection:
         # RabbitMQ 4.0 takes connections before it knows its queues.
