@@ -11,7 +11,8 @@ from typing import Any, Final
 from celery.signals import beat_init
 
 from celery_rabbitdelay.app.schedules import Schedules, now_ms
-from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
+from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +61,24 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
 
 
 def _put_entry(schedules: Schedules, name: str, entry: Mapping[str, Any]) -> None:
-    options = dict(entry.get("options") or {})
-    # Celery counts it from the send, which is when the occurrence is due.
-    expires = options.pop("expires", None)
-    catch_up: Any = "last" if expires is None else expires
-    when = entry["schedule"]
-    if isinstance(when, int | float):
-        when = timedelta(seconds=when)
     try:
-        given = entry.get("args") or (), entry.get("kwargs")
+        options = dict(entry.get("options") or {})
+        # Celery counts it from the send, which is when the occurrence is due.
+        expires = options.pop("expires", None)
+        when = entry["schedule"]
+        if isinstance(when, int | float):
+            when = timedelta(seconds=when)
         # Beat lets runs overlap.
-        options = {"overlap": "allow", "catch_up": catch_up, **options}
+        options = {
+            "overlap": "allow",
+            "catch_up": "last" if expires is None else expires,
+            **options,
+        }
+        given = entry.get("args") or (), entry.get("kwargs")
         schedules.put(name, entry["task"], when, *given, **options)
-    except (PublishError, RegistryUnavailable):
+    except (*TEMPORARY_ERRORS, RegistryUnavailable):
         raise
-    except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it says, the others are put
         logger.error("The entry %r of beat does not run, it is no schedule: %s", name, error)
 
 

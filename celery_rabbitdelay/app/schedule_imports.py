@@ -62,8 +62,13 @@ def put_all(schedules: Schedules, found: Iterable[Foreign]) -> Iterator[Imported
         PublishError: RabbitMQ did not confirm an occurrence; what came before was put.
         RegistryUnavailable: Redis did not answer, likewise.
     """
+    delays = schedules.app.rabbitdelay
+    # Workers put these by themselves.
+    of_beat = {*schedules.app.conf.beat_schedule, "celery.backend_cleanup"}
     for each in found:
         error = each.error
+        if each.name in of_beat and delays.settings.beat:
+            error = "it is in beat_schedule, which workers put (rabbitdelay_beat)"
         if not error:
             try:
                 schedules.put(each.name, **each.given)
@@ -152,9 +157,9 @@ def _of_redbeat(name: str, definition: str, meta: str | None) -> Foreign:
         when = found["schedule"]
         if not isinstance(when, BaseSchedule):
             raise TypeError(f"its schedule is {when!r}: write it as a cron text")
-    except (KeyError, TypeError, ValueError) as wrong:
+        last = json.loads(meta, object_hook=_decoded).get("last_run_at") if meta else None
+    except (AttributeError, KeyError, TypeError, ValueError) as wrong:
         return Foreign(name, {}, error=str(wrong))
-    last = json.loads(meta, object_hook=_decoded).get("last_run_at") if meta else None
     given = {
         "task": found["task"],
         "when": when,
@@ -188,28 +193,35 @@ def from_django() -> Iterator[Foreign]:
     from django_celery_beat.models import PeriodicTask
 
     for each in PeriodicTask.objects.order_by("name"):
-        if each.one_off or each.clocked is not None:
-            why = "it is due once: send its task with an eta"
-            yield Foreign(each.name, {}, error=why)
-            continue
-        when = each.schedule
-        given = {
-            "task": each.task,
-            "when": when,
-            "args": json.loads(each.args or "[]"),
-            "kwargs": json.loads(each.kwargs or "{}"),
-            "timezone": str(each.crontab.timezone) if each.crontab is not None else None,
-            "end": each.expires,
-            "paused": not each.enabled,
-            **_phase(when, each.start_time or each.last_run_at),
-        }
-        if each.start_time is not None:
-            given["start"] = each.start_time
-        if each.expire_seconds is not None:
-            given["catch_up"] = each.expire_seconds
-        options = {name: getattr(each, name) for name in _OPTIONS}
-        options["headers"] = json.loads(each.headers or "{}")
-        yield _with_options(each.name, given, options)
+        try:
+            yield _of_django(each)
+        except (AttributeError, TypeError, ValueError) as wrong:
+            yield Foreign(each.name, {}, error=f"its row cannot be read: {wrong}")
+
+
+def _of_django(each: Any) -> Foreign:
+    from django_celery_beat.utils import make_aware
+
+    if each.one_off or each.clocked is not None:
+        return Foreign(each.name, {}, error="it is due once: send its task with an eta")
+    when, last = each.schedule, each.start_time or each.last_run_at
+    given = {
+        "task": each.task,
+        "when": when,
+        "args": json.loads(each.args or "[]"),
+        "kwargs": json.loads(each.kwargs or "{}"),
+        "timezone": str(each.crontab.timezone) if each.crontab is not None else None,
+        "end": each.expires and make_aware(each.expires),
+        "paused": not each.enabled,
+        **_phase(when, last and make_aware(last)),
+    }
+    if each.start_time is not None:
+        given["start"] = make_aware(each.start_time)
+    if each.expire_seconds is not None:
+        given["catch_up"] = each.expire_seconds
+    options = {name: getattr(each, name) for name in _OPTIONS}
+    options["headers"] = json.loads(each.headers or "{}")
+    return _with_options(each.name, given, options)
 
 
 def _phase(when: Any, last: datetime | None) -> dict[str, Any]:

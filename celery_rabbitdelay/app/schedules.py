@@ -53,8 +53,11 @@ OPTIONS: Final = frozenset(
     | {"time_limit", "soft_time_limit", "shadow"}
 )
 
-#: The most bytes of the id of a task, which AMQP has to carry.
-MAX_ID: Final = 255
+#: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
+MAX_NAME: Final = 226
+
+#: How many instants are looked at to find the shortest gap between two.
+INSTANTS: Final = 50
 
 #: The most instants of one backfill, and the delay of their tasks: as the registry only decides
 #: about tasks that were delayed.
@@ -217,10 +220,16 @@ class Schedules:
         occurrence = Occurrence(
             name, first_ms or 0, recurrence, catch_up_ms, revision, jitter_ms, overlap
         )
-        if not isinstance(name, str) or not name or len(occurrence.task_id.encode()) > MAX_ID:
-            raise InvalidSchedule(name, "its name takes 1 to 226 bytes")
+        if not isinstance(name, str) or not 1 <= _size(name) <= MAX_NAME:
+            raise InvalidSchedule(name, f"its name takes 1 to {MAX_NAME} bytes")
         if len(occurrence.text) > MAX_TEXT:
             raise InvalidSchedule(when, "is too long")
+        if Occurrence.of(occurrence.text) is None:
+            raise InvalidSchedule((start, end, catch_up), "takes times from 1970 on")
+        if catch_up != "all" and jitter_ms > (gap_ms := _shortest_gap(recurrence, first_ms)):
+            raise InvalidSchedule(
+                jitter, f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
+            )
         if first_ms is None:
             self.delete(name)
             return None
@@ -229,7 +238,7 @@ class Schedules:
             (before,) = registry.schedules.get([name])
             is_paused = bool(before is not None and before.is_paused if paused is None else paused)
             # The revision stands for all of it.
-            if before is None or before.occurrence.revision != revision:
+            if before is None or before.occurrence.revision != revision or not before.is_sent:
                 self._put(NotedSchedule(definition, occurrence, is_paused), before)
             elif not before.definition:  # Redis has lost it, and its occurrences have gone on
                 registry.schedules.put(before._replace(definition=definition, is_paused=is_paused))
@@ -240,9 +249,10 @@ class Schedules:
     def _put(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
         """Note a schedule and send its first occurrence; if that is not sent, take it back."""
         known = self._registry.schedules
-        known.put(noted)
+        known.put(noted._replace(is_sent=False))
         try:
             self._send(noted)
+            known.sent(noted.occurrence.name)
         except Exception as error:
             if not getattr(error, "may_have_arrived", False):
                 if before is None:
@@ -402,6 +412,25 @@ def _catch_up_ms(catch_up: Any) -> int:
     if catch_up == "last":
         return UNTIL_NEXT
     return ALWAYS if catch_up == "all" else milliseconds(catch_up)
+
+
+def _size(name: str) -> int:
+    """Return the bytes of a name; 0 if it is no Unicode text."""
+    try:
+        return len(name.encode())
+    except UnicodeEncodeError:
+        return 0
+
+
+def _shortest_gap(recurrence: Recurrence, instant_ms: int | None) -> int:
+    """Return the milliseconds between two instants, of the next ones, that are the fewest."""
+    gap_ms = MAX_JITTER_MS
+    for _ in range(INSTANTS):
+        following_ms = None if instant_ms is None else recurrence.after(instant_ms)
+        if following_ms is None or instant_ms is None:
+            break
+        gap_ms, instant_ms = min(gap_ms, following_ms - instant_ms), following_ms
+    return gap_ms
 
 
 def _is_broken(noted: NotedSchedule, now_ms: int) -> bool:

@@ -115,8 +115,7 @@ def import_all(
     delays = shared.with_registry(context)
     with shared.registry_errors(as_json):
         if file is not None:
-            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-            found = _read(text)
+            found = _read(file)
         elif django:
             found = schedule_imports.from_django()
         else:
@@ -127,8 +126,9 @@ def import_all(
         raise SystemExit(1)
 
 
-def _read(text: str) -> Iterable[schedule_imports.Foreign]:
+def _read(file: str) -> Iterable[schedule_imports.Foreign]:
     try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
         return [*schedule_imports.from_json(text)]
     except (TypeError, ValueError) as error:
         raise click.UsageError(f"the file cannot be read: {error}") from error

@@ -34,8 +34,10 @@ _TOO_MUCH_EXCLUDED: Final = "so much is excluded that the next instant is not fo
 _CHANGE: Final = timedelta(hours=3)
 
 #: The most instants of a cron text that are looked at to find one. A day of the week may be far.
-#: Also the most that may be excluded one after another.
 MAX_STEPS: Final = 20_000
+
+#: The most instants, or days, that may be excluded one after another.
+MAX_EXCLUDED_STEPS: Final = 500
 
 #: The events of the sun: how ephem finds the next one, and how high the sun is then.
 _TWILIGHTS: Final = {"civil": "-6", "nautical": "-12", "astronomical": "-18"}
@@ -140,19 +142,25 @@ class Recurrence(NamedTuple):
         try:
             made._check()
             first = made.after(max(made.start_ms - 1, time.time_ns() // 1_000_000))
+            is_ever = first is not None or (
+                end is not None and made._replace(end_ms=None).after(0) is not None
+            )
         except INVALID as error:
             raise InvalidSchedule(when, str(error)) from error
-        if first is None and (end is None or made._replace(end_ms=None).after(0) is None):
+        if not is_ever:
             raise InvalidSchedule(when, "is never due")
         return made
 
     @classmethod
     def read(cls, given: Any) -> Self:
         """Read what JSON has made of it; raise one of :data:`INVALID` or TypeError if invalid."""
-        rules, zone, start_ms, end_ms, excluded = given
+        # A later version may say more.
+        rules, zone, start_ms, end_ms, excluded = given[:5]
         if not all(isinstance(each, str) for each in (zone, *rules, *excluded)):
             raise TypeError(given)
-        if not all(is_int(each, 0, MAX_DUE_MS) for each in (start_ms, end_ms or 0)):
+        if not all(
+            is_int(each, 0, MAX_DUE_MS) for each in (start_ms, 0 if end_ms is None else end_ms)
+        ):
             raise TypeError(given)
         if not 1 <= len(rules) <= MAX_RULES or len(excluded) > MAX_EXCLUDED:
             raise ValueError(given)
@@ -187,7 +195,7 @@ class Recurrence(NamedTuple):
             ValueError: Too much is excluded to find that out.
         """
         instant_ms = max(instant_ms, self.start_ms - 1)
-        for _ in range(MAX_STEPS):
+        for _ in range(MAX_EXCLUDED_STEPS):
             found = [_nearest(rule, self, instant_ms, is_back=False) for rule in self.rules]
             first = min((each for each in found if each is not None), default=None)
             if first is None or (self.end_ms is not None and first > self.end_ms):
@@ -206,7 +214,7 @@ class Recurrence(NamedTuple):
         """
         if self.end_ms is not None:
             instant_ms = min(instant_ms, self.end_ms)
-        for _ in range(MAX_STEPS):
+        for _ in range(MAX_EXCLUDED_STEPS):
             found = [_nearest(rule, self, instant_ms, is_back=True) for rule in self.rules]
             last = max((each for each in found if each is not None), default=None)
             if last is None or last < self.start_ms:
@@ -223,11 +231,14 @@ class Recurrence(NamedTuple):
             return None
         local = instant_of(instant_ms).astimezone(ZoneInfo(self.zone))
         minute_ms = instant_ms // _MINUTE_MS * _MINUTE_MS
+        # What the clock shows, whether it has changed or not.
+        shown_ms = milliseconds_of(local.replace(tzinfo=UTC, fold=0)) // _MINUTE_MS * _MINUTE_MS
+        shown = self._replace(zone="UTC")
         for each in self.excluded:
             is_day = _DAY.fullmatch(each) is not None
             if is_day and each == f"{local:%Y-%m-%d}":
                 return self._whole_day(local)
-            if not is_day and _nearest(each, self, minute_ms, is_back=True) == minute_ms:
+            if not is_day and _nearest(each, shown, shown_ms, is_back=True) == shown_ms:
                 is_whole = each.split()[:2] == ["*", "*"]
                 return self._whole_day(local) if is_whole else (minute_ms, minute_ms + _MINUTE_MS)
         return None
@@ -281,8 +292,8 @@ def _rule_of_crontab(crontab: Any) -> str:
 def _field(value: Any, expanded: Iterable[int]) -> str:
     """Return a field of cron, as it was written unless cron takes it otherwise."""
     text = "".join(str(value).split()) if isinstance(value, str | int) else ""
-    begin, _, end = text.partition("-")
-    wraps = begin.isdigit() and end.isdigit() and int(begin) > int(end)
+    ranges = re.findall(r"(\d+)-(\d+)", text)
+    wraps = any(int(begin) > int(end) for begin, end in ranges)
     return ",".join(map(str, sorted(expanded))) if wraps or not text else text
 
 

@@ -54,11 +54,13 @@ class Occurrence(NamedTuple):
         try:
             if not isinstance(text, str) or len(text) > MAX_TEXT:
                 return None
+            # A later version may say more.
             name, instant_ms, recurrence, catch_up_ms, revision, jitter_ms, overlap = json.loads(
                 text
-            )
+            )[:7]
             if not all(isinstance(each, str) for each in (name, revision)):
                 return None
+            f"{name}{revision}".encode()  # an id, and no half of a surrogate pair
             if not all(is_int(each, ALWAYS, MAX_DUE_MS) for each in (instant_ms, catch_up_ms)):
                 return None
             if not is_int(jitter_ms, 0, MAX_JITTER_MS) or overlap not in get_args(Overlap):
@@ -91,7 +93,7 @@ class Occurrence(NamedTuple):
     def with_id(self, task_id: str) -> Occurrence | None:
         """Return the occurrence of the same schedule whose task has an id; None if none has."""
         instant = task_id.rpartition(":")[0].rpartition(":")[2]
-        if not (instant.isascii() and instant.isdigit()):
+        if not (instant.isascii() and instant.isdigit() and len(instant) == 15):
             return None
         found = self._replace(instant_ms=int(instant))
         return found if found.task_id == task_id else None
@@ -106,8 +108,11 @@ class Occurrence(NamedTuple):
         if self.catch_up_ms == ALWAYS:
             return True, following
         if self.catch_up_ms == UNTIL_NEXT:
-            latest = self._at(self.recurrence.latest(now_ms)) if is_passed else following
-            return not is_passed, latest
+            if not is_passed:
+                return True, following
+            latest = self._at(self.recurrence.latest(now_ms))
+            later = [each for each in (following, latest) if each is not None]
+            return False, max(later, key=lambda each: each.instant_ms)
         earliest_ms = now_ms - self.catch_up_ms
         since_ms = max(self.instant_ms, earliest_ms - self.jitter_ms - 1)
         return self.due_ms >= earliest_ms, self._at(self.recurrence.after(since_ms))

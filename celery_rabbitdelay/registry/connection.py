@@ -273,13 +273,14 @@ class Store:
             with suppress(*self.errors):  # its lease ends by itself
                 lock.release()
 
-    def hold(self, name: str, token: str, lease: float) -> bool:
+    def hold(self, name: str, token: str, lease: float, family: str | None = None) -> bool:
         """Take a lock for some seconds from now, or keep it; return whether it has this token.
 
         Args:
             name: Its key.
             token: Who has it.
             lease: Seconds after which others may take it.
+            family: It is taken over from a token that begins with this; None: from none.
 
         Raises:
             RegistryUnavailable: Redis did not answer.
@@ -293,7 +294,11 @@ class Store:
             lock.local.token = token.encode()
             with suppress(LockNotOwnedError):
                 return bool(lock.reacquire())
-            return False
+            held = str(self._client.get(name) or "")
+            if family is None or not held.startswith(family):
+                return False
+            self.let_go(name, held)
+            return bool(lock.acquire(blocking=False, token=token))
 
         return self._try(run)
 

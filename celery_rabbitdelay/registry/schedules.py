@@ -11,8 +11,8 @@ from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.index import Names
 
 _DEFINITION, _OCCURRENCE, _PAUSED = "definition", "occurrence", "paused"
-_HEALED, _LAST = "healed", "last"
-_FIELDS: Final = (_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED, _LAST)
+_HEALED, _LAST, _UNSENT = "healed", "last", "unsent"
+_FIELDS: Final = (_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED, _LAST, _UNSENT)
 
 #: Seconds after which a run is taken to be over, if its worker does not say that it still runs.
 LEASE: Final = 60.0
@@ -58,6 +58,7 @@ class NotedSchedule(NamedTuple):
         is_paused: Whether occurrences do not run.
         healed_ms: When its next occurrence was sent again last, because it had not come; 0: never.
         last: The last occurrence that has come; None if none is known.
+        is_sent: Whether whoever has put it knows that its first occurrence was sent.
     """
 
     definition: str
@@ -65,16 +66,18 @@ class NotedSchedule(NamedTuple):
     is_paused: bool = False
     healed_ms: int = 0
     last: Came | None = None
+    is_sent: bool = True
 
     @classmethod
     def of(cls, found: Sequence[str | None]) -> Self | None:
         """Read it; None if there is no such schedule, or it cannot be read."""
-        definition, text, paused, healed, last = found
+        definition, text, paused, healed, last, unsent = found
         occurrence = Occurrence.of(text)
         if occurrence is None:
             return None
         healed = healed if healed is not None and healed.isdigit() else "0"
-        return cls(definition or "", occurrence, bool(paused), int(healed), Came.of(last))
+        came = Came.of(last)
+        return cls(definition or "", occurrence, bool(paused), int(healed), came, not unsent)
 
 
 #: No occurrence has come.
@@ -128,6 +131,7 @@ class Schedules:
         """Note a schedule and its next occurrence."""
         paused = "1" if noted.is_paused else ""
         more = {_DEFINITION: noted.definition, _PAUSED: paused}
+        more[_UNSENT] = "" if noted.is_sent else "1"
         self._store.commands(lambda pipe: self._write(pipe, noted.occurrence, more))
 
     def follow(
@@ -162,25 +166,45 @@ class Schedules:
         pipeline.hset(record, mapping={_OCCURRENCE: occurrence.text, **more})
         pipeline.hdel(record, _HEALED)
 
-    def start(self, occurrence: Occurrence) -> bool:
-        """Note that an occurrence runs, for :data:`LEASE` from now; False if another one runs."""
-        running = self._names.running(occurrence.name)
-        if not self._store.hold(running, occurrence.task_id, LEASE):
+    def start(self, occurrence: Occurrence, token: str) -> bool:
+        """Note that an occurrence runs, for :data:`LEASE` from now; False if another one runs.
+
+        Args:
+            occurrence: The occurrence.
+            token: Its id, a space, and a name of this arrival of it.
+        """
+        running, family = self._names.running(occurrence.name), f"{occurrence.task_id} "
+        if not self._store.hold(running, token, LEASE, family):
             return False
-        self._store.let_go(self._names.queued(occurrence.name), occurrence.task_id)
+        self.leave_queue(occurrence)
         return True
 
-    def keep_run(self, name: str, task_id: str) -> None:
+    def keep_run(self, name: str, token: str) -> None:
         """Note that an occurrence still runs."""
-        self._store.hold(self._names.running(name), task_id, LEASE)
+        self._store.hold(self._names.running(name), token, LEASE)
 
     def queue(self, occurrence: Occurrence) -> bool:
         """Note that an occurrence is the one that runs next; False if another one is."""
         return self._store.hold(self._names.queued(occurrence.name), occurrence.task_id, LEASE)
 
-    def end_run(self, name: str, task_id: str) -> None:
+    def is_queued(self, occurrence: Occurrence) -> bool:
+        """Return whether an occurrence is the one that runs next."""
+        key = self._names.queued(occurrence.name)
+        (found,) = self._store.commands(lambda pipe: pipe.get(key))
+        return bool(found == occurrence.task_id)
+
+    def leave_queue(self, occurrence: Occurrence) -> None:
+        """Note that an occurrence is not the one that runs next."""
+        self._store.let_go(self._names.queued(occurrence.name), occurrence.task_id)
+
+    def end_run(self, name: str, token: str) -> None:
         """Note that an occurrence does not run any more."""
-        self._store.let_go(self._names.running(name), task_id)
+        self._store.let_go(self._names.running(name), token)
+
+    def sent(self, name: str) -> None:
+        """Note that the first occurrence of a schedule was sent."""
+        record = self._names.schedule(name)
+        self._store.commands(lambda pipe: pipe.hdel(record, _UNSENT))
 
     def heal(self, name: str, now_ms: int) -> None:
         """Note that the next occurrence of a schedule is sent again."""

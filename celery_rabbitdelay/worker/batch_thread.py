@@ -117,7 +117,10 @@ class BatchThread(ABC, Generic[ItemT]):
         while not self._stopping.is_set():
             batch = self._next_batch()
             if not self._stopping.is_set():
-                self.work(batch)
+                try:
+                    self.work(batch)
+                except Exception:  # the thread has to live on
+                    logger.exception("%s", self.name)
         self._end()
 
     def _end(self) -> None:

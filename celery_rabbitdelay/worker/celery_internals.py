@@ -182,6 +182,11 @@ def is_reserved(task_id: str) -> bool:
     return task_id in state.requests
 
 
+def active_ids() -> set[str]:
+    """Return the ids of the tasks that this worker's pool has begun."""
+    return {request.id for request in tuple(state.active_requests)}
+
+
 def raise_prefetch(consumer: Any) -> None:
     """Raise the prefetch count by one, as Celery does for each task that a worker holds."""
     consumer.qos.increment_eventually()

@@ -11,10 +11,10 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from celery.utils.log import get_logger
-from kombu import Message
+from kombu import Message, Queue
 
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.app.beat import put_beat
@@ -118,6 +118,16 @@ class _Step(NamedTuple):
     fate: Fate
 
 
+def _each_once(steps: Sequence[_Step]) -> list[_Step]:
+    """Return steps of which no two publish the same occurrence, if messages came twice."""
+    seen: set[Occurrence | None] = set()
+    kept = []
+    for step in steps:
+        kept.append(step._replace(following=None) if step.following in seen else step)
+        seen.add(step.following)
+    return kept
+
+
 class Occurrences(BatchThread[Arrived]):
     """Publishes the next occurrence of a schedule, and then lets the one run that has come.
 
@@ -135,15 +145,18 @@ class Occurrences(BatchThread[Arrived]):
 
     name = "rabbitdelay-schedules"
 
+    #: What was published and could not be noted, also over connections that were lost since.
+    _unnoted: ClassVar[dict[Occurrence, Registration]] = {}
+
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
         self._registry = self._delays.registry
         self._early_tasks = early_tasks
         self._puts_beat = self._delays.settings.beat
-        self._unnoted: dict[Occurrence, Registration] = {}
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
         self._runs = Runs(self._registry.schedules)
+        self._heal_at = 0.0
         self.overdue = 0.0
 
     def begin(self) -> None:
@@ -153,19 +166,19 @@ class Occurrences(BatchThread[Arrived]):
             self._puts_beat = False
 
     def own_work_in(self) -> float | None:
-        """Return the seconds until the next look for what has not come, or for runs that end."""
-        look = self._look_at - time.monotonic()
-        return min(look, self._runs.look_in or look)
+        """Return the seconds until the next look for what has not come."""
+        return self._look_at - time.monotonic()
 
     def work(self, batch: list[Arrived]) -> None:
         """Publish what follows, and let the event loop go on with what has come."""
         if batch:
             self._work_on(batch)
-        self._runs.look_after()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY
             try:
                 self._look_after_schedules()
+            except RegistryUnavailable as error:
+                self._registry_is_away("Nobody has looked after the schedules: %s", error)
             except Exception as error:  # noqa: BLE001 - the next look may succeed
                 logger.warning("Nobody has looked after the schedules: %s", error)
 
@@ -177,7 +190,7 @@ class Occurrences(BatchThread[Arrived]):
                     steps.append(step)
             except Exception as error:  # noqa: BLE001 - the thread has to live on
                 self._failed(each, error)
-        published, sent = self._published(self._paused(steps))
+        published, sent = self._published(self._paused(_each_once(steps)))
         fates = [(step, self._fate(step)) for step in published]
         now_ms = time.time_ns() // NS_PER_MS
         came = {
@@ -208,9 +221,12 @@ class Occurrences(BatchThread[Arrived]):
         if arrived.kind == "copy" and not self._is_newest(arrived.waited, occurrence):
             self.act(partial(self._let_run, arrived))
             return None
-        runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
-        if arrived.looks:
+        waits = arrived.looks or (
+            occurrence.overlap == "queue-one" and self._runs.is_queued(occurrence)
+        )
+        if waits and arrived.kind == "runs":  # what follows was published when it came first
             return _Step(arrived, occurrence, None, "ran")
+        runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
         if following is None:
             self._registry.schedules.end(occurrence)
         if arrived.kind == "cancelled":
@@ -226,7 +242,7 @@ class Occurrences(BatchThread[Arrived]):
         try:
             found = self._registry.schedules.get([each.occurrence.name for each in steps])
         except RegistryUnavailable as error:
-            logger.warning("Occurrences of schedules come although %s", error)
+            self._registry_is_away("Occurrences of schedules come although %s", error)
             return steps
         return [
             step._replace(fate="paused")
@@ -242,7 +258,7 @@ class Occurrences(BatchThread[Arrived]):
         published = [step for step in steps if step.following is None]
         waiting = {id(step): step for step in steps if step.following is not None}
         sent: dict[Occurrence, Registration] = {}
-        publications: list[Publication] = []
+        publications: dict[Queue | None, list[Publication]] = {}
         if not waiting:
             return published, sent
 
@@ -260,11 +276,15 @@ class Occurrences(BatchThread[Arrived]):
                 producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
                 for step in list(waiting.values()):
                     try:
-                        publications.append(self._publication(producer, step))
+                        queue, publication = self._publication(producer, step)
+                        publications.setdefault(queue, []).append(publication)
                     except Exception as error:  # noqa: BLE001 - the others are published
                         del waiting[id(step)]
                         self._failed(step.arrived, error)
-                publisher.publish_all(publications, PublishPolicy(producer.timeout), done=done)
+                policy = PublishPolicy(producer.timeout)
+                for queue, group in publications.items():
+                    declarations = producer.declarations(queue, ())
+                    publisher.publish_all(group, policy, done=done, **declarations)
         except Exception as error:  # noqa: BLE001 - the thread has to live on
             for step in waiting.values():
                 self._failed(step.arrived, error)
@@ -272,8 +292,8 @@ class Occurrences(BatchThread[Arrived]):
 
     def _failed(self, arrived: Arrived, error: Exception) -> None:
         task_id = celery_internals.shown(celery_internals.id_of(arrived.delivery.message))
-        if isinstance(error, TEMPORARY_ERRORS):
-            logger.warning("Occurrence %s waits for the next to be published: %s", task_id, error)
+        if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
+            logger.warning("Occurrence %s waits, as the next is not published: %s", task_id, error)
             self._again(arrived, TRY_AGAIN)
         else:
             logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
@@ -283,8 +303,13 @@ class Occurrences(BatchThread[Arrived]):
         again = partial(self.give, arrived)
         self.act(partial(celery_internals.call_after, self._consumer, seconds, again))
 
-    def _publication(self, producer: DelayedProducer, step: _Step) -> Publication:
-        """Return the message of the occurrence that follows one, made of the message of that."""
+    def _publication(
+        self, producer: DelayedProducer, step: _Step
+    ) -> tuple[Queue | None, Publication]:
+        """Return the message of the occurrence that follows one, made of the message of that.
+
+        And the queue that has to exist.
+        """
         delivery, waited, following = step.arrived.delivery, step.arrived.waited, step.following
         assert following is not None
         due = Due.at(instant_of(following.due_ms))
@@ -298,9 +323,7 @@ class Occurrences(BatchThread[Arrived]):
         if RegistryOptions.of(self._delays.settings, task, {}, {}).track:
             sent = sent._replace(name=delivery.task, message=stored(delayed))
         address = partial(producer.address, delayed, due)
-        publication = Publication.of(delayed.message.amqp(), address, (step, sent))
-        publication.declare = producer.declarations(delayed.queue, ())["declare"]
-        return publication
+        return delayed.queue, Publication.of(delayed.message.amqp(), address, (step, sent))
 
     def _message(
         self,
@@ -345,18 +368,18 @@ class Occurrences(BatchThread[Arrived]):
     ) -> None:
         """Note occurrences that were published; what cannot be noted now is noted later."""
         unnoted = {**self._unnoted, **more}
-        self._unnoted = dict(list(unnoted.items())[-MAX_UNNOTED:])
+        self._unnoted.update(more)
+        for each in list(self._unnoted)[:-MAX_UNNOTED]:
+            del self._unnoted[each]
         try:
-            states = self._registry.register([*self._unnoted.values()]) if self._unnoted else []
+            states = self._registry.register([*unnoted.values()]) if unnoted else []
             following = [
-                each
-                for each, state in zip(self._unnoted, states, strict=True)
-                if state != "superseded"
+                each for each, state in zip(unnoted, states, strict=True) if state != "superseded"
             ]
             self._registry.schedules.follow(following, came)
-            self._unnoted = {}
+            self._unnoted.clear()
         except RegistryUnavailable as error:
-            logger.warning("%d occurrences are noted later: %s", len(self._unnoted), error)
+            self._registry_is_away("What follows some occurrences is noted later: %s", error)
 
     def _go_on(self, step: _Step, fate: Fate) -> None:
         arrived, occurrence = step.arrived, step.occurrence
@@ -365,31 +388,41 @@ class Occurrences(BatchThread[Arrived]):
             return
         self._delays.recorder.record({instruments.OCCURRENCES: 1}, arrived.delivery.task, fate)
         if fate in ("ran", "cancelled"):
-            is_held = fate == "ran" and occurrence.overlap != "allow"
-            self.act(partial(self._let_run, arrived, occurrence if is_held else None))
+            self.act(partial(self._let_run, arrived))
             return
+        if occurrence.overlap == "queue-one":
+            self._runs.leave_queue(occurrence)
         logger.info("Occurrence %s does not run: %s.", occurrence.task_id, _WHY[fate])
         skipped = partial(signals.send, signals.skipped, self._consumer.app)
         self.act(partial(skipped, occurrence.task_id, occurrence.due_ms))
         acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
         self.act(acknowledge, is_acknowledgement=True)
 
-    def _let_run(self, arrived: Arrived, held: Occurrence | None = None) -> None:
+    def _let_run(self, arrived: Arrived) -> None:
         """Let an occurrence go on, in the event loop; its retries are no occurrences."""
         table: Any = arrived.delivery.message.headers
         while isinstance(table, dict):
             for name in _OF_OCCURRENCE:
                 table.pop(name, None)
             table = table.get(NESTED_HEADERS)
-        arrived.go_on()
-        if held is not None:
-            self._runs.begun(held)
+        try:
+            arrived.go_on()
+        finally:
+            self._runs.given(celery_internals.id_of(arrived.delivery.message))
 
     def _look_after_schedules(self) -> None:
-        self.begin()
+        try:
+            self.begin()
+        except Exception as error:  # noqa: BLE001 - the schedules are looked after all the same
+            logger.warning("The entries of beat are put later: %s", error)
         # First of all, or what they are about would be sent again.
         self._note({}, {})
         schedules = self._registry.schedules
         self.overdue = schedules.overdue_for(time.time_ns() // NS_PER_MS) / 1000
-        if schedules.may_heal():
+        # When Redis comes back, each worker first notes what it has published.
+        if time.monotonic() >= self._heal_at and schedules.may_heal():
             self._delays.schedules.heal()
+
+    def _registry_is_away(self, what: str, error: RegistryUnavailable) -> None:
+        self._heal_at = time.monotonic() + 2 * LOOK_EVERY
+        logger.warning(what, error)

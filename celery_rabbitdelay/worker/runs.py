@@ -1,14 +1,21 @@
-"""Runs of schedules that others must not overlap: each has a lease in Redis while it goes."""
+"""Runs of schedules that others must not overlap: each has a lease in Redis while it goes.
+
+The rule: whoever has the lease of a schedule runs. A lease belongs to one arrival of an occurrence;
+if RabbitMQ delivers the occurrence again, that arrival takes it over.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from threading import Lock, Thread
 from typing import ClassVar, Final
 
 from celery.utils.log import get_logger
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.schedule import Occurrence
+from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.schedules import LEASE, Schedules
 from celery_rabbitdelay.worker import celery_internals
 
@@ -21,33 +28,61 @@ POLL: Final = 0.5
 RENEW_EVERY: Final = LEASE / 4
 
 
+@dataclass
+class _Run:
+    """A run in this worker.
+
+    Attributes:
+        name: The name of its schedule.
+        token: What its lease holds.
+        is_given: Whether Celery has it, or has run it. Then it ends when Celery has it no more.
+    """
+
+    name: str
+    token: str
+    is_given: bool = False
+
+
 class Runs:
-    """Keeps the leases of the runs in this worker.
+    """Keeps the leases of the runs in this worker, in a thread that ends with the last of them.
 
     Args:
         schedules: Where they are kept.
     """
 
-    #: The names of the schedules, by the ids of the tasks that run. They may outlive the connection
-    #: that they came over, so all objects share them.
-    _going: ClassVar[dict[str, str]] = {}
+    #: The runs, by the ids of their tasks. They outlive the connection that they came over, and a
+    #: worker that stops waits for them.
+    _going: ClassVar[dict[str, _Run]] = {}
+    _thread: ClassVar[Thread | None] = None
+    _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, schedules: Schedules) -> None:
         self._schedules = schedules
-        self._renew_at = 0.0
-
-    @property
-    def look_in(self) -> float | None:
-        """Seconds until the next look; None if nothing runs."""
-        return POLL if self._going else None
+        # RabbitMQ delivers again what the pool had not begun when the connection was lost.
+        begun = celery_internals.active_ids()
+        for task_id in set(self._going) - begun:
+            self._going.pop(task_id, None)
 
     def try_start(self, occurrence: Occurrence) -> bool:
-        """Return whether an occurrence may run now, or cannot be told not to."""
+        """Return whether an occurrence may run now, or cannot be told not to; keep its lease."""
+        token = f"{occurrence.task_id} {new_copy()}"
         try:
-            return self._schedules.start(occurrence)
+            if not self._schedules.start(occurrence, token):
+                return False
         except RegistryUnavailable as error:
             logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
             return True
+        with self._lock:
+            self._going[occurrence.task_id] = _Run(occurrence.name, token)
+            if self._thread is None:
+                Runs._thread = Thread(target=self._keep, name="rabbitdelay-runs", daemon=True)
+                Runs._thread.start()
+        return True
+
+    def given(self, task_id: str) -> None:
+        """Note that Celery has got a task."""
+        if (run := self._going.get(task_id)) is not None:
+            run.is_given = True
 
     def try_queue(self, occurrence: Occurrence) -> bool:
         """Return whether an occurrence is the one that waits for the end of a run, or runs."""
@@ -56,21 +91,38 @@ class Runs:
         except RegistryUnavailable:
             return True  # and it runs
 
-    def begun(self, occurrence: Occurrence) -> None:
-        """Keep the lease of a task that Celery has from now on; called in the event loop."""
-        self._going[occurrence.task_id] = occurrence.name
+    def is_queued(self, occurrence: Occurrence) -> bool:
+        """Return whether an occurrence has waited for the end of a run, as far as is known."""
+        try:
+            return self._schedules.is_queued(occurrence)
+        except RegistryUnavailable:
+            return False
 
-    def look_after(self) -> None:
+    def leave_queue(self, occurrence: Occurrence) -> None:
+        """Let another occurrence wait for the end of a run."""
+        try:
+            self._schedules.leave_queue(occurrence)
+        except RegistryUnavailable:
+            return  # it ends by itself
+
+    def _keep(self) -> None:
         """Renew the leases of what runs, and give back those of what has ended."""
-        renews = time.monotonic() >= self._renew_at
-        if renews:
-            self._renew_at = time.monotonic() + RENEW_EVERY
-        for task_id, name in list(self._going.items()):
-            try:
-                if not celery_internals.is_reserved(task_id):
-                    del self._going[task_id]
-                    self._schedules.end_run(name, task_id)
-                elif renews:
-                    self._schedules.keep_run(name, task_id)
-            except RegistryUnavailable as error:
-                logger.warning("The lease of %s is not kept: %s", task_id, error)
+        renew_at = time.monotonic() + RENEW_EVERY
+        while True:
+            time.sleep(POLL)
+            renews = time.monotonic() >= renew_at
+            if renews:
+                renew_at = time.monotonic() + RENEW_EVERY
+            for task_id, run in list(self._going.items()):
+                try:
+                    if run.is_given and not celery_internals.is_reserved(task_id):
+                        self._going.pop(task_id, None)
+                        self._schedules.end_run(run.name, run.token)
+                    elif renews:
+                        self._schedules.keep_run(run.name, run.token)
+                except Exception as error:  # noqa: BLE001 - the thread has to live on
+                    logger.warning("The lease of %s is not kept: %s", task_id, error)
+            with self._lock:
+                if not self._going:
+                    Runs._thread = None
+                    return

@@ -21,7 +21,14 @@ from kombu import Connection
 from redbeat import RedBeatSchedulerEntry
 from redbeat.schedules import rrule
 
-from celery_rabbitdelay import InvalidSchedule, InvalidSetting, Outcome, RegistryRequired
+from celery_rabbitdelay import (
+    DelayTooLong,
+    InvalidDelay,
+    InvalidSchedule,
+    InvalidSetting,
+    Outcome,
+    RegistryRequired,
+)
 from celery_rabbitdelay.app import schedules
 from celery_rabbitdelay.app.beat import put_beat
 from celery_rabbitdelay.app.schedule_imports import exported, from_json, from_redbeat, put_all
@@ -342,6 +349,7 @@ def test_processes_that_put_the_same_schedule_at_once_put_one(
         ({"when": "61 * * * *"}, "minute"),
         ({"name": ""}, "1 to 226 bytes"),
         ({"name": "ü" * 120}, "1 to 226 bytes"),
+        ({"name": "\ud800"}, "1 to 226 bytes"),
         ({"when": ["0 0 * * *" + ",0" * 300] * 9}, "too long|takes"),
         ({"countdown": 3}, r"takes the options .* not \['countdown'\]"),
         ({"args": [object()]}, "JSON"),
@@ -525,6 +533,18 @@ def test_one_occurrence_waits_for_the_end_of_another_run_and_others_are_left_out
     assert len(set(found)) == len(found)
 
 
+def test_one_that_has_waited_for_the_end_of_a_run_is_not_too_late(
+    settings: dict[str, Any], put: Callable[..., Any], noted: Notes, let_end: Callable[[], Any]
+) -> None:
+    put("a", timedelta(seconds=3), task="hold", overlap="queue-one", catch_up="last")
+    with Worker(settings, None, "-c", "3") as worker:
+        wait_for(partial(overlapped, worker, 2), "two that overlap", PATIENCE)
+        (held,) = instants(noted, "a")
+        let_end()
+        wait_until_ran(noted, 2)
+    assert instants(noted, "a")[1] == held + 3
+
+
 def test_a_run_whose_worker_was_killed_holds_up_others_for_a_minute(
     settings: dict[str, Any],
     shop: Any,
@@ -579,6 +599,18 @@ def test_jitter_is_part_of_when_an_occurrence_is_due(shop: Any, put: Callable[..
     assert {shop.rabbitdelay.schedules.next(f"a{each}", 1)[0] for each in range(5)} == {
         plain.next_at
     }
+
+
+def test_a_jitter_is_shorter_than_the_time_between_two(put: Callable[..., Any]) -> None:
+    put("a", timedelta(hours=1), catch_up="all", jitter=7200)
+    with pytest.raises(InvalidSchedule, match="a jitter of at most 600 s"):
+        put("a", ["@hourly", "10 * * * *"], catch_up="last", jitter=601)
+
+
+@pytest.mark.parametrize("wrong", [{"start": datetime(1960, 1, 1, tzinfo=UTC)}, {"catch_up": 1e17}])
+def test_what_no_header_can_say_is_refused(put: Callable[..., Any], wrong: Any) -> None:
+    with pytest.raises((InvalidSchedule, InvalidDelay, DelayTooLong)):
+        put("a", **wrong)
 
 
 @pytest.mark.parametrize("wrong", [{"jitter": timedelta(days=2)}, {"overlap": "maybe"}])

@@ -36,6 +36,7 @@ def due(recurrence: Recurrence, begin: datetime, end: datetime) -> list[datetime
 
 
 LORD_HOWE = "Australia/Lord_Howe"
+BERLIN = "Europe/Berlin"
 ZONES = ("Europe/Berlin", "America/New_York", LORD_HOWE, "Pacific/Apia", "UTC")
 
 
@@ -83,6 +84,7 @@ def test_clocks_that_change_and_days_that_are_rare(
         (crontab(0, [7, 19], "mon", day_of_month="1-7"), "0 7,19 1-7 * * and 1"),
         (crontab(minute=0, hour=0, day_of_week="sat,sunday"), "0 0 * * 0,6"),
         (crontab(minute=0, hour="22-2"), "0 0,1,2,22,23 * * *"),
+        (crontab(minute=0, hour="22-2,12"), "0 0,1,2,12,22,23 * * *"),
         (schedule(90), "every 90000"),
         (timedelta(hours=1), "every 3600000"),
         (" 0  7 * * 1-5 ", "0 7 * * 1-5"),
@@ -249,6 +251,9 @@ def test_anything_else_is_no_occurrence(text: Any) -> None:
         '["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",86400001,"allow"]',
         '["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,"maybe"]',
         '["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,[]]',
+        '["a",1,[["* * * * *"],"UTC",0,[],[]],-1,"r",0,"allow"]',
+        '["\\ud800",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,"allow"]',
+        '["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"\\ud800",0,"allow"]',
         "[" * 3000,
     ],
 )
@@ -256,11 +261,39 @@ def test_what_a_stranger_writes_is_refused(text: str) -> None:
     assert Occurrence.of(text) is None
 
 
-def test_a_well_formed_one_is_not_refused() -> None:
-    assert Occurrence.of('["a",1,[["* * * * *"],"UTC",0,null,[]],-1,"r",0,"allow"]') is not None
+@pytest.mark.parametrize("more", ["", ',"of a later version"'])
+def test_a_well_formed_one_is_not_refused(more: str) -> None:
+    text = f'["a",1,[["* * * * *"],"UTC",0,null,[]{more}],-1,"r",0,"allow"{more}]'
+    assert Occurrence.of(text) == Occurrence("a", 1, Recurrence(("* * * * *",)), -1, "r")
 
 
-BERLIN = "Europe/Berlin"
+def test_an_id_with_thousands_of_digits_is_that_of_no_occurrence() -> None:
+    occurrence = Occurrence("a", NOW, Recurrence(("every 60000",)), UNTIL_NEXT, "r")
+    assert occurrence.with_id(f"a:{'1' * 5000}:r") is None
+
+
+def test_what_is_excluded_is_what_the_clock_shows() -> None:
+    """Where the clock changes, a time comes twice, or another one in its place."""
+    excluded = Recurrence.of("0 3 * * *", BERLIN, exclude="30 2 * * *")
+    night = local("2027-03-28T00:00", BERLIN)
+    assert excluded.after(milliseconds_of(night)) == milliseconds_of(
+        local("2027-03-28T03:00", BERLIN)
+    )
+    twice = Recurrence.of(timedelta(minutes=30), BERLIN, exclude="30 2 * * *")
+    begin = local("2026-10-25T01:45", BERLIN)
+    found = due(twice, begin, begin + timedelta(hours=3))
+    assert [f"{each.astimezone(ZoneInfo(BERLIN)):%H:%M}" for each in found] == [
+        *("02:00", "02:00", "03:00", "03:30", "04:00", "04:30")
+    ]
+
+
+def test_of_a_clock_that_changes_by_half_an_hour_no_occurrence_follows_itself() -> None:
+    lord_howe = Recurrence.of("* 23 * * *", LORD_HOWE)
+    at = milliseconds_of(datetime(2026, 4, 4, 12, 29, tzinfo=UTC))
+    occurrence = Occurrence("a", at, lord_howe, UNTIL_NEXT, "r")
+    _, following = occurrence.at(at + 10 * MINUTE_MS)
+    assert following is not None
+    assert following.instant_ms > at
 
 
 def test_days_and_minutes_are_excluded_in_the_time_zone() -> None:
