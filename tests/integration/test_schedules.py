@@ -699,8 +699,10 @@ make(name="interval", task="note", interval=interval, args="[1]", queue="x", hea
 make(name="once", task="note", clocked=once, one_off=True)
 make(name="sun", task="note", solar=sun, expires=datetime(2031, 1, 1, tzinfo=UTC))
 from celery_rabbitdelay.app.schedule_imports import from_django
+def text(each):
+    return each.astimezone(UTC).isoformat() if isinstance(each, datetime) else repr(each)
 for each in from_django():
-    print(json.dumps([each.name, each.given, each.notes, each.error], default=repr))
+    print(json.dumps([each.name, each.given, each.notes, each.error], default=text))
 """
 
 
@@ -717,6 +719,6 @@ def test_the_schedules_of_django_are_found() -> None:
     assert (cron["timezone"], cron["paused"], cron["catch_up"]) == ("Europe/Berlin", True, 60)
     assert cron["kwargs"] == {"a": 1}
     assert (interval["args"], interval["queue"], interval["headers"]) == ([1], "x", {"h": 1})
-    assert interval["start"].startswith("datetime.datetime(2026, 1, 1, 0, 7")
+    assert interval["start"] == "2026-01-01T00:07:00+00:00"
     assert sun["when"].startswith("<solar: sunset")
-    assert sun["end"].startswith("datetime.datetime(2031, 1, 1")
+    assert sun["end"] == "2031-01-01T00:00:00+00:00"
