@@ -10,9 +10,10 @@ from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.index import Names
 
-_DEFINITION, _OCCURRENCE, _PAUSED = "definition", "occurrence", "paused"
-_HEALED, _LAST, _UNSENT = "healed", "last", "unsent"
-_FIELDS: Final = (_DEFINITION, _OCCURRENCE, _PAUSED, _HEALED, _LAST, _UNSENT)
+#: The fields of a record. The occurrence has a field for each revision, so that an occurrence of a
+#: former one, which is noted at the same time, takes no other's place.
+_DEFINITION, _REVISION, _OCCURRENCE = "definition", "revision", "occurrence:"
+_PAUSED, _HEALED, _LAST, _UNSENT = "paused", "healed", "last", "unsent"
 
 #: Seconds after which a run is taken to be over, if its worker does not say that it still runs.
 LEASE: Final = 60.0
@@ -69,15 +70,20 @@ class NotedSchedule(NamedTuple):
     is_sent: bool = True
 
     @classmethod
-    def of(cls, found: Sequence[str | None]) -> Self | None:
+    def of(cls, found: Mapping[str, str]) -> Self | None:
         """Read it; None if there is no such schedule, or it cannot be read."""
-        definition, text, paused, healed, last, unsent = found
-        occurrence = Occurrence.of(text)
+        occurrence = Occurrence.of(found.get(f"{_OCCURRENCE}{found.get(_REVISION)}"))
         if occurrence is None:
             return None
-        healed = healed if healed is not None and healed.isdigit() else "0"
-        came = Came.of(last)
-        return cls(definition or "", occurrence, bool(paused), int(healed), came, not unsent)
+        healed = found.get(_HEALED, "")
+        return cls(
+            found.get(_DEFINITION, ""),
+            occurrence,
+            bool(found.get(_PAUSED)),
+            int(healed) if healed.isdigit() else 0,
+            Came.of(found.get(_LAST)),
+            not found.get(_UNSENT),
+        )
 
 
 #: No occurrence has come.
@@ -103,7 +109,7 @@ class Schedules:
 
         def add(pipeline: Any) -> None:
             for name in names:
-                pipeline.hmget(self._names.schedule(name), *_FIELDS)
+                pipeline.hgetall(self._names.schedule(name))
 
         return [NotedSchedule.of(found) for found in (self._store.commands(add) if names else ())]
 
@@ -129,10 +135,20 @@ class Schedules:
 
     def put(self, noted: NotedSchedule) -> None:
         """Note a schedule and its next occurrence."""
-        paused = "1" if noted.is_paused else ""
-        more = {_DEFINITION: noted.definition, _PAUSED: paused}
-        more[_UNSENT] = "" if noted.is_sent else "1"
-        self._store.commands(lambda pipe: self._write(pipe, noted.occurrence, more))
+        record = self._names.schedule(noted.occurrence.name)
+        fields = {
+            _DEFINITION: noted.definition,
+            _REVISION: noted.occurrence.revision,
+            _PAUSED: "1" if noted.is_paused else "",
+            _UNSENT: "" if noted.is_sent else "1",
+        }
+
+        def add(pipeline: Any) -> None:
+            pipeline.delete(record)
+            pipeline.hset(record, mapping=fields)
+            self._write(pipeline, noted.occurrence)
+
+        self._store.commands(add)
 
     def follow(
         self, following: Sequence[Occurrence], came: Mapping[Occurrence, Came] = NOTHING_CAME
@@ -150,7 +166,9 @@ class Schedules:
 
         def add(pipeline: Any) -> None:
             for each in filter(is_current, following):
-                self._write(pipeline, each, {})
+                record = self._names.schedule(each.name)
+                pipeline.hsetnx(record, _REVISION, each.revision)
+                self._write(pipeline, each)
             for each, fate in came.items():
                 if is_current(each) and (noted[each.name] or each.name in followed):
                     last = " ".join(map(str, fate))
@@ -160,10 +178,10 @@ class Schedules:
         if names:
             self._store.commands(add)
 
-    def _write(self, pipeline: Any, occurrence: Occurrence, more: Mapping[str, str]) -> None:
+    def _write(self, pipeline: Any, occurrence: Occurrence) -> None:
         record = self._names.schedule(occurrence.name)
         pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.due_ms})
-        pipeline.hset(record, mapping={_OCCURRENCE: occurrence.text, **more})
+        pipeline.hset(record, f"{_OCCURRENCE}{occurrence.revision}", occurrence.text)
         pipeline.hdel(record, _HEALED)
 
     def start(self, occurrence: Occurrence, token: str) -> bool:

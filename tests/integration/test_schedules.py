@@ -722,3 +722,24 @@ def test_the_schedules_of_django_are_found() -> None:
     assert interval["start"] == "2026-01-01T00:07:00+00:00"
     assert sun["when"].startswith("<solar: sunset")
     assert sun["end"] == "2031-01-01T00:00:00+00:00"
+
+
+def test_an_occurrence_that_is_noted_while_its_schedule_is_changed_changes_nothing(
+    shop: Any, put: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put("a")
+    known = shop.rabbitdelay.registry.schedules
+    (former,) = known.get(["a"])
+    get = known.get
+
+    def put_in_between(names: Any) -> Any:
+        found = get(names)
+        monkeypatch.setattr(known, "get", get)
+        put("a", timedelta(hours=1))
+        return found
+
+    monkeypatch.setattr(known, "get", put_in_between)
+    known.follow([former.occurrence])
+    (noted,) = known.get(["a"])
+    assert noted.occurrence.recurrence.rules == ("every 3600000",)
+    assert noted.occurrence.revision != former.occurrence.revision
