@@ -17,7 +17,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 logger = logging.getLogger(__name__)
 
 #: For how many milliseconds entries of beat do not come back that others have taken the place of.
-FLAPPING_MS: Final = 86_400_000
+FLAPPING_MS: Final = 3_600_000
 
 
 def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
@@ -25,7 +25,7 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
 
     Workers call this when they start, with ``rabbitdelay_beat = True``. While workers of two
     versions of the code are deployed, those of the former version change nothing: entries that
-    others have taken the place of are not put again for a day.
+    others have taken the place of are not put again for an hour.
 
     Args:
         schedules: The schedules of the application.
@@ -35,6 +35,9 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
         Whether they are as this code has them.
     """
     app = schedules.app
+    # As a worker has done: entries may be added when the application is finalized.
+    app.loader.import_default_modules()
+    app.finalize()
     registry, application = app.rabbitdelay.registry, str(app.main or "")
     prefix = f"beat:{application}:"
     given = {**_entries_of_celery(app), **app.conf.beat_schedule}
@@ -58,6 +61,14 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
                     schedules.delete(name)
             registry.schedules.take_over(application, found.get("current"), digest, now_ms())
     return True
+
+
+def end_beat(schedules: Schedules) -> None:
+    """End all schedules that were put for ``beat_schedule``: beat runs it again."""
+    prefix = f"beat:{schedules.app.main or ''}:"
+    for name in schedules.app.rabbitdelay.registry.schedules.all():
+        if name.startswith(prefix):
+            schedules.delete(name)
 
 
 def _put_entry(schedules: Schedules, name: str, entry: Mapping[str, Any]) -> None:

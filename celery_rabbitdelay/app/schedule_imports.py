@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone, tzinfo
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -189,10 +191,20 @@ def _zone(zone: str | float) -> tzinfo:
 
 
 def from_django() -> Iterator[Foreign]:
-    """Yield the schedules in the tables of django-celery-beat; Django has to be set up."""
-    from django_celery_beat.models import PeriodicTask
+    """Yield the schedules in the tables of django-celery-beat, with Django's settings.
 
-    for each in PeriodicTask.objects.order_by("name"):
+    Raises:
+        InvalidSetting: Django or django-celery-beat is not installed, or not set up.
+    """
+    try:
+        import_module("django").setup()  # it does nothing where that is done
+        periodic_task: Any = import_module("django_celery_beat.models").PeriodicTask
+    except Exception as error:  # whatever Django's settings raise
+        name = "DJANGO_SETTINGS_MODULE"
+        takes = f"takes Django's settings, with django_celery_beat: {error}"
+        raise InvalidSetting(name, os.environ.get(name), takes) from error
+
+    for each in periodic_task.objects.order_by("name"):
         try:
             yield _of_django(each)
         except (AttributeError, TypeError, ValueError) as wrong:
@@ -200,8 +212,7 @@ def from_django() -> Iterator[Foreign]:
 
 
 def _of_django(each: Any) -> Foreign:
-    from django_celery_beat.utils import make_aware
-
+    make_aware = import_module("django_celery_beat.utils").make_aware
     if each.one_off or each.clocked is not None:
         return Foreign(each.name, {}, error="it is due once: send its task with an eta")
     when, last = each.schedule, each.start_time or each.last_run_at

@@ -177,11 +177,15 @@ def delete(context: CLIContext, /, name: str, as_json: bool) -> None:
 
 
 @schedules.command("put-beat")
-def put_beat(context: CLIContext, /, as_json: bool) -> None:
+@click.option("--end", is_flag=True, help="End what was put, because beat runs it again.")
+def put_beat(context: CLIContext, /, end: bool, as_json: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
     delays = shared.with_registry(context)
     with shared.registry_errors(as_json):
-        beat.put_beat(delays.schedules, is_forced=True)
+        if end:
+            beat.end_beat(delays.schedules)
+        else:
+            beat.put_beat(delays.schedules, is_forced=True)
         found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
     shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, map(_line, found))
 

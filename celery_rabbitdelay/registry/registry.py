@@ -358,6 +358,16 @@ class Registry:
         claim = Arrival(CLOSED, due_ms, ticket=ticket, key=key)
         self._run(self._claims([claim]))
 
+    def forget(self, task_ids: Sequence[str]) -> None:
+        """Forget that tasks have arrived, which then run if they are sent again."""
+
+        def add(pipeline: Any) -> None:
+            for task_id in task_ids:
+                pipeline.delete(self.names.task(task_id))
+
+        if task_ids:
+            self.store.commands(add)
+
     def alone_under(self, key: str) -> AbstractContextManager[None]:
         """Return a context in which no other sender is that wants its task to be the first.
 

@@ -199,9 +199,17 @@ class Occurrences(BatchThread[Arrived]):
             if fate is not None and step.arrived.kind != "copy"
         }
         self._note(sent, came)
+        self._forget([each for each, (_, _, fate) in came.items() if fate in _WHY])
         for step, fate in fates:
             if fate is not None:
                 self._go_on(step, fate)
+
+    def _forget(self, skipped: Sequence[Occurrence]) -> None:
+        """Let occurrences that do not run be sent again: they have not run."""
+        try:
+            self._registry.forget([each.task_id for each in skipped])
+        except RegistryUnavailable as error:
+            self._registry_is_away("A backfill leaves out what is skipped now: %s", error)
 
     def _step(self, arrived: Arrived) -> _Step | None:
         """Return what is to be done about an occurrence; None if it just goes on.

@@ -30,7 +30,7 @@ from celery_rabbitdelay import (
     RegistryRequired,
 )
 from celery_rabbitdelay.app import schedules
-from celery_rabbitdelay.app.beat import put_beat
+from celery_rabbitdelay.app.beat import end_beat, put_beat
 from celery_rabbitdelay.app.schedule_imports import exported, from_json, from_redbeat, put_all
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -456,8 +456,8 @@ def test_two_versions_of_the_code_do_not_undo_each_other(
     assert put_beat(before, is_forced=True)
     assert not put_beat(after)
     assert [each.name.rpartition(":")[2] for each in after.all()] == ["first", "kept"]
-    for each in after.all():
-        after.delete(each.name)
+    end_beat(after)
+    assert after.all() == []
 
 
 def test_an_entry_that_cannot_be_a_schedule_is_said_and_keeps_no_other_from_it(
@@ -588,6 +588,18 @@ def test_what_was_missed_is_sent_by_hand_and_what_has_run_does_not_run_again(
         schedules.backfill("b", now - hour, now)
     with pytest.raises(InvalidSchedule, match="more than 10000"):
         schedules.backfill("a", now - 20_000 * hour, now)
+
+
+def test_what_was_left_out_is_sent_by_hand(
+    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
+) -> None:
+    begin = datetime.now(UTC)
+    put("a", paused=True)
+    with Worker(settings) as worker:
+        wait_for(lambda: worker.log.count("its schedule is paused") >= 3, "pauses", PATIENCE)
+        end = datetime.now(UTC) - SECOND
+        assert shop.rabbitdelay.schedules.backfill("a", begin, end) >= 2
+        wait_until_ran(noted, 2)
 
 
 def test_jitter_is_part_of_when_an_occurrence_is_due(shop: Any, put: Callable[..., Any]) -> None:
