@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, Self
@@ -144,6 +145,11 @@ def wait_for(
 #: ``net.ipv4.ip_local_port_range``), and above those that well-known services have.
 PORTS: Final = range(10_000, 32_768)
 
+#: Sockets that have the ports which were given out last, so that no other process gets them here.
+#: They do not listen, and SO_REUSEADDR lets a server have its port as well; see socket(7).
+_GIVEN: Final[deque[socket.socket]] = deque()
+_MOST_GIVEN: Final = 64
+
 
 def free_port() -> int:
     """Return a TCP port of the loopback interface that nothing uses at the moment.
@@ -153,9 +159,17 @@ def free_port() -> int:
     """
     while True:
         port = random.choice(PORTS)  # noqa: S311 - it is no secret
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
+        given = socket.socket()
+        try:
+            given.bind(("127.0.0.1", port))
+        except OSError:
+            given.close()
+            continue
+        given.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _GIVEN.append(given)
+        while len(_GIVEN) > _MOST_GIVEN:
+            _GIVEN.popleft().close()
+        return port
 
 
 def end_with_parent() -> None:
