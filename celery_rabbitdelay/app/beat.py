@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import timedelta
 from typing import Any, Final
-
-from celery.signals import beat_init
 
 from celery_rabbitdelay.app.schedules import Schedules, now_ms
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
@@ -38,8 +36,7 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
     # As a worker has done: entries may be added when the application is finalized.
     app.loader.import_default_modules()
     app.finalize()
-    registry, application = app.rabbitdelay.registry, str(app.main or "")
-    prefix = f"beat:{application}:"
+    registry, application, prefix = app.rabbitdelay.registry, str(app.main or ""), _prefix(app)
     given = {**_entries_of_celery(app), **app.conf.beat_schedule}
     entries = {f"{prefix}{name}": each for name, each in given.items()}
     said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
@@ -56,18 +53,25 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
         for name, entry in entries.items():
             _put_entry(schedules, name, entry)
         if found.get("current") != digest:
-            for name in registry.schedules.all():
-                if name.startswith(prefix) and name not in entries:
-                    schedules.delete(name)
+            _end_others(schedules, entries)
             registry.schedules.take_over(application, found.get("current"), digest, now_ms())
     return True
 
 
 def end_beat(schedules: Schedules) -> None:
     """End all schedules that were put for ``beat_schedule``: beat runs it again."""
-    prefix = f"beat:{schedules.app.main or ''}:"
+    _end_others(schedules, ())
+
+
+def _prefix(app: Any) -> str:
+    """Return what the names of an application's entries begin with."""
+    return f"beat:{app.main or ''}:"
+
+
+def _end_others(schedules: Schedules, kept: Container[str]) -> None:
+    """End the schedules of entries that are not among those kept."""
     for name in schedules.app.rabbitdelay.registry.schedules.all():
-        if name.startswith(prefix):
+        if name.startswith(_prefix(schedules.app)) and name not in kept:
             schedules.delete(name)
 
 
@@ -103,7 +107,7 @@ def _entries_of_celery(app: Any) -> dict[str, Any]:
     return {"celery.backend_cleanup": {"task": "celery.backend_cleanup", **entry}}
 
 
-def _idle_beat(sender: Any, **_: Any) -> None:
+def idle_beat(sender: Any, **_: Any) -> None:
     """Let ``celery beat`` send nothing if workers have taken over what it would send."""
     delays = getattr(sender.app, "rabbitdelay", None)
     if delays is None or not delays.settings.beat or not delays.available:
@@ -116,6 +120,3 @@ def _idle_beat(sender: Any, **_: Any) -> None:
         return
     logger.warning("Beat sends nothing, and is not needed: workers do it (rabbitdelay_beat).")
     scheduler.tick = lambda *_, **__: scheduler.max_interval
-
-
-beat_init.connect(_idle_beat, weak=False)

@@ -17,11 +17,12 @@ from typing import Any, Final
 import amqp
 import celery
 from celery.result import AsyncResult
+from celery.signals import beat_init
 from kombu import Connection
 from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import beat as _beat  # noqa: F401  # it hears Celery's signal
+from celery_rabbitdelay.app import beat
 from celery_rabbitdelay.app.celery_internals import eta_of, own_changes
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
@@ -53,6 +54,8 @@ from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
+
+beat_init.connect(beat.idle_beat, weak=False)
 
 #: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
 #: for which it is tried again if its queue does not take it.

@@ -28,12 +28,12 @@ _OPTIONS: Final = ("queue", "exchange", "routing_key", "priority", "headers")
 
 
 class Imported(NamedTuple):
-    """What became of a schedule of somebody else's.
+    """The outcome of importing one schedule.
 
     Attributes:
         name: Its name.
         error: Why it was not put; empty if it was.
-        notes: What is otherwise than it was.
+        notes: How the imported schedule differs from the original.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Imported(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """A schedule of somebody else's.
+    """A schedule that another scheduler keeps.
 
     Attributes:
         name: Its name.
         given: The arguments of :meth:`.Schedules.put`.
-        notes: What is otherwise than it was.
+        notes: How the imported schedule differs from the original.
         error: Why it cannot be one of ours; empty if it can.
     """
 

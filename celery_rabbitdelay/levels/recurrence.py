@@ -194,17 +194,7 @@ class Recurrence(NamedTuple):
         Raises:
             ValueError: Too much is excluded to find that out.
         """
-        instant_ms = max(instant_ms, self.start_ms - 1)
-        for _ in range(MAX_EXCLUDED_STEPS):
-            found = [_nearest(rule, self, instant_ms, is_back=False) for rule in self.rules]
-            first = min((each for each in found if each is not None), default=None)
-            if first is None or (self.end_ms is not None and first > self.end_ms):
-                return None
-            span = self._excluded_at(first)
-            if span is None:
-                return first
-            instant_ms = span[1] - 1
-        raise ValueError(_TOO_MUCH_EXCLUDED)
+        return self._find(max(instant_ms, self.start_ms - 1), is_back=False)
 
     def latest(self, instant_ms: int) -> int | None:
         """Return when it was due last, up to an instant; None for never before.
@@ -212,17 +202,24 @@ class Recurrence(NamedTuple):
         Raises:
             ValueError: Too much is excluded to find that out.
         """
-        if self.end_ms is not None:
-            instant_ms = min(instant_ms, self.end_ms)
+        instant_ms = instant_ms if self.end_ms is None else min(instant_ms, self.end_ms)
+        return self._find(instant_ms, is_back=True)
+
+    def _find(self, instant_ms: int, is_back: bool) -> int | None:
+        """Return the first instant that is not excluded after another, or the last up to it."""
+        nearest = max if is_back else min
         for _ in range(MAX_EXCLUDED_STEPS):
-            found = [_nearest(rule, self, instant_ms, is_back=True) for rule in self.rules]
-            last = max((each for each in found if each is not None), default=None)
-            if last is None or last < self.start_ms:
+            found = [_nearest(rule, self, instant_ms, is_back) for rule in self.rules]
+            at_ms = nearest((each for each in found if each is not None), default=None)
+            if at_ms is None or at_ms < self.start_ms:
                 return None
-            span = self._excluded_at(last)
+            if self.end_ms is not None and at_ms > self.end_ms:
+                return None
+            span = self._excluded_at(at_ms)
             if span is None:
-                return last
-            instant_ms = span[0] - 1
+                return at_ms
+            begin_ms, end_ms = span
+            instant_ms = (begin_ms if is_back else end_ms) - 1
         raise ValueError(_TOO_MUCH_EXCLUDED)
 
     def _excluded_at(self, instant_ms: int) -> tuple[int, int] | None:
@@ -231,7 +228,7 @@ class Recurrence(NamedTuple):
             return None
         local = instant_of(instant_ms).astimezone(ZoneInfo(self.zone))
         minute_ms = instant_ms // _MINUTE_MS * _MINUTE_MS
-        # What the clock shows, whether it has changed or not.
+        # The local wall clock's reading as if it were UTC, so that clock changes do not matter.
         shown_ms = milliseconds_of(local.replace(tzinfo=UTC, fold=0)) // _MINUTE_MS * _MINUTE_MS
         shown = self._replace(zone="UTC")
         for each in self.excluded:
@@ -338,11 +335,12 @@ def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) 
 def _sun(rule: str, instant_ms: int, is_back: bool) -> int | None:
     """Return the first instant of a solar rule after another, or the last one up to it.
 
-    In whole seconds, and None if there is none within a year. The events are those of Celery's
-    ``solar``: the center of the sun is 6, 12 or 18 degrees below the horizon at dawn and dusk, and
-    34 minutes of arc its upper edge at sunrise and sunset. An event is always searched for from the
-    same hour of its longitude's mean time, because ephem finds another second from each start. The
-    sun rises between midnight and noon everywhere, so what is found within a day is all there is.
+    The result is in whole seconds; None if there is no such event within a year. The events are
+    Celery's ``solar``: the center of the sun is 6, 12 or 18 degrees below the horizon at dawn and
+    dusk, and 34 minutes of arc its upper edge at sunrise and sunset. An event is always searched
+    for from the same hour of its longitude's mean time, because ephem finds another second from
+    each start. The sun rises between midnight and noon everywhere, so what is found within a day is
+    all there is.
 
     Raises:
         ValueError: The rule is wrong, or ephem is not installed.

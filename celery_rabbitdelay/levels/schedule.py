@@ -1,4 +1,4 @@
-"""What one occurrence of a schedule says of the next, and what a schedule sends. Pure."""
+"""Occurrences of schedules: how the next one is found, and the task that is sent. Pure."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ class Store:
 
         Args:
             name: Its key.
-            token: Who has it.
+            token: Identifies its holder.
             lease: Seconds after which others may take it.
             family: It is taken over from a token that begins with this; None: from none.
 

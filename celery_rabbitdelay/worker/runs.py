@@ -34,7 +34,7 @@ class _Run:
 
     Attributes:
         name: The name of its schedule.
-        token: What its lease holds.
+        token: The value of its lease, which identifies this arrival.
         is_given: Whether Celery has it, or has run it. Then it ends when Celery has it no more.
     """
 
