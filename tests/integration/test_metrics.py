@@ -330,6 +330,8 @@ def test_a_port_that_is_taken_ends_the_worker(
     shop: Any, configuration: dict[str, Any], port: int
 ) -> None:
     with socket.socket() as other:
+        # As free_port has it bound.
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
         run = run_celery({**configuration, "rabbitdelay_metrics_port": port}, "worker -c 1")
