@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import amqp
 import pytest
@@ -236,6 +237,22 @@ def test_envelopes_are_read_twice(
     look = None if registry is None else registry.look
     assert ids(list(Distribution(TOPOLOGY, look=look).receive(tasks(3)))) == ["0", "1", "2"]
     assert read == 2
+
+
+def test_what_the_messages_of_an_envelope_share_is_checked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = mock.Mock()
+    monkeypatch.setattr(Distribution, "_check", check)
+    own = Item(b"", {"id": "2", header_names.ROUTING_KEY: "other"})
+    items = [Item(b"", {"id": "0"}), Item(b"", {"id": "1"}), own, Item(b"", {"id": "3"})]
+    assert len(list(distributed(letter(*items, **QUEUE)))) == 4
+    assert [each.args[2].headers["id"] for each in check.mock_calls] == ["0", "2"]
+
+
+def test_no_task_ends_silently_because_the_registry_says_too_little() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Registry(RUN).distributed(tasks(2))
 
 
 def test_a_due_time_that_is_missing_is_zero_for_the_registry() -> None:

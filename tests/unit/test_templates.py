@@ -29,7 +29,7 @@ from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
-from tests.unit.clock import frozen
+from tests.unit.clock import Clock, frozen
 from tests.unit.test_message_template import NOWHERE, json_able, read, texts
 
 HOUR = timedelta(hours=1)
@@ -192,6 +192,7 @@ PRODUCER = APP.amqp.Producer(APP.connection_for_write(), auto_declare=False)
         {"countdown": 60},
         {"eta": datetime(2100, 1, 1, tzinfo=UTC)},
         {"delay": 60, "queue": "office", "priority": 4, "task_id": "x"},
+        {"delay": 60, "exchange": "office", "routing_key": "paper", "serializer": "json"},
     ],
 )
 def test_a_plain_send_comes_from_a_template(sends: Sends, app: Any, options: Any) -> None:
@@ -200,6 +201,56 @@ def test_a_plain_send_comes_from_a_template(sends: Sends, app: Any, options: Any
         assert sends.from_template(app.send_task, "look", (1,), {"a": 2}, **options)
         assert sends.from_template(app.tasks["look"].s(1).apply_async, **options)
         assert sends.from_template(app.send_task, "unknown", **options)
+
+
+def test_the_members_of_a_group_come_from_a_template_after_the_first_ones(
+    sends: Sends, app: Any
+) -> None:
+    of_all = {"group_id": "g", "root_id": "r", "parent_id": "p", "reply_to": "q"}
+    own = {"producer": PRODUCER, "add_to_parent": False, "delay": 60}
+    from_template = [
+        sends.from_template(app.tasks["look"].apply_async, **of_all, **own, group_index=index)
+        for index in range(5)
+    ]
+    assert from_template == [False, False, False, True, True]
+
+
+def test_the_backend_hears_of_each_call_whose_result_counts(
+    sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(app.backend, "on_task_call", lambda _, task_id: heard.append(task_id))
+    for name in ("look", "bound"):
+        app.tasks[name].apply_async(delay=60)  # makes the template, which may be heard as well
+        heard.clear()
+        assert sends.from_template(app.tasks[name].apply_async, delay=60, task_id=name)
+        assert heard == (["look"] if name == "look" else [])
+
+
+def test_a_send_counts_as_confirmed_unless_its_publishing_fails(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, recorder = mock.MagicMock(), mock.Mock()
+    monkeypatch.setattr(app.rabbitdelay, "publisher", lambda: publisher)
+    monkeypatch.setattr(app.rabbitdelay, "recorder", recorder)
+    publish = publisher.__enter__.return_value.publish_one
+    app.tasks["look"].apply_async(delay=60)
+    publish.side_effect = ConnectionError("gone")
+    with pytest.raises(ConnectionError, match="gone"):
+        app.tasks["look"].apply_async(delay=60)
+    recorded = [each.args for each in recorder.record_send.mock_calls]
+    assert recorded == [("look", "celery", True, 0), ("look", "celery", False, 0)]
+
+
+def test_an_event_loop_is_blocked_for_as_long_as_a_send_takes(
+    sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, blocked = Clock(1000), list[float]()
+    monkeypatch.setattr(templates, "time", clock)
+    monkeypatch.setattr(app.rabbitdelay, "warn_blocked_loop", blocked.append)
+    monkeypatch.setattr(sends, "published", mock.Mock(append=lambda _: setattr(clock, "now", 1002)))
+    app.tasks["look"].apply_async(delay=60)
+    assert blocked == [2]
 
 
 OTHER_OPTIONS = [
