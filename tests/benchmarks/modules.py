@@ -1,9 +1,11 @@
 # ruff: noqa: T201  # a program at the terminal prints
-"""How fast a worker's modules are, beside raw confirmed publishing, and what the worker feels.
+"""How fast a worker's modules are, and two workers', beside raw confirmed publishing.
 
 ``python -m tests.benchmarks.modules`` starts private servers. Messages wait in the queue of a
 module before a worker is started that serves it; what is measured begins when the first has left.
 All publishing is confirmed, into quorum queues, with as many messages in flight as modules have.
+Two workers get twice as many messages, and their clock starts when both consume. Per core means for
+each second of the workers' processor time, from when they are ready, with what else they do.
 
 At last an envelope of 100,000 tasks is unpacked, while tasks without a delay are sent to the same
 worker one after the other: how long each takes to start, and whether a connection was lost.
@@ -18,8 +20,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import repeat
 from threading import Event
 from typing import Any, Final
 from uuid import uuid4
@@ -38,19 +41,26 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
-from tests.benchmarks import measure
+from tests.benchmarks import measure, waiting
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app
 from tests.integration.worker import Worker
+from tests.private_broker import private_broker
 
-MESSAGES: Final = 20_000
 WINDOW: Final = 1000
 BODY: Final = b"x" * 200
-ROUNDS: Final = 3
 PATIENCE: Final = 300.0
 
 #: The peer that the modules are compared with.
 RAW: Final = "raw, confirmed (messages/s)"
+
+#: The module that unpacks, and how many tasks are in an envelope: so few that a worker does not
+#: take all envelopes before the other one starts.
+ENVELOPED: Final = "distribution, enveloped"
+TASKS: Final = 50
+
+#: How many workers serve a module, and what their rows add to its name.
+WORKERS: Final = {1: "", 2: ", two workers"}
 
 #: The key of ``--signing``.
 KEY: Final = "benchmark" * 4
@@ -86,6 +96,13 @@ def signed(message: amqp.Message, keys: SigningKeys | None) -> amqp.Message:
     return keys.sign(WaitingMessage.of(message, headers)).amqp()
 
 
+def consumers(connection: Connection, queue: str) -> int:
+    """Return how many consumers a queue has."""
+    channel: Any = connection.default_channel
+    number: int = channel.queue_declare(queue, passive=True).consumer_count
+    return number
+
+
 class Bench:
     """An application, its broker, and a queue that everything ends in."""
 
@@ -116,33 +133,45 @@ class Bench:
         with Worker(self.configuration, [self.app.conf.task_default_queue], *options) as worker:
             yield worker
 
-    def rate(self, modules: str, queue: str, expected: int) -> float:
-        """Start a worker; return how many messages a second reach a queue from the first on.
+    def rates(
+        self, module: str, source: str, queue: str, expected: int, workers: int
+    ) -> tuple[float, float]:
+        """Start workers; return how many messages reach a queue, a second and per core.
 
-        The modules begin while the rest of the worker still starts.
+        The modules begin while the rest of each worker still starts.
+
+        Args:
+            module: The module that each worker serves.
+            source: The module's queue.
+            queue: What the messages reach.
+            expected: How many messages.
+            workers: How many workers.
         """
         before = self.messages(queue)
         seen: list[tuple[float, int]] = []
 
-        def has_all() -> bool:
+        def has_all() -> None:
             with Connection(self._url) as connection:
-                while not seen or seen[-1][1] < before + expected:
-                    seen.append((time.monotonic(), count(connection, queue)))
-                    if self._ends.wait(0.02):
-                        return False
-            return True
+                arrived = 0
+                while arrived < before + expected and not self._ends.wait(0.02):
+                    arrived, serving = count(connection, queue), consumers(connection, source)
+                    if serving == workers and arrived > before:
+                        seen.append((time.monotonic(), arrived))
 
         self._ends.clear()
-        with ThreadPoolExecutor() as threads:
+        with ThreadPoolExecutor() as threads, ExitStack() as running:
             watching = threads.submit(has_all)
             try:
-                with self.worker(modules):
-                    assert watching.result(PATIENCE)
+                served = [self.worker(module) for _ in range(workers)]
+                pids = [each.pid for each in threads.map(running.enter_context, served)]
+                ready, spent = self.messages(queue), sum(map(waiting.cpu, pids))
+                watching.result(PATIENCE)
+                spent = sum(map(waiting.cpu, pids)) - spent
             finally:
                 self._ends.set()
-        moving = [(at, number) for at, number in seen if before < number]
-        (began, first), (ended, last) = moving[0], moving[-1]
-        return (last - first) / (ended - began)
+        (began, first), (ended, last) = seen[0], seen[-1]
+        # The smallest time that is measured, if the last message was there before they were ready.
+        return (last - first) / (ended - began), (last - ready) / max(spent, 0.01)
 
     @property
     def told(self) -> dict[str, Any]:
@@ -173,27 +202,29 @@ class Bench:
         channel.queue_purge(self.waiting)
 
 
-def one_round(bench: Bench) -> dict[str, float]:
+def one_round(bench: Bench, messages: int) -> dict[str, float]:
     """Measure each of them once, in turn."""
-    end, topology = bench.end.name, bench.topology
+    end, topology, queues = bench.end.name, bench.topology, bench.topology.module_queues
     rates = {}
-    plain = (("", end, message()) for _ in range(MESSAGES))
-    rates[RAW] = MESSAGES / publish(bench.connection, plain)
+    plain = (("", end, message()) for _ in range(messages))
+    rates[RAW] = messages / publish(bench.connection, plain)
 
     five_hours: dict[str, Any] = {header_names.X_DELAY: 5 * 3_600_000}
-    checkin = topology.module_queues.checkin.exchange.name
-    publish(bench.connection, ((checkin, end, message(**five_hours)) for _ in range(MESSAGES)))
-    rates["check-in (messages/s)"] = bench.rate("check-in", bench.waiting, MESSAGES)
-
-    exchange, key = topology.route(0, DISTRIBUTION)[:2]
-    publish(
-        bench.connection,
-        ((exchange, key, message(bench.keys, **bench.told)) for _ in range(MESSAGES)),
-    )
-    rates["distribution (messages/s)"] = bench.rate("distribution", end, MESSAGES)
-
-    publish(bench.connection, [bench.letter(BODY, 1000)] * (MESSAGES // 1000))
-    rates["distribution, enveloped (tasks/s)"] = bench.rate("distribution", end, MESSAGES)
+    to_check_in = queues.checkin.exchange.name, end, message(**five_hours)
+    due = *topology.route(0, DISTRIBUTION)[:2], message(bench.keys, **bench.told)
+    letter = bench.letter(BODY, TASKS)
+    for workers, by in WORKERS.items():
+        for name, module, source, target, unit, sent, tasks in (
+            ("check-in", "check-in", queues.checkin, bench.waiting, "messages/s", to_check_in, 1),
+            ("distribution", "distribution", queues.distribution, end, "messages/s", due, 1),
+            (ENVELOPED, "distribution", queues.distribution, end, "tasks/s", letter, TASKS),
+        ):
+            expected = messages * workers
+            publish(bench.connection, repeat(sent, expected // tasks))
+            rate, per_core = bench.rates(module, source.name, target, expected, workers)
+            rates[f"{name}{by} ({unit})"] = rate
+            if workers == 1:
+                rates[f"{name}, per core ({unit})"] = per_core
     bench.empty()
     return rates
 
@@ -224,12 +255,15 @@ def unpacking(bench: Bench) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.modules")
     parser.add_argument("--signing", action="store_true", help="with a key")
-    key = KEY if parser.parse_args(arguments).signing else None
-    with RabbitMQServer() as broker, RedisServer() as redis:
+    parser.add_argument("--messages", type=int, default=40_000, help="for each worker (40000)")
+    parser.add_argument("--rounds", type=int, default=3, help="(3)")
+    options = parser.parse_args(arguments)
+    key = KEY if options.signing else None
+    with private_broker() as broker, RedisServer() as redis:
         bench = Bench(broker, redis, key)
-        rounds = [one_round(bench) for _ in range(ROUNDS)]
+        rounds = [one_round(bench, options.messages) for _ in range(options.rounds)]
         rates = {name: [each[name] for each in rounds] for name in rounds[0]}
-        measure.show("Through one worker", "a second", rates, RAW)
+        measure.show("Through one worker, and two", "a second", rates, RAW)
         unpacking(bench)
         bench.app.close()
         bench.connection.release()

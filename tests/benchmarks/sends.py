@@ -14,10 +14,14 @@ sent that this is a small part. The rate until the broker has all is printed bes
 counting the queues, to about 0.1 s. Before the next contestant, everything that was sent is counted
 as it is purged: what is missing is an error.
 
+Eight threads, and 32, share one application, ours or Celery's, in a process that is new each round.
+Each has sent one task before the clock starts.
+
 Where the time goes is told by the processor time that the sender has taken for each task, and that
 the broker has until it has everything: who takes most of it, is the wall.
 
-With ``--signing``, ours are signed; see ``rabbitdelay_signing_key``.
+With ``--signing``, ours are signed; see ``rabbitdelay_signing_key``. With ``--rows threads raw``,
+only the rows whose names contain one of these words are measured, and nothing is written.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from statistics import median
-from typing import Any, Final
+from threading import Barrier
+from typing import Any, Final, NamedTuple
 
 import amqp
 import celery
@@ -61,13 +68,27 @@ RAW_CONFIRMED: Final = "raw, confirmed one by one"
 RAW: Final = "raw, unconfirmed"
 RAW_HEADERS: Final = "raw, unconfirmed, a task's headers"
 
+#: How many threads send at once, and the names of their rows: ours, and Celery's.
+THREADS: Final = {
+    number: (f"apply_async(delay=), {number} threads", f"Celery's, confirmed, {number} threads")
+    for number in (8, 32)
+}
+
 #: The key of ``--signing``.
 KEY: Final = "benchmark" * 4
 
 
-def make_app(cls: type[celery.Celery], url: str, queue: str, confirms: bool = False) -> Any:
+def make_app(
+    cls: type[celery.Celery],
+    url: str,
+    queue: str,
+    confirms: bool = False,
+    signing_key: str | None = None,
+) -> Any:
     """An application of a class, with one task and one quorum queue."""
     app = cls("bench", broker=url, set_as_current=False)
+    if signing_key:
+        app.conf.rabbitdelay_signing_key = signing_key
     app.conf.update(
         task_default_queue=queue,
         task_queues=[waiting.quorum_queue(queue)],
@@ -79,6 +100,60 @@ def make_app(cls: type[celery.Celery], url: str, queue: str, confirms: bool = Fa
     def remind(order: int, text: str) -> None: ...
 
     return app
+
+
+def one_by_one(app: Any, option: str, delays: Sequence[float]) -> int:
+    """Send tasks by ``apply_async``; return how many messages that makes."""
+    remind = app.tasks["remind"]
+    for order, delay in enumerate(delays):
+        remind.apply_async((order, TEXT), **{option: delay})
+    return len(delays)
+
+
+class Spent(NamedTuple):
+    """Seconds that sending took: by the clock, of the sender's processor, of the broker's."""
+
+    clock: float
+    sender: float
+    broker: float
+
+    @classmethod
+    def now(cls, broker: int) -> Spent:
+        """Return what all clocks say."""
+        return cls(time.monotonic(), time.process_time(), waiting.cpu(broker))
+
+    def since(self, began: Spent) -> Spent:
+        """Return the difference."""
+        return Spent(*(now - then for now, then in zip(self, began, strict=True)))
+
+
+def from_threads(
+    make: Callable[[], Any], option: str, delays: Sequence[float], threads: int, broker: int
+) -> Spent:
+    """Send tasks from threads of this process; all but the first of each thread are measured.
+
+    Args:
+        make: Makes the application.
+        option: The option of ``apply_async``.
+        delays: The delay of each task.
+        threads: How many threads.
+        broker: The broker's process.
+    """
+    app = make()
+    began = []
+    connected = Barrier(threads, lambda: began.append(Spent.now(broker)))
+
+    def send(first: int) -> None:
+        own = delays[first::threads]
+        one_by_one(app, option, own[:1])
+        connected.wait(waiting.PATIENCE)
+        one_by_one(app, option, own[1:])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(send, range(threads)))
+    spent = Spent.now(broker).since(began[0])
+    app.close()
+    return spent
 
 
 class Bench:
@@ -101,11 +176,11 @@ class Bench:
         #: Seconds, from a minute to a week.
         self.delays = [generator.uniform(60, waiting.WEEK) for _ in range(most)]
         self.connection = Connection(broker.url)
-        self.ours = make_app(Celery, broker.url, "ours")
-        if options.signing:
-            self.ours.conf.rabbitdelay_signing_key = KEY
+        key = KEY if options.signing else None
+        self.make_ours = partial(make_app, Celery, broker.url, "ours", signing_key=key)
+        self.make_confirmed = partial(make_app, celery.Celery, broker.url, "native", confirms=True)
+        self.ours, self.native_confirmed = self.make_ours(), self.make_confirmed()
         self.native = make_app(celery.Celery, broker.url, "native")
-        self.native_confirmed = make_app(celery.Celery, broker.url, "native", confirms=True)
         self.topology = self.ours.rabbitdelay.topology
         self.our_queues = [queue.name for queue in self.topology.queues] + ["ours"]
         self.native_queues = [*waiting.NATIVE_QUEUES, "native"]
@@ -118,27 +193,20 @@ class Bench:
 
     def _warm_up(self) -> amqp.Message:
         """Connect and declare; return one of our tasks' messages."""
-        self.one_by_one(self.ours, "delay", 1)
+        one_by_one(self.ours, "delay", self.delays[:1])
         (queue,) = (name for name in self.our_queues if waiting.count(self.connection, [name]))
         channel: Any = self.connection.default_channel
         message = channel.basic_get(queue, no_ack=True)
         own = {name: message.properties[name] for name in message.properties}
         for app in (self.native, self.native_confirmed):
-            self.one_by_one(app, "countdown", 1)
+            one_by_one(app, "countdown", self.delays[:1])
         waiting.purge(self.connection, self.native_queues, 2)
         return amqp.Message(message.body, **own)
-
-    def one_by_one(self, app: Any, option: str, tasks: int) -> int:
-        """Send tasks by ``apply_async``; return how many messages that makes."""
-        remind = app.tasks["remind"]
-        for order, delay in enumerate(self.delays[:tasks]):
-            remind.apply_async((order, TEXT), **{option: delay})
-        return tasks
 
     def pipeline(self, tasks: int) -> int:
         """Send tasks by ``apply_async`` in a pipeline; return how many messages that makes."""
         with self.ours.rabbitdelay.pipeline():
-            return self.one_by_one(self.ours, "delay", tasks)
+            return one_by_one(self.ours, "delay", self.delays[:tasks])
 
     def group(self, app: Any, option: str) -> int:
         """Send a group of tasks, each with a delay of its own; return how many messages that is."""
@@ -174,8 +242,9 @@ class Bench:
         plain, task = self.plain_message, self.task_message
         confirmed, unconfirmed = self.raw_confirmed, self.raw_connection
         ours, native = self.our_queues, self.native_queues
+        some = self.delays[:slow]
         of: dict[str, tuple[int, list[str], Callable[[], int]]] = {
-            ONE: (slow, ours, partial(self.one_by_one, self.ours, "delay", slow)),
+            ONE: (slow, ours, partial(one_by_one, self.ours, "delay", some)),
             PIPELINE: (slow, ours, partial(self.pipeline, slow)),
             GROUP: (GROUP_SIZE, ours, partial(self.group, self.ours, "delay")),
             NATIVE_GROUP: (
@@ -189,25 +258,32 @@ class Bench:
             ),
             NATIVE: (
                 *(slow, native),
-                partial(self.one_by_one, self.native_confirmed, "countdown", slow),
+                partial(one_by_one, self.native_confirmed, "countdown", some),
             ),
             NATIVE_UNCONFIRMED: (
                 *(slow, native),
-                partial(self.one_by_one, self.native, "countdown", slow),
+                partial(one_by_one, self.native, "countdown", some),
             ),
             RAW_CONFIRMED: (slow, ours, partial(self.raw, confirmed, plain, addresses[:slow])),
             RAW: (fast, ours, partial(self.raw, unconfirmed, plain, addresses)),
             RAW_HEADERS: (fast, ours, partial(self.raw, unconfirmed, task, addresses)),
         }
-        return {name: partial(self.rate, name, *each) for name, each in of.items()}
+        rows = {name: partial(self.rate, name, *each) for name, each in of.items()}
+        for threads, (of_ours, of_celery) in THREADS.items():
+            for name, queues, make, option in (
+                (of_ours, ours, self.make_ours, "delay"),
+                (of_celery, native, self.make_confirmed, "countdown"),
+            ):
+                rows[name] = partial(self.rate_of_threads, name, queues, make, option, threads)
+        words = self.options.rows
+        return {name: row for name, row in rows.items() if any(word in name for word in words)}
 
     def rate(self, name: str, tasks: int, queues: Sequence[str], send: Callable[[], int]) -> float:
         """Send; return tasks a second. Then count what arrived, and remove it."""
         gc.collect()
-        spent = time.process_time(), waiting.cpu(self.broker.pid)
-        began = time.monotonic()
+        began = Spent.now(self.broker.pid)
         messages = send()
-        taken, sender = time.monotonic() - began, time.process_time() - spent[0]
+        spent = Spent.now(self.broker.pid).since(began)
         if "unconfirmed" in name:
             wait_for(
                 lambda: waiting.count(self.connection, queues) >= messages,
@@ -215,11 +291,32 @@ class Bench:
                 waiting.PATIENCE,
                 interval=0.0,
             )
-            self.landed.setdefault(name, []).append(tasks / (time.monotonic() - began))
-        broker = waiting.cpu(self.broker.pid) - spent[1]
-        self.cost.setdefault(name, []).append((sender / tasks * 1e6, broker / tasks * 1e6))
+            has_all = Spent.now(self.broker.pid).since(began)
+            self.landed.setdefault(name, []).append(tasks / has_all.clock)
+            spent = spent._replace(broker=has_all.broker)
         waiting.purge(self.connection, queues, messages)
-        return tasks / taken
+        return self._noted(name, tasks, spent)
+
+    def rate_of_threads(
+        self,
+        name: str,
+        queues: Sequence[str],
+        make: Callable[[], Any],
+        option: str,
+        threads: int,
+    ) -> float:
+        """Send from threads of a new process; return tasks a second. Count and remove them."""
+        delays = self.delays[: self.options.slow]
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            sending = pool.submit(from_threads, make, option, delays, threads, self.broker.pid)
+            spent = sending.result(waiting.PATIENCE)
+        waiting.purge(self.connection, queues, len(delays))
+        return self._noted(name, len(delays) - threads, spent)
+
+    def _noted(self, name: str, tasks: int, spent: Spent) -> float:
+        sender, broker = (each / tasks * 1e6 for each in spent[1:])
+        self.cost.setdefault(name, []).append((sender, broker))
+        return tasks / spent.clock
 
     def close(self) -> None:
         """Close all connections."""
@@ -235,24 +332,35 @@ def rates(broker: RabbitMQServer, options: argparse.Namespace) -> None:
     figures = measure.in_turn(bench.contestants(), options.rounds)
     bench.close()
     title, unit = "Delayed tasks sent by one process", "tasks/s"
-    measure.show(title, unit, figures, NATIVE)
-    measure.show(title, unit, figures, RAW)
-    landed = bench.landed | {MANY: figures[MANY]}
-    measure.show("Until the broker had everything", unit, landed, MANY)
+    peers = [peer for peer in (NATIVE, RAW) if peer in figures]
+    for peer in peers or (None,):
+        measure.show(title, unit, figures, peer)
+    if MANY in figures:
+        landed = bench.landed | {MANY: figures[MANY]}
+        measure.show("Until the broker had everything", unit, landed, MANY)
     print("\nMicroseconds of processor time a task, median: sender, broker")
     for name, seen in bench.cost.items():
         sender, spent = (median(each) for each in zip(*seen, strict=True))
         print(f"  {name:44} {sender:8.0f} {spent:8.0f}")
-    by_native, by_raw = measure.ratios(figures, NATIVE), measure.ratios(figures, RAW)
-    targets = [
-        Target(f"{ONE} / {NATIVE}", by_native[ONE], 1),
-        Target(f"{PIPELINE} / {NATIVE}", by_native[PIPELINE], 2),
-        Target(f"{GROUP} / {NATIVE_GROUP}", measure.ratios(figures, NATIVE_GROUP)[GROUP], 2),
-        Target(f"{MANY} / {NATIVE}", by_native[MANY], 10),
-        Target(f"{MANY} / {RAW}", by_raw[MANY], 0.7),
-        Target(f"{MANY} / {RAW_HEADERS}", measure.ratios(figures, RAW_HEADERS)[MANY], 0.7),
-        Target(f"{ENVELOPED} (tasks/s)", median(figures[ENVELOPED]), 40_000),
+    goals = [
+        (ONE, NATIVE, 1),
+        (PIPELINE, NATIVE, 2),
+        (GROUP, NATIVE_GROUP, 2),
+        (MANY, NATIVE, 10),
+        (MANY, RAW, 0.7),
+        (MANY, RAW_HEADERS, 0.7),
+        *((*names, 2) for names in THREADS.values()),
     ]
+    targets = [
+        Target(f"{name} / {peer}", measure.ratios(figures, peer)[name], bound)
+        for name, peer, bound in goals
+        if {name, peer} <= figures.keys()
+    ]
+    if ENVELOPED in figures:
+        targets.append(Target(f"{ENVELOPED} (tasks/s)", median(figures[ENVELOPED]), 40_000))
+    judged = measure.judge(targets)
+    if options.rows != [""]:
+        return
     results = {
         "unit": unit,
         "options": vars(options),
@@ -260,7 +368,7 @@ def rates(broker: RabbitMQServer, options: argparse.Namespace) -> None:
         "figures": figures,
         "until_the_broker_has_everything": bench.landed,
         "microseconds_of_processor_time_of_sender_and_broker": bench.cost,
-        "targets": measure.judge(targets),
+        "targets": judged,
     }
     measure.save("sends_signed" if options.signing else "sends", broker, results)
     if options.signing:
@@ -280,6 +388,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fast", type=int, default=100_000, help="tasks many at a time (100000)")
     parser.add_argument("--enveloped", type=int, default=200_000, help="in envelopes (200000)")
     parser.add_argument("--signing", action="store_true", help="sign ours")
+    parser.add_argument(
+        "--rows", nargs="+", default=[""], metavar="WORD", help="only those named so (all)"
+    )
     options = parser.parse_args(arguments)
     with private_broker() as broker:
         rates(broker, options)
