@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +10,8 @@ from typing import Final
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import PublishError
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import COMMITTED, JOB, JOB_ID, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -69,7 +69,7 @@ class Jobs(ABC):
             JobClosed: The job was aborted, has expired, or does not exist.
         """
         job_id, expires_ms = self.registry.jobs.end(job, JobState.COMMITTED)
-        left_ms = expires_ms - time.time_ns() // NS_PER_MS
+        left_ms = expires_ms - wall_clock.ms()
         if left_ms <= 0 or DISTRIBUTE not in self.settings.modules:
             return
         due = Due.after((left_ms - min(left_ms * NOTE_SHARE, NOTE_MS)) / 1000)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
 
 from celery_rabbitdelay.app.sending.task_messages import restored
-from celery_rabbitdelay.levels.delay import NS_PER_MS, instant_of
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.backlog import Backlog
@@ -127,7 +127,7 @@ def known_task(
     waits = record.state is TaskState.WAITING
     found = backlog() if waits else None
     # Its message is put back for the rest when the first due time comes.
-    remaining_ms = (record.due_ms or 0) - time.time_ns() // NS_PER_MS
+    remaining_ms = (record.due_ms or 0) - wall_clock.ms()
     return KnownTask(
         task_id,
         record.state.value,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -24,8 +23,8 @@ from celery_rabbitdelay.app.instruments import OCCURRENCES
 from celery_rabbitdelay.exceptions import (
     InvalidSchedule,
 )
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
-    NS_PER_MS,
     Delay,
     instant_of,
     milliseconds,
@@ -440,4 +439,4 @@ def _is_broken(noted: NotedSchedule, now_ms: int) -> bool:
 
 def now_ms() -> int:
     """Return the milliseconds since 1970-01-01 UTC."""
-    return time.time_ns() // NS_PER_MS
+    return wall_clock.ms()

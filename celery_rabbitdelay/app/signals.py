@@ -14,12 +14,12 @@ arguments: ``task_id`` (str), ``due`` (an aware datetime, or None where it is no
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import Any, Final
 
 from celery.utils.dispatch import Signal
 
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 
 _ARGUMENTS: Final = ["task_id", "due", "lateness"]
@@ -68,5 +68,5 @@ def send(signal: Any, app: Any, task_id: str, due_ms: object) -> None:
     if isinstance(due_ms, int):
         with suppress(OverflowError):  # after the year 9999
             due = instant_of(due_ms)
-        lateness = time.time() - due_ms / 1000
+        lateness = wall_clock.ns() / 1e9 - due_ms / 1000
     signal.send(sender=app, task_id=task_id, due=due, lateness=lateness)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +24,8 @@ from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, milliseconds, milliseconds_of
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 from celery_rabbitdelay.publishing.declaration import connect
@@ -387,7 +387,7 @@ class WaitingTasks(Jobs):
         Returns:
             Pairs of the start of a step and the number of tasks.
         """
-        now_ms = time.time_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         wanted = Filter(task, None, job, None, _ms(due_before))
         for start_ms, count in self.registry.index.forecast(wanted, now_ms, milliseconds(step)):
             yield datetime.fromtimestamp(start_ms / 1000, UTC), count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any, Final
 
 import click
@@ -11,6 +10,7 @@ from celery.bin.base import CLIContext
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.registry.pauses import Paused
 
@@ -60,7 +60,7 @@ def paused_as_json(paused: Paused) -> dict[str, Any]:
 
 def paused_line(paused: Paused) -> str:
     """Return the line that shows what is paused, and since when."""
-    held_ms = max(round((datetime.now(UTC) - paused.since).total_seconds()), 0) * 1000
+    held_ms = max(round((wall_clock.now() - paused.since).total_seconds()), 0) * 1000
     since = f"since {shared.local(paused.since)}, for {duration_text(held_ms)}"
     return f"paused: {_name(paused.task, paused.queue)}, {since}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from celery_rabbitdelay.app import beat, schedule_imports
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
+from celery_rabbitdelay.levels import wall_clock
 
 #: The exit status where there is no schedule of the name.
 UNKNOWN: Final = 1
@@ -75,7 +76,7 @@ def backfill(
     """Send the task of a schedule for each instant of a time that is over and has not run."""
     delays = shared.with_registry(context)
     with shared.registry_errors(as_json):
-        number = delays.schedules.backfill(name, since, until or datetime.now(UTC))
+        number = delays.schedules.backfill(name, since, until or wall_clock.now())
     lines = [f"{name}: {number} occurrences sent"]
     shared.answer(as_json, {"name": name, "sent": number}, lines)
 
@@ -237,6 +238,6 @@ def _facts(schedule: Schedule) -> list[str]:
 def _line(schedule: Schedule) -> str:
     paused = ", paused" if schedule.is_paused else ""
     task = schedule.task or "a task that Redis has lost"
-    late = (datetime.now(UTC) - schedule.next_at).total_seconds()
+    late = (wall_clock.now() - schedule.next_at).total_seconds()
     missing = f", has not come for {late:.0f} s" if late > MISSING else ""
     return f"{schedule.name}: {task}, next {shared.local(schedule.next_at)}{paused}{missing}"

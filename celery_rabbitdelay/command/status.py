@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
-from datetime import UTC, datetime
 from itertools import chain
 from threading import Event
 from typing import Any, Final, get_args
@@ -20,6 +19,7 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.pausing import paused_as_json, paused_line
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidManagementURL
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.topology import Topology
@@ -189,7 +189,7 @@ def status_lines(
         yield f"next due: the registry cannot be asked: {status.registry_error}"
     yield from map(paused_line, status.paused)
     if status.next_due is not None:
-        left_ms = max(round((status.next_due - datetime.now(UTC)).total_seconds()), 0) * 1000
+        left_ms = max(round((status.next_due - wall_clock.now()).total_seconds()), 0) * 1000
         local = shared.local(status.next_due)
         yield f"next due: {local}, in {duration_text(left_ms)}, of the tracked tasks"
     if status.due_within_ms is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -17,6 +17,7 @@ from celery.bin.base import CLIContext
 from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 
@@ -67,7 +68,7 @@ def pending(context: CLIContext, /, limit: int, as_json: bool, **filters: Any) -
 
 
 def _table(tasks: Sequence[Pending]) -> Iterator[str]:
-    now = datetime.now(UTC)
+    now = wall_clock.now()
     rows = [("due", "in", "task", "id", "key", "job")]
     for each in tasks:
         due, left = shared.local(each.due), _brief(each.due - now)
@@ -96,7 +97,7 @@ def show(context: CLIContext, /, task: str | None, key: str | None, as_json: boo
 
 def _facts(found: KnownTask) -> Iterator[str]:
     """Yield what is known, a line for each fact."""
-    due = found.due and f"{shared.local(found.due)}, in {_brief(found.due - datetime.now(UTC))}"
+    due = found.due and f"{shared.local(found.due)}, in {_brief(found.due - wall_clock.now())}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
     route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
     facts = {

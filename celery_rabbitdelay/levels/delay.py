@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from datetime import UTC, datetime, timedelta
 from decimal import Context, Decimal
 from fractions import Fraction
@@ -13,6 +12,7 @@ from operator import mul
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
+from celery_rabbitdelay.levels import wall_clock
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
@@ -97,7 +97,7 @@ class Due(NamedTuple):
             InvalidDelay: The delay is invalid, or its due time does not fit in 64 bits.
         """
         delay_ms = milliseconds(delay)
-        due = cls(time.time_ns() + delay_ms * NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
+        due = cls(wall_clock.ns() + delay_ms * NS_PER_MS, delay_ms, tolerance_ms=tolerance_ms)
         if due.at_ms > MAX_DUE_MS:
             raise InvalidDelay(delay, "is too long: milliseconds since 1970 exceed 64 bits")
         return due
@@ -110,7 +110,7 @@ class Due(NamedTuple):
             InvalidDelay: The datetime is naive, so that it is unclear which instant it means.
             InvalidDelayType: It is not a datetime.
         """
-        now_ns = time.time_ns()
+        now_ns = wall_clock.ns()
         at_ns = max(_microseconds_of(instant, "eta") * 1000, now_ns)
         return cls(at_ns, -((now_ns - at_ns) // NS_PER_MS), True, tolerance_ms)
 
@@ -126,7 +126,7 @@ class Due(NamedTuple):
 
     def remaining_ms(self) -> int:
         """Return the milliseconds from now until the message is due, rounded up."""
-        remaining = -((time.time_ns() - self.at_ns) // NS_PER_MS)
+        remaining = -((wall_clock.ns() - self.at_ns) // NS_PER_MS)
         passed = self.delay_ms - remaining
         if not self.is_instant and passed * NEGLIGIBLE_DIVISOR <= self.delay_ms:
             return self.delay_ms
@@ -171,7 +171,7 @@ def _microseconds_of(instant: datetime, what: str) -> int:
     if not isinstance(instant, datetime):
         raise InvalidDelayType(instant, TAKES_INSTANT, what)
     if instant.utcoffset() is None:
-        raise InvalidDelay(instant, "is naive: use an aware one, such as datetime.now(UTC)", what)
+        raise InvalidDelay(instant, "is naive: use an aware one, such as wall_clock.now()", what)
     return (instant - _EPOCH) // timedelta(microseconds=1)
 
 

@@ -8,7 +8,6 @@ once, and ``*`` counts both times. Those of the sun are computed by ephem.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
@@ -20,6 +19,7 @@ from zoneinfo import ZoneInfo
 from cronsim import CronSim, CronSimError
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DELAY, MAX_DUE_MS, instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import is_int
 
@@ -141,7 +141,7 @@ class Recurrence(NamedTuple):
         )
         try:
             made._check()
-            first = made.after(max(made.start_ms - 1, time.time_ns() // 1_000_000))
+            first = made.after(max(made.start_ms - 1, wall_clock.ms()))
             is_ever = first is not None or (
                 end is not None and made._replace(end_ms=None).after(0) is not None
             )

@@ -6,7 +6,6 @@ capacity and returns to check-in. Opens no connection.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
@@ -93,7 +93,7 @@ class CheckIn:
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
         # Its delay was checked when it came in, maybe by another clock, and another setting.
-        due = Due(due_ms * NS_PER_MS, due_ms - time.time_ns() // NS_PER_MS, is_instant=True)
+        due = Due(due_ms * NS_PER_MS, due_ms - wall_clock.ms(), is_instant=True)
         return into_levels(self.topology, waiting, due, destination)
 
     def _from_client(
@@ -115,7 +115,7 @@ class CheckIn:
         if not delay_ms:
             return Outgoing(exchange, routing_key, sent)
         self.bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)
-        due = Due(time.time_ns() + delay_ms * NS_PER_MS, delay_ms)
+        due = Due(wall_clock.ns() + delay_ms * NS_PER_MS, delay_ms)
         if due.at_ms > MAX_DUE_MS:
             raise UnprocessableMessage(
                 f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +10,7 @@ import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
 from celery_rabbitdelay.levels.routing_key import (
@@ -91,7 +91,7 @@ class Distribution:
         headers, problems = header_names.parse(given)
         if problems:
             raise UnprocessableMessage("; ".join(problems.values()))
-        self.bounds.check_due(headers.due_ms, time.time_ns() // NS_PER_MS)
+        self.bounds.check_due(headers.due_ms, wall_clock.ms())
         received = WaitingMessage.of(message, headers)
         key: str = (message.delivery_info or {}).get("routing_key", "")
         unrouted = self._queue_in_key(key)
@@ -338,7 +338,7 @@ def _marked_if_compressed(headers: DelayHeaders) -> DelayHeaders:
     """
     if headers.due_ms is not None or "compression" not in headers.others:
         return headers
-    return headers._replace(due_ms=time.time_ns() // NS_PER_MS)
+    return headers._replace(due_ms=wall_clock.ms())
 
 
 def _named_by(headers: DelayHeaders) -> Any:

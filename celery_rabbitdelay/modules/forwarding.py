@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -191,7 +191,7 @@ class EarlyMessages:
 
     topology: Topology
     tolerated_ms: int
-    now_ms: Callable[[], int] = lambda: time.time_ns() // NS_PER_MS
+    now_ms: Callable[[], int] = lambda: wall_clock.ms()
     on_early: Callable[[], None] | None = None
     warning: EarlyWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
 
@@ -270,7 +270,7 @@ class Redelivery:
     topology: Topology
     seconds: float
     jitter: Callable[[float, float], float] = random.uniform
-    now_ns: Callable[[], int] = time.time_ns
+    now_ns: Callable[[], int] = wall_clock.ns
     signing_keys: SigningKeys | None = None
 
     def after_failure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from kombu import Connection
@@ -13,6 +13,7 @@ from kombu import Connection
 from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
@@ -79,7 +80,7 @@ def status_of(
     if delays.has_registry:
         try:
             # An overdue task in the list has lost its message, or is about to arrive.
-            first = next(delays.pending(due_after=datetime.now(UTC)), None)
+            first = next(delays.pending(due_after=wall_clock.now()), None)
             paused = delays.paused()
         except (RegistryUnavailable, OSError) as error:
             registry_error = str(error)

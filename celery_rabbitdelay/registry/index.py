@@ -6,9 +6,10 @@ import heapq
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any, Final, NamedTuple
 
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.registry.connection import Store
 
@@ -187,7 +188,7 @@ class Index:
     def complete_since(self) -> datetime:
         """Return since when the index is complete: older tasks may have been lost with Redis."""
         key = self.names.complete_since()
-        now = milliseconds_of(datetime.now(UTC))
+        now = milliseconds_of(wall_clock.now())
 
         _, since = self.store.commands(lambda pipe: (pipe.set(key, now, nx=True), pipe.get(key)))
         return instant_of(int(since))
@@ -256,7 +257,7 @@ class Index:
 
     def least_ms(self) -> int:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""
-        now_ms, paused_ms = milliseconds_of(datetime.now(UTC)), self.paused_since_ms()
+        now_ms, paused_ms = milliseconds_of(wall_clock.now()), self.paused_since_ms()
         return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
 
     def _due_times(self, wanted: Filter) -> Iterator[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Index, Names, shard_of
@@ -185,7 +185,7 @@ class Registry:
             arrivals: The tasks.
             notes: Whether to note what is decided; otherwise, keys are not asked either.
         """
-        latest = _now_ms() + MAX_LIFE_MS
+        latest = wall_clock.ms() + MAX_LIFE_MS
         words = self._said_of_jobs(arrivals)
         if notes:
             words.update(self._said_of_keys(arrivals))
@@ -205,13 +205,13 @@ class Registry:
         if word.isdigit():
             return Decision(Verdict.LATER, int(word), is_new_due=True)
         if word == Verdict.LATER.value:
-            now_ms = _now_ms()
+            now_ms = wall_clock.ms()
             pause = int((now_ms - arrival.due_ms) * JOB_PAUSE)
             return Decision(
                 Verdict.LATER, now_ms + min(max(pause, MIN_JOB_PAUSE_MS), MAX_JOB_PAUSE_MS)
             )
         if word == _PAUSED:
-            now_ms = _now_ms()
+            now_ms = wall_clock.ms()
             held_ms = now_ms - max(arrival.due_ms, arrival.paused_ms)
             return Decision(Verdict.LATER, now_ms + pause_ms(held_ms))
         if word not in _VERDICTS:
@@ -244,7 +244,7 @@ class Registry:
 
     def _claims(self, claims: Sequence[Arrival | Registration]) -> _Batch:
         """Return what says which tasks are the newest under their keys."""
-        latest = _now_ms() + MAX_LIFE_MS
+        latest = wall_clock.ms() + MAX_LIFE_MS
         fields = [
             (str(each.ticket.order), each.task_id, str(min(each.due_ms, latest))) for each in claims
         ]
@@ -261,7 +261,7 @@ class Registry:
             (another message of the attempt was), ``cancelled``, or ``superseded`` (a newer task has
             its key). If its record cannot be read, a text that says so, and it is logged.
         """
-        latest = _now_ms() + MAX_LIFE_MS
+        latest = wall_clock.ms() + MAX_LIFE_MS
         fields = [
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
@@ -341,7 +341,7 @@ class Registry:
         """
         record, key, newest = self.names.task(task_id), "", ""
         while True:
-            arguments = [(str(min(due_ms, _now_ms() + MAX_LIFE_MS)), newest, key)]
+            arguments = [(str(min(due_ms, wall_clock.ms() + MAX_LIFE_MS)), newest, key)]
             shared = (int(also_future),)
             call = ScriptCall("postpone", [record], arguments, self._keep_ms, shared)
             ((word, *more),) = self.store.call_each([call])
@@ -437,7 +437,3 @@ _WORDS: Final = {
 
 def _is_unreadable(word: str) -> bool:
     return word.startswith(_UNREADABLE)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -7,7 +7,6 @@ cannot write as Python would stay as they are, and Python writes them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from uuid import uuid4
@@ -19,7 +18,8 @@ from pyspark.sql import types as T  # noqa: N812 - likewise
 from celery_rabbitdelay.app.celery_internals import argument_check, repr_sizes
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, RabbitDelayError
-from celery_rabbitdelay.levels.delay import NS_PER_MS, milliseconds
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
@@ -124,7 +124,7 @@ class Grouping:
     def of(self, frame: DataFrame) -> DataFrame:
         """Return a DataFrame, grouped."""
         layout: Layout = self._app.rabbitdelay.topology.layout
-        now_ms = time.time_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         # Spark computes a column once if it has a name and others need it more than once.
         row = F.struct(*map(_column, self._given_names)).alias(ROW)
         frame = frame.select(row, self._delay_ms(now_ms).alias(DELAY), *self._texts())

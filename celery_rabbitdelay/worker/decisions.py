@@ -12,7 +12,7 @@ from celery.utils.log import get_logger
 
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.levels.delay import NS_PER_MS
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ONCE, SCHEDULE, DelayHeaders
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.connection import Breaker
@@ -260,7 +260,7 @@ class Decisions(BatchThread[_Due]):
     def _later(self) -> Decision:
         away = time.monotonic() - (self._down_since or time.monotonic())
         pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
-        return Decision(Verdict.LATER, time.time_ns() // NS_PER_MS + int(pause * 1000))
+        return Decision(Verdict.LATER, wall_clock.ms() + int(pause * 1000))
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:
         for due, decision in zip(batch, decisions, strict=True):

@@ -24,6 +24,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader
 from celery_rabbitdelay.modules import forwarding
@@ -185,7 +186,7 @@ class EarlyTasks(BatchThread[Early]):
         destination = self.destination(delivery.message, waited)
         if destination is None:
             return False
-        rest_ms = max(until_ms - time.time_ns() // NS_PER_MS, 0)
+        rest_ms = max(until_ms - wall_clock.ms(), 0)
         due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
         early = Early(delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise)
         self.give(replace(early, forgotten=forgotten))
@@ -204,7 +205,7 @@ class EarlyTasks(BatchThread[Early]):
             celery_internals.shown(celery_internals.id_of(delivery.message)),
             why,
         )
-        now_ms = time.time_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
 
         def again() -> None:
             refuse = partial(self.refuse, delivery, waited, why)
@@ -255,7 +256,7 @@ class EarlyTasks(BatchThread[Early]):
         """Return when a task is due that has left the levels too early; None if it has not."""
         if waited is None:
             return None
-        now_ms = time.time_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         tolerated_ms = waited.early.tolerance_ms(self._tolerated_ms)
         by_ms = forwarding.early_ms(waited.due_ms, now_ms, tolerated_ms)
         if by_ms is None:

@@ -23,7 +23,7 @@ from celery_rabbitdelay.app.instruments import Sample
 from celery_rabbitdelay.app.metrics import ChildCounts, Metrics, opentelemetry_is_set_up
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.levels.delay import NS_PER_MS
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
@@ -283,5 +283,5 @@ def lateness(due_ms: object) -> float:
     Args:
         due_ms: The value of its header ``rabbitdelay-due``; any sender may have written it.
     """
-    late_ms = time.time_ns() // NS_PER_MS - due_ms if isinstance(due_ms, int) else 0
+    late_ms = wall_clock.ms() - due_ms if isinstance(due_ms, int) else 0
     return max(late_ms, 0) / 1000

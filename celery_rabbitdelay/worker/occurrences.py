@@ -22,7 +22,8 @@ from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, instant_of
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import (
     COPY,
     KEY,
@@ -192,7 +193,7 @@ class Occurrences(BatchThread[Arrived]):
                 self._failed(each, error)
         published, sent = self._published(self._paused(_each_once(steps)))
         fates = [(step, self._fate(step)) for step in published]
-        now_ms = time.time_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         came = {
             step.occurrence: Came(step.occurrence.due_ms, now_ms, fate)
             for step, fate in fates
@@ -234,7 +235,7 @@ class Occurrences(BatchThread[Arrived]):
         )
         if waits and arrived.kind == "runs":  # what follows was published when it came first
             return _Step(arrived, occurrence, None, "ran")
-        runs, following = occurrence.at(time.time_ns() // NS_PER_MS)
+        runs, following = occurrence.at(wall_clock.ms())
         if following is None:
             self._registry.schedules.end(occurrence)
         if arrived.kind == "cancelled":
@@ -365,7 +366,7 @@ class Occurrences(BatchThread[Arrived]):
             return None
         if occurrence.overlap == "skip":
             return "overlapped"
-        now_ms = time.time_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         pause_ms = (now_ms - occurrence.due_ms) // 10
         until_ms = now_ms + max(MIN_PAUSE_MS, min(pause_ms, MAX_PAUSE_MS))
         self.act(partial(arrived.put_back, until_ms))
@@ -426,7 +427,7 @@ class Occurrences(BatchThread[Arrived]):
         # First of all, or what they are about would be sent again.
         self._note({}, {})
         schedules = self._registry.schedules
-        self.overdue = schedules.overdue_for(time.time_ns() // NS_PER_MS) / 1000
+        self.overdue = schedules.overdue_for(wall_clock.ms()) / 1000
         # When Redis comes back, each worker first notes what it has published.
         if time.monotonic() >= self._heal_at and schedules.may_heal():
             self._delays.schedules.heal()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from celery_rabbitdelay.levels import wall_clock
+
 NS_PER_S = 1_000_000_000
 
 
@@ -50,5 +52,5 @@ def frozen() -> Iterator[None]:
     it took to be sent.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("celery_rabbitdelay.levels.delay.time", Clock(time.time()))
+        patch.setattr(wall_clock, "source", Clock(time.time()).time_ns)
         yield

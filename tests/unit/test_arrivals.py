@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.worker import metrics
 from celery_rabbitdelay.worker.metrics import Arrivals
 from tests.unit.clock import NS_PER_S, Clock
@@ -16,6 +17,7 @@ DUE_NS = DUE_MS * 1_000_000
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(DUE_MS / 1000)
     monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
     return clock
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import delay as delay_module
+from celery_rabbitdelay.levels import wall_clock
 from tests.unit.clock import Clock
 
 #: A second with a part of a millisecond.
@@ -31,7 +32,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, now_ns: int = START_NS) -> Clock:
     """Let time stand still."""
     clock = Clock()
     clock.now_ns = now_ns
-    monkeypatch.setattr(delay_module, "time", clock)
+    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
     return clock
 
 

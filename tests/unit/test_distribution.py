@@ -10,8 +10,8 @@ import amqp
 import pytest
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMessage
-from celery_rabbitdelay.levels import delay
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -277,7 +277,7 @@ def test_of_an_envelope_only_the_tasks_of_an_aborted_job_end_here(decision: Deci
 
 
 def test_an_envelope_whose_tasks_all_wait_goes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delay, "time", Clock(DUE / 1000))
+    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000).time_ns)
     for number in (1, 2):
         message = tasks(number)
         message.properties["application_headers"]["x-death"] = []
@@ -299,7 +299,7 @@ def test_cancelled_tasks_wait_in_their_envelope_with_those_whose_job_is_open() -
 
 
 def test_an_envelope_waits_for_the_first_of_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delay, "time", Clock(DUE / 1000))
+    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000).time_ns)
     message = tasks(2)
     registry = Registry(ITS_JOB_IS_OPEN, ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000))
     (later,) = registry.distributed(message)
@@ -327,7 +327,7 @@ def test_the_registry_is_told_of_a_job_that_was_committed() -> None:
 
 
 def test_without_the_registry_the_note_of_a_commit_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delay, "time", Clock(DUE / 1000))
+    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000).time_ns)
 
     def away(*job: str) -> None:
         raise RegistryUnavailable("away")

@@ -97,7 +97,7 @@ def test_none_is_early_or_late_and_each_comes_once(layout: Layout, given_steps: 
 
 def _left_ms(due: Due, now_ns: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("celery_rabbitdelay.levels.delay.time.time_ns", lambda: now_ns)
+        patch.setattr("time.time_ns", lambda: now_ns)
         return due.remaining_ms()
 
 

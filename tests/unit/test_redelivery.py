@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.kombu import Topology, custom
-from celery_rabbitdelay.levels import delay, headers
+from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
@@ -34,7 +34,7 @@ values = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.li
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A clock that stands still, so that a pause does not depend on a busy machine."""
     clock = Clock(NOW / 1000)
-    monkeypatch.setattr(delay, "time", clock)
+    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
     return clock
 
 

@@ -13,7 +13,7 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import SigningKeys, Topology, custom
-from celery_rabbitdelay.levels import delay, headers
+from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
@@ -45,7 +45,7 @@ CLOCK = Clock(NOW / 1000)
 @pytest.fixture(autouse=True, scope="module")
 def standstill() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delay, "time", CLOCK)
+        patch.setattr(wall_clock, "source", CLOCK.time_ns)
         yield
 
 

@@ -8,11 +8,11 @@ Opens no connection.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.layout import Layout
 
@@ -67,7 +67,7 @@ class Grouper:
         self,
         layout: Layout,
         write: Callable[[Any], bytes],
-        now_ns: Callable[[], int] = time.time_ns,
+        now_ns: Callable[[], int] = wall_clock.ns,
         max_bytes: int = MAX_GROUP_BYTES,
     ) -> None:
         self._max_bytes = min(max_bytes, MAX_GROUP_BYTES)

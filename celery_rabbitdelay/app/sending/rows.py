@@ -19,6 +19,7 @@ from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
 from celery_rabbitdelay.exceptions import InvalidRow, RabbitDelayError, RowsNotConfirmed
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
 from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
 
@@ -118,7 +119,7 @@ class WrittenRows:
     @property
     def due(self) -> Due:
         """When they are due."""
-        now_ms = time.time_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         return Due(self.due_ms * NS_PER_MS, self.due_ms - now_ms, is_instant=True)
 
     def read(self) -> Iterator[tuple[Row, bytes]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 import celery
@@ -16,6 +16,7 @@ from celery_rabbitdelay.app.celery_internals import sends_a_callback
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -210,7 +211,7 @@ class EtaProducer:
         self, producer: Producer, countdown: float | None, eta: datetime | str | None
     ) -> None:
         self._producer = producer
-        when = datetime.now(UTC) + timedelta(seconds=countdown) if countdown else eta
+        when = wall_clock.now() + timedelta(seconds=countdown) if countdown else eta
         self._eta = when.isoformat() if isinstance(when, datetime) else when
 
     def publish(self, body: Any, *, headers: dict[str, Any] | None = None, **options: Any) -> Any:

@@ -33,6 +33,7 @@ from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, Et
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, UNKNOWN_LIFE
 from celery_rabbitdelay.publishing.producer import Delayed
@@ -291,7 +292,7 @@ class TaskSending:
                 raise
             logger.warning("Task %s is sent although %s.", self.task_id, error)
             life = life if former else UNKNOWN_LIFE
-            order = order or time.time_ns() // NS_PER_US
+            order = order or wall_clock.ns() // NS_PER_US
         # A task that runs once has one life.
         return Ticket(0 if wanted.once else life, order if wanted.key else 0), job_id
 

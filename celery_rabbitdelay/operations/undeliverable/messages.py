@@ -23,6 +23,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import FileNotWritten
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
@@ -210,7 +211,7 @@ class UndeliverableFilter:
             return True
         if since is None:
             return False
-        age = (now or datetime.now(UTC)) - since
+        age = (now or wall_clock.now()) - since
         return (self.older_than is None or age >= self.older_than) and (
             self.newer_than is None or age <= self.newer_than
         )

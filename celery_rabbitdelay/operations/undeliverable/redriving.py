@@ -7,7 +7,6 @@ headers say, and only headers with valid values are kept.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, NamedTuple
@@ -16,6 +15,7 @@ import amqp
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
 from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
@@ -173,7 +173,7 @@ class Redriving:
     signing_keys: SigningKeys | None = None
     vouches: bool = False
     bounds: Bounds = DEFAULT_BOUNDS
-    now_ns: Callable[[], int] = time.time_ns
+    now_ns: Callable[[], int] = wall_clock.ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
         """Return what to publish for a message.

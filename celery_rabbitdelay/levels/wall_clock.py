@@ -1,0 +1,39 @@
+"""What time it is: the one place where all others ask.
+
+A test that travels in time (:mod:`celery_rabbitdelay.testing.travel`) replaces :data:`source` in
+its own process and in its workers, so that due times, lateness and expiries agree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+NS_PER_MS: Final = 1_000_000
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def _system_ns() -> int:
+    return time.time_ns()
+
+
+#: Returns the nanoseconds since 1970-01-01 UTC.
+source: Callable[[], int] = _system_ns
+
+
+def ns() -> int:
+    """Return the nanoseconds since 1970-01-01 UTC."""
+    return source()
+
+
+def ms() -> int:
+    """Return the milliseconds since 1970-01-01 UTC, rounded down."""
+    return source() // NS_PER_MS
+
+
+def now() -> datetime:
+    """Return the instant, in UTC, to the microsecond."""
+    return _EPOCH + timedelta(microseconds=source() // 1000)
