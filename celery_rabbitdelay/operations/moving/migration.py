@@ -64,12 +64,16 @@ class Migration:
     signing_keys: SigningKeys | None = None
     vouches: bool = False
 
-    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
+    def convert(
+        self, message: amqp.Message, queue: str, until_ms: int | None = None
+    ) -> Outgoing:
         """Return what to publish for a message.
 
         Args:
             message: The message.
             queue: The queue that it was in.
+            until_ms: Until when it waits in the levels, in milliseconds since 1970-01-01 UTC; None
+                for its due time.
 
         Raises:
             UnprocessableMessage: The message cannot be one of these levels.
@@ -90,7 +94,7 @@ class Migration:
             kept = WaitingMessage.unopened(message)
             return Outgoing(self.target.module_queues.checkin.exchange.name, key, kept)
         if queue in (modules.checkin.name, modules.meditation.name):
-            return self._waiting(message, key)
+            return self._waiting(message, key, until_ms)
         if message.properties.get("type") == PROBE_TYPE:
             # It is no task, and is dropped there.
             return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
@@ -98,8 +102,8 @@ class Migration:
             raise Stay("its routing key is of another layout: see the --from options")
         word = key.split(".")[-1]
         if word == routing_key.encode_destination(routing_key.DISTRIBUTION):
-            return self._waiting(message, routing_key.DISTRIBUTION)
-        return self._waiting(message, self._queue_of(word, message))
+            return self._waiting(message, routing_key.DISTRIBUTION, until_ms)
+        return self._waiting(message, self._queue_of(word, message), until_ms)
 
     @staticmethod
     def _queue_of(word: str, message: amqp.Message) -> str:
@@ -115,7 +119,9 @@ class Migration:
                 )
         return name
 
-    def _waiting(self, message: amqp.Message, destination: str) -> Outgoing:
+    def _waiting(
+        self, message: amqp.Message, destination: str, until_ms: int | None
+    ) -> Outgoing:
         given = headers_of(message)
         if header_names.UNREADABLE in given:
             why = header_names.shortened(given[header_names.UNREADABLE])
@@ -140,6 +146,7 @@ class Migration:
             waiting = lowered
         if destination:
             self.ensure(destination)
+        due_ms = due_ms if until_ms is None else until_ms
         due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
         if self.signing_keys is not None and is_authentic:
             # It may have another priority in its headers; and the first key signs.

@@ -1,0 +1,218 @@
+"""What waits in the levels, in the hand of a test that travels in time.
+
+A test cannot turn the clock of a broker. So for the time of a travel it takes all that waits, and
+all that is sent meanwhile, out of the levels' queues, and publishes it again: what is due, without
+a delay, and the rest at the end, with what is left of its delay.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
+
+import amqp
+from kombu import Connection
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.headers import DelayHeaders, parse
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.forwarding import encoded
+from celery_rabbitdelay.operations.moving.migration import Migration
+from celery_rabbitdelay.operations.moving.mover import Stay
+from celery_rabbitdelay.operations.moving.source import Source
+from celery_rabbitdelay.publishing.message import body_of, headers_of
+from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.signature import SigningKeys
+
+#: Seconds in which the broker has to answer.
+TIMEOUT: Final = 30.0
+
+#: The ``type`` of the messages by which a test knows that it has received all that came before.
+MARK: Final = "rabbitdelay-mark"
+
+_NS_PER_MS: Final = 1_000_000
+
+
+class Held(NamedTuple):
+    """A message in the hand; they are in the order in which they fall due.
+
+    Attributes:
+        due_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC.
+        number: Its place among all that were taken.
+        message: The message.
+    """
+
+    due_ms: int
+    number: int
+    message: amqp.Message
+
+
+class Hand:
+    """Holds all that waits in the levels, unacknowledged, until it is published again.
+
+    If the process dies, the broker puts it back into the levels' queues. What is published and not
+    acknowledged yet exists twice then.
+
+    Args:
+        like: A connection to the broker; other ones like it are opened.
+        topology: The levels.
+        signing_keys: What signs messages, if anything does.
+
+    Attributes:
+        held: The messages, a heap.
+    """
+
+    def __init__(
+        self, like: Connection, topology: Topology, signing_keys: SigningKeys | None
+    ) -> None:
+        self.held: list[Held] = []
+        self._topology = topology
+        self._convert = Migration(topology, topology, lambda name: None, signing_keys).convert
+        self._publisher = Publisher(like.clone(heartbeat=0))
+        self._source = Source(like, TIMEOUT)
+        self._numbers = count()
+        #: How often messages were published and have not come from their queues.
+        self._on_their_way: Counter[object] = Counter()
+        self._marks: set[str] = set()
+        try:
+            self._take_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_all(self) -> None:
+        """Consume all queues; look at what is published; wait until all that waited is here."""
+        modules, levels = self._topology.module_queues, self._topology.layout.levels
+        queues = [*(queue.name for queue in self._topology.digit_queues), modules.meditation.name]
+        self._source.consume(queues, 0)
+        channel = self._source.channel
+        self._tap = channel.queue_declare("", exclusive=True).queue
+        for level in levels:
+            exchange = f"{self._topology.prefix}.{level.name}"
+            channel.queue_bind(self._tap, exchange, "#", nowait=True)
+        channel.queue_bind(self._tap, modules.meditation.exchange.name, "")
+        channel.basic_consume(self._tap, no_ack=True, callback=self._seen)
+        self._wait_for_marks(queues)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Take all that was sent, and confirmed, until now."""
+        self._wait_for_marks([self._tap])
+        while +self._on_their_way:
+            self._read(f"{self._on_their_way.total()} messages from the levels' queues")
+
+    def release(self, until_ms: int) -> list[str]:
+        """Publish what is due until an instant, as if it left the levels; return the routing keys.
+
+        Args:
+            until_ms: The instant, in milliseconds since 1970-01-01 UTC.
+        """
+        due = []
+        while self.held and self.held[0].due_ms <= until_ms:
+            due.append(heapq.heappop(self.held))
+        return self._publish(due)
+
+    def put_back(self) -> None:
+        """Put all into the levels, for what is left of its delay."""
+        held, self.held = sorted(self.held), []
+        self._publish(held)
+
+    def close(self) -> None:
+        """Close the connections; what was not published is in its queue again."""
+        self._publisher.close()
+        self._source.close()
+
+    def _publish(self, held: Sequence[Held]) -> list[str]:
+        keys: list[str] = []
+
+        def publications() -> Any:
+            for each in held:
+                queue = each.message.delivery_info["queue"]  # type: ignore[index]
+                try:
+                    outgoing = self._convert(each.message, queue, each.due_ms)
+                    content = encoded(outgoing, self._source.frame_max)
+                except (Stay, UnprocessableMessage):
+                    continue  # it goes back into its queue at the end
+                keys.append(outgoing.routing_key)
+                address: Callable[[], tuple[str, str]] = outgoing.reroute or (
+                    lambda address=outgoing.address: address
+                )
+                yield Publication(content, address, each.message)
+
+        def done(publication: Publication) -> None:
+            if publication.error is not None:
+                raise publication.error
+            self._source.to_acknowledge.append(publication.context.delivery_tag)
+
+        if held:
+            self._publisher.publish_all(publications(), done=done)
+            self._source.acknowledge()
+        return keys
+
+    def _wait_for_marks(self, queues: Sequence[str]) -> None:
+        """Wait until all that stands in queues at the moment has come from them."""
+        for queue in queues:
+            mark = uuid4().hex
+            self._marks.add(mark)
+            message = amqp.Message(b"", type=MARK, message_id=mark)
+            self._source.channel.basic_publish(message, "", queue)
+        while self._marks:
+            self._read("marks")
+
+    def _read(self, what: str) -> None:
+        """Read what the broker sends, and take it into the hand.
+
+        Raises:
+            TimeoutError: It sends nothing.
+        """
+        try:
+            if not self._source.received:
+                self._source.connection.drain_events(timeout=TIMEOUT)
+        except TimeoutError:
+            raise TimeoutError(f"{what}: not within {TIMEOUT:g} s") from None
+        while self._source.received:
+            self._take(self._source.received.popleft())
+
+    def _seen(self, message: amqp.Message) -> None:
+        """Note what is published into the levels, by a copy of it."""
+        if message.properties.get("type") == MARK:
+            self._marks.discard(message.properties["message_id"])
+        elif "x-death" not in headers_of(message):  # it does not come from a level
+            self._on_their_way[_identity(message)] += 1
+
+    def _take(self, message: amqp.Message) -> None:
+        if message.properties.get("type") == MARK:
+            self._marks.discard(message.properties["message_id"])
+            self._source.to_acknowledge.append(message.delivery_tag)
+            return
+        self._on_their_way[_identity(message)] -= 1
+        headers, _ = parse(headers_of(message))
+        heapq.heappush(
+            self.held, Held(self._leaves_at(message, headers), next(self._numbers), message)
+        )
+
+    def _leaves_at(self, message: amqp.Message, headers: DelayHeaders) -> int:
+        """Return when a message leaves the levels, in milliseconds since 1970-01-01 UTC.
+
+        That is when it is due, or the end of a pause after that, before it is tried again.
+        """
+        now_ms, due_ms = wall_clock.ms(), headers.early.until_ms or headers.due_ms or 0
+        info: Any = message.delivery_info
+        digits = self._topology.keys.digits(info["routing_key"])
+        if due_ms > now_ms or digits is None:
+            return due_ms
+        places = self._topology.layout.places_ms
+        return now_ms + sum(int(digit) * place for digit, place in zip(digits, places, strict=True))
+
+
+def _identity(message: amqp.Message) -> object:
+    properties, info = message.properties, message.delivery_info
+    ids = properties.get("message_id"), properties.get("correlation_id")
+    key = (info or {}).get("routing_key")
+    return ids, key, body_of(message)

@@ -1,0 +1,102 @@
+"""A wall clock that a test sets, for its own process and for its workers.
+
+It is a file of two numbers that they all map into memory: forks of a worker see it, too. It counts
+on the machine's monotonic clock, which no library that fakes the time of a test touches.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from contextlib import AbstractContextManager
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from celery_rabbitdelay.levels import wall_clock
+
+_NUMBER: Final = struct.Struct("q")
+
+#: Where the numbers stand: what is added to the monotonic clock; the instant at which the clock
+#: stands, or 0; and whether the user's own code sees this time.
+_AHEAD, _STANDS_AT, _SHOWN = 0, 8, 16
+
+
+class SharedClock:
+    """The clock; all values are nanoseconds since 1970-01-01 UTC.
+
+    Args:
+        folder: Where its file is, or will be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "clock"
+        is_new = not path.exists()
+        with path.open("a+b") as file:
+            file.truncate(24)
+            self._numbers = mmap.mmap(file.fileno(), 24)
+        if is_new:
+            self.reset()
+
+    def ns(self) -> int:
+        """Return the time."""
+        return self._read(_STANDS_AT) or time.monotonic_ns() + self._read(_AHEAD)
+
+    def reset(self) -> None:
+        """Show the real time again."""
+        self._write(_AHEAD, time.time_ns() - time.monotonic_ns())
+        self._write(_STANDS_AT, 0)
+        self._write(_SHOWN, 0)
+
+    def stand_at(self, ns: int) -> None:
+        """Stand still at an instant."""
+        self._write(_STANDS_AT, ns)
+
+    def go_on(self) -> None:
+        """Go on from where it stands."""
+        stood_at = self._read(_STANDS_AT)
+        if stood_at:
+            self._write(_AHEAD, stood_at - time.monotonic_ns())
+            self._write(_STANDS_AT, 0)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the user's own code sees this time."""
+        return bool(self._read(_SHOWN))
+
+    @is_shown.setter
+    def is_shown(self, is_shown: bool) -> None:
+        self._write(_SHOWN, int(is_shown))
+
+    def install(self) -> None:
+        """Let this process, and what it forks, go by this clock."""
+        wall_clock.source = self.ns
+
+    def _read(self, place: int) -> int:
+        number: int = _NUMBER.unpack_from(self._numbers, place)[0]
+        return number
+
+    def _write(self, place: int, number: int) -> None:
+        _NUMBER.pack_into(self._numbers, place, number)
+
+
+def shown(instant: datetime) -> AbstractContextManager[Any]:
+    """Return a context in which all code sees an instant, from which time goes on.
+
+    Raises:
+        ModuleNotFoundError: Neither ``time-machine`` nor ``freezegun`` is installed.
+    """
+    if find_spec("time_machine"):
+        import time_machine
+
+        return time_machine.travel(instant, tick=True)
+    if find_spec("freezegun"):
+        import freezegun
+
+        frozen: AbstractContextManager[Any] = freezegun.freeze_time(
+            instant, tick=True, ignore=["celery_rabbitdelay.testing"]
+        )
+        return frozen
+    raise ModuleNotFoundError("code sees another time with time-machine or freezegun: install one")

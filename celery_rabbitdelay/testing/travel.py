@@ -1,0 +1,330 @@
+"""Time travel: a test of what happens in three days takes a second.
+
+What waits, waits on a real broker, and a real worker runs it; only the waiting is left out::
+
+    def test_a_reminder_comes_after_three_days(rabbitdelay_app, rabbitdelay_worker, travel):
+        remind.apply_async((order,), delay=timedelta(days=3))
+        travel(days=3)
+        assert order.reminded
+
+The package's own clock stands at each instant at which something falls due, in the test and in its
+worker, until all that is due has run: so what a task sends on the way falls due on the way. All
+other code sees the real time; see :attr:`Travel.code_sees_it`.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.testing.hand import Hand
+from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
+from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER
+
+NS_PER_MS: Final = 1_000_000
+
+#: Seconds that what runs on the way may take together, at one instant.
+TIMEOUT: Final = 60.0
+
+#: Milliseconds of a travel, at least, between two looks for what the registry forgets on the way.
+FORGET_EVERY_MS: Final = 86_400_000
+
+
+class DidNotSettle(AssertionError):
+    """What fell due at one instant of a travel did not end in time."""
+
+
+class Travel:
+    """Travels in time: the fixture ``travel``.
+
+    Args:
+        app: The application, whose levels are on a broker for tests.
+        folder: What the test shares with its worker.
+        timeout: Seconds that what runs on the way may take at one instant.
+
+    Attributes:
+        clock: The clock of the test and its worker.
+    """
+
+    def __init__(self, app: Any, folder: Path, timeout: float = TIMEOUT) -> None:
+        self.clock = SharedClock(folder)
+        self._app = app
+        self._folder = folder
+        self._timeout = timeout
+        self._hand: Hand | None = None
+        self._looks = 0
+        self._shown: Any = None
+        self._forgot_at_ms = wall_clock.ms()
+        #: How many messages distribution is to have received.
+        self._handed = 0
+        with suppress(FileNotFoundError):
+            (folder / ANSWERS).unlink()
+        self._answers = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._answers.bind(str(folder / ANSWERS))
+
+    def close(self) -> None:
+        """Return to the real time."""
+        self._answers.close()
+        self.code_sees_it = False
+        self.clock.reset()
+
+    @property
+    def now(self) -> datetime:
+        """The time that it is for the levels, in UTC."""
+        return wall_clock.now()
+
+    @property
+    def code_sees_it(self) -> bool:
+        """Whether ``datetime.now()`` in the test and in its tasks gives this time, too.
+
+        Set it to True to have that: it takes ``time-machine`` or ``freezegun``, and False at the
+        beginning. With it, an ``eta`` that code computes agrees with the levels.
+
+        Raises:
+            ModuleNotFoundError: Neither of them is installed.
+        """
+        return self.clock.is_shown
+
+    @code_sees_it.setter
+    def code_sees_it(self, is_shown: bool) -> None:
+        self.clock.is_shown = is_shown
+        self._show()
+
+    def __call__(
+        self,
+        *,
+        weeks: float = 0,
+        days: float = 0,
+        hours: float = 0,
+        minutes: float = 0,
+        seconds: float = 0,
+        to: datetime | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Travel ahead; all that falls due on the way has run when this returns.
+
+        In the order of due: what is due later begins when all that was due before has ended,
+        together with what it has sent without a delay.
+
+        Args:
+            weeks: How far, together with the next four.
+            days: Days.
+            hours: Hours.
+            minutes: Minutes.
+            seconds: Seconds.
+            to: The instant to travel to instead, an aware datetime.
+            wait: Whether to wait for what runs. False: all that is due by then is delivered at
+                once.
+
+        Raises:
+            ValueError: It is no way ahead, or both a length and an instant.
+            DidNotSettle: What runs on the way does not end.
+        """
+        way = timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
+        if (to is not None) == bool(way):
+            raise ValueError(f"travel takes a length of time, such as days=3, or to={to!r}, not both")
+        now_ms = wall_clock.ms()
+        until_ms = milliseconds_of(to) if to else now_ms + way // timedelta(milliseconds=1)
+        if until_ms < now_ms:
+            raise ValueError(f"travel goes ahead only, not from {self.now} to {to or way}")
+        if wait:
+            with self._in_hand() as hand:
+                self._go(hand, until_ms, lambda: False)
+                self._arrive(until_ms)
+        else:
+            with self._in_hand():
+                self._arrive(until_ms)
+
+    def until(
+        self, condition: Callable[[], object], within: timedelta = timedelta(days=3660)
+    ) -> None:
+        """Travel to the first instant at which a condition is true, from one due time to the next.
+
+        Args:
+            condition: Is asked when all that was due has run; such as :meth:`nothing_waits`.
+            within: How far to travel at most.
+
+        Raises:
+            TimeoutError: The condition is not true by then, or nothing waits any more.
+            DidNotSettle: What runs on the way does not end.
+        """
+        latest_ms = wall_clock.ms() + within // timedelta(milliseconds=1)
+        with self._in_hand() as hand:
+            if self._go(hand, latest_ms, condition):
+                return
+            what = f"{len(hand.held)} messages wait beyond that" if hand.held else "nothing waits"
+            raise TimeoutError(f"the condition is not true within {within}: {what} at {self.now}")
+
+    def nothing_waits(self) -> bool:
+        """Return whether nothing waits in the levels."""
+        if self._hand is not None:
+            return not self._hand.held
+        with self._in_hand() as hand:
+            return not hand.held
+
+    @contextmanager
+    def _in_hand(self) -> Iterator[Hand]:
+        """Take all that waits into the hand; at the end, put it back."""
+        self.clock.stand_at(self.clock.ns())
+        settings = self._app.rabbitdelay.settings
+        try:
+            with self._app.connection_for_write() as like:
+                self._app.rabbitdelay.declare(like)
+                hand = self._hand = Hand(like, settings.topology, settings.signing_keys)
+            try:
+                yield hand
+                hand.catch_up()
+                hand.put_back()
+                self._forget(wall_clock.ms())
+            finally:
+                self._hand = None
+                hand.close()
+        finally:
+            self.clock.go_on()
+            self._show()
+
+    def _go(self, hand: Hand, until_ms: int, condition: Callable[[], object]) -> bool:
+        """Go from one due time to the next; return whether the condition is true there."""
+        self._handed = 0
+        self._settle(hand)
+        self._handed = self._served
+        while True:
+            if condition():
+                return True
+            if not hand.held or hand.held[0].due_ms > until_ms:
+                return False
+            self._arrive(max(hand.held[0].due_ms, wall_clock.ms()))
+            keys = hand.release(wall_clock.ms())
+            distribution = encode_destination(DISTRIBUTION)
+            self._handed += sum(key.rpartition(".")[2] == distribution for key in keys)
+            self._settle(hand)
+
+    def _arrive(self, at_ms: int) -> None:
+        self.clock.stand_at(at_ms * NS_PER_MS)
+        self._show()
+        if at_ms >= self._forgot_at_ms + FORGET_EVERY_MS:
+            self._forget(at_ms)
+
+    def _forget(self, at_ms: int) -> None:
+        """Delete what the registry forgets by then: Redis goes by its own clock."""
+        self._forgot_at_ms = at_ms
+        if not self._app.rabbitdelay.has_registry:
+            return
+        settings = self._app.rabbitdelay.settings
+        with redis_client(settings) as client:
+            seconds, microseconds = client.time()
+            latest_ms = at_ms - seconds * 1000 - microseconds // 1000
+            names = [*client.scan_iter(f"{settings.registry_prefix or settings.prefix}:*", count=1000)]
+            pipeline = client.pipeline(transaction=False)
+            for name in names:
+                pipeline.pttl(name)
+            left = pipeline.execute()
+            gone = [name for name, ms in zip(names, left, strict=True) if 0 <= ms <= latest_ms]
+            if gone:
+                client.delete(*gone)
+
+    def _show(self) -> None:
+        """Let the code in this process see the time, if it is to."""
+        if self._shown is not None:
+            self._shown.__exit__(None, None, None)
+            self._shown = None
+        if self.clock.is_shown:
+            context = shown(self.now)
+            context.__enter__()
+            self._shown = context
+
+    def _settle(self, hand: Hand) -> None:
+        """Wait until all that was due has ended, and what it has sent is in the hand.
+
+        The worker's queues are first in, first out: when it answers a second look, and has taken
+        nothing since the first, nothing was on its way to it either.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            first = self._look(deadline)
+            hand.catch_up()
+            if first is None:
+                return
+            is_served = self._served >= self._handed and not self._wait_for_modules()
+            if is_served and self._look(deadline) == first:
+                hand.catch_up()
+                return
+            if time.monotonic() > deadline:
+                raise DidNotSettle(f"the modules have not finished at {self.now}")
+
+    _served = 0
+
+    def _wait_for_modules(self) -> bool:
+        """Return whether messages wait for the worker's modules."""
+        modules = self._app.rabbitdelay.topology.module_queues
+        served = self._app.rabbitdelay.settings.modules
+        queues = [modules.distribution] if DISTRIBUTE in served else []
+        if "check-in" in served:
+            queues.append(modules.checkin)
+        with self._app.pool.acquire(block=True) as connection:
+            counts = queue_counts(connection, queues)
+        return any(found is not None and found.messages for found in counts.values())
+
+    def _look(self, deadline: float) -> object:
+        """Send a look through each of the worker's queues; return what it has done when at rest.
+
+        None if there is no worker.
+
+        Raises:
+            DidNotSettle: It does not come to rest.
+        """
+        try:
+            queues = json.loads((self._folder / WORKER).read_text())
+        except FileNotFoundError:
+            return None
+        sent = set()
+        with self._app.producer_pool.acquire(block=True) as producer:
+            for queue in queues:
+                self._looks += 1
+                sent.add(self._looks)
+                made = self._app.amqp.as_task_v2(uuid4().hex, LOOK, (), {})
+                producer.publish(
+                    made.body,
+                    exchange="",
+                    routing_key=queue,
+                    serializer=self._app.conf.task_serializer,
+                    headers={**made.headers, NUMBER: self._looks},
+                    retry=False,
+                )
+        why = "it takes nothing from its queues"
+        answer: dict[str, Any] = {}
+        while sent:
+            self._answers.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                answer = json.loads(self._answers.recv(65_536))
+            except TimeoutError:
+                raise DidNotSettle(
+                    f"the worker has not finished within {self._timeout:g} s at {self.now}: {why}"
+                ) from None
+            if not answer["unfinished"]:
+                sent.discard(answer["look"])
+                continue
+            why = ", ".join(answer["unfinished"])
+            if answer["look"] in sent and time.monotonic() > deadline:
+                raise DidNotSettle(f"the worker has not finished at {self.now}: {why}")
+        self._served = answer["served"].get(DISTRIBUTE, 0)
+        return answer["taken"], answer["served"]
+
+
+def redis_client(settings: Any) -> Any:
+    """Return a client of the registry's Redis, a context manager."""
+    import redis  # an extra
+
+    return redis.Redis.from_url(settings.registry_url, **(settings.registry_options or {}))

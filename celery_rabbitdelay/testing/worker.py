@@ -1,0 +1,182 @@
+"""A worker that takes part in a travel: it goes by the shared clock, and says when it is at rest.
+
+``python -m celery_rabbitdelay.testing.worker FOLDER MODULE:APP OPTION...`` runs ``celery worker``
+of an application so, with the settings in the folder. The travelling test sends a *look* through
+each queue that the worker consumes. A look is no task that runs: the worker's consumer acknowledges
+it as soon as it comes, and answers once everything that came before it is finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from celery import signals
+from celery.utils.imports import symbol_by_name
+from celery.utils.log import get_logger
+from celery.worker import state
+
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
+from celery_rabbitdelay.worker.bootsteps import RestoreTasks
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, call_after
+
+logger = get_logger(__name__)
+
+#: The name of the task that a look claims to be.
+LOOK: Final = "celery_rabbitdelay.testing.look"
+
+#: The header with the number of a look.
+NUMBER: Final = "look"
+
+#: The files in the folder: the settings, the socket of the test, and what a worker consumes.
+SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
+
+#: Seconds between two checks whether the worker is at rest, while a look waits for that; and how
+#: many of them are made before it says that it is not.
+CHECK_EVERY: Final = 0.002
+CHECKS: Final = 500
+
+
+class Rest(RabbitMQStep):
+    """Counts what a worker's consumer has taken and not settled, and answers looks.
+
+    Args:
+        consumer: The worker's consumer.
+        **options: Those of all steps.
+
+    Attributes:
+        folder: Where the files are.
+    """
+
+    requires = (RestoreTasks,)
+    folder: ClassVar[Path]
+
+    def start(self, consumer: Any) -> None:
+        """Count from now on, and say which queues are consumed."""
+        self._consumer = consumer
+        self._taken = 0
+        unsettled: set[int] = set()
+        self._unsettled = unsettled
+        tasks = consumer.task_consumer
+        kombus: Any = tasks.channel.Message
+        step = self
+
+        class Counted(kombus):  # type: ignore[misc]
+            """A message that counts as unsettled until it is acknowledged, rejected or requeued."""
+
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                step._taken += NUMBER not in self.headers
+                unsettled.add(self.delivery_tag)
+
+            def ack(self, *args: Any, **options: Any) -> None:
+                super().ack(*args, **options)
+                unsettled.discard(self.delivery_tag)
+
+            def reject(self, *args: Any, **options: Any) -> None:
+                super().reject(*args, **options)
+                unsettled.discard(self.delivery_tag)
+
+            def requeue(self) -> None:
+                super().requeue()
+                unsettled.discard(self.delivery_tag)
+
+        tasks.channel.Message = Counted
+        consumer.rabbitdelay_rest = self
+        path = self.folder / WORKER
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps([queue.name for queue in tasks.queues]))
+        written.replace(path)
+
+    def stop(self, consumer: Any) -> None:
+        """Say that nothing is consumed."""
+        (self.folder / WORKER).unlink(missing_ok=True)
+
+    def look(self, number: int, checks: int = 0) -> None:
+        """Answer a look once the worker is at rest."""
+        unfinished = self._unfinished()
+        if unfinished and checks < CHECKS:
+            call_after(self._consumer, CHECK_EVERY, lambda: self.look(number, checks + 1))
+            return
+        services = self._consumer.controller.rabbitdelay_services
+        served = {each.name: each.statistics.received for each in services if _is_module(each)}
+        answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(OSError):
+            sender.sendto(json.dumps(answer).encode(), str(self.folder / ANSWERS))
+
+    def _unfinished(self) -> list[str]:
+        """Return in words what the worker has not finished."""
+        requests = {*state.reserved_requests, *state.active_requests}
+        words = [f"the task {request.name}" for request in requests]
+        if self._unsettled and not words:
+            words.append(f"{len(self._unsettled)} messages that are not acknowledged")
+        for bucket in self._consumer.task_buckets.values():
+            if bucket is not None and bucket.contents:
+                words.append(f"{len(bucket.contents)} tasks that wait for their rate limit")
+        for service in self._consumer.controller.rabbitdelay_services:
+            if _is_module(service) and service.statistics.received > service.statistics.finished:
+                words.append(f"messages in {service.name}")
+        return words
+
+
+def _is_module(service: Any) -> bool:
+    return hasattr(service, "statistics")
+
+
+def take_part(app: Any, folder: Path) -> None:
+    """Let an application's workers in this process, and its forks, take part in travels.
+
+    Args:
+        app: The application.
+        folder: Where the clock's file is.
+    """
+    clock = SharedClock(folder)
+    clock.install()
+    Rest.folder = folder
+    app.steps["consumer"].add(Rest)
+
+    def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Any:
+        def look(message: Any, body: Any, ack: Any, *args: Any) -> None:
+            ack(logger, consumer.connection_errors)
+            consumer.rabbitdelay_rest.look(message.headers[NUMBER])
+
+        return look
+
+    app.task(name=LOOK, rabbitdelay=False, Strategy=staticmethod(strategy))(_never_runs)
+
+    seen: list[AbstractContextManager[Any]] = []
+
+    def begin(**_: Any) -> None:
+        if clock.is_shown:
+            seen.append(shown(wall_clock.now()))
+            seen[-1].__enter__()
+
+    def end(**_: Any) -> None:
+        while seen:
+            seen.pop().__exit__(None, None, None)
+
+    signals.task_prerun.connect(begin, weak=False, dispatch_uid=f"{LOOK}.begin")
+    signals.task_postrun.connect(end, weak=False, dispatch_uid=f"{LOOK}.end")
+
+
+def _never_runs() -> None:
+    """Stand for a look among the tasks."""
+
+
+def main() -> None:
+    """Run a worker."""
+    folder, name, *options = sys.argv[1:]
+    app = symbol_by_name(name)
+    app.conf.update(json.loads(Path(folder, SETTINGS).read_text()))
+    take_part(app, Path(folder))
+    app.worker_main(["worker", *options])
+
+
+if __name__ == "__main__":
+    main()
