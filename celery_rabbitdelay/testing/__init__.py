@@ -1,21 +1,46 @@
-"""Private RabbitMQ and Redis servers for tests; read :mod:`celery_rabbitdelay.testing.servers`."""
+"""What the tests of an application need: time travel, a recording fake, private servers.
+
+The fixtures are in :mod:`celery_rabbitdelay.testing.plugin`, which pytest finds by itself.
+"""
 
 from __future__ import annotations
 
-from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
-from celery_rabbitdelay.testing.servers import (
-    Certificates,
-    RedisServer,
-    Server,
-    ServerNotStarted,
-    wait_for,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
+    from celery_rabbitdelay.testing.servers import (
+        Certificates,
+        RedisServer,
+        Server,
+        ServerNotStarted,
+        wait_for,
+    )
+    from celery_rabbitdelay.testing.session import Worker
+    from celery_rabbitdelay.testing.travel import DidNotSettle, Travel
 
 __all__ = [
     "Certificates",
+    "DidNotSettle",
     "RabbitMQServer",
     "RedisServer",
     "Server",
     "ServerNotStarted",
+    "Travel",
+    "Worker",
     "wait_for",
 ]
+
+#: They are imported on first use: a test run that needs none of them does not wait for Celery.
+_ROOMS: Final = {
+    **dict.fromkeys(("DidNotSettle", "Travel"), "travel"),
+    "RabbitMQServer": "rabbitmq",
+    "Worker": "session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS.get(name, 'servers')}"), name)

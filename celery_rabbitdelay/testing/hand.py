@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import count
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import count, repeat
+from typing import Any, Final, NamedTuple, cast
 from uuid import uuid4
 
 import amqp
@@ -22,6 +23,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders, parse
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import encoded
+from celery_rabbitdelay.operations.consumer_connection import BARRIERS
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.operations.moving.source import Source
@@ -87,10 +89,9 @@ class Hand:
             raise
 
     def _take_all(self) -> None:
-        """Consume all queues; look at what is published; wait until all that waited is here."""
+        """Look at what is published, consume all queues, and wait until all that waited is here."""
         modules, levels = self._topology.module_queues, self._topology.layout.levels
         queues = [*(queue.name for queue in self._topology.digit_queues), modules.meditation.name]
-        self._source.consume(queues, 0)
         channel = self._source.channel
         self._tap = channel.queue_declare("", exclusive=True).queue
         for level in levels:
@@ -98,7 +99,9 @@ class Hand:
             channel.queue_bind(self._tap, exchange, "#", nowait=True)
         channel.queue_bind(self._tap, modules.meditation.exchange.name, "")
         channel.basic_consume(self._tap, no_ack=True, callback=self._seen)
-        self._wait_for_marks(queues)
+        waiting = self._source.ready(queues)
+        self._source.consume(queues, 0)
+        self._wait_for_marks(list(waiting))
         self.catch_up()
 
     def catch_up(self) -> None:
@@ -126,23 +129,25 @@ class Hand:
     def close(self) -> None:
         """Close the connections; what was not published is in its queue again."""
         self._publisher.close()
-        self._source.close()
+        with suppress(OSError):
+            self._source.acknowledge()
+            for _ in range(BARRIERS):
+                self._source.ready([queue.name for queue in self._topology.digit_queues])
+        self._source.drop()
 
     def _publish(self, held: Sequence[Held]) -> list[str]:
         keys: list[str] = []
 
-        def publications() -> Any:
+        def publications() -> Iterator[Publication]:
             for each in held:
-                queue = each.message.delivery_info["queue"]  # type: ignore[index]
+                info: Any = each.message.delivery_info
                 try:
-                    outgoing = self._convert(each.message, queue, each.due_ms)
+                    outgoing = self._convert(each.message, info["queue"], each.due_ms)
                     content = encoded(outgoing, self._source.frame_max)
                 except (Stay, UnprocessableMessage):
                     continue  # it goes back into its queue at the end
                 keys.append(outgoing.routing_key)
-                address: Callable[[], tuple[str, str]] = outgoing.reroute or (
-                    lambda address=outgoing.address: address
-                )
+                address = outgoing.reroute or repeat(outgoing.address).__next__
                 yield Publication(content, address, each.message)
 
         def done(publication: Publication) -> None:
@@ -189,7 +194,7 @@ class Hand:
     def _take(self, message: amqp.Message) -> None:
         if message.properties.get("type") == MARK:
             self._marks.discard(message.properties["message_id"])
-            self._source.to_acknowledge.append(message.delivery_tag)
+            self._source.to_acknowledge.append(cast(int, message.delivery_tag))
             return
         self._on_their_way[_identity(message)] -= 1
         headers, _ = parse(headers_of(message))

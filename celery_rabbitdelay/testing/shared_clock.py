@@ -11,6 +11,7 @@ import struct
 import time
 from contextlib import AbstractContextManager
 from datetime import datetime
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -93,10 +94,9 @@ def shown(instant: datetime) -> AbstractContextManager[Any]:
 
         return time_machine.travel(instant, tick=True)
     if find_spec("freezegun"):
-        import freezegun
-
-        frozen: AbstractContextManager[Any] = freezegun.freeze_time(
+        freeze: Any = import_module("freezegun").freeze_time
+        context: AbstractContextManager[Any] = freeze(
             instant, tick=True, ignore=["celery_rabbitdelay.testing"]
         )
-        return frozen
+        return context
     raise ModuleNotFoundError("code sees another time with time-machine or freezegun: install one")

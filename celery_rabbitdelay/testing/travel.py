@@ -134,7 +134,9 @@ class Travel:
         """
         way = timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
         if (to is not None) == bool(way):
-            raise ValueError(f"travel takes a length of time, such as days=3, or to={to!r}, not both")
+            raise ValueError(
+                f"travel takes a length of time, such as days=3, or to={to!r}, not both"
+            )
         now_ms = wall_clock.ms()
         until_ms = milliseconds_of(to) if to else now_ms + way // timedelta(milliseconds=1)
         if until_ms < now_ms:
@@ -173,6 +175,14 @@ class Travel:
             return not self._hand.held
         with self._in_hand() as hand:
             return not hand.held
+
+    def rest(self) -> None:
+        """Wait until the worker has finished what it has begun.
+
+        Raises:
+            DidNotSettle: It does not finish.
+        """
+        self._look(time.monotonic() + self._timeout)
 
     @contextmanager
     def _in_hand(self) -> Iterator[Hand]:
@@ -220,20 +230,8 @@ class Travel:
     def _forget(self, at_ms: int) -> None:
         """Delete what the registry forgets by then: Redis goes by its own clock."""
         self._forgot_at_ms = at_ms
-        if not self._app.rabbitdelay.has_registry:
-            return
-        settings = self._app.rabbitdelay.settings
-        with redis_client(settings) as client:
-            seconds, microseconds = client.time()
-            latest_ms = at_ms - seconds * 1000 - microseconds // 1000
-            names = [*client.scan_iter(f"{settings.registry_prefix or settings.prefix}:*", count=1000)]
-            pipeline = client.pipeline(transaction=False)
-            for name in names:
-                pipeline.pttl(name)
-            left = pipeline.execute()
-            gone = [name for name, ms in zip(names, left, strict=True) if 0 <= ms <= latest_ms]
-            if gone:
-                client.delete(*gone)
+        if self._app.rabbitdelay.has_registry:
+            forget(self._app.rabbitdelay.settings, at_ms)
 
     def _show(self) -> None:
         """Let the code in this process see the time, if it is to."""
@@ -323,8 +321,25 @@ class Travel:
         return answer["taken"], answer["served"]
 
 
-def redis_client(settings: Any) -> Any:
-    """Return a client of the registry's Redis, a context manager."""
+def forget(settings: Any, at_ms: int | None = None) -> None:
+    """Delete what the registry does not know any more at an instant, or all that it knows.
+
+    Args:
+        settings: The application's settings.
+        at_ms: The instant, in milliseconds since 1970-01-01 UTC; None for all.
+    """
     import redis  # an extra
 
-    return redis.Redis.from_url(settings.registry_url, **(settings.registry_options or {}))
+    options = {"decode_responses": True, **(settings.registry_options or {})}
+    with redis.Redis.from_url(settings.registry_url, **options) as client:
+        names = [*client.scan_iter(f"{settings.registry_prefix or settings.prefix}:*", count=1000)]
+        if at_ms is not None:
+            seconds, microseconds = client.time()
+            latest_ms = at_ms - seconds * 1000 - microseconds // 1000
+            pipeline = client.pipeline(transaction=False)
+            for name in names:
+                pipeline.pttl(name)
+            left = pipeline.execute()
+            names = [name for name, ms in zip(names, left, strict=True) if 0 <= ms <= latest_ms]
+        if names:
+            client.delete(*names)

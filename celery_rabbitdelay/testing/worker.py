@@ -161,8 +161,8 @@ def take_part(app: Any, folder: Path) -> None:
         while seen:
             seen.pop().__exit__(None, None, None)
 
-    signals.task_prerun.connect(begin, weak=False, dispatch_uid=f"{LOOK}.begin")
-    signals.task_postrun.connect(end, weak=False, dispatch_uid=f"{LOOK}.end")
+    signals.task_prerun.connect(begin, weak=False, dispatch_uid=f"{folder}.begin")
+    signals.task_postrun.connect(end, weak=False, dispatch_uid=f"{folder}.end")
 
 
 def _never_runs() -> None:

@@ -64,9 +64,7 @@ class Migration:
     signing_keys: SigningKeys | None = None
     vouches: bool = False
 
-    def convert(
-        self, message: amqp.Message, queue: str, until_ms: int | None = None
-    ) -> Outgoing:
+    def convert(self, message: amqp.Message, queue: str, until_ms: int | None = None) -> Outgoing:
         """Return what to publish for a message.
 
         Args:
@@ -119,9 +117,7 @@ class Migration:
                 )
         return name
 
-    def _waiting(
-        self, message: amqp.Message, destination: str, until_ms: int | None
-    ) -> Outgoing:
+    def _waiting(self, message: amqp.Message, destination: str, until_ms: int | None) -> Outgoing:
         given = headers_of(message)
         if header_names.UNREADABLE in given:
             why = header_names.shortened(given[header_names.UNREADABLE])

@@ -1,0 +1,199 @@
+"""Fixtures of pytest: an application on servers for tests, its worker, and time travel.
+
+Nothing is started, and Celery is not imported, unless a test uses one of them. Options on the
+command line, or the same names in pytest's configuration with underscores:
+
+======================================= ========================================================
+``--rabbitdelay-app=shop.tasks:app``    the application
+``--rabbitdelay-broker=amqp://...``     a RabbitMQ that runs, instead of a private one
+``--rabbitdelay-redis=redis://...``     a Redis that runs, likewise
+``--rabbitdelay-management=http://...`` its management API, by default on port 15672
+``--rabbitdelay-worker=thread``         the worker in a thread; by default a process
+``--rabbitdelay-worker-options=...``    of ``celery worker``; by default ``--concurrency=1``
+======================================= ========================================================
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import pytest
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
+    from celery_rabbitdelay.testing.servers import RedisServer
+    from celery_rabbitdelay.testing.session import Session, Worker
+    from celery_rabbitdelay.testing.travel import Travel
+
+AnyServer = TypeVar("AnyServer", bound=Any)
+
+_OPTIONS: Final = {
+    "app": "the Celery application of the tests, as module:attribute",
+    "broker": "the URL of a RabbitMQ that runs; by default a private one is started",
+    "redis": "the URL of a Redis that runs; by default a private one is started",
+    "management": "the URL of that RabbitMQ's management API; by default on port 15672",
+    "worker": "process (the default) or thread: where the worker of the tests runs",
+    "worker-options": "options of celery worker; by default --concurrency=1",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options, to the command line and to the configuration."""
+    group = parser.getgroup("rabbitdelay", "delayed Celery tasks")
+    for name, text in _OPTIONS.items():
+        group.addoption(f"--rabbitdelay-{name}", help=text)
+        parser.addini(f"rabbitdelay_{name.replace('-', '_')}", text, default="")
+
+
+def _option(config: pytest.Config, name: str) -> str:
+    name = f"rabbitdelay_{name}"
+    found: str | None = config.getoption(name, None)
+    return found or str(config.getini(name))
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServer | Any]:
+    """The RabbitMQ of this run: a private one, which tests may kill and suspend, unless named.
+
+    ``url`` is its URL. On one that the option names, the run has a virtual host of its own.
+    """
+    from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
+
+    url = _option(request.config, "broker")
+    if url:
+        from celery_rabbitdelay.testing.virtual_host import VirtualHost
+
+        with VirtualHost(url, _option(request.config, "management")) as named:
+            yield named
+        return
+    with _started(RabbitMQServer(), "--rabbitdelay-broker") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | Any]:
+    """The Redis of this run: a private one, which tests may kill and suspend, unless named.
+
+    ``url`` is its URL.
+    """
+    from types import SimpleNamespace
+
+    from celery_rabbitdelay.testing.servers import RedisServer
+
+    url = _option(request.config, "redis")
+    if url:
+        yield SimpleNamespace(url=url)
+        return
+    with _started(RedisServer(), "--rabbitdelay-redis") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> Any:
+    """The application: that of the option ``rabbitdelay_app``; or override this fixture."""
+    from celery.utils.imports import symbol_by_name
+
+    name = _option(request.config, "app")
+    if not name:
+        raise pytest.UsageError(
+            "which application do the tests use? Set rabbitdelay_app = shop.tasks:app in pytest's "
+            "configuration, or override the fixture rabbitdelay_celery_app"
+        )
+    return symbol_by_name(name)
+
+
+@pytest.fixture(scope="session")
+def _rabbitdelay_sessions() -> Iterator[dict[int, Session]]:
+    sessions: dict[int, Session] = {}
+    try:
+        yield sessions
+    finally:
+        for session in sessions.values():
+            session.close()
+
+
+@pytest.fixture
+def _rabbitdelay_session(
+    request: pytest.FixtureRequest,
+    rabbitdelay_celery_app: Any,
+    rabbitdelay_broker: Any,
+    _rabbitdelay_sessions: dict[int, Session],
+) -> Session:
+    from celery_rabbitdelay.testing.session import Session
+
+    def redis_url() -> str:
+        url: str = request.getfixturevalue("rabbitdelay_redis").url
+        return url
+
+    app = rabbitdelay_celery_app
+    if id(app) not in _rabbitdelay_sessions:
+        _rabbitdelay_sessions[id(app)] = Session(app, rabbitdelay_broker.url, redis_url)
+    return _rabbitdelay_sessions[id(app)]
+
+
+@pytest.fixture
+def rabbitdelay_app(_rabbitdelay_session: Session, rabbitdelay_broker: Any) -> Any:
+    """The application, on the servers of this run, with nothing waiting anywhere.
+
+    Its levels have a prefix of their own, and the result backend and the registry, if it has them
+    in Redis, are on the Redis of this run.
+    """
+    _running(rabbitdelay_broker)
+    _rabbitdelay_session.clean()
+    return _rabbitdelay_session.app
+
+
+@pytest.fixture
+def rabbitdelay_worker(
+    request: pytest.FixtureRequest, rabbitdelay_app: Any, _rabbitdelay_session: Session
+) -> Worker | None:
+    """A worker of the application; ``log``, ``kill()`` and ``start()`` are its own.
+
+    It is a process that all tests share, and started again if a test has killed it. With
+    ``rabbitdelay_worker = thread`` it runs in this process, and this fixture is None.
+    """
+    if _option(request.config, "worker") == "thread":
+        _rabbitdelay_session.worker_in_thread()
+        return None
+    options = shlex.split(_option(request.config, "worker_options")) or ["--concurrency=1"]
+    return _rabbitdelay_session.worker(options)
+
+
+@pytest.fixture
+def travel(rabbitdelay_app: Any, _rabbitdelay_session: Session) -> Iterator[Travel]:
+    """Time travel: ``travel(days=3)`` runs all that falls due in three days, in a moment.
+
+    See :class:`celery_rabbitdelay.testing.Travel`.
+    """
+    from celery_rabbitdelay.testing.travel import Travel
+
+    traveller = Travel(rabbitdelay_app, _rabbitdelay_session.folder)
+    try:
+        yield traveller
+    finally:
+        traveller.close()
+
+
+@contextmanager
+def _started(server: AnyServer, option: str) -> Iterator[AnyServer]:
+    """Run a private server; an error also says how to do without one."""
+    from celery_rabbitdelay.testing.servers import ServerNotStarted
+
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(server)
+        except ServerNotStarted as error:
+            error.add_note(f"Or name one that runs: {option}")
+            raise
+        yield server
+        # Nobody needs its data, and to stop in order takes it seconds.
+        server.kill()
+
+
+def _running(server: Any) -> None:
+    """Start a private server again that the test before has killed."""
+    if not getattr(server, "running", True):
+        server.start()

@@ -1,0 +1,244 @@
+"""The application of a pytest session, on servers for tests, and its worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from kombu import Queue
+
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.testing import worker as worker_module
+from celery_rabbitdelay.testing.servers import end_with_parent, wait_for
+from celery_rabbitdelay.testing.shared_clock import SharedClock
+from celery_rabbitdelay.testing.travel import DidNotSettle, Travel, forget
+from celery_rabbitdelay.testing.worker import SETTINGS, WORKER
+
+#: Seconds in which a worker has to start, and those in which it has to end before it is killed.
+START_TIMEOUT: Final = 120.0
+STOP_TIMEOUT: Final = 20.0
+
+#: Seconds in which what a test has left behind in its worker has to end before it is killed.
+LEFT_TIMEOUT: Final = 10.0
+
+#: The options of ``celery worker`` that no test needs, and that make it start slowly.
+OPTIONS: Final = ("--without-mingle", "--without-gossip", "--loglevel=INFO")
+
+
+class Worker:
+    """A worker of the application, as a process: the fixture ``rabbitdelay_worker``.
+
+    Args:
+        name: The application, as ``module:attribute``.
+        folder: What it shares with the test.
+        options: Further options of ``celery worker``.
+    """
+
+    def __init__(self, name: str, folder: Path, options: Sequence[str]) -> None:
+        self._name = name
+        self._folder = folder
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        """What the worker has printed so far."""
+        path = self._folder / "worker.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def pid(self) -> int:
+        """Its process id.
+
+        Raises:
+            RuntimeError: It was never started.
+        """
+        if self._process is None:
+            raise RuntimeError("the worker was never started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it, unless it runs, and wait until it takes tasks.
+
+        Raises:
+            RuntimeError: It has ended; the error shows the end of its log.
+            TimeoutError: It takes no tasks.
+        """
+        if not self.running:
+            (self._folder / WORKER).unlink(missing_ok=True)
+            environment = {name: text for name, text in os.environ.items() if "BROKER" not in name}
+            command = [sys.executable, "-m", worker_module.__name__, str(self._folder), self._name]
+            with (self._folder / "worker.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, *OPTIONS, *self._options],
+                    env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent,
+                )
+        wait_for(self._takes_tasks, "a worker that takes tasks", START_TIMEOUT)
+
+    def kill(self) -> None:
+        """Kill it, and its pool, without warning (SIGKILL)."""
+        self._end(signal.SIGKILL)
+        (self._folder / WORKER).unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Stop it as a deployment does (SIGTERM): tasks that run are finished."""
+        self._end(signal.SIGTERM)
+
+    def _takes_tasks(self) -> bool:
+        if not self.running:
+            raise RuntimeError(f"the worker has ended; the end of its log:\n{self.log[-3000:]}")
+        return (self._folder / WORKER).exists()
+
+    def _end(self, signum: signal.Signals) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        (os.killpg if signum == signal.SIGKILL else os.kill)(process.pid, signum)
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Session:
+    """Puts an application on servers for tests, until it is closed.
+
+    Its levels have a prefix of their own. What the application uses of a result backend in Redis
+    and of a registry is on the Redis for tests.
+
+    Args:
+        app: The application.
+        broker_url: The broker, with a virtual host that nobody else uses.
+        redis_url: Returns the URL of the Redis; called if the application uses one.
+    """
+
+    def __init__(self, app: Any, broker_url: str, redis_url: Callable[[], str]) -> None:
+        self.app = app
+        self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-"))
+        self._exits = ExitStack()
+        self._exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._worker: Worker | None = None
+        self._in_thread = False
+        settings: dict[str, Any] = {
+            "broker_url": broker_url,
+            "broker_read_url": broker_url,
+            "broker_write_url": broker_url,
+            "rabbitdelay_prefix": f"test-{uuid4().hex[:8]}",
+            # What a task sends without a delay is on the broker before the task ends.
+            "broker_transport_options": {
+                **app.conf.broker_transport_options,
+                "confirm_publish": True,
+            },
+        }
+        if app.conf.rabbitdelay_registry_url:
+            settings |= {
+                "rabbitdelay_registry_url": redis_url(),
+                "rabbitdelay_registry_options": {},
+            }
+        if str(app.conf.result_backend or "").startswith(("redis", "sentinel")):
+            settings["result_backend"] = redis_url()
+        (self.folder / SETTINGS).write_text(json.dumps(settings))
+        for name in ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL"):
+            # Celery prefers them to the configuration.
+            if name in os.environ:
+                self._exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
+        former = {name: app.conf.get(name) for name in settings}
+        app.conf.update(settings)
+        self._exits.callback(app.conf.update, former)
+        self._clock = SharedClock(self.folder)
+        self._exits.callback(setattr, wall_clock, "source", wall_clock.source)
+
+    def worker(self, options: Sequence[str]) -> Worker:
+        """Return the worker, which runs.
+
+        Args:
+            options: Options of ``celery worker``, if it is not there yet.
+        """
+        if self._worker is None:
+            self._worker = Worker(name_of(self.app), self.folder, options)
+        self._worker.start()
+        return self._worker
+
+    def worker_in_thread(self) -> None:
+        """Start a worker in a thread of this process, unless it runs."""
+        if not self._in_thread:
+            context = start_worker(
+                self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT
+            )
+            self._exits.enter_context(context)
+            self._in_thread = True
+        wait_for((self.folder / WORKER).exists, "a worker that takes tasks", START_TIMEOUT)
+
+    def clean(self) -> None:
+        """Remove what the test before has left in queues, in the registry, and in the worker."""
+        self._clock.install()
+        self._clock.reset()
+        self._purge(self.app.rabbitdelay.topology.queues)
+        self._purge(self.app.amqp.queues.values())
+        if (self.folder / WORKER).exists():
+            travel = Travel(self.app, self.folder, LEFT_TIMEOUT)
+            try:
+                travel.rest()
+            except DidNotSettle:
+                if self._worker is None:
+                    raise
+                self._worker.kill()
+            finally:
+                travel.close()
+            self._purge(self.app.amqp.queues.values())
+        if self.app.rabbitdelay.has_registry:
+            forget(self.app.rabbitdelay.settings)
+
+    def close(self) -> None:
+        """Stop the worker, and give the application its former settings back."""
+        if self._worker is not None:
+            self._worker.stop()
+        self._exits.close()
+
+    def _purge(self, queues: Iterable[Queue]) -> None:
+        with self.app.connection_for_write() as connection:
+            for name, found in queue_counts(connection, queues).items():
+                if found is not None and found.messages:
+                    connection.default_channel.queue_purge(name)
+
+
+def name_of(app: Any) -> str:
+    """Return the name by which another process imports an application.
+
+    Raises:
+        LookupError: No module has it as an attribute.
+    """
+    for module in list(sys.modules.values()):
+        if module is None or module.__name__ == "__main__":
+            continue
+        for name, value in list(vars(module).items()):
+            if value is app and isinstance(app, Celery):
+                return f"{module.__name__}:{name}"
+    raise LookupError(
+        f"no module has {app!r} as an attribute, so no other process can import it: make it one, "
+        "or set rabbitdelay_worker = thread in pytest's configuration"
+    )
