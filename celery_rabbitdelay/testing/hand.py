@@ -20,7 +20,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.headers import DelayHeaders, parse
+from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, DelayHeaders, parse
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS
@@ -123,6 +123,7 @@ class Hand:
 
     def put_back(self) -> None:
         """Put all into the levels, for what is left of its delay."""
+        self._source.stop()
         held, self.held = sorted(self.held), []
         self._publish(held)
 
@@ -217,7 +218,7 @@ class Hand:
 
 
 def _identity(message: amqp.Message) -> object:
-    properties, info = message.properties, message.delivery_info
-    ids = properties.get("message_id"), properties.get("correlation_id")
-    key = (info or {}).get("routing_key")
-    return ids, key, body_of(message)
+    properties, headers = message.properties, headers_of(message)
+    ids = properties.get("message_id"), properties.get("correlation_id"), headers.get(COPY)
+    times = headers.get(DUE), str(headers.get(EARLY)), headers.get(ATTEMPTS)
+    return ids, times, (message.delivery_info or {}).get("routing_key"), body_of(message)

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
+from kombu import Connection, Producer
+
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
@@ -64,11 +66,15 @@ class Travel:
         self._folder = folder
         self._timeout = timeout
         self._hand: Hand | None = None
-        self._looks = 0
+        self._connection: Connection
+        # Not those of a test before, whose answers may come late.
+        self._looks = time.monotonic_ns()
         self._shown: Any = None
         self._forgot_at_ms = wall_clock.ms()
         #: How many messages distribution is to have received.
         self._handed = 0
+        #: How many it has received.
+        self._served = 0
         with suppress(FileNotFoundError):
             (folder / ANSWERS).unlink()
         self._answers = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -182,7 +188,8 @@ class Travel:
         Raises:
             DidNotSettle: It does not finish.
         """
-        self._look(time.monotonic() + self._timeout)
+        with self._app.connection_for_write() as self._connection:
+            self._look(time.monotonic() + self._timeout)
 
     @contextmanager
     def _in_hand(self) -> Iterator[Hand]:
@@ -193,14 +200,15 @@ class Travel:
             with self._app.connection_for_write() as like:
                 self._app.rabbitdelay.declare(like)
                 hand = self._hand = Hand(like, settings.topology, settings.signing_keys)
-            try:
-                yield hand
-                hand.catch_up()
-                hand.put_back()
-                self._forget(wall_clock.ms())
-            finally:
-                self._hand = None
-                hand.close()
+                self._connection = like
+                try:
+                    yield hand
+                    hand.catch_up()
+                    hand.put_back()
+                    self._forget(wall_clock.ms())
+                finally:
+                    self._hand = None
+                    hand.close()
         finally:
             self.clock.go_on()
             self._show()
@@ -262,8 +270,6 @@ class Travel:
             if time.monotonic() > deadline:
                 raise DidNotSettle(f"the modules have not finished at {self.now}")
 
-    _served = 0
-
     def _wait_for_modules(self) -> bool:
         """Return whether messages wait for the worker's modules."""
         modules = self._app.rabbitdelay.topology.module_queues
@@ -271,8 +277,7 @@ class Travel:
         queues = [modules.distribution] if DISTRIBUTE in served else []
         if "check-in" in served:
             queues.append(modules.checkin)
-        with self._app.pool.acquire(block=True) as connection:
-            counts = queue_counts(connection, queues)
+        counts = queue_counts(self._connection, queues)
         return any(found is not None and found.messages for found in counts.values())
 
     def _look(self, deadline: float) -> object:
@@ -288,19 +293,16 @@ class Travel:
         except FileNotFoundError:
             return None
         sent = set()
-        with self._app.producer_pool.acquire(block=True) as producer:
-            for queue in queues:
-                self._looks += 1
-                sent.add(self._looks)
-                made = self._app.amqp.as_task_v2(uuid4().hex, LOOK, (), {})
-                producer.publish(
-                    made.body,
-                    exchange="",
-                    routing_key=queue,
-                    serializer=self._app.conf.task_serializer,
-                    headers={**made.headers, NUMBER: self._looks},
-                    retry=False,
-                )
+        for queue in queues:
+            self._looks += 1
+            sent.add(self._looks)
+            made = self._app.amqp.as_task_v2(uuid4().hex, LOOK, (), {})
+            Producer(self._connection.default_channel).publish(
+                made.body,
+                routing_key=queue,
+                serializer=self._app.conf.task_serializer,
+                headers={**made.headers, NUMBER: self._looks},
+            )
         why = "it takes nothing from its queues"
         answer: dict[str, Any] = {}
         while sent:

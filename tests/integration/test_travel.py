@@ -1,0 +1,343 @@
+"""Time travel: what waits is due in a moment, in its order, on a real broker, in a real worker."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import chain, group
+from celery.schedules import crontab
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from celery_rabbitdelay import Outcome, Row
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.testing import DidNotSettle, RabbitMQServer, RedisServer, Travel, wait_for
+from celery_rabbitdelay.testing.session import name_of
+from tests.integration import travelling
+from tests.integration.travelling import app, note, ran, redis, remind, texts, try_again
+
+DAY_MS = 86_400_000
+
+#: Tasks of one set in the test that compares with a model.
+TRAVELLERS = int(os.environ.get("RABBITDELAY_TRAVELLERS", "60"))
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_broker(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+    return session_rabbitmq
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_redis(private_redis: RedisServer) -> RedisServer:
+    return private_redis
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_celery_app() -> Any:
+    return app
+
+
+@pytest.fixture
+def trip(rabbitdelay_worker: Any, travel: Travel) -> Iterator[Travel]:
+    """Travel, with a clock that stands while nothing travels."""
+    redis().delete(travelling.NOTES)
+    stand(travel)
+    yield travel
+    redis().delete(travelling.NOTES)
+
+
+def stand(travel: Travel) -> int:
+    """Let the clock stand from now on; return the time."""
+    travel.clock.stand_at(wall_clock.ms() * 1_000_000)
+    return wall_clock.ms()
+
+
+def test_what_falls_due_runs_at_its_time_and_what_does_not_waits(trip: Travel) -> None:
+    began = wall_clock.ms()
+    note.apply_async(("third",), delay=timedelta(days=3))
+    note.apply_async(("first",), countdown=3600.25)
+    note.apply_async(("fourth",), eta=instant_of(began + 4 * DAY_MS))
+    note.apply_async(("second",), delay=timedelta(days=2))
+    trip(days=3)
+    assert ran() == [
+        ("first", began + 3_600_250),
+        ("second", began + 2 * DAY_MS),
+        ("third", began + 3 * DAY_MS),
+    ]
+    assert not trip.nothing_waits()
+    assert trip.now - instant_of(began) < timedelta(days=3, minutes=10)
+    trip(days=1)
+    assert ran()[3:] == [("fourth", began + 4 * DAY_MS)]
+    assert trip.nothing_waits()
+
+
+def test_what_is_sent_on_the_way_falls_due_on_the_way(trip: Travel) -> None:
+    began = wall_clock.ms()
+    remind.apply_async(("a", 3, 6), delay=timedelta(days=1))
+    try_again.apply_async(("b", 4, 60), delay=timedelta(days=1, hours=1))
+    trip(days=2)
+    hours = [24, 24, 25, 25 + 1 / 60, 25 + 3 / 60, 25 + 7 / 60, 25.25, 30, 30, 36]
+    names = ["a-3", "a-sent", "b-0", "b-1", "b-2", "b-3", "b-4", "a-2", "a-sent", "a-1"]
+    expected = [(n, began + round(h * 3_600_000)) for n, h in zip(names, hours, strict=True)]
+    assert ran() == expected
+
+
+def test_what_is_left_of_a_delay_is_waited_in_the_levels(trip: Travel) -> None:
+    note.apply_async(("a",), delay=timedelta(days=30))
+    trip(days=29, hours=23, minutes=59, seconds=59)
+    trip.clock.go_on()
+    assert texts() == []
+    wait_for(texts, "what is due in a second")
+
+
+def test_without_waiting_all_that_is_due_is_delivered_at_once(trip: Travel) -> None:
+    travelling.wait_until_told.apply_async(("told",), delay=60)
+    trip(days=1, wait=False)
+    wait_for(texts, "a task that runs")
+    redis().set("told", "yes", ex=60)
+
+
+def test_until_something_is_so(trip: Travel) -> None:
+    began = wall_clock.ms()
+    remind.apply_async(("a", 20, 24), delay=timedelta(days=1))
+    trip.until(lambda: "a-17" in texts())
+    assert ran()[-2:] == [("a-17", began + 4 * DAY_MS), ("a-sent", began + 4 * DAY_MS)]
+    trip.until(trip.nothing_waits)
+    assert ran()[-1] == ("a-1", began + 20 * DAY_MS)
+    with pytest.raises(TimeoutError, match="nothing waits"):
+        trip.until(lambda: False)
+    note.apply_async(("far",), delay=timedelta(days=400))
+    with pytest.raises(TimeoutError, match="1 messages wait beyond"):
+        trip.until(lambda: False, within=timedelta(days=399))
+
+
+def test_to_an_instant(trip: Travel) -> None:
+    there = instant_of(wall_clock.ms()) + timedelta(days=100)
+    trip(to=there)
+    assert timedelta() <= trip.now - there < timedelta(minutes=10)
+    with pytest.raises(ValueError, match="goes ahead only"):
+        trip(to=there - timedelta(days=1))
+    with pytest.raises(ValueError, match="goes ahead only"):
+        trip(days=-1)
+    with pytest.raises(ValueError, match="takes a length of time"):
+        trip()
+
+
+def test_all_ways_to_send_travel(trip: Travel) -> None:
+    delays = app.rabbitdelay
+    began = wall_clock.ms()
+    delays.send_many(note, [Row(("row",), delay=DAY_MS / 1000) for _ in range(500)])
+    note.apply_async(("far",), delay=timedelta(days=5000))  # above the capacity
+    note.apply_async(
+        ("mirrored",), delay=timedelta(days=2), exchange="travelling.fanout", routing_key="any"
+    )
+    chain(note.si("c1"), note.si("c2").set(countdown=86_400)).apply_async(countdown=3 * 86_400)
+    group(note.si(f"g{n}") for n in range(3)).apply_async(countdown=5 * 86_400)
+    trip(days=10)
+    assert [text for text, at_ms in ran() if at_ms == began + DAY_MS] == ["row"] * 500
+    later = sorted((at_ms - began, text) for text, at_ms in ran() if text != "row")
+    days = [(2, "mirrored"), (3, "c1"), (4, "c2"), (5, "g0"), (5, "g1"), (5, "g2")]
+    assert later == [(day * DAY_MS, text) for day, text in days]
+    trip(days=4995)
+    assert ran()[-1] == ("far", began + 5000 * DAY_MS)
+
+
+def test_what_the_registry_decides_travels(trip: Travel) -> None:
+    delays = app.rabbitdelay
+    began = wall_clock.ms()
+    cancelled = note.apply_async(("cancelled",), delay=timedelta(days=3))
+    later = note.apply_async(("later",), delay=timedelta(days=3))
+    earlier = note.apply_async(("earlier",), delay=timedelta(days=30))
+    for number in range(3):
+        note.apply_async((f"key-{number}",), delay=timedelta(days=4), key="key")
+    trip(days=2)
+    stand(trip)
+    assert delays.cancel(cancelled) is Outcome.DONE
+    delays.postpone(later, eta=instant_of(began + 6 * DAY_MS))
+    delays.postpone(earlier, eta=instant_of(began + 5 * DAY_MS))
+    trip(days=40)
+    days = [("key-2", 4), ("earlier", 5), ("later", 6)]
+    assert ran() == [(text, began + day * DAY_MS) for text, day in days]
+    assert [*delays.pending()] == []
+
+
+def test_jobs_travel(trip: Travel) -> None:
+    delays = app.rabbitdelay
+    with delays.job("kept", expires=3600):
+        note.apply_async(("kept",), delay=60, job="kept")
+    delays.open_job("given-up", expires=3600)
+    note.apply_async(("given up",), delay=60, job="given-up")
+    delays.abort_job("given-up")
+    trip(days=1)
+    assert texts() == ["kept"]
+
+
+def test_schedules_travel(trip: Travel) -> None:
+    berlin = "Europe/Berlin"
+    schedules = app.rabbitdelay.schedules
+    monthly = crontab(minute=0, hour=9, day_of_month=1)
+    schedules.put("monthly", note, monthly, ("monthly",), timezone=berlin)
+    trip(days=365)
+    months = [instant_of(at_ms).strftime("%d %H") for _, at_ms in ran()]
+    assert len(months) == 12
+    assert set(months) == {"01 08", "01 07"}  # 9 o'clock in winter and in summer, in UTC
+    schedules.delete("monthly")
+
+
+def test_what_no_destination_takes_is_tried_again_until_it_is_given_up(trip: Travel) -> None:
+    undeliverable = app.rabbitdelay.topology.module_queues.undeliverable.name
+    note.apply_async(
+        ("lost",), delay=timedelta(days=1), exchange="travelling.gone", routing_key="any"
+    )
+    trip(days=1, minutes=5)
+    with app.connection_for_write() as connection:
+        channel: Any = connection.default_channel
+        channel.exchange_declare("travelling.gone", "fanout", durable=False, auto_delete=True)
+        channel.queue_bind("travelling", "travelling.gone", "")
+        trip(hours=1)
+        assert texts() == ["lost"]
+        channel.queue_unbind("travelling", "travelling.gone", "")
+    note.apply_async(
+        ("lost again",), delay=timedelta(days=1), exchange="travelling.gone", routing_key="any"
+    )
+    trip(days=30)
+    assert texts() == ["lost"]
+    with app.connection_for_write() as connection:
+        channel = connection.default_channel
+        found = channel.queue_declare(undeliverable, passive=True)
+        assert found.message_count == 1
+
+
+def test_the_registry_forgets_as_time_passes(trip: Travel) -> None:
+    note.apply_async(("a",), delay=timedelta(days=1))
+    prefix = app.conf.rabbitdelay_prefix
+    assert redis().keys(f"{prefix}:*:task:*")
+    trip(days=365)
+    assert not redis().keys(f"{prefix}:*:task:*")
+
+
+def test_code_sees_the_time_if_it_is_to(trip: Travel) -> None:
+    travelling.note_what_time_it_seems.apply_async(delay=timedelta(days=3))
+    trip(days=4)
+    assert datetime.fromisoformat(texts()[0]) < datetime.now(UTC) + timedelta(hours=1)
+    trip.code_sees_it = True
+    assert abs(datetime.now(UTC) - trip.now) < timedelta(minutes=10)
+    travelling.note_what_time_it_seems.apply_async(eta=datetime.now(UTC) + timedelta(days=3))
+    stand(trip)
+    trip(days=4)
+    seen, at_ms = ran()[1]
+    assert abs(datetime.fromisoformat(seen) - instant_of(at_ms)) < timedelta(minutes=10)
+    assert abs(datetime.now(UTC) - trip.now) < timedelta(minutes=10)
+    trip.code_sees_it = False
+    assert trip.now - datetime.now(UTC) > timedelta(days=7)
+
+
+def test_a_task_that_does_not_end_is_named(trip: Travel) -> None:
+    impatient = trip
+    impatient._timeout = 2.0
+    travelling.wait_until_told.apply_async(("untold",), delay=60)
+    with pytest.raises(DidNotSettle, match="wait_until_told"):
+        impatient(days=1)
+    redis().set("untold", "yes", ex=60)
+
+
+def test_what_a_killed_worker_leaves_runs_in_the_next_one(
+    trip: Travel, rabbitdelay_worker: Any
+) -> None:
+    note.apply_async(("a",), delay=timedelta(days=1))
+    note.apply_async(("b",), delay=timedelta(days=3))
+    rabbitdelay_worker.kill()
+    trip(days=2)
+    assert texts() == []
+    rabbitdelay_worker.start()
+    trip(days=2)
+    assert sorted(texts()) == ["a", "b"]
+
+
+def test_what_a_killed_broker_has_kept_travels(
+    trip: Travel, rabbitdelay_broker: RabbitMQServer, rabbitdelay_worker: Any
+) -> None:
+    note.apply_async(("a",), delay=timedelta(days=1))
+    rabbitdelay_broker.kill()
+    rabbitdelay_broker.start()
+    rabbitdelay_worker.kill()
+    rabbitdelay_worker.start()
+    trip(days=2)
+    assert texts() == ["a"]
+
+
+def test_an_application_that_no_module_has_cannot_be_run_elsewhere() -> None:
+    assert name_of(app) == "tests.integration.travelling:app"
+    with pytest.raises(LookupError, match="rabbitdelay_worker = thread"):
+        name_of(object())
+
+
+class Model:
+    """What is expected to run: of sends, retries and cancels, and steps of travel."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[int, str]] = []
+        self._waits: list[tuple[int, str, int, int, int, Any]] = []
+
+    def send(self, at_ms: int, text: str, times: int, first: int, result: Any) -> None:
+        self._waits.append((at_ms, text, 0, times, first, result))
+
+    def cancel(self, chosen: random.Random, now_ms: int) -> Any:
+        """Cancel one of those that have not begun; return what its send has returned."""
+        ahead = [each for each in self._waits if each[2] == 0 and each[0] > now_ms]
+        if not ahead:
+            return None
+        each = chosen.choice(ahead)
+        self._waits.remove(each)
+        return each[5]
+
+    def travel(self, until_ms: int) -> None:
+        while due := [each for each in self._waits if each[0] <= until_ms]:
+            each = min(due, key=lambda each: each[0])
+            self._waits.remove(each)
+            at_ms, text, retries, times, first, result = each
+            self.ran.append((at_ms, f"{text}-{retries}"))
+            if retries < times:
+                again_ms = at_ms + first * 2**retries * 1000
+                self._waits.append((again_ms, text, retries + 1, times, first, result))
+
+
+@settings(
+    max_examples=3,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(seed=st.integers(0, 2**32))
+def test_random_sets_of_tasks_run_as_in_a_model(trip: Travel, seed: int) -> None:
+    if not trip.nothing_waits():
+        trip(days=10_000)  # an example before has failed
+    redis().delete(travelling.NOTES)
+    chosen, model = random.Random(seed), Model()
+    now_ms = stand(trip)
+    sent = 0
+    while sent < TRAVELLERS:
+        for _ in range(min(chosen.randint(1, TRAVELLERS), TRAVELLERS - sent)):
+            seconds = int(10 ** chosen.uniform(0, 7.5))
+            times, first = chosen.choice([0, 0, 0, 1, 3]), chosen.randint(1, 100_000)
+            result = try_again.apply_async((f"t{sent}", times, first), delay=seconds)
+            model.send(now_ms + seconds * 1000, f"t{sent}", times, first, result)
+            sent += 1
+        for _ in range(chosen.randint(0, 3)):
+            result = model.cancel(chosen, now_ms)
+            if result is not None:
+                assert app.rabbitdelay.cancel(result) is Outcome.DONE
+        days = int(10 ** chosen.uniform(0, 2.3))
+        trip(days=days)
+        now_ms = stand(trip)
+        model.travel(now_ms)
+    trip(days=5000)
+    model.travel(stand(trip))
+    times_of_runs = [at_ms for _, at_ms in ran()]
+    assert times_of_runs == sorted(times_of_runs)
+    assert sorted((at_ms, text) for text, at_ms in ran()) == sorted(model.ran)
