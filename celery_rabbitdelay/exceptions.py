@@ -45,6 +45,7 @@ __all__ = [
     "MessageTooLarge",
     "NeedsDistribution",
     "NoPublisherFree",
+    "NotRecorded",
     "NotTracked",
     "PermissionMissing",
     "PublishError",
@@ -717,6 +718,21 @@ class RegistryUnavailable(RabbitDelayError, OperationalError):
     may_have_arrived: bool = False
 
     text: ClassVar = "the registry cannot be used: {self.reason}"
+
+
+class NotRecorded(RabbitDelayError, NotImplementedError):
+    """A test asks for something that ``celery_rabbitdelay.testing.recorded`` does not imitate.
+
+    Attributes:
+        what: What it asks for.
+    """
+
+    what: str
+
+    text: ClassVar = (
+        "recorded() does not imitate {self.what}: use celery_rabbitdelay.testing.travel, which "
+        "runs the test against a real RabbitMQ"
+    )
 
 
 class NotTracked(RabbitDelayError, ValueError):

@@ -8,6 +8,7 @@ over: Celery makes and routes the message, and only the producer that publishes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
+from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.app.task import Task, TaskDecorator
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
@@ -204,6 +206,9 @@ class Celery(celery.Celery):
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
         """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""
+        stand_in = self.rabbitdelay.stand_in
+        if stand_in is not None and not isinstance(producer, DelayedTaskProducer | EtaProducer):
+            return nullcontext(stand_in.producer)
         acquiring = super().producer_or_acquire(producer)
         if not celery_internals.sends_a_group():
             return acquiring

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
 from types import CodeType, FrameType, FunctionType
@@ -19,6 +20,7 @@ from celery import signals
 from celery.app import amqp as celery_amqp
 from celery.app.defaults import SETTING_KEYS
 from celery.app.routes import MapRoute, Router
+from celery.backends.base import Backend
 from celery.canvas import Signature, group
 from celery.utils.imports import symbol_by_name
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -46,6 +48,23 @@ def own_changes(app: celery.Celery, word: str) -> tuple[object, int, dict[str, A
     conf: Any = app.conf
     changes = {key: conf.changes[key] for key in list(conf.changes) if word in str(key).lower()}
     return conf, len(conf.maps), changes
+
+
+@contextmanager
+def results_kept_in(app: celery.Celery, backend: Backend) -> Iterator[None]:
+    """Keep the application's results in another backend for the time of a block, in all threads.
+
+    Args:
+        app: The application.
+        backend: The backend. Tasks that have a backend of their own keep it.
+    """
+    private: Any = app
+    former = private._backend_cache
+    private._backend_cache = backend
+    try:
+        yield
+    finally:
+        private._backend_cache = former
 
 
 def has_quorum_queue(app: celery.Celery) -> bool:

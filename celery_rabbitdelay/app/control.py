@@ -29,6 +29,20 @@ TOLD_AT_ONCE: Final = 100
 class DelayingControl(Control):
     """Celery's control commands; a revoke of a task that waits lasts until the task is due."""
 
+    def broadcast(self, command: str, arguments: Any = None, *more: Any, **options: Any) -> Any:
+        """Broadcast a command to the workers, as in Celery; in tests, none of them may answer.
+
+        Args:
+            command: Its name.
+            arguments: Its arguments.
+            *more: Further arguments of Celery.
+            **options: Further arguments of Celery.
+        """
+        app: Any = self.app
+        if app.rabbitdelay.stand_in is None:
+            return super().broadcast(command, arguments, *more, **options)
+        return app.rabbitdelay.stand_in.broadcast(command, arguments or {})
+
     def revoke(self, task_id: Any, *more: Any, **options: Any) -> Any:
         """Tell all workers not to run tasks, as in Celery; the registry, if there is one, as well.
 

@@ -33,7 +33,7 @@ from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipe
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
-from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
+from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT, StandIn
 from celery_rabbitdelay.app.sending.templates import Templates
 from celery_rabbitdelay.app.settings import PREFIX, Settings, checked
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
@@ -73,11 +73,13 @@ class RabbitDelay(WaitingTasks, Pausing):
 
     Attributes:
         recorder: The same as ``metrics``, which does not begin to count when it is read.
+        stand_in: What takes the messages instead of the broker, in tests; None outside of them.
     """
 
     def __init__(self, app: celery.Celery) -> None:
         self.app = app
         self.recorder = Metrics()
+        self.stand_in: StandIn | None = None
         self._has_warned = self._has_warned_of_loop = False
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
@@ -142,6 +144,8 @@ class RabbitDelay(WaitingTasks, Pausing):
         settings = self.settings
         if settings.registry_url is None:
             raise exceptions.RegistryRequired("app.rabbitdelay.registry")
+        if self.stand_in is not None:
+            return self.stand_in.registry  # type: ignore[no-any-return]
         store = connect_to_redis(
             settings.registry_url, settings.registry_options, settings.registry_durability or 0
         )
@@ -220,6 +224,19 @@ class RabbitDelay(WaitingTasks, Pausing):
             self.registry.store.close()
 
     @contextmanager
+    def replaced_by(self, stand_in: StandIn) -> Iterator[None]:
+        """Let something else take all messages, and answer instead of Redis, during a block."""
+        former = self.stand_in, self.__dict__.pop("registry", None)
+        self.stand_in = stand_in
+        try:
+            yield
+        finally:
+            self.stand_in, registry = former
+            self.__dict__.pop("registry", None)
+            if registry is not None:
+                self.__dict__["registry"] = registry
+
+    @contextmanager
     def publisher(
         self, connection: Connection | None = None, timeout: float | None = None
     ) -> Iterator[Publisher]:
@@ -234,7 +251,9 @@ class RabbitDelay(WaitingTasks, Pausing):
             NoPublisherFree: All publishers of the pool were in use for that long.
         """
         pipeline = current_pipeline(self, connection)
-        if pipeline is not None and pipeline.has_publisher:
+        if self.stand_in is not None:
+            yield self.stand_in.publisher
+        elif pipeline is not None and pipeline.has_publisher:
             with pipeline.lent() as publisher:
                 yield publisher
         elif connection is None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
+    from celery_rabbitdelay.testing.recording import Recording, recorded
+    from celery_rabbitdelay.testing.sent import Sent
     from celery_rabbitdelay.testing.servers import (
         Certificates,
         RedisServer,
@@ -24,18 +26,23 @@ __all__ = [
     "Certificates",
     "DidNotSettle",
     "RabbitMQServer",
+    "Recording",
     "RedisServer",
+    "Sent",
     "Server",
     "ServerNotStarted",
     "Travel",
     "Worker",
+    "recorded",
     "wait_for",
 ]
 
 #: They are imported on first use: a test run that needs none of them does not wait for Celery.
 _ROOMS: Final = {
     **dict.fromkeys(("DidNotSettle", "Travel"), "travel"),
+    **dict.fromkeys(("Recording", "recorded"), "recording"),
     "RabbitMQServer": "rabbitmq",
+    "Sent": "sent",
     "Worker": "session",
 }
 

@@ -15,6 +15,7 @@ import pytest
 from celery.app.amqp import AMQP, Queues
 from celery.app.defaults import SETTING_KEYS
 from celery.app.task import Task
+from celery.backends.cache import CacheBackend
 from celery.bootsteps import StartStopStep
 from celery.canvas import Signature
 from celery.exceptions import InvalidTaskError, Reject
@@ -51,6 +52,14 @@ def app() -> Any:
 
 def parameters(function: Any) -> list[str]:
     return [*inspect.signature(function).parameters]
+
+
+def test_results_are_kept_elsewhere_for_a_while(app: Any) -> None:
+    own = app.backend
+    other = CacheBackend(app, url="memory://")
+    with of_app.results_kept_in(app, other):
+        assert app.backend is app.tasks["remind"].backend is other, moved("_backend_cache")
+    assert app.backend is own
 
 
 def test_celery_says_when_it_counts_the_retries_of_a_callback_itself() -> None:

@@ -96,6 +96,8 @@ class TaskPipeline:
         """
         if delays is not self.delays or not self._is_usable or _owner() != self._owner:
             return False
+        if delays.stand_in is not None:
+            return False  # it confirms at once
         if connection is None or self._producer is not None:
             return connection is (self._producer and self._producer.connection)
         return any(connection is each.connection for each in self._joined) and self._is_ready()

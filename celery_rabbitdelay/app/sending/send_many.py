@@ -95,7 +95,8 @@ class RowSender(Sending):
         self._publisher = publisher
         self._task = task
         self._tolerance_ms = tolerance_ms
-        self._envelopes = envelopes
+        # What stands in for the broker takes messages of single rows.
+        self._envelopes = envelopes and delays.stand_in is None
         known = self._app.tasks.get(task) if isinstance(task, str) else task
         wanted = RegistryOptions.of(self._settings, known, options, {})
         self._options = {

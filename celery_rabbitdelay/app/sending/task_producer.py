@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
@@ -127,6 +127,7 @@ class DelayedTaskProducer(DelayedProducer):
         waited: float = 0.0,
     ) -> None:
         super().__init__(publisher, **app.rabbitdelay.settings.for_producer)
+        self._app = app
         self.amqp: AMQP = app.amqp
         self._settings_timeout = self.timeout
         self._due = due
@@ -149,7 +150,8 @@ class DelayedTaskProducer(DelayedProducer):
             **options: What :meth:`kombu.Producer.publish` takes, as Celery gives it.
         """
         if self.is_sent:
-            super().publish(body, **options)
+            if self._app.rabbitdelay.stand_in is None:
+                super().publish(body, **options)
             return
         declare = options.pop("declare", None) or []
         destination = self._destination(
@@ -193,6 +195,22 @@ class DelayedTaskProducer(DelayedProducer):
         known = [*routed_to, *queues.values()]
         consumed = queues.consume_from if self._is_retry else ()
         return resolve(name, routing_key or "", known, consumed, self._came_from)
+
+
+class StandIn(NamedTuple):
+    """What takes the messages of an application instead of its broker, in tests.
+
+    Attributes:
+        publisher: Takes those that would wait in the levels.
+        producer: Takes all others.
+        broadcast: Takes the name and the arguments of each command to the workers.
+        registry: Answers instead of Redis, if the application has a registry.
+    """
+
+    publisher: Publisher
+    producer: Producer
+    broadcast: Callable[[str, Mapping[str, Any]], None]
+    registry: Any
 
 
 class EtaProducer:

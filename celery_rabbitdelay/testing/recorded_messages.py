@@ -1,0 +1,251 @@
+"""What takes messages and results instead of a broker and a result backend, and reads messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, timedelta
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import amqp
+import celery
+from celery import states
+from celery.backends.cache import CacheBackend
+from celery.utils.functional import LRUCache
+from kombu import Connection, Exchange, Producer, Queue
+from kombu.compression import decompress
+from kombu.serialization import loads
+
+from celery_rabbitdelay.app.celery_internals import eta_of
+from celery_rabbitdelay.exceptions import NotRecorded
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, instant_of, milliseconds_of
+from celery_rabbitdelay.levels.headers import DUE, parse
+from celery_rabbitdelay.publishing.kombu_internals import serialized
+from celery_rabbitdelay.publishing.message import body_of, headers_of
+from celery_rabbitdelay.publishing.publication import (
+    DEFAULT_POLICY,
+    Declaration,
+    Publication,
+    PublishPolicy,
+)
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.decision import Arrival
+from celery_rabbitdelay.testing.sent import Sent
+from celery_rabbitdelay.worker.restore import restore
+
+
+class Address(NamedTuple):
+    """Where a message without a delay goes.
+
+    Attributes:
+        exchange: The exchange; empty for the default exchange.
+        routing_key: The routing key.
+        queue: The name of the queue; None if the exchange decides.
+    """
+
+    exchange: str
+    routing_key: str
+    queue: str | None
+
+
+#: Takes a message, where it goes, and when it is due; None if it does not wait in the levels. Then
+#: the address counts, otherwise what its headers say.
+Take: TypeAlias = Callable[[amqp.Message, Address, Due | None], None]
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A task that was recorded.
+
+    Attributes:
+        sent: What tests see.
+        arrival: What the registry is asked about it.
+        message: Its message, as a worker receives it: headers, properties and delivery_info.
+        body: Its arguments, its keyword arguments, and its callbacks, chain and chord.
+        waits: Whether it has not run yet.
+    """
+
+    sent: Sent
+    arrival: Arrival
+    message: SimpleNamespace
+    body: tuple[Any, Any, Mapping[str, Any]]
+    waits: bool = True
+
+    @classmethod
+    def of(
+        cls, message: amqp.Message, address: Address, due: Due | None, running_ms: int | None
+    ) -> Self | None:
+        """Read a message; None if it is not that of a task.
+
+        Args:
+            message: The message.
+            address: As for :data:`Take`.
+            due: As for :data:`Take`.
+            running_ms: When the task that sends it is due, in milliseconds since 1970-01-01 UTC;
+                None for the present.
+        """
+        raw, properties = headers_of(message), dict(message.properties)
+        said, _ = parse(raw)
+        headers = said.others
+        if "task" not in headers:
+            return None  # the note of a committed job
+        if due is not None:
+            address = Address(said.exchange or "", said.routing_key or "", said.queue)
+        due_ms, delay_ms, has_eta = _times(due, headers.get("eta"), running_ms)
+        if DUE in raw:
+            raw[DUE] = due_ms
+        delivery = {"exchange": address.exchange, "routing_key": address.routing_key}
+        received: Any = SimpleNamespace(headers=raw, properties=properties, delivery_info=delivery)
+        restore(received)
+        body = _body(message, headers)
+        arrival = Arrival.of(said, due_ms, address.queue or "", redelivered=False)
+        return cls(
+            sent=Sent(
+                task=headers["task"],
+                args=body[0],
+                kwargs=body[1],
+                id=headers["id"],
+                due=instant_of(due_ms),
+                delay=timedelta(milliseconds=delay_ms),
+                has_eta=has_eta,
+                tolerance=timedelta(milliseconds=0 if due is None else due.tolerance_ms),
+                exchange=address.exchange,
+                routing_key=address.routing_key,
+                queue=address.queue,
+                priority=said.priority or properties.get("priority") or 0,
+                expires=eta_of(headers.get("expires"), UTC),
+                headers=headers,
+                key=arrival.key or None,
+                job=arrival.job or None,
+                once=bool(arrival.once),
+            ),
+            arrival=arrival,
+            message=received,
+            body=body,
+        )
+
+
+def _body(message: amqp.Message, headers: Mapping[str, Any]) -> tuple[Any, Any, Mapping[str, Any]]:
+    data, content_type = body_of(message), message.properties["content_type"]
+    if headers.get("compression"):
+        data = decompress(data, headers["compression"])
+    encoding = message.properties["content_encoding"]
+    args, kwargs, embedded = loads(data, content_type, encoding, accept=[content_type])
+    return args, kwargs, embedded
+
+
+def _times(due: Due | None, eta: Any, running_ms: int | None) -> tuple[int, int, bool]:
+    """Return when a task is due and after how long, in milliseconds, and whether it has an eta."""
+    real_ms = time.time_ns() // NS_PER_MS
+    now_ms = real_ms if running_ms is None else running_ms
+    if due is not None and due.is_instant:
+        return due.at_ms, max(due.at_ms - now_ms, 0), True
+    if due is not None:
+        delay_ms = max(due.delay_ms, 0)
+        return (due.at_ms if running_ms is None else running_ms + delay_ms), delay_ms, False
+    instant = eta_of(eta, UTC)
+    if instant is None:
+        return now_ms, 0, False
+    # A worker would hold it until then. It may have had a countdown, which counts from now_ms.
+    delay_ms = max(milliseconds_of(instant) - real_ms, 0)
+    return now_ms + delay_ms, delay_ms, True
+
+
+class RecordingPublisher(Publisher):
+    """Takes the messages that would wait in the levels; each counts as confirmed.
+
+    Args:
+        connection: A connection to the broker, which is never opened.
+        take: Takes a message.
+    """
+
+    def __init__(self, connection: Connection, take: Take) -> None:
+        super().__init__(connection)
+        self._take = take
+
+    def publish_all(
+        self,
+        publications: Iterable[Publication],
+        policy: PublishPolicy = DEFAULT_POLICY,
+        *,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
+        done: Callable[[Publication], None] | None = None,
+    ) -> None:
+        """Take messages, as :meth:`.Publisher.publish_all` publishes them."""
+        for publication in publications:
+            address: Any = publication.address
+            address()  # raises if the levels have no route
+            *_, due = address.args
+            self._take(publication.content.message(), Address("", "", None), due)
+            if done is not None:
+                done(publication)
+
+
+class RecordingProducer(Producer):
+    """Takes the messages that would go straight to their queues.
+
+    Args:
+        connection: A connection to the broker, which is never opened.
+        take: Takes a message.
+    """
+
+    def __init__(self, connection: Connection, take: Take) -> None:
+        super().__init__(connection, auto_declare=False)
+        self._take = take
+
+    def publish(  # type: ignore[override]
+        self,
+        body: Any,
+        routing_key: str | None = None,
+        *,
+        headers: Mapping[str, Any] | None = None,
+        exchange: str | Exchange | None = None,
+        declare: Iterable[Exchange | Queue] | None = None,
+        serializer: str | None = None,
+        compression: str | None = None,
+        **properties: Any,
+    ) -> None:
+        """Take a task's message, or drop an event."""
+        own = dict(headers or {})
+        if "task" not in own:
+            return
+        data, content_type, content_encoding = serialized(
+            self, body, own, serializer=serializer, compression=compression
+        )
+        exchange_name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
+        known = [each.name for each in declare or () if isinstance(each, Queue)]
+        direct = routing_key if exchange_name == "" else None
+        message = amqp.Message(
+            data,
+            application_headers=own,
+            content_type=content_type,
+            content_encoding=content_encoding,
+            **{name: properties.get(name) for name in ("priority", "correlation_id", "reply_to")},
+        )
+        self._take(message, Address(exchange_name, routing_key or "", [*known, direct][0]), None)
+
+
+class ResultsInMemory(CacheBackend):
+    """A result backend that keeps results in memory, of this block alone.
+
+    Args:
+        app: The application.
+    """
+
+    def __init__(self, app: celery.Celery) -> None:
+        super().__init__(app, url="memory://")
+        self.client.cache = LRUCache(limit=None)
+
+    def wait_for(self, task_id: str, *more: Any, **options: Any) -> Any:
+        """Return the result of a task that has run.
+
+        Raises:
+            NotRecorded: It has not; nobody would run it meanwhile.
+        """
+        meta: Any = self.get_task_meta(task_id)
+        if meta["status"] not in states.READY_STATES:
+            raise NotRecorded("waiting for the result of a task that run_due() has not run")
+        return meta

@@ -1,0 +1,151 @@
+"""What was sent while it was recorded: its fields, how a test asks for it, and how it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import celery
+
+from celery_rabbitdelay.levels.delay import duration_text, milliseconds
+
+#: How far a time may be from the expected one, if it is not a delay that was given as a number: the
+#: code has taken that long between reading the clock and sending.
+SLACK: Final = timedelta(seconds=5)
+
+#: At most so many sends are listed when an assertion fails, those that are most alike first.
+MAX_LISTED: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One send that was recorded.
+
+    Attributes:
+        task: The task's name.
+        args: Its positional arguments, as its worker gets them: JSON turns tuples into lists.
+        kwargs: Its keyword arguments, likewise.
+        id: Its id.
+        due: When it may start, an aware datetime.
+        delay: How long that is after the send.
+        has_eta: Whether it was sent for an instant, so that ``delay`` was measured.
+        tolerance: How much later it may start.
+        exchange: The exchange that its worker sees; empty for the default exchange.
+        routing_key: The routing key that its worker sees.
+        queue: The name of the queue that it goes to; None if the exchange decides.
+        priority: Its priority; 0 if none was given.
+        expires: When it expires, an aware datetime; None for never.
+        headers: All headers of its message, Celery's and the user's, without those of this package.
+        key: The key that it was sent with; None without one.
+        job: The job that it was sent with; None without one.
+        once: Whether only the first message with its id runs.
+    """
+
+    task: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    id: str
+    due: datetime
+    delay: timedelta
+    has_eta: bool
+    tolerance: timedelta
+    exchange: str
+    routing_key: str
+    queue: str | None
+    priority: int
+    expires: datetime | None
+    headers: Mapping[str, Any]
+    key: str | None
+    job: str | None
+    once: bool
+
+    def __str__(self) -> str:
+        arguments = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]
+        return f"{self.task}({', '.join(arguments)}) {_after(self.delay)}"
+
+
+class Wanted:
+    """What a test asks for.
+
+    Args:
+        task: The task, or its name; None for any.
+        given: The fields of :class:`Sent`, with the values that they should have.
+
+    Raises:
+        TypeError: There is no such field.
+        InvalidDelay: A length of time is invalid.
+    """
+
+    def __init__(self, task: celery.Task[Any, Any] | str | None, given: Mapping[str, Any]) -> None:
+        known = [each.name for each in fields(Sent)]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"a send has no {name}; it has {', '.join(known)}")
+        self._fields = dict(given)
+        if task is not None:
+            self._fields = {"task": task if isinstance(task, str) else str(task.name), **given}
+        for name in ("delay", "tolerance"):
+            if name in given:
+                self._fields[name] = timedelta(milliseconds=milliseconds(given[name]))
+
+    def __str__(self) -> str:
+        others = dict(self._fields)
+        what = others.pop("task", "any task")
+        words = [f"{name} = {_value(value)}" for name, value in others.items()]
+        return f"{what} with {' and '.join(words)}" if words else str(what)
+
+    def differing(self, sent: Sent) -> list[str]:
+        """Return the names of the fields in which a send differs; empty if it is wanted."""
+        return [name for name, value in self._fields.items() if not _is_equal(sent, name, value)]
+
+    def listed(self, sends: Sequence[Sent]) -> str:
+        """Return sends as lines of text, the most alike first, with what differs below each."""
+        if not sends:
+            return "Nothing was sent."
+        ranked = sorted(sends, key=lambda sent: len(self.differing(sent)))
+        lines = [f"{len(sends)} sent, the most alike first:" if len(sends) > 1 else "Sent:"]
+        for sent in ranked[:MAX_LISTED]:
+            lines.append(f"  {sent}")
+            for name in self.differing(sent):
+                actual, wanted = getattr(sent, name), self._fields[name]
+                if name == "headers":
+                    actual = {each: actual[each] for each in wanted if each in actual}
+                lines.append(f"    ! {name} is {_value(actual)}, not {_value(wanted)}")
+        if len(ranked) > MAX_LISTED:
+            lines.append(f"  and {len(ranked) - MAX_LISTED} more")
+        return "\n".join(lines)
+
+
+def _is_equal(sent: Sent, name: str, wanted: Any) -> bool:
+    actual = getattr(sent, name)
+    if name == "delay":
+        # Time has passed since the eta was computed, so that the delay has become shorter.
+        return bool(actual == wanted or (sent.has_eta and actual <= wanted <= actual + SLACK))
+    if name == "expires" and isinstance(wanted, timedelta | int | float) and actual is not None:
+        wanted = sent.due - sent.delay + timedelta(milliseconds=milliseconds(wanted))
+    if isinstance(actual, datetime) and isinstance(wanted, datetime):
+        return abs(actual - wanted) <= SLACK
+    if name == "headers":
+        return all(each in actual and actual[each] == wanted[each] for each in wanted)
+    return bool(_with_lists(actual) == _with_lists(wanted))
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a value in which tuples are lists, as JSON makes them."""
+    if isinstance(value, list | tuple):
+        return [_with_lists(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _with_lists(each) for key, each in value.items()}
+    return value
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, timedelta):
+        return duration_text(milliseconds(value))
+    return value.isoformat(" ") if isinstance(value, datetime) else repr(value)
+
+
+def _after(delay: timedelta) -> str:
+    return f"after {_value(delay)}" if delay else "without a delay"
