@@ -40,6 +40,13 @@ MAX_RUNS: Final = 10_000
 def recorded(app: celery.Celery) -> Iterator[Recording]:
     """Record what an application sends in the block, instead of sending it.
 
+    In a test::
+
+        with recorded(app) as sent:
+            order.place()
+            sent.one(remind, args=[order.id], delay=timedelta(days=3))
+            sent.run_due(within=timedelta(days=3))
+
     This is a fake, for fast unit tests: no broker and no Redis is contacted, nothing waits, and no
     worker runs. Sends are checked, routed and serialized as real ones are, so a wrong delay or an
     unknown queue raises the same error. What RabbitMQ, Redis and workers would do with them is not

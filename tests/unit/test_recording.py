@@ -18,6 +18,7 @@ from kombu import Connection
 from celery_rabbitdelay import (
     Celery,
     ConnectionLost,
+    DelayTooLong,
     InvalidDelay,
     JobClosed,
     NeedsDistribution,
@@ -190,8 +191,10 @@ def test_a_group_through_a_pipeline_and_an_envelope_are_recorded_task_by_task(
         group(remind.s(number) for number in range(9)).apply_async(delay=60)
         report = app.rabbitdelay.send_many(remind, [{"args": [9], "delay": 60}] * 3)
         remind.apply_async((10,), delay=60, exchange="news", routing_key="sports", priority=9)
+        remind.delay(11)  # an event follows it
     assert (report.sent, report.confirmed) == (3, 3)
-    assert [one.args[0] for one in sent.all(delay=60)] == [*range(9), 9, 9, 9, 10]
+    assert [one.args[0] for one in sent.all()] == [*range(9), 9, 9, 9, 10, 11]
+    assert len(sent.all(delay=60)) == 13
     routed = sent.one(args=(10,))
     assert (routed.exchange, routed.routing_key, routed.queue) == ("news", "sports", None)
     assert routed.priority == 9
@@ -333,6 +336,8 @@ def test_a_send_is_checked_as_a_real_one(new_app: Callable[..., Any]) -> None:
             remind.apply_async((1,), delay=60, queue="mials")
         with pytest.raises(QueueNotFound):
             remind.apply_async((1,), queue="mials")
+        with pytest.raises(DelayTooLong):
+            remind.apply_async((1,), delay=5000 * DAYS)
         with pytest.raises(NeedsDistribution):
             remind.apply_async((1,), delay=60, priority=9)
         with pytest.raises(RegistryRequired):
@@ -452,8 +457,11 @@ def test_delays_of_what_a_task_sends_count_from_when_it_was_due(app: Any) -> Non
         app.tasks["shop.hourly"].delay()
         assert len(sent.run_due(within=timedelta(hours=24))) == 25
         first, *_, last = sent.all()
+        app.tasks["shop.remind"].apply_async((1,), delay=60)
     assert last.due - first.due == timedelta(hours=25)
     assert last.delay == timedelta(hours=1)
+    # After them, the present goes on.
+    assert sent.one("shop.remind", due=datetime.now(UTC) + timedelta(minutes=1)).args == [1]
 
 
 def test_tasks_without_end_are_an_error(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,6 +470,7 @@ def test_tasks_without_end_are_an_error(app: Any, monkeypatch: pytest.MonkeyPatc
         app.tasks["shop.hourly"].delay()
         with pytest.raises(RuntimeError, match="50 tasks have run"):
             sent.run_due()
+    assert len(done) == 50
 
 
 def test_a_retry_has_the_id_and_the_queue_of_its_task(app: Any) -> None:
@@ -472,6 +481,29 @@ def test_a_retry_has_the_id_and_the_queue_of_its_task(app: Any) -> None:
     assert [one.queue for one in ran] == ["polls"] * 3
     assert [one.delay.total_seconds() for one in ran] == [60, 3600, 3600]
     assert (ran[2].due - ran[0].due).total_seconds() == 7200
+
+
+def test_a_task_sees_the_request_that_a_worker_would_give_it(app: Any) -> None:
+    seen: list[Any] = []
+
+    @app.task(name="shop.look", bind=True, shared=False)
+    def look(self: Any, again: bool) -> None:
+        seen.append(self.request)
+        if again:
+            look.apply_async((False,), delay=60, headers={"tenant": "a"}, priority=3)
+
+    with recorded(app) as sent:
+        look.delay(again=True)
+        first, second = sent.run_due()
+    assert [request.id for request in seen] == [first.id, second.id]
+    assert (seen[1].parent_id, seen[1].root_id) == (first.id, first.id)
+    assert not seen[1].called_directly
+    assert not seen[1].is_eager
+    due_ms = round(second.due.timestamp() * 1000)
+    own = {"tenant": "a", "rabbitdelay-due": due_ms, "rabbitdelay-queue": "celery"}
+    assert own.items() <= seen[1].headers.items()
+    assert "rabbitdelay-exchange" not in seen[1].headers
+    assert {"routing_key": "celery", "priority": 3}.items() <= seen[1].delivery_info.items()
 
 
 def test_links_and_chains_go_on(app: Any) -> None:
@@ -494,7 +526,22 @@ def test_a_chord_and_results_need_no_server(shop: Any) -> None:
         sent.run_due()
         assert done == [3, 7, 10]
         assert result.get() == 10
-        assert add.delay(1, 1).state == "PENDING"
+        assert add.apply_async((1, 1), task_id=result.id).state == "SUCCESS"
+    with recorded(shop):
+        assert add.apply_async((1, 1), task_id=result.id).state == "PENDING"
+
+
+def test_a_task_may_not_wait_for_another(shop: Any) -> None:
+    add = shop.tasks["shop.add"]
+
+    @shop.task(name="shop.wait", shared=False)
+    def wait() -> None:
+        add.delay(1, 2).get()
+
+    with recorded(shop) as sent:
+        wait.delay()
+        with pytest.raises(RuntimeError, match="Never call result"):
+            sent.run_due()
 
 
 def test_an_error_of_a_task_is_raised_and_the_others_run_then(app: Any) -> None:
@@ -567,8 +614,12 @@ def test_a_unique_task_is_left_out_while_another_waits(shop: Any) -> None:
         assert again.id == first.id
         sent.run_due()
         remind.apply_async((3,), delay=60, key="order:7", unique="first")
+        sent.run_due()
         remind.apply_async((4,), delay=60, key="order:7", unique="first", unique_for=DAYS)
-    assert [one.args for one in sent.all()] == [[1], [3]]
+        remind.apply_async((5,), delay=60, key="order:7", unique="first")
+        shop.rabbitdelay.cancel(key="order:7")
+        remind.apply_async((6,), delay=60, key="order:7", unique="first")
+    assert [one.args for one in sent.all()] == [[1], [3], [5], [6]]
 
 
 def test_cancelled_tasks_do_not_run(shop: Any) -> None:
@@ -641,6 +692,11 @@ def test_the_tasks_of_a_job_run_once_it_is_committed(shop: Any) -> None:
                 remind.apply_async((3,), job=closed)
         assert sent.run_due() == []
         assert sent.one(job="import-8", key=None).args == [2]
+        for job in ("import-8", "import-9"):
+            with pytest.raises(JobClosed):
+                delays.commit_job(job)
+        with pytest.raises(JobClosed):
+            delays.open_job("import-7", expires=60)
 
 
 def test_of_a_task_that_runs_once_the_first_message_does(shop: Any) -> None:
