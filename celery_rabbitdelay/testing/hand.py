@@ -23,6 +23,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, DelayHeaders, parse
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import encoded
+from celery_rabbitdelay.modules.probe import PROBE_TYPE
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
@@ -193,11 +194,14 @@ class Hand:
             self._on_their_way[_identity(message)] += 1
 
     def _take(self, message: amqp.Message) -> None:
-        if message.properties.get("type") == MARK:
+        kind = message.properties.get("type")
+        if kind == MARK:
             self._marks.discard(message.properties["message_id"])
+        else:
+            self._on_their_way[_identity(message)] -= 1
+        if kind in (MARK, PROBE_TYPE):  # a probe measures the real time
             self._source.to_acknowledge.append(cast(int, message.delivery_tag))
             return
-        self._on_their_way[_identity(message)] -= 1
         headers, _ = parse(headers_of(message))
         heapq.heappush(
             self.held, Held(self._leaves_at(message, headers), next(self._numbers), message)
