@@ -25,7 +25,7 @@ from celery_rabbitdelay.testing import worker as worker_module
 from celery_rabbitdelay.testing.servers import end_with_parent, wait_for
 from celery_rabbitdelay.testing.shared_clock import SharedClock
 from celery_rabbitdelay.testing.travel import DidNotSettle, Travel, forget
-from celery_rabbitdelay.testing.worker import SETTINGS, WORKER
+from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, take_part
 
 #: Seconds in which a worker has to start, and those in which it has to end before it is killed.
 START_TIMEOUT: Final = 120.0
@@ -154,7 +154,7 @@ class Session:
                 "confirm_publish": True,
             },
         }
-        if app.conf.rabbitdelay_registry_url:
+        if app.conf.get("rabbitdelay_registry_url"):
             settings |= {
                 "rabbitdelay_registry_url": redis_url(),
                 "rabbitdelay_registry_options": {},
@@ -186,6 +186,7 @@ class Session:
     def worker_in_thread(self) -> None:
         """Start a worker in a thread of this process, unless it runs."""
         if not self._in_thread:
+            take_part(self.app, self.folder)
             context = start_worker(
                 self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT
             )

@@ -1,0 +1,139 @@
+"""The plugin of pytest, in projects of users."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from tests.private_broker import QUIET
+
+APPLICATION = """
+from celery_rabbitdelay import Celery
+
+app = Celery("reminders", broker="amqp://", backend="redis://")
+app.conf.rabbitdelay_registry_url = "redis://"
+
+@app.task
+def remind(order):
+    return order
+"""
+
+TESTS = """
+from datetime import timedelta
+from reminders import remind
+
+def test_one(rabbitdelay_worker, travel):
+    result = remind.apply_async((1,), delay=timedelta(days=3))
+    travel(days=3)
+    assert result.get(timeout=60) == 1
+
+def test_nothing_is_left(rabbitdelay_app, rabbitdelay_worker, travel):
+    assert travel.nothing_waits()
+    remind.apply_async((2,), delay=3600, key="left")
+    rabbitdelay_app.rabbitdelay.topology
+
+def test_nothing_is_left_again(rabbitdelay_app, rabbitdelay_worker, travel):
+    assert travel.nothing_waits()
+    assert rabbitdelay_app.rabbitdelay.cancel(key="left").value == "unknown"
+"""
+
+OVERRIDDEN = """
+import pytest
+from celery import Celery
+from celery_rabbitdelay import install
+
+elsewhere = Celery("elsewhere")
+install(elsewhere)
+
+@elsewhere.task(ignore_result=True)
+def remind(order):
+    print("reminded of", order)
+
+@pytest.fixture(scope="session")
+def rabbitdelay_celery_app():
+    return elsewhere
+
+def test_it(rabbitdelay_worker, travel):
+    remind.apply_async((7,), countdown=3600)
+    travel(hours=1)
+    assert "reminded of 7" in rabbitdelay_worker.log
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "reminders.py").write_text(APPLICATION)
+    (tmp_path / "test_reminders.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nrabbitdelay_app = reminders:app\n")
+    return tmp_path
+
+
+def run(project: Path, *options: str, expected: int = 0) -> str:
+    """Run pytest in a project; return what it has printed."""
+    environment = {name: text for name, text in os.environ.items() if "PYTEST" not in name}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        cwd=project,
+        env={**environment, "PYTHONPATH": os.pathsep.join([str(project), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_servers_that_are_named_are_used_and_left_as_they_were(
+    project: Path, broker_root: Path | None, private_redis: RedisServer
+) -> None:
+    with RabbitMQServer(broker_root, QUIET, management=True) as broker:
+        servers = [
+            f"--rabbitdelay-broker={broker.url}",
+            f"--rabbitdelay-management={broker.management_url}",
+            f"--rabbitdelay-redis={private_redis.url}",
+        ]
+        assert "3 passed" in run(project, *servers, "--numprocesses=2")
+        assert "3 passed" in run(project, *servers, "-o", "rabbitdelay_worker=thread")
+        assert broker.ctl("list_vhosts").split() == ["/"]
+        broker.kill()
+        shown = run(project, *servers, expected=1)
+        assert "does not make a virtual host for the tests" in shown
+        assert "--rabbitdelay-management" in shown
+
+
+def test_private_servers_run_the_application_that_a_fixture_gives(
+    project: Path, broker_root: Path | None
+) -> None:
+    (project / "test_reminders.py").write_text(OVERRIDDEN)
+    assert "1 passed" in run(project, "--override-ini=rabbitdelay_app=")
+
+
+def test_without_an_application_it_says_how_to_name_one(project: Path) -> None:
+    shown = run(
+        project, "--rabbitdelay-broker=amqp://nowhere", "-o", "rabbitdelay_app=", expected=1
+    )
+    assert "Set rabbitdelay_app = shop.tasks:app" in shown
+
+
+def test_the_fixtures_are_listed_with_what_they_are(project: Path) -> None:
+    shown = run(project, "--fixtures")
+    for name in ("broker", "redis", "celery_app", "app", "worker"):
+        assert f"rabbitdelay_{name}" in shown
+    assert "travel -- " in shown
+    assert "runs all that falls due in three days" in shown
+    _, _, ours = shown.partition("fixtures defined from celery_rabbitdelay.testing.plugin")
+    ours, _, _ = ours.partition("fixtures defined from")
+    assert "no docstring available" not in ours
+
+
+def test_a_run_without_its_fixtures_does_not_import_celery() -> None:
+    script = "import sys, celery_rabbitdelay.testing.plugin; print('celery' in sys.modules)"
+    printed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == "False\n"
