@@ -40,7 +40,8 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
     if something is a danger.
     """
-    settings = shared.delays_of(context).settings
+    delays = shared.delays_of(context)
+    settings = delays.settings
     connected = shared.broker_of(context, as_json)
     with shared.usage_errors(InvalidManagementURL), connected as connection:
         reached = shared.management_api(connection, management)
@@ -48,7 +49,10 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
         with suppress(AccessRefused):  # verify's user may not have the rights for remote control
             workers = status_of_workers(context.app, connection, WORKERS_TIMEOUT)
         queues = context.app.amqp.queues.values()
-        report = verify_broker(connection, settings, queues, reached, workers=workers)
+        schedules = delays.registry.schedules if delays.has_registry else None
+        report = verify_broker(
+            connection, settings, queues, reached, workers=workers, schedules=schedules
+        )
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
     findings = [finding._asdict() for finding in report.findings]

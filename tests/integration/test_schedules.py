@@ -33,6 +33,7 @@ from celery_rabbitdelay.app import schedules
 from celery_rabbitdelay.app.beat import end_beat, put_beat
 from celery_rabbitdelay.app.schedule_imports import exported, from_json, from_redbeat, put_all
 from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.operations.verify.checks import check_schedules
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
@@ -228,6 +229,38 @@ def test_an_occurrence_that_was_lost_is_sent_again(
         wait_until_ran(noted, 2)
     found = instants(noted, "a")
     assert len(set(found)) == len(found)
+
+
+def test_verify_finds_schedules_that_stand_still_and_those_that_cannot_be_sent_again(
+    shop: Any, put: Callable[..., Any]
+) -> None:
+    due_ms = milliseconds_of(put("a").next_at)
+    put("b", timedelta(days=1))
+    known = shop.rabbitdelay.registry.schedules
+
+    def found(now_ms: int) -> list[tuple[str, str]]:
+        return [(code, subject) for code, subject, _ in check_schedules(known, now_ms)]
+
+    # Until then, a worker may send it again.
+    assert found(due_ms + 89_999) == []
+    assert found(due_ms + 90_000) == [("schedule-overdue", "schedule a")]
+    (noted,) = known.get(["b"])
+    known.put(noted._replace(is_sent=False))
+    assert found(due_ms) == [("schedule-unsent", "schedule b")]
+    known.put(noted._replace(definition=""))
+    assert found(due_ms) == [("schedule-lost", "schedule b")]
+
+
+def test_verify_says_that_it_cannot_check_schedules_without_redis(broker_url: str) -> None:
+    app = make_app(
+        {
+            **small_configuration(broker_url, "redis://127.0.0.1:1", "test"),
+            "rabbitdelay_registry_url": "redis://127.0.0.1:1",
+        }
+    )
+    ((code, _, _),) = check_schedules(app.rabbitdelay.registry.schedules, 0)
+    assert code == "registry-unavailable"
+    app.close()
 
 
 def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_second_one(

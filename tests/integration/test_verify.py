@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -300,6 +301,25 @@ def test_the_consumers_of_a_worker_and_of_a_redrive_are_no_strangers(
             assert redrive.poll() is None
         finally:
             redrive.kill()
+
+
+def test_a_schedule_that_stands_still_is_a_danger(
+    place: Place, settings: dict[str, Any], redis_url: str
+) -> None:
+    settings["rabbitdelay_registry_url"] = redis_url
+    settings["rabbitdelay_registry_prefix"] = place.name
+    app = make_app(settings)
+    app.rabbitdelay.schedules.put("a", "look", timedelta(hours=1))
+    known: Any = app.rabbitdelay.registry.schedules
+    (noted,) = known.get(["a"])
+    known.put(noted._replace(occurrence=noted.occurrence._replace(instant_ms=0)))
+
+    told = run_celery(settings, f"rabbitdelay verify --management {place.node.management_url}")
+
+    app.rabbitdelay.schedules.delete("a")
+    app.close()
+    assert told.returncode == 1
+    assert told.stdout.startswith("danger  schedule-overdue: schedule a\n")
 
 
 def test_a_danger_exits_with_1_and_says_the_way_out(place: Place, settings: dict[str, Any]) -> None:

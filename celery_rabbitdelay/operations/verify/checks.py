@@ -10,7 +10,9 @@ from typing import Any, Final
 from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.app.schedules import HEAL_AFTER_MS
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.entities import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import Topology
@@ -27,6 +29,7 @@ from celery_rabbitdelay.publishing.declaration import connect, queue_counts
 from celery_rabbitdelay.publishing.destination import is_cluster, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.registry.schedules import HEALING_MS, Schedules
 
 #: Seconds that an answer of the broker may take.
 ANSWER_TIMEOUT: Final = 30.0
@@ -55,6 +58,7 @@ def verify(
     management: ManagementAPI,
     now: Callable[[], float] = time.time,
     workers: Mapping[str, Mapping[str, Any]] | None = None,
+    schedules: Schedules | None = None,
 ) -> Verification:
     """Look at a broker, and change nothing.
 
@@ -66,6 +70,7 @@ def verify(
         now: Returns seconds since the epoch: this machine's clock.
         workers: What the workers answer, by their names; see :func:`.status_of_workers`. None: they
             were not asked.
+        schedules: The schedules of the application; None: it has no registry.
 
     Raises:
         ManagementUnavailable: The management API does not answer, or the user may not read all.
@@ -104,6 +109,7 @@ def verify(
             *check_orphans(topology, inventory, count),
             *check_permissions(connection, settings, lasting, inventory),
             *check_probes(settings, workers),
+            *check_schedules(schedules, round(now() * 1000)),
         ]
     return Verification(inventory.version, findings_of(rows))
 
@@ -249,6 +255,27 @@ def check_probes(
         for level, late in each["late"].items():
             if not earliest <= late <= latest:
                 yield "probe-failed", f"level {level}", {"late": late}
+
+
+def check_schedules(schedules: Schedules | None, now_ms: int) -> Iterator[FoundRow]:
+    """Find schedules whose next occurrence does not come, or could not be sent again."""
+    if schedules is None:
+        return
+    try:
+        names = schedules.all()
+        late = schedules.overdue(now_ms - HEAL_AFTER_MS - HEALING_MS)
+        found = schedules.get(names)
+    except (RegistryUnavailable, OSError) as error:
+        yield "registry-unavailable", "Redis", {"error": error}
+        return
+    for name, noted in zip(names, found, strict=True):
+        subject = f"schedule {name}"
+        if name in late:
+            yield "schedule-overdue", subject, {}
+        elif noted is not None and not noted.is_sent and noted.last is None:
+            yield "schedule-unsent", subject, {}
+        if noted is None or not noted.definition:
+            yield "schedule-lost", subject, {}
 
 
 def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[FoundRow]:

@@ -73,6 +73,7 @@ _MIGRATE_ORPHANS: Final = (
     f"{_MIGRATE}, with the --from-layout, --from-tick, --from-shards and --from-queue-type that "
     "these levels had; then delete them"
 )
+_PUT: Final = "put it again, from your code or with `celery -A proj rabbitdelay schedules put-beat`"
 _POLICY_SETS: Final = "{policy} sets {key} to {value!r}"
 _GUARD: Final = "{guard}; an operator policy has to leave these queues out by its pattern"
 _NARROW: Final = "if tasks must not be lost there, leave the key out, or narrow the pattern"
@@ -173,6 +174,28 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "delays that pass there end too late, or not at all, or too early",
         "remove what the other findings name, and look again after two minutes; if there are none, "
         "see 'If no delay ends' on the page about declaring the levels",
+    ),
+    # The schedules.
+    "registry-unavailable": _danger(
+        "{error}",
+        "registered tasks wait until Redis answers, or run although they were cancelled "
+        "(rabbitdelay_registry_down); verify cannot check schedules",
+        "start Redis, or correct rabbitdelay_registry_url",
+    ),
+    "schedule-overdue": _danger(
+        "its next occurrence was due more than 90 s ago and has not come",
+        "the schedule stands still until an occurrence comes",
+        "start workers for its queue; they send a lost occurrence again, or log why they do not",
+    ),
+    "schedule-unsent": _warning(
+        "the process that put it ended before its first occurrence was confirmed",
+        "that occurrence may come one or two minutes late, when a worker sends it again",
+        _PUT,
+    ),
+    "schedule-lost": _warning(
+        "Redis has lost its task and arguments",
+        "it runs as long as its next occurrence waits in RabbitMQ; a lost one is not sent again",
+        _PUT,
     ),
     "orphan": _danger(
         "{messages} messages wait in a queue that does not belong to this layout",
