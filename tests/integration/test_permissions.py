@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import amqp
@@ -234,6 +235,32 @@ def run_tasks(acting: Acting) -> None:
     sender.close()
 
 
+def put_schedules(acting: Acting) -> None:
+    """A schedule is put, its occurrence comes, and its task is sent by hand."""
+    schedules, second = acting.app.rabbitdelay.schedules, timedelta(seconds=1)
+    first = schedules.put("a", "remind", second, (1,)).next_at
+    take(acting.host.connection, [CELERY], 1)
+    assert schedules.backfill("a", first - 2 * second, first) == 3
+    take(acting.host.connection, [CELERY], 3)
+    assert schedules.delete("a")
+
+
+def publish_next_occurrences(acting: Acting) -> None:
+    """A worker puts the entries of beat, and publishes what follows each occurrence."""
+    entries = {"a": {"task": "remind", "schedule": 1.0, "args": (1,)}}
+    settings = {**acting.settings, "rabbitdelay_beat": True, "beat_schedule": entries}
+    schedules, name = acting.app.rabbitdelay.schedules, "beat:shop:a"
+    with Worker(settings) as process:
+        wait_for(lambda: schedules.get(name), "the schedule")
+        first = schedules.get(name).next_at
+        later = first + timedelta(seconds=3)
+        wait_for(lambda: schedules.get(name).next_at > later, "four occurrences")
+        assert "lacks the permission" not in process.log
+        assert "ACCESS_REFUSED" not in process.log
+    assert schedules.get(name).last is not None
+    schedules.delete(name)
+
+
 def hand_in(acting: Acting) -> None:
     """A client publishes to check-in."""
     hand_in_task(acting.app, acting.host.url_of(acting.user), 4, 500)
@@ -288,7 +315,9 @@ ACTIONS: dict[str, Callable[[Acting], object]] = {
     "send_many": send_several,
     "cancel": cancel_one,
     "postpone": postpone_one,
+    "schedules.put": put_schedules,
     "worker": run_tasks,
+    "rabbitdelay_beat": publish_next_occurrences,
     "basic.publish": hand_in,
     "declare": lambda acting: acting.command("declare --queues"),
     "delete": lambda acting: acting.command("delete --yes", "only the management API shows"),
