@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -464,6 +465,37 @@ def test_the_entries_of_beat_need_no_beat(
     assert len(found) == len(set(found)) == len(noted())
     names = [each.name for each in shop.rabbitdelay.schedules.all()]
     assert names == [f"beat:{shop.main}:{name}" for name in "ab"]
+
+
+def test_ten_workers_that_start_at_once_put_one_chain_of_each_entry(
+    settings: dict[str, Any], make_shop: Callable[..., Any], noted: Notes
+) -> None:
+    # The next instant of an interval that began in 1970.
+    in_an_hour = int(time.time()) + 3600
+    every = {"options": {"catch_up": "all"}}
+    far = {f"far-{each}": entry(noted, "far", in_an_hour + each) for each in range(5)}
+    near = {name: entry(noted, name, seconds, **every) for name, seconds in (("a", 1), ("b", 2))}
+    settings["rabbitdelay_layout"] = [("minutes", 10, 600), ("seconds", 600, 1)]
+    settings["rabbitdelay_tick"] = 1
+    own = {**settings, "beat_schedule": {**far, **near}, "rabbitdelay_beat": True}
+    shop = make_shop(**settings)
+    hours, _ = shop.rabbitdelay.topology.level_queues.values()
+    with ExitStack() as stack, ThreadPoolExecutor(10) as threads:
+        workers = [Worker(own, None, "-P", "solo") for _ in range(10)]
+        [*threads.map(stack.enter_context, workers)]
+        wait_for(lambda: len(set(noted())) == 2 and len(noted()) >= 12, "occurrences", PATIENCE)
+        with shop.connection_for_write() as connection:
+            counts = queue_counts(connection, hours).values()
+        assert sum(each.messages for each in counts if each is not None) == len(far)
+        # A second chain of one would bring each occurrence twice.
+        assert not any(each.log.count("does not run twice") for each in workers)
+    ids = Counter(each["correlation_id"] for each in noted.found())
+    assert set(ids.values()) == {1}
+    for name, seconds in (("a", 1), ("b", 2)):
+        own_ids = [each.split(":") for each in ids if f":{name}:" in each]
+        found = sorted(int(each[-2]) // 1000 for each in own_ids)
+        assert found == [*range(found[0], found[-1] + 1, seconds)]
+    end_beat(make_shop(**own).rabbitdelay.schedules)
 
 
 def instants_of_beat(noted: Notes) -> list[int]:
