@@ -68,15 +68,22 @@ def show(context: CLIContext, /, name: str, as_json: bool) -> None:
 
 @schedules.command()
 @_name
-@click.option("--since", type=shared.instant_type, required=True, help="The begin of the time.")
-@click.option("--until", type=shared.instant_type, help="Its end; by default now.")
+@click.option("--since", type=shared.date_time_type, required=True, help="The begin of the time.")
+@click.option("--until", type=shared.date_time_type, help="Its end; by default now.")
 def backfill(
     context: CLIContext, /, name: str, since: datetime, until: datetime | None, as_json: bool
 ) -> None:
-    """Send the task of a schedule for each instant of a time that is over and has not run."""
+    """Send the task of a schedule for each instant of a time that is over and has not run.
+
+    A time without a time zone is in that of the application (Celery's timezone).
+    """
     delays = shared.with_registry(context)
+    begin, end = (
+        each if each.tzinfo else each.replace(tzinfo=context.app.timezone)
+        for each in (since, until or wall_clock.now())
+    )
     with shared.registry_errors(as_json):
-        number = delays.schedules.backfill(name, since, until or wall_clock.now())
+        number = delays.schedules.backfill(name, begin, end)
     lines = [f"{name}: {number} occurrences sent"]
     shared.answer(as_json, {"name": name, "sent": number}, lines)
 

@@ -296,8 +296,16 @@ def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
 def _instant(text: str, what: str) -> datetime:
     """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
     try:
-        return datetime.fromisoformat(text).astimezone()
-    except (ValueError, OverflowError) as wrong:  # the latter at the ends of the calendar
+        return _date_time(text, what).astimezone()
+    except OverflowError as wrong:  # at the ends of the calendar
+        raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
+
+
+def _date_time(text: str, what: str) -> datetime:
+    """Read the same; without a time zone it is naive."""
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError as wrong:
         raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
 
 
@@ -310,6 +318,9 @@ def _seconds(text: str, what: str) -> float:
 
 
 instant_type: Final = ParameterType("instant", _instant)
+
+#: It may be naive.
+date_time_type: Final = ParameterType("instant", _date_time)
 
 #: A negative one means now.
 delay_type: Final = ParameterType("delay", parse_delay)

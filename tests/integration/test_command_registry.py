@@ -280,6 +280,27 @@ def test_a_pause_takes_one_name(settings: dict[str, Any], command: str) -> None:
     assert "give --task, or --queue" in told.stderr
 
 
+def test_a_time_without_a_time_zone_is_in_that_of_the_application(
+    settings: dict[str, Any],
+) -> None:
+    settings["timezone"] = "America/New_York"
+    app = make_app(settings)
+    app.rabbitdelay.schedules.put("noon", "shop.report", "0 12 * * *")
+    command = "schedules backfill noon --since"
+
+    def sent(since: str, until: str) -> int:
+        return int(answer(settings, f"{command} {since} --until {until}", "schedule")["sent"])
+
+    assert sent("2026-01-01T12:00", "2026-01-01T12:00") == 1
+    assert sent("2026-07-01T11:59", "2026-07-01T11:59:59") == 0
+    assert sent("2026-07-01", "2026-07-03") == 2
+    assert sent("2026-01-01T17:00+00:00", "2026-01-01T17:00+00:00") == 1
+    shown = run_command(settings, "schedules backfill --help").stdout
+    assert "without a time zone is in that of the application" in " ".join(shown.split())
+    app.rabbitdelay.schedules.delete("noon")
+    app.close()
+
+
 def test_schedules_are_listed_paused_triggered_and_deleted(settings: dict[str, Any]) -> None:
     app = make_app(settings)
     app.rabbitdelay.schedules.put("nightly", "shop.report", "@daily", ["x"], timezone="UTC")
