@@ -5,17 +5,44 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from celery_rabbitdelay.app.schedules import Schedules, now_ms
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.registry.schedules import NotedSchedule
 
 logger = logging.getLogger(__name__)
 
 #: For how many milliseconds entries of beat do not come back that others have taken the place of.
 FLAPPING_MS: Final = 3_600_000
+
+
+@dataclass(frozen=True)
+class Rehearsal(Schedules):
+    """Schedules that stay as they are.
+
+    Attributes:
+        told: What would become of those that are put and deleted, by their names.
+    """
+
+    told: dict[str, Literal["put", "changed", "ended"]] = field(default_factory=dict)
+
+    def _change(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
+        def said(each: NotedSchedule) -> tuple[object, ...]:
+            return each.definition, each.occurrence.revision, each.is_paused, each.is_sent
+
+        if before is None or said(before) != said(noted):
+            self.told[noted.occurrence.name] = "put" if before is None else "changed"
+
+    def delete(self, name: str) -> bool:
+        """Note that a schedule would end; return whether there is one."""
+        is_known = self.get(name) is not None
+        if is_known:
+            self.told[name] = "ended"
+        return is_known
 
 
 def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
@@ -54,7 +81,8 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
             _put_entry(schedules, name, entry)
         if found.get("current") != digest:
             _end_others(schedules, entries)
-            registry.schedules.take_over(application, found.get("current"), digest, now_ms())
+            if not isinstance(schedules, Rehearsal):
+                registry.schedules.take_over(application, found.get("current"), digest, now_ms())
     return True
 
 

@@ -236,14 +236,20 @@ class Schedules:
         with registry.alone_under(key_of(name)):
             (before,) = registry.schedules.get([name])
             is_paused = bool(before is not None and before.is_paused if paused is None else paused)
-            # The revision stands for all of it.
-            if before is None or before.occurrence.revision != revision or not before.is_sent:
-                self._put(NotedSchedule(definition, occurrence, is_paused), before)
-            elif not before.definition:  # Redis has lost it, and its occurrences have gone on
-                registry.schedules.put(before._replace(definition=definition, is_paused=is_paused))
-            elif before.is_paused != is_paused:
-                registry.schedules.pause(name, is_paused=is_paused)
+            self._change(NotedSchedule(definition, occurrence, is_paused), before)
         return self.get(name)
+
+    def _change(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
+        """Let a schedule be what it is to be, if it is not."""
+        known, name, is_paused = self._registry.schedules, noted.occurrence.name, noted.is_paused
+        # The revision stands for all of it.
+        revision = noted.occurrence.revision
+        if before is None or before.occurrence.revision != revision or not before.is_sent:
+            self._put(noted, before)
+        elif not before.definition:  # Redis has lost it, and its occurrences have gone on
+            known.put(before._replace(definition=noted.definition, is_paused=is_paused))
+        elif before.is_paused != is_paused:
+            known.pause(name, is_paused=is_paused)
 
     def _put(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
         """Note a schedule and send its first occurrence; if that is not sent, take it back."""

@@ -186,14 +186,21 @@ def delete(context: CLIContext, /, name: str, as_json: bool) -> None:
 
 @schedules.command("put-beat")
 @click.option("--end", is_flag=True, help="End what was put, because beat runs it again.")
-def put_beat(context: CLIContext, /, end: bool, as_json: bool) -> None:
+@click.option("--dry-run", is_flag=True, help="Only show what would be put, changed and ended.")
+def put_beat(context: CLIContext, /, end: bool, dry_run: bool, as_json: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
     delays = shared.with_registry(context)
+    rehearsal = beat.Rehearsal(context.app)
+    schedules = rehearsal if dry_run else delays.schedules
     with shared.registry_errors(as_json):
         if end:
-            beat.end_beat(delays.schedules)
+            beat.end_beat(schedules)
         else:
-            beat.put_beat(delays.schedules, is_forced=True)
+            beat.put_beat(schedules, is_forced=True)
+        if dry_run:
+            lines = [f"{name}: would be {word}" for name, word in rehearsal.told.items()]
+            shared.answer(as_json, {"planned": rehearsal.told}, lines or ["nothing would change"])
+            return
         found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
     shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, map(_line, found))
 

@@ -301,6 +301,38 @@ def test_a_time_without_a_time_zone_is_in_that_of_the_application(
     app.close()
 
 
+def test_what_beats_entries_would_become_is_shown_and_not_done(settings: dict[str, Any]) -> None:
+    def version(**entries: float) -> dict[str, Any]:
+        given = {name: {"task": "look", "schedule": each} for name, each in entries.items()}
+        return {**settings, "beat_schedule": given}
+
+    def planned(settings: dict[str, Any], options: str = "--dry-run") -> dict[str, str]:
+        told = answer(settings, f"schedules put-beat {options}", "schedules_planned")["planned"]
+        return {name.rpartition(":")[2]: word for name, word in told.items()}
+
+    def names() -> list[str]:
+        listed = answer(settings, "schedules list", "schedules")["schedules"]
+        return [each["name"].rpartition(":")[2] for each in listed]
+
+    before = version(kept=3600, edited=3600, gone=3600)
+    assert planned(before) == {"kept": "put", "edited": "put", "gone": "put"}
+    assert names() == []
+    answer(before, "schedules put-beat", "schedules")
+    assert planned(before) == {}
+    after = version(kept=3600, edited=7200, more=3600)
+    for _ in range(2):
+        assert planned(after) == {"edited": "changed", "more": "put", "gone": "ended"}
+        assert names() == ["edited", "gone", "kept"]
+    told = run_command(after, "schedules put-beat --dry-run").stdout.splitlines()
+    assert "beat:shop:gone: would be ended" in told
+    assert set(planned(after, "--end --dry-run").values()) == {"ended"}
+    answer(after, "schedules put-beat", "schedules")
+    assert names() == ["edited", "kept", "more"]
+    assert run_command(after, "schedules put-beat --dry-run").stdout == "nothing would change\n"
+    answer(after, "schedules put-beat --end", "schedules")
+    assert names() == []
+
+
 def test_schedules_are_listed_paused_triggered_and_deleted(settings: dict[str, Any]) -> None:
     app = make_app(settings)
     app.rabbitdelay.schedules.put("nightly", "shop.report", "@daily", ["x"], timezone="UTC")
