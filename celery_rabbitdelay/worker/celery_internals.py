@@ -182,6 +182,13 @@ def is_reserved(task_id: str) -> bool:
     return task_id in state.requests
 
 
+def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
+    """Return whether a task waits in Celery's bucket because of its rate limit. From any thread."""
+    bucket = consumer.task_buckets[delivery.task]
+    contents = () if bucket is None else tuple(bucket.contents)
+    return id_of(delivery.message) in {request.id for request, _ in contents}
+
+
 def active_ids() -> set[str]:
     """Return the ids of the tasks that this worker's pool has begun."""
     return {request.id for request in tuple(state.active_requests)}

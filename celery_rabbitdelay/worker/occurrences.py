@@ -417,7 +417,9 @@ class Occurrences(BatchThread[Arrived]):
         try:
             arrived.go_on()
         finally:
-            self._runs.given(celery_internals.id_of(arrived.delivery.message))
+            task_id = celery_internals.id_of(arrived.delivery.message)
+            waits = partial(celery_internals.waits_for_rate, self._consumer, arrived.delivery)
+            self._runs.given(task_id, waits)
 
     def _look_after_schedules(self) -> None:
         try:

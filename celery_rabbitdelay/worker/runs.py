@@ -7,6 +7,7 @@ if RabbitMQ delivers the occurrence again, that arrival takes it over.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock, Thread
 from typing import ClassVar, Final
@@ -36,11 +37,21 @@ class _Run:
         name: The name of its schedule.
         token: The value of its lease, which identifies this arrival.
         is_given: Whether Celery has it, or has run it. Then it ends when Celery has it no more.
+        waits: Returns whether it waits in Celery because of its rate limit.
+        waited: Whether it did so at the last look.
     """
 
     name: str
     token: str
     is_given: bool = False
+    waits: Callable[[], bool] = bool
+    waited: bool = False
+
+    def is_over(self, task_id: str) -> bool:
+        """Return whether Celery has it no more."""
+        # Celery has it in neither for an instant when it leaves the rate limit's bucket.
+        waited, self.waited = self.waited, self.waits()
+        return not (waited or self.waited or celery_internals.is_reserved(task_id))
 
 
 class Runs:
@@ -79,9 +90,10 @@ class Runs:
                 Runs._thread.start()
         return True
 
-    def given(self, task_id: str) -> None:
-        """Note that Celery has got a task."""
+    def given(self, task_id: str, waits: Callable[[], bool]) -> None:
+        """Note that Celery has got a task, and what returns whether its rate limit holds it."""
         if (run := self._going.get(task_id)) is not None:
+            run.waits, run.waited = waits, waits()
             run.is_given = True
 
     def try_queue(self, occurrence: Occurrence) -> bool:
@@ -115,7 +127,7 @@ class Runs:
                 renew_at = time.monotonic() + RENEW_EVERY
             for task_id, run in list(self._going.items()):
                 try:
-                    if run.is_given and not celery_internals.is_reserved(task_id):
+                    if run.is_given and run.is_over(task_id):
                         self._going.pop(task_id, None)
                         self._schedules.end_run(run.name, run.token)
                     elif renews:

@@ -578,6 +578,19 @@ def test_an_occurrence_is_left_out_while_another_run_still_goes(
     assert len(set(found)) == len(found)
 
 
+def test_an_occurrence_that_waits_for_its_rate_limit_runs_already(
+    settings: dict[str, Any], put: Callable[..., Any], noted: Notes
+) -> None:
+    settings["task_annotations"] = {"note": {"rate_limit": "10/m"}}
+    put("a", overlap="skip")
+    with Worker(settings) as worker:
+        wait_until_ran(noted, 3)
+        assert overlapped(worker, 3)
+    # The second one waited for six seconds, in which the others were left out.
+    _, second, third = instants(noted, "a")[:3]
+    assert third > second + 3
+
+
 def test_one_occurrence_waits_for_the_end_of_another_run_and_others_are_left_out(
     settings: dict[str, Any],
     shop: Any,

@@ -9,6 +9,7 @@ import inspect
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
+from unittest import mock
 
 import celery
 import pytest
@@ -26,6 +27,7 @@ from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Queue
 from kombu.common import QoS
 from kombu.exceptions import DecodeError
+from kombu.utils.limits import TokenBucket
 
 from celery_rabbitdelay.app import celery_internals as of_app
 from celery_rabbitdelay.app.task import Task as OurTask
@@ -221,6 +223,26 @@ def test_a_worker_s_consumer_has_what_the_early_tasks_need() -> None:
     )
     for name in ("increment_eventually", "decrement_eventually"):
         assert callable(getattr(QoS, name, None)), moved_in_worker(f"kombu's QoS.{name}")
+
+
+def test_a_task_that_its_rate_limit_holds_is_in_a_bucket_of_the_consumer() -> None:
+    consumer: Any = Consumer.__new__(Consumer)
+    consumer.task_buckets = {"limited": TokenBucket(1), "other": None}
+    consumer._limit_order, consumer.timer = 0, mock.Mock()
+    consumer.on_task_request = mock.Mock()
+
+    def waits(task_id: str, task: str = "limited") -> bool:
+        message: Any = mock.Mock(headers={"id": task_id})
+        delivery = of_worker.Delivery(message, None, mock.Mock(), mock.Mock(), task)
+        return of_worker.waits_for_rate(consumer, delivery)
+
+    for each in ("first", "second"):
+        request = mock.Mock(id=each)
+        consumer._limit_task(request, consumer.task_buckets["limited"], 1)
+        state.reserved_requests.discard(request)
+        state.requests.pop(each, None)
+    assert (waits("first"), waits("second")) == (False, True), moved_in_worker("task_buckets")
+    assert not waits("second", "other")
 
 
 def test_a_worker_knows_which_tasks_are_revoked() -> None:
