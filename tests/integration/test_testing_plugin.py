@@ -52,7 +52,7 @@ install(elsewhere)
 
 @elsewhere.task(ignore_result=True)
 def remind(order):
-    print("reminded of", order)
+    print(f"reminded of {order}")
 
 @pytest.fixture(scope="session")
 def rabbitdelay_celery_app():
