@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-trouble test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants bench bench-absence bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-trouble test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants travel bench bench-absence bench-sends bench-levels bench-lateness \
         bench-beside bench-modules bench-registry bench-schedules bench-spark lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -90,6 +90,10 @@ test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place 
 registry-sequences: $(VENV)/test.done  ## 100,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
 	RABBITDELAY_SEQUENCES=33400 $(BIN)/pytest -q tests/integration/test_registry_rule.py
 	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
+
+travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, and 1,000 random tasks beside a model (half an hour)
+	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py
+	RABBITDELAY_TRAVELLERS=1000 $(BIN)/pytest -q tests/integration/test_travel.py -k random
 
 registry-mutants: $(VENV)/test.done  ## Break each line of the registry's scripts once; its tests have to notice
 	$(BIN)/python -m tests.mutation.scripts
