@@ -29,6 +29,7 @@ from typing import Any
 
 import celery
 from celery_rabbitdelay import Celery, Row, Task, install, shared_task
+from celery_rabbitdelay.testing import Travel, Worker, recorded
 
 app = Celery("shop", broker="amqp://")
 reveal_type(app.rabbitdelay)  # RabbitDelay
@@ -52,6 +53,18 @@ remind.apply_async((1,), dealy=60)  # refused
 remind.apply_async((1,), delay=60, key=7)  # refused
 remind.delay(1)
 remind.delay("one")  # refused
+
+
+def test_a_reminder(rabbitdelay_worker: Worker, travel: Travel) -> None:
+    reveal_type(travel.now)  # datetime
+    travel(days=3)
+    travel(days="3")  # refused
+    travel.until(travel.nothing_waits, within=timedelta(days=7))
+    reveal_type(rabbitdelay_worker.log)  # str
+    with recorded(app) as sent:
+        reveal_type(sent.one(remind, delay=timedelta(days=3)))  # Sent
+        sent.none(remind, queue="orders")
+
 
 reveal_type(remind.s(1))  # DelayingSignature
 reveal_type(remind.s(1).set(delay=60))  # DelayingSignature
