@@ -39,7 +39,8 @@ TIMEOUT: Final = 30.0
 #: The ``type`` of the messages by which a test knows that it has received all that came before.
 MARK: Final = "rabbitdelay-mark"
 
-_NS_PER_MS: Final = 1_000_000
+#: The tag of the consumer of the queue of copies.
+TAP: Final = "rabbitdelay-copies"
 
 
 class Held(NamedTuple):
@@ -83,6 +84,7 @@ class Hand:
         #: How often messages were published and have not come from their queues.
         self._on_their_way: Counter[object] = Counter()
         self._marks: set[str] = set()
+        self._tap = ""
         try:
             self._take_all()
         except BaseException:
@@ -99,7 +101,7 @@ class Hand:
             exchange = f"{self._topology.prefix}.{level.name}"
             channel.queue_bind(self._tap, exchange, "#", nowait=True)
         channel.queue_bind(self._tap, modules.meditation.exchange.name, "")
-        channel.basic_consume(self._tap, no_ack=True, callback=self._seen)
+        channel.basic_consume(self._tap, TAP, no_ack=True, callback=self._seen)
         waiting = self._source.ready(queues)
         self._source.consume(queues, 0)
         self._wait_for_marks(list(waiting))
@@ -124,18 +126,31 @@ class Hand:
 
     def put_back(self) -> None:
         """Put all into the levels, for what is left of its delay."""
-        self._source.stop()
+        self._stop()
         held, self.held = sorted(self.held), []
         self._publish(held)
 
     def close(self) -> None:
         """Close the connections; what was not published is in its queue again."""
         self._publisher.close()
-        with suppress(OSError):
+        with suppress(OSError, *self._source.errors):
+            self._stop()
             self._source.acknowledge()
             for _ in range(BARRIERS):
                 self._source.ready([queue.name for queue in self._topology.digit_queues])
         self._source.drop()
+
+    def _stop(self) -> None:
+        """Take nothing more, and look at nothing more.
+
+        If the queue of copies went with its connection, the broker would refuse what is published
+        meanwhile, although the levels have it (nack), and its sender would send it again.
+        """
+        self._source.stop()
+        if self._tap:
+            self._source.channel.basic_cancel(TAP)
+            self._source.channel.queue_delete(self._tap)
+            self._tap = ""
 
     def _publish(self, held: Sequence[Held]) -> list[str]:
         keys: list[str] = []
