@@ -309,7 +309,7 @@ class Model:
 
 
 @settings(
-    max_examples=3,
+    max_examples=2,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
