@@ -140,3 +140,15 @@ def redis_url(request: pytest.FixtureRequest) -> str:
         return url
     server: RedisServer = request.getfixturevalue("private_redis")
     return server.url
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_broker(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+    """The RabbitMQ of the tests that travel in time."""
+    return session_rabbitmq
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_redis(private_redis: RedisServer) -> RedisServer:
+    """The Redis of the tests that travel in time."""
+    return private_redis

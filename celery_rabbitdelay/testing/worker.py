@@ -22,6 +22,7 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, call_after
@@ -138,6 +139,8 @@ def take_part(app: Any, folder: Path) -> None:
     """
     clock = SharedClock(folder)
     clock.install()
+    # A second is no time for a traveller: what has been paused before a travel is known on the way.
+    pauses.FRESH = 0.0  # type: ignore[misc]
     Rest.folder = folder
     app.steps["consumer"].add(Rest)
 

@@ -16,7 +16,7 @@ from celery.exceptions import TaskRevokedError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable, UnknownOption
-from celery_rabbitdelay.levels import delay, headers
+from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
@@ -139,7 +139,7 @@ def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable_until_i
     settings = {"rabbitdelay_registry_keep": 60.0, "rabbitdelay_retry_for": 0}
     noted.shop = shop = serve(**settings)
     sent = time.time() - 2 * 3600
-    with mock.patch.object(delay, "time", Clock(sent)):
+    with mock.patch.object(wall_clock, "source", Clock(sent).time_ns):
         noted.send("old", eta=datetime.fromtimestamp(sent, UTC), once=True)
     wait_until_waiting(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name, 1)
     assert noted.until(0.1) == []

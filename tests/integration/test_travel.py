@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay import Outcome, Row
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.testing import DidNotSettle, RabbitMQServer, RedisServer, Travel, wait_for
+from celery_rabbitdelay.testing import DidNotSettle, RabbitMQServer, Travel, wait_for
 from celery_rabbitdelay.testing.session import name_of
 from tests.integration import travelling
 from tests.integration.travelling import app, note, ran, redis, remind, texts, try_again
@@ -26,16 +26,6 @@ DAY_MS = 86_400_000
 
 #: Tasks of one set in the test that compares with a model.
 TRAVELLERS = int(os.environ.get("RABBITDELAY_TRAVELLERS", "60"))
-
-
-@pytest.fixture(scope="session")
-def rabbitdelay_broker(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
-    return session_rabbitmq
-
-
-@pytest.fixture(scope="session")
-def rabbitdelay_redis(private_redis: RedisServer) -> RedisServer:
-    return private_redis
 
 
 @pytest.fixture(scope="session")
