@@ -17,7 +17,7 @@ import pytest
 from celery.schedules import solar
 
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Travel
+from celery_rabbitdelay.testing import Travel
 from tests.integration import travelling
 from tests.integration.travelling import app, note, ran, redis
 
@@ -73,16 +73,6 @@ def each(minutes: int) -> Iterator[datetime]:
         if not instant.minute % minutes:
             yield instant
         instant += MINUTE
-
-
-@pytest.fixture(scope="session")
-def rabbitdelay_broker(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
-    return session_rabbitmq
-
-
-@pytest.fixture(scope="session")
-def rabbitdelay_redis(private_redis: RedisServer) -> RedisServer:
-    return private_redis
 
 
 @pytest.fixture(scope="session")

@@ -185,39 +185,6 @@ def test_verify_says_that_it_cannot_check_schedules_without_redis(broker_url: st
     app.close()
 
 
-def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_second_one(
-    settings: dict[str, Any],
-    shop: Any,
-    put: Callable[..., Any],
-    noted: Notes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(schedules, "HEAL_AFTER_MS", 0)
-    put("a", timedelta(seconds=3))
-    known = shop.rabbitdelay.registry.schedules
-    with Worker(settings) as worker:
-        for number in (1, 2, 3):
-            wait_until_ran(noted, number)
-            (found,) = known.get(["a"])
-            ran = found.occurrence._replace(instant_ms=instants(noted, "a")[-1] * 1000)
-            # As if Redis had been away when the next one was to be noted.
-            known.follow([ran])
-            # The next one may be late on a slow machine, and is not lost.
-            monkeypatch.setattr(schedules, "now_ms", partial(int, ran.instant_ms + 1))
-            assert shop.rabbitdelay.schedules.heal() == []
-            (healed,) = known.get(["a"])
-            assert healed.occurrence.instant_ms > ran.instant_ms
-            # As if it had not even been registered.
-            shop.rabbitdelay.schedules._send(found._replace(occurrence=ran))
-            wait_for(partial(has_dropped, worker, number), "it", PATIENCE)
-        wait_until_ran(noted, 6)
-        found = instants(noted, "a")
-        assert found == [*range(found[0], found[-1] + 1, 3)]
-        refused = worker.log.count("does not run twice")
-        wait_until_ran(noted, 8)
-        assert worker.log.count("does not run twice") <= refused + 1
-
-
 def has_dropped(worker: Worker, number: int) -> bool:
     """Whether a worker has dropped so many copies."""
     return worker.log.count("does not run twice") >= number
