@@ -295,9 +295,10 @@ def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
 
 def _instant(text: str, what: str) -> datetime:
     """Read an instant as ISO 8601 writes it; without a time zone it is one of this machine."""
+    instant = _date_time(text, what)
     try:
-        return _date_time(text, what).astimezone()
-    except OverflowError as wrong:  # at the ends of the calendar
+        return instant.astimezone()
+    except (OverflowError, ValueError) as wrong:  # at the ends of the calendar
         raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
 
 

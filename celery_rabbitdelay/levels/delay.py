@@ -171,7 +171,7 @@ def _microseconds_of(instant: datetime, what: str) -> int:
     if not isinstance(instant, datetime):
         raise InvalidDelayType(instant, TAKES_INSTANT, what)
     if instant.utcoffset() is None:
-        raise InvalidDelay(instant, "is naive: use an aware one, such as wall_clock.now()", what)
+        raise InvalidDelay(instant, "is naive: use an aware one, such as datetime.now(UTC)", what)
     return (instant - _EPOCH) // timedelta(microseconds=1)
 
 

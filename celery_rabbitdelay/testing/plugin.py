@@ -194,6 +194,8 @@ def _started(server: AnyServer, option: str) -> Iterator[AnyServer]:
 
 
 def _running(server: Any) -> None:
-    """Start a private server again that the test before has killed."""
+    """Start a private server again that the test before has killed, and resume a suspended one."""
     if not getattr(server, "running", True):
         server.start()
+    elif hasattr(server, "resume"):
+        server.resume()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -25,7 +25,15 @@ from celery_rabbitdelay.testing import worker as worker_module
 from celery_rabbitdelay.testing.servers import end_with_parent, wait_for
 from celery_rabbitdelay.testing.shared_clock import SharedClock
 from celery_rabbitdelay.testing.travel import DidNotSettle, Travel, forget
-from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, take_part
+from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, confirm_all, take_part
+
+#: The variables of the environment that Celery prefers to the configuration.
+_PREFERRED: Final = (
+    "CELERY_BROKER_URL",
+    "CELERY_BROKER_READ_URL",
+    "CELERY_BROKER_WRITE_URL",
+    "CELERY_RESULT_BACKEND",
+)
 
 #: Seconds in which a worker has to start, and those in which it has to end before it is killed.
 START_TIMEOUT: Final = 120.0
@@ -84,12 +92,11 @@ class Worker:
         """
         if not self.running:
             (self._folder / WORKER).unlink(missing_ok=True)
-            environment = {name: text for name, text in os.environ.items() if "BROKER" not in name}
             command = [sys.executable, "-m", worker_module.__name__, str(self._folder), self._name]
             with (self._folder / "worker.log").open("ab") as log:
                 self._process = subprocess.Popen(
                     [*command, *OPTIONS, *self._options],
-                    env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -106,6 +113,7 @@ class Worker:
     def stop(self) -> None:
         """Stop it as a deployment does (SIGTERM): tasks that run are finished."""
         self._end(signal.SIGTERM)
+        (self._folder / WORKER).unlink(missing_ok=True)
 
     def _takes_tasks(self) -> bool:
         if not self.running:
@@ -148,11 +156,7 @@ class Session:
             "broker_read_url": broker_url,
             "broker_write_url": broker_url,
             "rabbitdelay_prefix": f"test-{uuid4().hex[:8]}",
-            # What a task sends without a delay is on the broker before the task ends.
-            "broker_transport_options": {
-                **app.conf.broker_transport_options,
-                "confirm_publish": True,
-            },
+            "rabbitdelay_registry_prefix": None,
         }
         if app.conf.get("rabbitdelay_registry_url"):
             settings |= {
@@ -161,14 +165,26 @@ class Session:
             }
         if str(app.conf.result_backend or "").startswith(("redis", "sentinel")):
             settings["result_backend"] = redis_url()
+            if redis_url().startswith("redis://"):
+                settings["redis_backend_use_ssl"] = None
+        if broker_url.startswith("amqp://"):
+            settings["broker_use_ssl"] = False
         (self.folder / SETTINGS).write_text(json.dumps(settings))
-        for name in ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL"):
-            # Celery prefers them to the configuration.
+        for name in _PREFERRED:
             if name in os.environ:
                 self._exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
-        former = {name: app.conf.get(name) for name in settings}
+        former = dict(app.conf.changes)
         app.conf.update(settings)
-        self._exits.callback(app.conf.update, former)
+        confirm_all(app)
+        # Somebody may have asked for its levels already.
+        vars(app.rabbitdelay).pop("settings", None)
+
+        def give_back() -> None:
+            app.conf.changes.clear()
+            app.conf.changes.update(former)
+            vars(app.rabbitdelay).pop("settings", None)
+
+        self._exits.callback(give_back)
         self._clock = SharedClock(self.folder)
         self._exits.callback(setattr, wall_clock, "source", wall_clock.source)
 
@@ -218,6 +234,9 @@ class Session:
         """Stop the worker, and give the application its former settings back."""
         if self._worker is not None:
             self._worker.stop()
+        if self.app.rabbitdelay.has_registry:
+            with suppress(Exception):  # that Redis may be gone
+                forget(self.app.rabbitdelay.settings)
         self._exits.close()
 
     def _purge(self, queues: Iterable[Queue]) -> None:

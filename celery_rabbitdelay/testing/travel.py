@@ -139,10 +139,10 @@ class Travel:
             DidNotSettle: What runs on the way does not end.
         """
         way = timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
-        if (to is not None) == bool(way):
-            raise ValueError(
-                f"travel takes a length of time, such as days=3, or to={to!r}, not both"
-            )
+        if to is None and not way:
+            raise ValueError("travel takes a length of time, such as days=3, or to, an instant")
+        if to is not None and way:
+            raise ValueError(f"travel takes a length of time or to={to}, not both")
         now_ms = wall_clock.ms()
         until_ms = milliseconds_of(to) if to else now_ms + way // timedelta(milliseconds=1)
         if until_ms < now_ms:
@@ -170,9 +170,9 @@ class Travel:
         """
         latest_ms = wall_clock.ms() + within // timedelta(milliseconds=1)
         with self._in_hand() as hand:
-            if self._go(hand, latest_ms, condition):
-                return
-            what = f"{len(hand.held)} messages wait beyond that" if hand.held else "nothing waits"
+            is_true, left = self._go(hand, latest_ms, condition), len(hand.held)
+        if not is_true:
+            what = f"{left} messages wait beyond that" if left else "nothing waits"
             raise TimeoutError(f"the condition is not true within {within}: {what} at {self.now}")
 
     def nothing_waits(self) -> bool:

@@ -95,12 +95,8 @@ class Rest(RabbitMQStep):
         written.write_text(json.dumps([queue.name for queue in tasks.queues]))
         written.replace(path)
 
-    def stop(self, consumer: Any) -> None:
-        """Say that nothing is consumed."""
-        (self.folder / WORKER).unlink(missing_ok=True)
-
     def look(self, number: int, checks: int = 0) -> None:
-        """Answer a look once the worker is at rest."""
+        """Answer a look once the worker is at rest; and now and then that it is not."""
         unfinished = self._unfinished()
         if unfinished and checks < CHECKS:
             call_after(self._consumer, CHECK_EVERY, lambda: self.look(number, checks + 1))
@@ -110,6 +106,8 @@ class Rest(RabbitMQStep):
         answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(OSError):
             sender.sendto(json.dumps(answer).encode(), str(self.folder / ANSWERS))
+            if unfinished:  # and somebody still listens
+                call_after(self._consumer, CHECK_EVERY, lambda: self.look(number))
 
     def _unfinished(self) -> list[str]:
         """Return in words what the worker has not finished."""
@@ -128,6 +126,12 @@ class Rest(RabbitMQStep):
 
 def _is_module(service: Any) -> bool:
     return hasattr(service, "statistics")
+
+
+def confirm_all(app: Any) -> None:
+    """Let what a task sends without a delay be on the broker before the task ends."""
+    options = app.conf.broker_transport_options
+    app.conf.broker_transport_options = {**options, "confirm_publish": True}
 
 
 def take_part(app: Any, folder: Path) -> None:
@@ -177,6 +181,7 @@ def main() -> None:
     folder, name, *options = sys.argv[1:]
     app = symbol_by_name(name)
     app.conf.update(json.loads(Path(folder, SETTINGS).read_text()))
+    confirm_all(app)
     take_part(app, Path(folder))
     app.worker_main(["worker", *options])
 

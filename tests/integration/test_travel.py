@@ -237,6 +237,23 @@ def test_a_task_that_does_not_end_is_named(trip: Travel) -> None:
     redis().set("untold", "yes", ex=60)
 
 
+def test_a_task_that_takes_seconds_is_waited_for(trip: Travel) -> None:
+    travelling.wait_for_seconds.apply_async((3,), delay=60)
+    note.apply_async(("later",), delay=61)
+    trip(days=1)
+    assert texts() == ["3 seconds", "later"]
+
+
+def test_a_worker_that_connects_again_is_waited_for(
+    trip: Travel, rabbitdelay_broker: RabbitMQServer
+) -> None:
+    note.apply_async(("a",), delay=timedelta(days=1))
+    rabbitdelay_broker.kill()
+    rabbitdelay_broker.start()
+    trip(days=2)
+    assert texts() == ["a"]
+
+
 def test_what_a_killed_worker_leaves_runs_in_the_next_one(
     trip: Travel, rabbitdelay_worker: Any
 ) -> None:

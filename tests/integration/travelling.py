@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +69,12 @@ def try_again(self: Any, text: str, times: int, first: float) -> None:
 def wait_until_told(text: str) -> None:
     note(text)
     wait_for(lambda: redis().get(text), "the word")
+
+
+@app.task
+def wait_for_seconds(seconds: float) -> None:
+    time.sleep(seconds)
+    note(f"{seconds} seconds")
 
 
 @app.task
