@@ -18,7 +18,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -75,10 +75,11 @@ class Travel:
         self._handed = 0
         #: How many it has received.
         self._served = 0
-        with suppress(FileNotFoundError):
-            (folder / ANSWERS).unlink()
-        self._answers = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._answers.bind(str(folder / ANSWERS))
+        self._answers = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._answers.bind(("127.0.0.1", 0))
+        port = folder / f"{ANSWERS}.{id(self)}"
+        port.write_text(str(self._answers.getsockname()[1]))
+        port.replace(folder / ANSWERS)
 
     def close(self) -> None:
         """Return to the real time."""

@@ -35,7 +35,7 @@ LOOK: Final = "celery_rabbitdelay.testing.look"
 #: The header with the number of a look.
 NUMBER: Final = "look"
 
-#: The files in the folder: the settings, the socket of the test, and what a worker consumes.
+#: The files in the folder: the settings, the UDP port of the test, and what a worker consumes.
 SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
 
 #: Seconds between two checks whether the worker is at rest, while a look waits for that; and how
@@ -104,9 +104,10 @@ class Rest(RabbitMQStep):
         services = self._consumer.controller.rabbitdelay_services
         served = {each.name: each.statistics.received for each in services if _is_module(each)}
         answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(OSError):
-            sender.sendto(json.dumps(answer).encode(), str(self.folder / ANSWERS))
-            if unfinished:  # and somebody still listens
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender, suppress(OSError):
+            port = int((self.folder / ANSWERS).read_text())
+            sender.sendto(json.dumps(answer).encode(), ("127.0.0.1", port))
+            if unfinished:  # and the test is not over
                 call_after(self._consumer, CHECK_EVERY, lambda: self.look(number))
 
     def _unfinished(self) -> list[str]:
