@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from decimal import Context, Decimal
 from fractions import Fraction
 from math import ceil, isfinite
@@ -27,8 +27,7 @@ MAX_DELAY: Final = 3_153_600_000.0
 #: otherwise, an hour would become 59:59.9 and take three stops instead of one.
 NEGLIGIBLE_DIVISOR: Final = 1000
 
-NS_PER_MS: Final = 1_000_000
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+NS_PER_MS: Final = wall_clock.NS_PER_MS
 
 #: A float prints as at most 17 digits; the caller's own decimal context does not apply.
 _EXACT: Final = Context(prec=50)
@@ -150,7 +149,7 @@ def instant_of(epoch_ms: int) -> datetime:
     Raises:
         OverflowError: It is after the year 9999, or before the year 1.
     """
-    return _EPOCH + timedelta(milliseconds=epoch_ms)
+    return wall_clock.EPOCH + timedelta(milliseconds=epoch_ms)
 
 
 #: How an instant is written, for errors.
@@ -172,7 +171,7 @@ def _microseconds_of(instant: datetime, what: str) -> int:
         raise InvalidDelayType(instant, TAKES_INSTANT, what)
     if instant.utcoffset() is None:
         raise InvalidDelay(instant, "is naive: use an aware one, such as datetime.now(UTC)", what)
-    return (instant - _EPOCH) // timedelta(microseconds=1)
+    return (instant - wall_clock.EPOCH) // timedelta(microseconds=1)
 
 
 #: The forms that :func:`parse_delay` accepts, for errors and help.

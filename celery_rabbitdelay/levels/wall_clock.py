@@ -1,4 +1,4 @@
-"""What time it is: the one place where all others ask.
+"""The time of day. All other modules ask here.
 
 A test that travels in time (:mod:`celery_rabbitdelay.testing.travel`) replaces :data:`source` in
 its own process and in its workers, so that due times, lateness and expiries agree.
@@ -13,7 +13,7 @@ from typing import Final
 
 NS_PER_MS: Final = 1_000_000
 
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _system_ns() -> int:
@@ -36,4 +36,4 @@ def ms() -> int:
 
 def now() -> datetime:
     """Return the instant, in UTC, to the microsecond."""
-    return _EPOCH + timedelta(microseconds=source() // 1000)
+    return EPOCH + timedelta(microseconds=source() // 1000)

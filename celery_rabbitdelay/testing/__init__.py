@@ -1,4 +1,4 @@
-"""What the tests of an application need: time travel, a recording fake, private servers.
+"""Helpers for the tests of an application: time travel, a recording fake, private servers.
 
 The fixtures are in :mod:`celery_rabbitdelay.testing.plugin`, which pytest finds by itself.
 """

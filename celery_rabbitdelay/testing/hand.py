@@ -1,4 +1,4 @@
-"""What waits in the levels, in the hand of a test that travels in time.
+"""Takes all messages out of the levels, for a test that travels in time.
 
 A test cannot turn the clock of a broker. So for the time of a travel it takes all that waits, and
 all that is sent meanwhile, out of the levels' queues, and publishes it again: what is due, without
@@ -60,13 +60,13 @@ class Held(NamedTuple):
 class Hand:
     """Holds all that waits in the levels, unacknowledged, until it is published again.
 
-    If the process dies, the broker puts it back into the levels' queues. What is published and not
-    acknowledged yet exists twice then.
+    If the process dies, the broker requeues them. Those that are published and not acknowledged yet
+    then exist twice.
 
     Args:
         like: A connection to the broker; other ones like it are opened.
         topology: The levels.
-        signing_keys: What signs messages, if anything does.
+        signing_keys: The keys that sign messages; None if they are not signed.
 
     Attributes:
         held: The messages, a heap.
@@ -146,7 +146,7 @@ class Hand:
         If the queue of copies went with its connection, the broker would refuse what is published
         meanwhile, although the levels have it (nack), and its sender would send it again.
         """
-        self._source.stop()
+        self._source.cancel()
         if self._tap:
             self._source.channel.basic_cancel(TAP)
             self._source.channel.queue_delete(self._tap)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, timedelta
@@ -20,7 +19,8 @@ from kombu.serialization import loads
 
 from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.exceptions import NotRecorded
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, instant_of, milliseconds_of
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import Due, instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import DUE, parse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import body_of, headers_of
@@ -138,7 +138,7 @@ def _body(message: amqp.Message, headers: Mapping[str, Any]) -> tuple[Any, Any, 
 
 def _times(due: Due | None, eta: Any, running_ms: int | None) -> tuple[int, int, bool]:
     """Return when a task is due and after how long, in milliseconds, and whether it has an eta."""
-    real_ms = time.time_ns() // NS_PER_MS
+    real_ms = wall_clock.ms()
     now_ms = real_ms if running_ms is None else running_ms
     if due is not None and due.is_instant:
         return due.at_ms, max(due.at_ms - now_ms, 0), True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,7 +20,8 @@ from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import results_kept_in
 from celery_rabbitdelay.app.sending.task_producer import StandIn
 from celery_rabbitdelay.exceptions import NotRecorded
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
 from celery_rabbitdelay.testing.recorded_messages import (
     Address,
     Recorded,
@@ -32,7 +32,7 @@ from celery_rabbitdelay.testing.recorded_messages import (
 from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
 from celery_rabbitdelay.testing.sent import Sent, Wanted
 
-#: After so many tasks, :meth:`Recording.run_due` takes it that they send one another without end.
+#: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
 MAX_RUNS: Final = 10_000
 
 
@@ -50,7 +50,7 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
     This is a fake, for fast unit tests: no broker and no Redis is contacted, nothing waits, and no
     worker runs. Sends are checked, routed and serialized as real ones are, so a wrong delay or an
     unknown queue raises the same error. What RabbitMQ, Redis and workers would do with them is not
-    tested: use :func:`celery_rabbitdelay.testing.travel` for that.
+    tested: use :class:`.Travel` for that.
 
     - Everything counts that this application sends with Celery's API or that of
       ``app.rabbitdelay``, in any thread. With ``task_always_eager``, ``apply_async`` runs the task,
@@ -228,7 +228,7 @@ class Recording:
 
     def now_ms(self) -> int:
         """Return the present, or when the task that runs is due, in milliseconds since 1970."""
-        return time.time_ns() // NS_PER_MS if self._running_ms is None else self._running_ms
+        return wall_clock.ms() if self._running_ms is None else self._running_ms
 
     def move(self, task_id: str, due_ms: int) -> None:
         """Let the messages of a task that wait be due at another time."""

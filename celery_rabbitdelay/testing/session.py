@@ -35,7 +35,7 @@ _PREFERRED: Final = (
     "CELERY_RESULT_BACKEND",
 )
 
-#: Seconds in which a worker has to start, and those in which it has to end before it is killed.
+#: Seconds that a worker may take to start; and to end, before it is killed.
 START_TIMEOUT: Final = 120.0
 STOP_TIMEOUT: Final = 20.0
 
@@ -51,7 +51,7 @@ class Worker:
 
     Args:
         name: The application, as ``module:attribute``.
-        folder: What it shares with the test.
+        folder: The folder that it shares with the test.
         options: Further options of ``celery worker``.
     """
 
@@ -63,7 +63,7 @@ class Worker:
 
     @property
     def log(self) -> str:
-        """What the worker has printed so far."""
+        """The output of the worker so far."""
         path = self._folder / "worker.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -135,8 +135,8 @@ class Worker:
 class Session:
     """Puts an application on servers for tests, until it is closed.
 
-    Its levels have a prefix of their own. What the application uses of a result backend in Redis
-    and of a registry is on the Redis for tests.
+    Its levels have a prefix of their own. Its registry and its result backend, if they are in
+    Redis, are on the Redis for tests.
 
     Args:
         app: The application.

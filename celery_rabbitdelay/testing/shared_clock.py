@@ -1,7 +1,7 @@
 """A wall clock that a test sets, for its own process and for its workers.
 
-It is a file of two numbers that they all map into memory: forks of a worker see it, too. It counts
-on the machine's monotonic clock, which no library that fakes the time of a test touches.
+It is a file of three numbers that they all map into memory: forks of a worker see it, too. It
+counts on the machine's monotonic clock, which no library that fakes the time of a test touches.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Self
-from urllib.error import HTTPError
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
-from urllib.request import Request, urlopen
+from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
 
-from celery_rabbitdelay.levels.shown_url import without_password
+from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.testing.servers import ServerNotStarted
 
 
@@ -23,6 +21,9 @@ class VirtualHost:
 
     Attributes:
         url: The URL of the virtual host.
+
+    Raises:
+        InvalidManagementURL: ``management_url`` is not the URL of one.
     """
 
     def __init__(self, broker_url: str, management_url: str = "") -> None:
@@ -30,10 +31,8 @@ class VirtualHost:
         self._name = f"test-{uuid4().hex[:8]}"
         self._user = unquote(broker.username or "guest")
         self.url = urlunsplit(broker._replace(path=f"/{self._name}"))
-        if not management_url:
-            user = f"{broker.username or 'guest'}:{broker.password or 'guest'}"
-            management_url = f"http://{user}@{broker.hostname}:15672"
-        self._management = management_url
+        user = f"{broker.username or 'guest'}:{broker.password or 'guest'}"
+        self._api = ManagementAPI(management_url or f"http://{user}@{broker.hostname}:15672")
 
     def __enter__(self) -> Self:
         """Make it.
@@ -41,33 +40,16 @@ class VirtualHost:
         Raises:
             ServerNotStarted: The management API does not answer, or refuses.
         """
-        self._send("PUT", f"vhosts/{self._name}")
-        everything = b'{"configure": ".*", "write": ".*", "read": ".*"}'
-        self._send("PUT", f"permissions/{self._name}/{quote(self._user, safe='')}", everything)
+        try:
+            self._api.change("PUT", "vhosts", self._name)
+            everything = dict.fromkeys(("configure", "write", "read"), ".*")
+            self._api.change("PUT", "permissions", self._name, self._user, **everything)
+        except ManagementUnavailable as error:
+            raise ServerNotStarted(
+                "the management API does not make a virtual host for the tests; name another one "
+                f"with --rabbitdelay-management: {error}"
+            ) from error
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._send("DELETE", f"vhosts/{self._name}")
-
-    def _send(self, method: str, path: str, body: bytes = b"{}") -> None:
-        parts = urlsplit(self._management)
-        user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
-        host = f"{parts.hostname}:{parts.port or 15672}"
-        request = Request(  # noqa: S310 - what the user has named
-            f"{parts.scheme}://{host}/api/{path}",
-            body,
-            {
-                "Authorization": f"Basic {base64.b64encode(user.encode()).decode()}",
-                "Content-Type": "application/json",
-            },
-            method=method,
-        )
-        try:
-            urlopen(request, timeout=30).close()  # noqa: S310
-        except (OSError, ValueError) as error:
-            code = f" {error.code}" if isinstance(error, HTTPError) else ""
-            shown = without_password(self._management)
-            raise ServerNotStarted(
-                f"the management API at {shown} does not make a virtual host for the tests: "
-                f"{error}{code}; name another one with --rabbitdelay-management"
-            ) from error
+        self._api.change("DELETE", "vhosts", self._name)

@@ -98,12 +98,8 @@ class Source(ConsumerConnection):
 
     def cancel(self) -> None:
         """Cancel the consumers; ``take`` still returns messages that have arrived already."""
-        with self._errors():
-            while self._consumer_tags:
-                self.channel.basic_cancel(self._consumer_tags.pop())
-
-    def stop(self) -> None:
-        """Cancel the consumers at once, without waiting for each of them."""
+        if not self._consumer_tags:
+            return
         with self._errors():
             while self._consumer_tags:
                 self.channel.basic_cancel(self._consumer_tags.pop(), nowait=True)

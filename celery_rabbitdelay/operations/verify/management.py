@@ -1,4 +1,4 @@
-"""RabbitMQ's management HTTP API, read only, and what ``verify`` reads there.
+"""RabbitMQ's management HTTP API, and what ``verify`` reads there.
 
 It needs the plugin ``rabbitmq_management`` and a user with the tag ``monitoring``; on RabbitMQ
 3.10, which shows feature flags to nobody else, with the tag ``administrator``:
@@ -12,8 +12,8 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -48,7 +48,7 @@ Json: TypeAlias = Mapping[str, Any]
 
 
 class ManagementAPI:
-    """Reads from the management HTTP API.
+    """Asks the management HTTP API.
 
     Args:
         url: ``http://user:password@host:15672``; ``https`` for TLS. A path is a ``path_prefix`` of
@@ -102,14 +102,32 @@ class ManagementAPI:
 
         It may be up to :data:`CLOCK_STEP` later there.
         """
+        with self._asked(path, urlencode(query)) as answer:
+            date = parsedate_to_datetime(answer.headers.get("Date", ""))
+            return json.load(answer), date.timestamp()
+
+    def change(self, method: str, *path: str, **values: Any) -> None:
+        """Make or delete something.
+
+        Args:
+            method: PUT or DELETE.
+            *path: As for :meth:`get`.
+            **values: What it is to be.
+
+        Raises:
+            ManagementUnavailable: It does not answer, or refuses.
+        """
+        with self._asked(path, method=method, data=json.dumps(values).encode()):
+            pass
+
+    @contextmanager
+    def _asked(self, path: Sequence[str], query: str = "", **request: Any) -> Iterator[Any]:
         address = "/".join([f"{self.url}/api", *(quote(word, safe="") for word in path)])
-        request = Request(  # noqa: S310 - http or https
-            f"{address}?{urlencode(query)}", headers={"Authorization": self._authorization}
-        )
+        headers = {"Authorization": self._authorization, "Content-Type": "application/json"}
+        asked = Request(f"{address}?{query}", headers=headers, **request)  # noqa: S310 - http or https
         try:
-            with self._opener.open(request, timeout=TIMEOUT) as answer:
-                date = parsedate_to_datetime(answer.headers.get("Date", ""))
-                return json.load(answer), date.timestamp()
+            with self._opener.open(asked, timeout=TIMEOUT) as answer:
+                yield answer
         except HTTPError as refused:
             refused.close()
             reason = f"{'/'.join(path)}: {refused.code} {refused.reason}"
