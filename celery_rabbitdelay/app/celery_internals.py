@@ -67,6 +67,13 @@ def results_kept_in(app: celery.Celery, backend: Backend) -> Iterator[None]:
         private._backend_cache = former
 
 
+def forget_connections(app: celery.Celery) -> None:
+    """Let an application connect anew, to the broker and to the result backend of its settings."""
+    private: Any = app
+    private._pool = private.amqp._producer_pool = None
+    private._backend_cache = private._local.backend = None
+
+
 def has_quorum_queue(app: celery.Celery) -> bool:
     """Return whether Celery would use its native delayed delivery, which a quorum queue turns on.
 

@@ -23,7 +23,7 @@ from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import beat
-from celery_rabbitdelay.app.celery_internals import eta_of, own_changes
+from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections, own_changes
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
@@ -222,6 +222,13 @@ class RabbitDelay(WaitingTasks, Pausing):
             self.pool.close()
         if "registry" in self.__dict__:
             self.registry.store.close()
+
+    def reset(self) -> None:
+        """Close all connections, also Celery's; the settings are read anew on the next use."""
+        self.close()
+        for name in ("settings", "pool", "templates", "registry", "available"):
+            self.__dict__.pop(name, None)
+        forget_connections(self.app)
 
     @contextmanager
     def replaced_by(self, stand_in: StandIn) -> Iterator[None]:

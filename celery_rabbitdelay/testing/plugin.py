@@ -129,21 +129,24 @@ def _rabbitdelay_session(
         return url
 
     app = rabbitdelay_celery_app
+    for key, other in _rabbitdelay_sessions.items():
+        if key != id(app):
+            other.stop_worker()
     if id(app) not in _rabbitdelay_sessions:
         _rabbitdelay_sessions[id(app)] = Session(app, rabbitdelay_broker.url, redis_url)
     return _rabbitdelay_sessions[id(app)]
 
 
 @pytest.fixture
-def rabbitdelay_app(_rabbitdelay_session: Session, rabbitdelay_broker: Any) -> Any:
+def rabbitdelay_app(_rabbitdelay_session: Session, rabbitdelay_broker: Any) -> Iterator[Any]:
     """The application, on the servers of this run, with nothing waiting anywhere.
 
     Its levels have a prefix of their own, and the result backend and the registry, if it has them
     in Redis, are on the Redis of this run.
     """
     _running(rabbitdelay_broker)
-    _rabbitdelay_session.clean()
-    return _rabbitdelay_session.app
+    with _rabbitdelay_session.clean():
+        yield _rabbitdelay_session.app
 
 
 @pytest.fixture
@@ -168,9 +171,7 @@ def travel(rabbitdelay_app: Any, _rabbitdelay_session: Session) -> Iterator[Trav
 
     See :class:`celery_rabbitdelay.testing.Travel`.
     """
-    from celery_rabbitdelay.testing.travel import Travel
-
-    traveller = Travel(rabbitdelay_app, _rabbitdelay_session.folder)
+    traveller = _rabbitdelay_session.travel()
     try:
         yield traveller
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -9,8 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
@@ -24,7 +25,7 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import worker as worker_module
 from celery_rabbitdelay.testing.servers import end_with_parent, wait_for
 from celery_rabbitdelay.testing.shared_clock import SharedClock
-from celery_rabbitdelay.testing.travel import DidNotSettle, Travel, forget
+from celery_rabbitdelay.testing.travel import TIMEOUT, DidNotSettle, Travel, forget
 from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, confirm_all, take_part
 
 #: The variables of the environment that Celery prefers to the configuration.
@@ -83,6 +84,10 @@ class Worker:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def why_ended(self) -> str:
+        """Say that it has ended, with the end of its log."""
+        return f"the worker has ended; the end of its log:\n{self.log[-3000:]}"
+
     def start(self) -> None:
         """Start it, unless it runs, and wait until it takes tasks.
 
@@ -93,9 +98,11 @@ class Worker:
         if not self.running:
             (self._folder / WORKER).unlink(missing_ok=True)
             command = [sys.executable, "-m", worker_module.__name__, str(self._folder), self._name]
+            # Two nodes of one name, of two applications on one broker, would disturb each other.
+            command += [*OPTIONS, f"--hostname={self._folder.name}@%h", *self._options]
             with (self._folder / "worker.log").open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*command, *OPTIONS, *self._options],
+                    command,
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -117,7 +124,7 @@ class Worker:
 
     def _takes_tasks(self) -> bool:
         if not self.running:
-            raise RuntimeError(f"the worker has ended; the end of its log:\n{self.log[-3000:]}")
+            raise RuntimeError(self.why_ended())
         return (self._folder / WORKER).exists()
 
     def _end(self, signum: signal.Signals) -> None:
@@ -150,7 +157,7 @@ class Session:
         self._exits = ExitStack()
         self._exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._worker: Worker | None = None
-        self._in_thread = False
+        self._threads: ExitStack | None = None
         settings: dict[str, Any] = {
             "broker_url": broker_url,
             "broker_read_url": broker_url,
@@ -176,17 +183,16 @@ class Session:
         former = dict(app.conf.changes)
         app.conf.update(settings)
         confirm_all(app)
-        # Somebody may have asked for its levels already.
-        vars(app.rabbitdelay).pop("settings", None)
+        # Somebody may have used it already, on other servers.
+        app.rabbitdelay.reset()
 
         def give_back() -> None:
             app.conf.changes.clear()
             app.conf.changes.update(former)
-            vars(app.rabbitdelay).pop("settings", None)
+            app.rabbitdelay.reset()
 
         self._exits.callback(give_back)
         self._clock = SharedClock(self.folder)
-        self._exits.callback(setattr, wall_clock, "source", wall_clock.source)
 
     def worker(self, options: Sequence[str]) -> Worker:
         """Return the worker, which runs.
@@ -201,23 +207,58 @@ class Session:
 
     def worker_in_thread(self) -> None:
         """Start a worker in a thread of this process, unless it runs."""
-        if not self._in_thread:
+        if self._threads is None:
             take_part(self.app, self.folder)
             context = start_worker(
                 self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT
             )
-            self._exits.enter_context(context)
-            self._in_thread = True
+            self._threads = ExitStack()
+            self._threads.enter_context(context)
         wait_for((self.folder / WORKER).exists, "a worker that takes tasks", START_TIMEOUT)
 
-    def clean(self) -> None:
-        """Remove what the test before has left in queues, in the registry, and in the worker."""
+    def stop_worker(self) -> None:
+        """Stop the worker: another application may use the same queues."""
+        if self._worker is not None:
+            self._worker.stop()
+        if self._threads is not None:
+            threads, self._threads = self._threads, None
+            threads.close()
+            (self.folder / WORKER).unlink(missing_ok=True)
+
+    def travel(self, timeout: float = TIMEOUT) -> Travel:
+        """Return a traveller.
+
+        Args:
+            timeout: Seconds that what runs on the way may take at one instant.
+        """
+
+        def why_ended() -> str | None:
+            if self._worker is None or self._worker.running:
+                return None
+            return self._worker.why_ended()
+
+        return Travel(self.app, self.folder, timeout, why_ended)
+
+    @contextmanager
+    def clean(self) -> Iterator[None]:
+        """Let a block go by the shared clock, with nothing left of the tests before.
+
+        That is what they have left in queues, in the registry, and in the worker.
+        """
+        former = wall_clock.source
         self._clock.install()
-        self._clock.reset()
+        try:
+            self._clock.reset()
+            self._remove()
+            yield
+        finally:
+            wall_clock.source = former
+
+    def _remove(self) -> None:
         self._purge(self.app.rabbitdelay.topology.queues)
         self._purge(self.app.amqp.queues.values())
         if (self.folder / WORKER).exists():
-            travel = Travel(self.app, self.folder, LEFT_TIMEOUT)
+            travel = self.travel(LEFT_TIMEOUT)
             try:
                 travel.rest()
             except DidNotSettle:
@@ -232,8 +273,9 @@ class Session:
 
     def close(self) -> None:
         """Stop the worker, and give the application its former settings back."""
-        if self._worker is not None:
-            self._worker.stop()
+        # A result that nobody holds any more says so to Redis, which is about to be gone.
+        gc.collect()
+        self.stop_worker()
         if self.app.rabbitdelay.has_registry:
             with suppress(Exception):  # that Redis may be gone
                 forget(self.app.rabbitdelay.settings)

@@ -38,6 +38,9 @@ from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER
 #: Seconds that what runs on the way may take together, at one instant.
 TIMEOUT: Final = 60.0
 
+#: Seconds without an answer after which it is asked whether the worker still runs.
+LOOK_AFTER_WORKER: Final = 1.0
+
 #: Milliseconds of a travel, at least, between two looks for what the registry forgets on the way.
 FORGET_EVERY_MS: Final = 86_400_000
 
@@ -53,16 +56,24 @@ class Travel:
         app: The application, whose levels are on a broker for tests.
         folder: The folder that the test shares with its worker.
         timeout: Seconds that what runs on the way may take at one instant.
+        why_ended: Returns why no worker answers any more, None while it runs.
 
     Attributes:
         clock: The clock of the test and its worker.
     """
 
-    def __init__(self, app: Any, folder: Path, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        app: Any,
+        folder: Path,
+        timeout: float = TIMEOUT,
+        why_ended: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.clock = SharedClock(folder)
         self._app = app
         self._folder = folder
         self._timeout = timeout
+        self._why_ended = why_ended
         self._hand: Hand | None = None
         self._connection: Connection
         # Not those of a test before, whose answers may come late.
@@ -300,10 +311,15 @@ class Travel:
         why = "it takes nothing from its queues"
         answer: dict[str, Any] = {}
         while sent:
-            self._answers.settimeout(max(deadline - time.monotonic(), 0.001))
+            left = deadline - time.monotonic()
+            self._answers.settimeout(min(max(left, 0.001), LOOK_AFTER_WORKER))
             try:
                 answer = json.loads(self._answers.recv(65_536))
             except TimeoutError:
+                if ended := self._why_ended():
+                    raise DidNotSettle(f"at {self.now}, {ended}") from None
+                if left > 0:
+                    continue
                 raise DidNotSettle(
                     f"the worker has not finished within {self._timeout:g} s at {self.now}: {why}"
                 ) from None

@@ -22,6 +22,7 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.modules import destinations
 from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
@@ -144,8 +145,9 @@ def take_part(app: Any, folder: Path) -> None:
     """
     clock = SharedClock(folder)
     clock.install()
-    # A second is no time for a traveller: what has been paused before a travel is known on the way.
-    pauses.FRESH = 0.0  # type: ignore[misc]
+    # A traveller's days pass within the seconds for which a worker takes what it has asked the
+    # registry and the broker to be still so.
+    pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
     Rest.folder = folder
     app.steps["consumer"].add(Rest)
 
@@ -182,6 +184,8 @@ def main() -> None:
     folder, name, *options = sys.argv[1:]
     app = symbol_by_name(name)
     app.conf.update(json.loads(Path(folder, SETTINGS).read_text()))
+    # Its module may have used it already.
+    app.rabbitdelay.reset()
     confirm_all(app)
     take_part(app, Path(folder))
     app.worker_main(["worker", *options])

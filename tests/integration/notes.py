@@ -69,3 +69,13 @@ class Notes:
     def forget(self) -> None:
         """Delete the notes."""
         self.redis.delete(self.key)
+
+
+def instants(noted: Notes, name: str) -> list[int]:
+    """When the occurrences of a schedule were due that ran, in seconds."""
+    split = [
+        each["correlation_id"].split(":")
+        for each in noted.found()
+        if each["correlation_id"].count(":") == 2
+    ]
+    return sorted(int(instant) // 1000 for given, instant, _ in split if given == name)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery.exceptions import TaskRevokedError
 
-from celery_rabbitdelay import Outcome, RegistryUnavailable
+from celery_rabbitdelay import RegistryUnavailable
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, named
+from tests.integration.shop import PATIENCE
 from tests.integration.worker import Worker
 
 #: Seconds until the tasks are due.
@@ -68,43 +66,6 @@ def assert_each_ran_once(noted: Notes, expected: set[str]) -> None:
     assert Counter(noted()) == Counter(expected)
 
 
-def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
-    shop: Any, worker: Worker, noted: Notes, passed: Any
-) -> None:
-    shop.rabbitdelay.pause(task="note")
-    sent = time.time()
-    expected = send_one_of_each_kind(noted)
-    passed()  # a task of another name
-    looked = time.time()
-    assert noted() == []
-    noted.send("without a delay")
-    wait_for(noted, "the task without a delay", PATIENCE)
-    assert shop.rabbitdelay.resume(task="note")
-    assert_each_ran_once(noted, {*expected, "without a delay"})
-    for note in noted.found():
-        if note["given"] == ["high"]:
-            assert note["priority"] == 9
-        if note["given"] != ["without a delay"]:
-            # The due time is the one that it was sent for.
-            due = note["headers"]["rabbitdelay-due"] / 1000
-            assert sent + DELAY <= due <= looked
-            assert note["at"] >= due
-            assert note["eta"] is None
-
-
-def test_tasks_for_a_paused_queue_wait(
-    shop: Any, worker: Worker, noted: Notes, passed: Any
-) -> None:
-    second = named(shop, "second")
-    shop.rabbitdelay.pause(queue=second)
-    expected = send_one_of_each_kind(noted, queue=second)
-    noted.send("elsewhere", delay=DELAY)
-    passed()
-    assert noted() == ["elsewhere"]
-    shop.rabbitdelay.resume(queue=second)
-    assert_each_ran_once(noted, {*expected, "elsewhere"})
-
-
 def test_paused_tasks_outlive_their_worker(
     shop: Any, worker: Worker, noted: Notes, passed: Any
 ) -> None:
@@ -135,44 +96,6 @@ def test_no_task_waits_in_a_worker(configuration: dict[str, Any], serve: Any) ->
     noted.forget()
 
 
-def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
-    shop: Any, worker: Worker, noted: Notes, passed: Any
-) -> None:
-    shop.rabbitdelay.pause(task="note")
-    cancelled, revoked, untracked, kept = (
-        noted.send(name, delay=DELAY, track=name != "untracked")
-        for name in ("cancelled", "revoked", "untracked", "kept")
-    )
-    older = noted.send("older", delay=DELAY, key="order")
-    shop.rabbitdelay.open_job("import", expires=3600)
-    aborted = noted.send("aborted", delay=DELAY, job="import")
-    passed()
-    assert shop.rabbitdelay.cancel(cancelled) is Outcome.DONE
-    revoked.revoke()
-    assert shop.rabbitdelay.cancel(untracked) is Outcome.NOTED
-    noted.send("newer", delay=DELAY, key="order")
-    shop.rabbitdelay.abort_job("import")
-    for result in (cancelled, revoked, untracked, older, aborted):
-        with pytest.raises(TaskRevokedError):
-            result.get(timeout=PATIENCE)
-    assert (noted(), kept.state) == ([], "DELAYED")
-    shop.rabbitdelay.resume(task="note")
-    assert_each_ran_once(noted, {"kept", "newer"})
-
-
-def test_a_retry_that_is_due_waits(shop: Any, worker: Worker, passed: Any) -> None:
-    key, results = uuid4().hex, shop.backend.client
-    result = shop.tasks["retry-when"].apply_async((key,))
-    wait_for(lambda: results.get(key) == b"first", "the task", PATIENCE)
-    shop.rabbitdelay.pause(task="retry-when")
-    results.set(key, "go on")
-    wait_for(lambda: result.state == "RETRY", "the retry", PATIENCE)
-    passed()
-    assert result.state == "RETRY"
-    shop.rabbitdelay.resume(task="retry-when")
-    assert result.get(timeout=PATIENCE) == "done"
-
-
 @pytest.mark.parametrize("options", [{}, {"track": True}, {"once": True}])
 def test_the_tasks_of_an_envelope_wait_each_for_itself(
     shop: Any, worker: Worker, noted: Notes, passed: Any, options: dict[str, Any]
@@ -185,37 +108,6 @@ def test_the_tasks_of_an_envelope_wait_each_for_itself(
     assert noted() == []
     shop.rabbitdelay.resume(task="note")
     assert_each_ran_once(noted, {str(number) for number in range(50)})
-
-
-def test_a_task_that_is_paused_waits_for_its_job_too(
-    shop: Any, worker: Worker, noted: Notes, passed: Any
-) -> None:
-    shop.rabbitdelay.pause(task="note")
-    with shop.rabbitdelay.job("import", expires=3600):
-        noted.send("of a job", delay=DELAY, job="import")
-    passed()
-    assert noted() == []
-    shop.rabbitdelay.resume(task="note")
-    assert_each_ran_once(noted, {"of a job"})
-
-
-def test_a_pause_of_a_name_and_of_its_queue_are_two(
-    shop: Any, worker: Worker, noted: Notes, passed: Any
-) -> None:
-    queue = named(shop, "default")
-    shop.rabbitdelay.pause(task="note")
-    shop.rabbitdelay.pause(queue=queue)
-    assert {(each.task, each.queue) for each in shop.rabbitdelay.paused()} == {
-        ("note", None),
-        (None, queue),
-    }
-    noted.send("held", delay=DELAY, track=True)
-    shop.rabbitdelay.resume(queue=queue)
-    passed()
-    assert noted() == []
-    shop.rabbitdelay.resume(task="note")
-    assert shop.rabbitdelay.paused() == []
-    assert_each_ran_once(noted, {"held"})
 
 
 @pytest.mark.timeout(300)

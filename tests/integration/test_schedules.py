@@ -27,7 +27,6 @@ from celery_rabbitdelay import (
     InvalidDelay,
     InvalidSchedule,
     InvalidSetting,
-    Outcome,
     RegistryRequired,
 )
 from celery_rabbitdelay.app import schedules
@@ -39,7 +38,7 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import small_configuration
-from tests.integration.notes import Notes
+from tests.integration.notes import Notes, instants
 from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Beat, Worker
@@ -85,16 +84,6 @@ def put(shop: Any, noted: Notes) -> Callable[..., Any]:
     return put
 
 
-def instants(noted: Notes, name: str) -> list[int]:
-    """When the occurrences of a schedule were due that ran, in seconds."""
-    split = [
-        each["correlation_id"].split(":")
-        for each in noted.found()
-        if each["correlation_id"].count(":") == 2
-    ]
-    return sorted(int(instant) // 1000 for given, instant, _ in split if given == name)
-
-
 def wait_until_ran(noted: Notes, number: int) -> None:
     """Wait until so many occurrences of the schedule ``a`` have run."""
     wait_for(lambda: len(instants(noted, "a")) >= number, f"{number} occurrences", PATIENCE)
@@ -136,74 +125,6 @@ def test_each_instant_runs_once_and_edits_and_deletes_end_what_waits(
     assert_each_once([each for each in found if each < begin])
     edits = [each for each in found if each >= begin]
     assert edits == [*range(begin, begin + 2 * len(edits), 2)]
-
-
-def test_a_paused_schedule_comes_and_does_not_run(
-    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
-) -> None:
-    put("a", paused=True)
-    with Worker(settings) as worker:
-        wait_for(lambda: worker.log.count("its schedule is paused") >= 3, "pauses", PATIENCE)
-        assert not instants(noted, "a")
-        assert shop.rabbitdelay.schedules.trigger("a") is not None
-        assert shop.rabbitdelay.schedules.resume("a")
-        wait_until_ran(noted, 3)
-        ran = [each["correlation_id"] for each in noted.found()]
-        assert sum(each.count(":") != 2 for each in ran) == 1
-    assert not shop.rabbitdelay.schedules.pause("b")
-
-
-def test_of_an_occurrence_that_is_cancelled_the_next_one_runs(
-    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
-) -> None:
-    first = put("a", timedelta(seconds=2))
-    order, task_id = shop.rabbitdelay.registry.newest_under("schedule:a")
-    assert order
-    assert shop.rabbitdelay.cancel(task_id) is Outcome.DONE
-    with Worker(settings):
-        wait_for(lambda: instants(noted, "a"), "the next occurrence", PATIENCE)
-    assert instants(noted, "a")[0] > int(first.next_at.timestamp())
-    assert shop.AsyncResult(task_id).state == "REVOKED"
-
-
-def test_retries_of_an_occurrence_are_no_occurrences(
-    settings: dict[str, Any], shop: Any, noted: Notes
-) -> None:
-    given: Any = ([], 2, {"delay": 0.2})
-    with Worker(settings):
-        start = datetime.now(UTC) + timedelta(seconds=5)
-        options: Any = {"start": start, "catch_up": "all"}
-        shop.rabbitdelay.schedules.put("a", "retry", timedelta(seconds=5), given, **options)
-        ids = [f"a:{milliseconds_of(start + timedelta(seconds=each)):015d}:" for each in (0, 5)]
-        occurrence = shop.rabbitdelay.schedules.get("a")
-        assert occurrence is not None
-        revision = shop.rabbitdelay.registry.newest_under("schedule:a")[1].rpartition(":")[2]
-        for each in ids:
-            result = shop.AsyncResult(each + revision).get(timeout=PATIENCE)
-            assert [seen["retries"] for seen in result] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("catch_up", "runs"), [("last", 1), ("all", 6), (timedelta(seconds=2.5), 0)]
-)
-def test_what_was_missed_runs_as_it_says(
-    settings: dict[str, Any], put: Callable[..., Any], noted: Notes, catch_up: Any, runs: int
-) -> None:
-    first = int(put("a", timedelta(seconds=3), catch_up=catch_up).next_at.timestamp())
-    # As if all workers had been away.
-    wait_for(lambda: time.time() > first + 17, "the outage", PATIENCE)
-    began = time.time()
-    with Worker(settings):
-        wait_for(lambda: instants(noted, "a")[-1:] > [int(began)], "the next occurrence", PATIENCE)
-    found = instants(noted, "a")
-    missed = [each for each in found if each <= began]
-    if catch_up == "all":
-        assert found == [*range(first, found[-1] + 1, 3)]
-        assert len(missed) >= runs
-    else:
-        # A worker takes some seconds to start, in which another instant may pass.
-        assert len(missed) <= runs + 1
-        assert first not in found
 
 
 def test_an_occurrence_that_was_lost_is_sent_again(
@@ -264,39 +185,6 @@ def test_verify_says_that_it_cannot_check_schedules_without_redis(broker_url: st
     app.close()
 
 
-def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_second_one(
-    settings: dict[str, Any],
-    shop: Any,
-    put: Callable[..., Any],
-    noted: Notes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(schedules, "HEAL_AFTER_MS", 0)
-    put("a", timedelta(seconds=3))
-    known = shop.rabbitdelay.registry.schedules
-    with Worker(settings) as worker:
-        for number in (1, 2, 3):
-            wait_until_ran(noted, number)
-            (found,) = known.get(["a"])
-            ran = found.occurrence._replace(instant_ms=instants(noted, "a")[-1] * 1000)
-            # As if Redis had been away when the next one was to be noted.
-            known.follow([ran])
-            # The next one may be late on a slow machine, and is not lost.
-            monkeypatch.setattr(schedules, "now_ms", partial(int, ran.instant_ms + 1))
-            assert shop.rabbitdelay.schedules.heal() == []
-            (healed,) = known.get(["a"])
-            assert healed.occurrence.instant_ms > ran.instant_ms
-            # As if it had not even been registered.
-            shop.rabbitdelay.schedules._send(found._replace(occurrence=ran))
-            wait_for(partial(has_dropped, worker, number), "it", PATIENCE)
-        wait_until_ran(noted, 6)
-        found = instants(noted, "a")
-        assert found == [*range(found[0], found[-1] + 1, 3)]
-        refused = worker.log.count("does not run twice")
-        wait_until_ran(noted, 8)
-        assert worker.log.count("does not run twice") <= refused + 1
-
-
 def has_dropped(worker: Worker, number: int) -> bool:
     """Whether a worker has dropped so many copies."""
     return worker.log.count("does not run twice") >= number
@@ -316,65 +204,6 @@ def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(
     assert sorted(found) == [*range(first, first + len(found))]
     # Whatever has begun when its worker is killed may begin again, as any task may.
     assert sum(found.values()) - len(found) <= 3
-
-
-def test_a_chain_goes_on_although_redis_has_lost_everything(
-    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
-) -> None:
-    put("a")
-    with Worker(settings):
-        wait_until_ran(noted, 2)
-        client = shop.rabbitdelay.registry.store.connect()
-        client.flushall()
-        client.close()
-        before = len(instants(noted, "a"))
-        wait_for(lambda: len(instants(noted, "a")) >= before + 4, "more of them", PATIENCE)
-        assert_each_once(instants(noted, "a"))
-        assert [each.name for each in shop.rabbitdelay.schedules.all()] == ["a"]
-        # Its code puts it again.
-        assert put("a").task == "note"
-
-
-def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again(
-    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
-) -> None:
-    first = int(put("a").next_at.timestamp())
-    with Worker(settings):
-        wait_until_ran(noted, 2)
-    # The next one is due, and others are missed.
-    wait_for(lambda: time.time() > first + 12, "the outage", PATIENCE)
-    client = shop.rabbitdelay.registry.store.connect()
-    client.flushall()
-    client.close()
-    again = put("a")
-    with Worker(settings):
-        wait_for(lambda: instants(noted, "a")[-1] > again.next_at.timestamp() + 5, "more", PATIENCE)
-        # One chain has ended: what is sent twice runs once, but costs twice as much.
-        wait_for(lambda: waiting_under(shop, "a") <= 1, "the end of a chain", PATIENCE)
-    found = instants(noted, "a")
-    assert found == [*range(first, found[-1] + 1)]
-
-
-def waiting_under(shop: Any, name: str) -> int:
-    """Return how many occurrences of a schedule wait, or have come."""
-    topology = shop.rabbitdelay.topology
-    queues = [*topology.digit_queues, shop.amqp.queues[shop.conf.task_default_queue]]
-    with shop.connection_for_write() as connection:
-        counts = queue_counts(connection, queues).values()
-    return sum(each.messages for each in counts if each is not None)
-
-
-def test_processes_that_put_the_same_schedule_at_once_put_one(
-    settings: dict[str, Any], put: Callable[..., Any], noted: Notes
-) -> None:
-    start = datetime.now(UTC) + timedelta(seconds=12)
-    with ThreadPoolExecutor(8) as threads:
-        made = {*threads.map(lambda _: put("a", start=start).next_at, range(24))}
-    assert made == {start.replace(microsecond=start.microsecond // 1000 * 1000)}
-    with Worker(settings):
-        wait_until_ran(noted, 3)
-    found = instants(noted, "a")
-    assert found == [*range(milliseconds_of(start) // 1000, found[-1] + 1)]
 
 
 @pytest.mark.parametrize(
@@ -398,20 +227,6 @@ def test_what_cannot_be_a_schedule_is_refused(
 ) -> None:
     with pytest.raises(InvalidSchedule, match=reason):
         shop.rabbitdelay.schedules.put(**{"name": "a", "task": "note", "when": SECOND, **given})
-    assert shop.rabbitdelay.schedules.all() == []
-
-
-def test_a_schedule_ends(
-    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
-) -> None:
-    end = datetime.now(UTC) + timedelta(seconds=12)
-    first = int(put("a", end=end).next_at.timestamp())
-    with Worker(settings):
-        wait_for(lambda: shop.rabbitdelay.schedules.get("a") is None, "its end", PATIENCE)
-        wait_for(lambda: instants(noted, "a")[-1] == int(end.timestamp()), "the last", PATIENCE)
-    assert instants(noted, "a") == [*range(first, int(end.timestamp()) + 1)]
-    # Its code puts it again.
-    assert put("a", end=end) is None
     assert shop.rabbitdelay.schedules.all() == []
 
 
@@ -644,40 +459,6 @@ def test_a_run_whose_worker_was_killed_holds_up_others_for_a_minute(
         client.pexpire(registry.names.running("a"), 1)
         wait_until_ran(noted, 3)
     client.close()
-
-
-def test_what_was_missed_is_sent_by_hand_and_what_has_run_does_not_run_again(
-    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
-) -> None:
-    schedules, hour = shop.rabbitdelay.schedules, timedelta(hours=1)
-    now = datetime.now(UTC)
-    put("a", hour)
-    missed = schedules.backfill("a", now - 3 * hour, now)
-    assert missed in (3, 4)
-    with Worker(settings):
-        wait_until_ran(noted, missed)
-        # More than the whole of it.
-        assert schedules.backfill("a", now - 5 * hour, now + hour) == missed + 2
-        wait_until_ran(noted, missed + 2)
-        noted.until(3)
-    found = instants(noted, "a")
-    assert found == [*range(found[0], found[0] + 3600 * (missed + 2), 3600)]
-    with pytest.raises(InvalidSchedule, match="is no schedule"):
-        schedules.backfill("b", now - hour, now)
-    with pytest.raises(InvalidSchedule, match="more than 10000"):
-        schedules.backfill("a", now - 20_000 * hour, now)
-
-
-def test_what_was_left_out_is_sent_by_hand(
-    settings: dict[str, Any], shop: Any, put: Callable[..., Any], noted: Notes
-) -> None:
-    begin = datetime.now(UTC)
-    put("a", paused=True)
-    with Worker(settings) as worker:
-        wait_for(lambda: worker.log.count("its schedule is paused") >= 3, "pauses", PATIENCE)
-        end = datetime.now(UTC) - SECOND
-        assert shop.rabbitdelay.schedules.backfill("a", begin, end) >= 2
-        wait_until_ran(noted, 2)
 
 
 def test_jitter_is_part_of_when_an_occurrence_is_due(shop: Any, put: Callable[..., Any]) -> None:

@@ -40,6 +40,10 @@ def test_nothing_is_left(rabbitdelay_app, rabbitdelay_worker, travel):
 def test_nothing_is_left_again(rabbitdelay_app, rabbitdelay_worker, travel):
     assert travel.nothing_waits()
     assert rabbitdelay_app.rabbitdelay.cancel(key="left").value == "unknown"
+
+def test_others_go_by_the_systems_clock():
+    from celery_rabbitdelay.levels import wall_clock
+    assert wall_clock.source is wall_clock._system_ns
 """
 
 OVERRIDDEN = """
@@ -47,10 +51,12 @@ import pytest
 from celery import Celery
 from celery_rabbitdelay import install
 
-elsewhere = Celery("elsewhere")
+elsewhere = Celery("elsewhere", broker="amqp://nowhere", backend="redis://nowhere")
 install(elsewhere)
+# It is used before the tests.
+elsewhere.backend, elsewhere.pool, elsewhere.rabbitdelay.pool, elsewhere.amqp.producer_pool
 
-@elsewhere.task(ignore_result=True)
+@elsewhere.task
 def remind(order):
     print(f"reminded of {order}")
 
@@ -59,9 +65,12 @@ def rabbitdelay_celery_app():
     return elsewhere
 
 def test_it(rabbitdelay_worker, travel):
-    remind.apply_async((7,), countdown=3600)
+    result = remind.apply_async((7,), countdown=3600)
+    remind.delay(8)
     travel(hours=1)
     assert "reminded of 7" in rabbitdelay_worker.log
+    assert "reminded of 8" in rabbitdelay_worker.log
+    assert result.successful()
 """
 
 
@@ -97,8 +106,8 @@ def test_servers_that_are_named_are_used_and_left_as_they_were(
             f"--rabbitdelay-management={broker.management_url}",
             f"--rabbitdelay-redis={private_redis.url}",
         ]
-        assert "3 passed" in run(project, *servers, "--numprocesses=2")
-        assert "3 passed" in run(project, *servers, "-o", "rabbitdelay_worker=thread")
+        assert "4 passed" in run(project, *servers, "--numprocesses=2")
+        assert "4 passed" in run(project, *servers, "-o", "rabbitdelay_worker=thread")
         assert broker.ctl("list_vhosts").split() == ["/"]
         broker.kill()
         shown = run(project, *servers, expected=1)
@@ -106,11 +115,11 @@ def test_servers_that_are_named_are_used_and_left_as_they_were(
         assert "--rabbitdelay-management" in shown
 
 
-def test_private_servers_run_the_application_that_a_fixture_gives(
-    project: Path, broker_root: Path | None
+def test_private_servers_also_run_a_second_application_that_a_fixture_gives(
+    project: Path,
 ) -> None:
-    (project / "test_reminders.py").write_text(OVERRIDDEN)
-    assert "1 passed" in run(project, "--override-ini=rabbitdelay_app=")
+    (project / "test_elsewhere.py").write_text(OVERRIDDEN)
+    assert "5 passed" in run(project)
 
 
 def test_without_an_application_it_says_how_to_name_one(project: Path) -> None:

@@ -237,6 +237,13 @@ def test_a_task_that_does_not_end_is_named(trip: Travel) -> None:
     redis().set("untold", "yes", ex=60)
 
 
+def test_a_worker_that_has_died_is_named_at_once_with_its_log(trip: Travel) -> None:
+    travelling.kill_the_worker.apply_async(delay=60)
+    with pytest.raises(DidNotSettle, match="the worker has ended") as raised:
+        trip(days=1)
+    assert "kill_the_worker" in str(raised.value)
+
+
 def test_a_task_that_takes_seconds_is_waited_for(trip: Travel) -> None:
     travelling.wait_for_seconds.apply_async((3,), delay=60)
     note.apply_async(("later",), delay=61)

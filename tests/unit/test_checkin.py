@@ -10,7 +10,7 @@ import pytest
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, custom
-from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
@@ -35,7 +35,7 @@ def message(exchange: str = "t.checkin", key: str = "q", **options: Any) -> amqp
 
 @pytest.fixture
 def receive(monkeypatch: pytest.MonkeyPatch) -> Callable[[amqp.Message], Outgoing]:
-    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
+    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
     module = CheckIn(TOPOLOGY, lambda exchange, key: not key.startswith("secret"))
 
     def receive(received: amqp.Message) -> Outgoing:
@@ -128,7 +128,7 @@ def test_a_priority_and_no_expiration_need_no_headers(receive: Any) -> None:
 
 
 def test_the_latest_due_time_is_the_last_that_amqp_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
+    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
     unbounded = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=2.0**63))
     latest = 2**63 - 1 - NOW
     (outgoing,) = unbounded.receive(message(application_headers={"x-delay": latest}))
@@ -142,7 +142,7 @@ def test_the_latest_due_time_is_the_last_that_amqp_holds(monkeypatch: pytest.Mon
 
 
 def test_the_longest_delay_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000)
+    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
     module = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=100))
     too_long = "which is more than the longest delay ahead, 100 s"
     from_client = message(application_headers={"x-delay": 100_000})
@@ -214,7 +214,7 @@ def test_after_meditation_a_delay_may_still_be_above_the_capacity(receive: Any) 
 
 
 def test_after_meditation_part_of_a_millisecond_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time_ns", lambda: NOW * 1_000_000 + 999_999)
+    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000 + 999_999)
     module = CheckIn(TOPOLOGY, lambda exchange, key: True)
     told = {headers.DUE: NOW + 4001}
     (back,) = module.receive(message("t.meditated", "", application_headers=told))

@@ -366,7 +366,7 @@ def test_a_wrong_clock_is_tolerated_and_a_forged_due_time_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_ms, day_ms = 1_900_000_000_000, 86_400_000
-    monkeypatch.setattr("time.time_ns", lambda: now_ms * 1_000_000)
+    monkeypatch.setattr(wall_clock, "source", lambda: now_ms * 1_000_000)
     bounds = Bounds(max_delay=3600)
     distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back, bounds=bounds)
 

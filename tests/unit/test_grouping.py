@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.sending import grouping
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
 from celery_rabbitdelay.levels.layout import Layout, clock, custom
 from tests.unit.clock import Clock
@@ -97,7 +98,7 @@ def test_none_is_early_or_late_and_each_comes_once(layout: Layout, given_steps: 
 
 def _left_ms(due: Due, now_ns: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("time.time_ns", lambda: now_ns)
+        patch.setattr(wall_clock, "source", lambda: now_ns)
         return due.remaining_ms()
 
 

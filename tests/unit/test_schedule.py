@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -346,18 +347,23 @@ def test_the_sun_rises_when_celery_says_so(event: Any, latitude: float, longitud
     """Celery asks ephem too, and has a table of horizons of its own."""
     at = datetime(2026, 1, 1, tzinfo=UTC)
     recurrence = Recurrence.of(solar(event, latitude, longitude), "UTC")
+    compared = 0
     for _ in range(40):
         of_celery = solar(
             event, latitude, longitude, nowfun=partial(type(at).fromisoformat, f"{at}")
         )
-        expected = at + of_celery.remaining_estimate(at)
         found = recurrence.after(milliseconds_of(at))
         assert found is not None
-        # ephem finds another second from each start.
-        assert abs(expected - instant_of(found)) < timedelta(seconds=3)
+        # Celery before 5.7 fails on a day on which that does not happen.
+        with suppress(TypeError):
+            expected = at + of_celery.remaining_estimate(at)
+            # ephem finds another second from each start.
+            assert abs(expected - instant_of(found)) < timedelta(seconds=3)
+            compared += 1
         assert recurrence.latest(found) == found
         assert recurrence.latest(found - 1) != found
         at = instant_of(found) + timedelta(days=9, hours=5)
+    assert compared > 30
 
 
 def test_a_year_of_sunrises_is_one_a_day() -> None:

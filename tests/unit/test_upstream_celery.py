@@ -56,6 +56,15 @@ def parameters(function: Any) -> list[str]:
     return [*inspect.signature(function).parameters]
 
 
+def test_an_application_connects_anew(app: Any) -> None:
+    app.conf.result_backend = "cache+memory://"
+    former = [app.backend, app.pool, app.amqp.producer_pool]
+    app.conf.update(broker_url="memory://elsewhere", result_backend="rpc://")
+    of_app.forget_connections(app)
+    for one, other in zip(former, [app.backend, app.pool, app.amqp.producer_pool], strict=True):
+        assert one is not other, moved("what an application keeps of its connections")
+
+
 def test_results_are_kept_elsewhere_for_a_while(app: Any) -> None:
     own = app.backend
     other = CacheBackend(app, url="memory://")

@@ -1,0 +1,146 @@
+"""Pauses, without waiting for what is paused; see also ``test_pause.py``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from celery_rabbitdelay import Outcome
+from celery_rabbitdelay.testing import Travel, wait_for
+from celery_rabbitdelay.testing.session import Worker
+from tests.integration.notes import Notes
+from tests.integration.shop import PATIENCE
+from tests.integration.test_pause import DELAY, send_one_of_each_kind
+from tests.integration.travelling_shop import app
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_celery_app() -> Any:
+    return app
+
+
+@pytest.fixture
+def shop(rabbitdelay_app: Any) -> Any:
+    return rabbitdelay_app
+
+
+@pytest.fixture
+def worker(rabbitdelay_worker: Worker) -> Worker:
+    return rabbitdelay_worker
+
+
+def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
+    shop: Any, worker: Worker, noted: Notes, travel: Travel
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    sent = travel.now.timestamp()
+    expected = send_one_of_each_kind(noted)
+    looked = shop.tasks["look"].apply_async(delay=DELAY)
+    travel(seconds=4)
+    assert looked.successful()
+    assert noted() == []
+    noted.send("without a delay")
+    wait_for(noted, "the task without a delay", PATIENCE)
+    assert shop.rabbitdelay.resume(task="note")
+    travel(seconds=4)
+    assert Counter(noted()) == Counter({*expected, "without a delay"})
+    for note in noted.found():
+        if note["given"] == ["high"]:
+            assert note["priority"] == 9
+        if note["given"] != ["without a delay"]:
+            # The due time is the one that it was sent for.
+            due = note["headers"]["rabbitdelay-due"] / 1000
+            assert sent + DELAY - 0.001 <= due < sent + DELAY + 10
+            assert note["eta"] is None
+
+
+def test_tasks_for_a_paused_queue_wait(
+    shop: Any, worker: Worker, noted: Notes, travel: Travel
+) -> None:
+    second = "travelling-shop.second"
+    shop.rabbitdelay.pause(queue=second)
+    expected = send_one_of_each_kind(noted, queue=second)
+    noted.send("elsewhere", delay=DELAY)
+    travel(seconds=4)
+    assert noted() == ["elsewhere"]
+    shop.rabbitdelay.resume(queue=second)
+    travel(seconds=4)
+    assert Counter(noted()) == Counter({*expected, "elsewhere"})
+
+
+def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
+    shop: Any, worker: Worker, noted: Notes, travel: Travel
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    cancelled, revoked, untracked, kept = (
+        noted.send(name, delay=DELAY, track=name != "untracked")
+        for name in ("cancelled", "revoked", "untracked", "kept")
+    )
+    older = noted.send("older", delay=DELAY, key="order")
+    shop.rabbitdelay.open_job("import", expires=3600)
+    aborted = noted.send("aborted", delay=DELAY, job="import")
+    travel(seconds=4)
+    assert shop.rabbitdelay.cancel(cancelled) is Outcome.DONE
+    revoked.revoke()
+    assert shop.rabbitdelay.cancel(untracked) is Outcome.NOTED
+    noted.send("newer", delay=DELAY, key="order")
+    shop.rabbitdelay.abort_job("import")
+    travel(seconds=10)
+    for result in (cancelled, revoked, untracked, older, aborted):
+        with pytest.raises(TaskRevokedError):
+            result.get(timeout=PATIENCE)
+    assert (noted(), kept.state) == ([], "DELAYED")
+    shop.rabbitdelay.resume(task="note")
+    travel(seconds=4)
+    assert Counter(noted()) == Counter({"kept", "newer"})
+
+
+def test_a_retry_that_is_due_waits(shop: Any, worker: Worker, travel: Travel) -> None:
+    key, results = uuid4().hex, shop.backend.client
+    result = shop.tasks["retry-when"].apply_async((key,))
+    wait_for(lambda: results.get(key) == b"first", "the task", PATIENCE)
+    shop.rabbitdelay.pause(task="retry-when")
+    results.set(key, "go on")
+    wait_for(lambda: result.state == "RETRY", "the retry", PATIENCE)
+    travel(seconds=4)
+    assert result.state == "RETRY"
+    shop.rabbitdelay.resume(task="retry-when")
+    travel(seconds=4)
+    assert result.get(timeout=PATIENCE) == "done"
+
+
+def test_a_task_that_is_paused_waits_for_its_job_too(
+    shop: Any, worker: Worker, noted: Notes, travel: Travel
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    with shop.rabbitdelay.job("import", expires=3600):
+        noted.send("of a job", delay=DELAY, job="import")
+    travel(seconds=4)
+    assert noted() == []
+    shop.rabbitdelay.resume(task="note")
+    travel(seconds=4)
+    assert Counter(noted()) == Counter({"of a job"})
+
+
+def test_a_pause_of_a_name_and_of_its_queue_are_two(
+    shop: Any, worker: Worker, noted: Notes, travel: Travel
+) -> None:
+    queue = shop.conf.task_default_queue
+    shop.rabbitdelay.pause(task="note")
+    shop.rabbitdelay.pause(queue=queue)
+    assert {(each.task, each.queue) for each in shop.rabbitdelay.paused()} == {
+        ("note", None),
+        (None, queue),
+    }
+    noted.send("held", delay=DELAY, track=True)
+    shop.rabbitdelay.resume(queue=queue)
+    travel(seconds=4)
+    assert noted() == []
+    shop.rabbitdelay.resume(task="note")
+    assert shop.rabbitdelay.paused() == []
+    travel(seconds=4)
+    assert Counter(noted()) == Counter({"held"})

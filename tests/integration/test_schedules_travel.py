@@ -1,0 +1,228 @@
+"""Schedules, over hours and days that no test waits for; see also ``test_schedules.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from celery_rabbitdelay import InvalidSchedule, Outcome
+from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.testing import Travel
+from celery_rabbitdelay.testing.session import Worker
+from celery_rabbitdelay.testing.travel import forget
+from tests.integration.notes import Notes, instants
+from tests.integration.travelling_shop import app
+
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_celery_app() -> Any:
+    return app
+
+
+@pytest.fixture
+def shop(rabbitdelay_app: Any) -> Any:
+    return rabbitdelay_app
+
+
+@pytest.fixture
+def worker(rabbitdelay_worker: Worker) -> Worker:
+    return rabbitdelay_worker
+
+
+@pytest.fixture
+def put(shop: Any, noted: Notes) -> Callable[..., Any]:
+    """Puts a schedule whose task notes its id."""
+
+    def put(name: str = "a", when: Any = HOUR, **options: Any) -> Any:
+        options = {"catch_up": "all", "overlap": "allow", **options}
+        kwargs = {"key": noted.key}
+        return shop.rabbitdelay.schedules.put(name, "note", when, (name,), kwargs, **options)
+
+    return put
+
+
+def hours(noted: Notes, first: datetime) -> list[float]:
+    """When the occurrences of the schedule ``a`` were due that ran, in hours after the first."""
+    return [(each - first.timestamp()) / 3600 for each in instants(noted, "a")]
+
+
+def test_a_paused_schedule_comes_and_does_not_run(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    before = worker.log.count("its schedule is paused")
+    first = put(paused=True).next_at
+    travel(hours=3)
+    assert worker.log.count("its schedule is paused") == before + 3
+    assert noted() == []
+    assert shop.rabbitdelay.schedules.trigger("a") is not None
+    assert shop.rabbitdelay.schedules.resume("a")
+    travel(hours=3)
+    assert hours(noted, first) == [3, 4, 5]
+    assert len(noted()) == 4
+    assert not shop.rabbitdelay.schedules.pause("b")
+
+
+def test_of_an_occurrence_that_is_cancelled_the_next_one_runs(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    first = put().next_at
+    order, task_id = shop.rabbitdelay.registry.newest_under("schedule:a")
+    assert order
+    assert shop.rabbitdelay.cancel(task_id) is Outcome.DONE
+    travel(to=first + HOUR)
+    assert hours(noted, first) == [1]
+    assert shop.AsyncResult(task_id).state == "REVOKED"
+
+
+def test_retries_of_an_occurrence_are_no_occurrences(
+    shop: Any, worker: Worker, travel: Travel
+) -> None:
+    given: Any = ([], 2, {"delay": 600})
+    start = travel.now + HOUR
+    shop.rabbitdelay.schedules.put("a", "retry", HOUR, given, start=start, catch_up="all")
+    revision = shop.rabbitdelay.registry.newest_under("schedule:a")[1].rpartition(":")[2]
+    travel(hours=3)
+    for due in (start, start + HOUR):
+        result = shop.AsyncResult(f"a:{milliseconds_of(due):015d}:{revision}").get(timeout=10)
+        assert [seen["retries"] for seen in result] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("catch_up", "ran"),
+    [
+        ("last", [12, 15]),
+        ("all", [0, 3, 6, 9, 12, 15]),
+        (2.5 * HOUR, [12, 15]),
+        (1.5 * HOUR, [15]),
+    ],
+)
+def test_what_was_missed_runs_as_it_says(
+    put: Callable[..., Any],
+    noted: Notes,
+    worker: Worker,
+    travel: Travel,
+    catch_up: Any,
+    ran: list[int],
+) -> None:
+    first = put(when=3 * HOUR, catch_up=catch_up).next_at
+    worker.kill()
+    travel(to=first + 14 * HOUR)
+    worker.start()
+    travel(hours=1)
+    assert hours(noted, first) == ran
+
+
+def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_second_one(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    def dropped() -> int:
+        return worker.log.count("does not run twice")
+
+    before, first = dropped(), put().next_at
+    for number in range(3):
+        travel(to=first + number * HOUR)
+        (found,) = shop.rabbitdelay.registry.schedules.get(["a"])
+        ran = found.occurrence._replace(instant_ms=milliseconds_of(first + number * HOUR))
+        # As if it had not even been registered.
+        shop.rabbitdelay.schedules._send(found._replace(occurrence=ran))
+        travel(seconds=1)
+        assert dropped() > before + number
+    travel(to=first + 5 * HOUR)
+    refused = dropped()
+    travel(to=first + 7 * HOUR)
+    assert hours(noted, first) == [*range(8)]
+    assert dropped() == refused
+
+
+def test_a_chain_goes_on_although_redis_has_lost_everything(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    first = put().next_at
+    travel(hours=2)
+    forget(shop.rabbitdelay.settings)
+    travel(hours=4)
+    assert hours(noted, first) == [*range(6)]
+    assert [each.name for each in shop.rabbitdelay.schedules.all()] == ["a"]
+    # Its code puts it again.
+    assert put().task == "note"
+
+
+def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    first = put().next_at
+    travel(hours=2)
+    worker.kill()
+    # The next one is due, and others are missed.
+    travel(hours=10)
+    forget(shop.rabbitdelay.settings)
+    put()
+    worker.start()
+    travel(hours=6)
+    assert hours(noted, first) == [*range(18)]
+    # One chain has ended: what is sent twice runs once, but costs twice as much.
+    queues = [*shop.rabbitdelay.topology.digit_queues, *shop.amqp.queues.values()]
+    with shop.connection_for_write() as connection:
+        counts = queue_counts(connection, queues).values()
+    assert sum(each.messages for each in counts if each is not None) == 1
+
+
+def test_processes_that_put_the_same_schedule_at_once_put_one(
+    put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    start = travel.now + 12 * HOUR
+    with ThreadPoolExecutor(8) as threads:
+        made = {*threads.map(lambda _: put(start=start).next_at, range(24))}
+    first = start.replace(microsecond=start.microsecond // 1000 * 1000)
+    assert made == {first}
+    travel(hours=15)
+    assert hours(noted, first.replace(microsecond=0)) == [0, 1, 2, 3]
+
+
+def test_a_schedule_ends(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    end = travel.now + 12 * HOUR
+    first = put(end=end).next_at
+    travel(days=2)
+    assert shop.rabbitdelay.schedules.get("a") is None
+    assert hours(noted, first) == [*range((end - first) // HOUR + 1)]
+    # Its code puts it again.
+    assert put(end=end) is None
+    assert shop.rabbitdelay.schedules.all() == []
+
+
+def test_what_was_missed_is_sent_by_hand_and_what_has_run_does_not_run_again(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    schedules, now = shop.rabbitdelay.schedules, travel.now
+    next_at = put().next_at
+    assert schedules.backfill("a", now - 3 * HOUR, now) == 3
+    travel(seconds=1)
+    assert hours(noted, next_at) == [-3, -2, -1]
+    # More than the whole of it.
+    assert schedules.backfill("a", now - 5 * HOUR, now + HOUR) == 5
+    travel(seconds=1)
+    assert hours(noted, next_at) == [-5, -4, -3, -2, -1]
+    with pytest.raises(InvalidSchedule, match="is no schedule"):
+        schedules.backfill("b", now - HOUR, now)
+    with pytest.raises(InvalidSchedule, match="more than 10000"):
+        schedules.backfill("a", now - 20_000 * HOUR, now)
+
+
+def test_what_was_left_out_is_sent_by_hand(
+    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
+) -> None:
+    begin, first = travel.now, put(paused=True).next_at
+    travel(hours=3)
+    assert noted() == []
+    assert shop.rabbitdelay.schedules.backfill("a", begin, travel.now) == 3
+    travel(seconds=1)
+    assert hours(noted, first) == [0, 1, 2]
