@@ -35,7 +35,9 @@ ROWS = 200
 SECRET = "opensesame"
 
 #: Each task is given its row's number, and the id of the process that has read the row. First come
-#: a write by an application that cannot be imported, and two with a wrong password.
+#: a write by an application that cannot be imported, one with a wrong password of the broker, and
+#: one with a password of a Redis that does not answer: without a password of its own, Redis may take
+#: any.
 PROGRAM = """
 import os
 import sys
@@ -46,17 +48,17 @@ rows = spark.sql(
     "select array(string(id), java_method('java.lang.ProcessHandle', 'current')) args, "
     f"named_struct('key', '{sys.argv[1]}') kwargs, 1D delay from range(0, ROWS, 1, 4)"
 )
-broker, registry, secret = sys.argv[2], sys.argv[3], os.environ["SECRET"]
+broker, secret, nowhere = sys.argv[2], os.environ["SECRET"], "redis://127.0.0.1:1/0"
 for wrong in (
     {"app": "zipped:app"},
     {"broker": broker, "brokerPassword": secret},
-    {"broker": broker, "brokerPassword": "guest", "registry": registry, "registryPassword": secret},
+    {"broker": broker, "brokerPassword": "guest", "registry": nowhere, "registryPassword": secret},
 ):
     try:
         rows.write.format("rabbitdelay").mode("append").options(task="note", **wrong).save()
     except Exception as error:
         print("FAILED", error)
-options = {"app": sys.argv[4], "task": "note", "idColumn": "args"}
+options = {"app": sys.argv[3], "task": "note", "idColumn": "args"}
 rows.write.format("rabbitdelay").mode("append").options(**options).save()
 spark.stop()
 """.replace("ROWS", str(ROWS))
@@ -125,7 +127,7 @@ def run(
         program = tmp_path_factory.mktemp("program") / "remind.py"
         program.write_text(PROGRAM)
         broker = settings["broker_url"].replace(":guest@", "@")
-        arguments = [str(program), noted.key, broker, settings["rabbitdelay_registry_url"], app]
+        arguments = [str(program), noted.key, broker, app]
         process = subprocess.Popen(
             [*command, *arguments],
             cwd=written,
@@ -164,7 +166,8 @@ def logging(folder: Path) -> dict[str, str]:
 
 def assert_wrong_passwords_are_hidden(run: Run, log: str = "") -> None:
     """Assert that these writes were refused, and that nothing that was written shows the secret."""
-    assert run.said.count("FAILED") == 3
+    assert run.said.count("FAILED") == 3, run.said
+    assert "RegistryUnavailable" in run.said
     assert "app = 'zipped:app': cannot be imported here, on the driver" in run.said
     events = [text for path, text in run.files.items() if "/events/" in path]
     for text in (run.said, "".join(events)):
