@@ -32,6 +32,10 @@ NOTES: dict[str, dict[str, Any]] = {
     "late-note": {"acks_late": True},
 }
 
+#: Tasks that kill the process that runs them, by what Celery then does with them; to send them
+#: anew is new in Celery 5.7.
+LOST = ["lost", *(["lost-retry"] if hasattr(celery.Task, "retry_on_worker_lost") else [])]
+
 #: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.
 FAR_BACKOFFS = {
     "backoff": {"retry_backoff": 1000, "retry_backoff_max": 5000, "retry_jitter": False},

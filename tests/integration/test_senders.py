@@ -21,7 +21,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import find_waiting, take
 from tests.integration.notes import Notes
-from tests.integration.shop import FAR_BACKOFFS, PATIENCE, QUEUES, make_app, named
+from tests.integration.shop import FAR_BACKOFFS, LOST, PATIENCE, QUEUES, make_app, named
 from tests.integration.waited import assert_not_delayed, assert_waited
 from tests.integration.worker import Beat
 
@@ -44,10 +44,6 @@ SENDERS: dict[str, Callable[..., Any]] = {
         json.loads(json.dumps(app.signature("look", options=options)))
     ).apply_async(),
 }
-
-#: Tasks that kill the process that runs them, by what Celery then does with them; to send them
-#: anew is new in Celery 5.7.
-LOST = ["lost", *(["lost-retry"] if hasattr(celery.Task, "retry_on_worker_lost") else [])]
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ SECRET = "opensesame"
 
 #: Each task is given its row's number, and the id of the process that has read the row. First come
 #: a write by an application that cannot be imported, one with a wrong password of the broker, and
-#: one with a password of a Redis that does not answer: without a password of its own, Redis may take
-#: any.
+#: one with a password of a Redis that does not answer, as one that answers may take any password.
 PROGRAM = """
 import os
 import sys
