@@ -87,7 +87,11 @@ def test_tasks_envelopes_clients_and_unaware_producers_reach_a_worker(
         plain = celery.Celery("plain", broker=tls_node.url, set_as_current=False)
         plain.conf.broker_use_ssl = tls_node.ssl
         plain.conf.task_queues = [Queue(default, no_declare=True)]
-        unaware = plain.send_task("look", (4,), countdown=2, queue=default)
+        # The pools of kombu before 5.6 do not tell connections apart by their certificates.
+        with plain.connection_for_write() as connection:
+            unaware = plain.send_task(
+                "look", (4,), countdown=2, queue=default, connection=connection
+            )
         cancelled = look.apply_async((5,), delay=12)
         tls_shop.rabbitdelay.cancel(cancelled.id)
 
