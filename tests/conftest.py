@@ -13,7 +13,7 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from celery.signals import before_task_publish
@@ -142,10 +142,28 @@ def redis_url(request: pytest.FixtureRequest) -> str:
     return server.url
 
 
+class InVirtualHost:
+    """A server, with the URL of a virtual host of its own.
+
+    Args:
+        server: The server.
+        name: The name of the virtual host, which is made.
+    """
+
+    def __init__(self, server: RabbitMQServer, name: str) -> None:
+        self._server = server
+        self.url = f"{server.url.rstrip('/')}/{name}"
+        server.ctl("add_vhost", name)
+        server.ctl("set_permissions", "--vhost", name, "guest", ".*", ".*", ".*")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+
 @pytest.fixture(scope="session")
-def rabbitdelay_broker(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
-    """The RabbitMQ of the tests that travel in time."""
-    return session_rabbitmq
+def rabbitdelay_broker(session_rabbitmq: RabbitMQServer) -> InVirtualHost:
+    """The RabbitMQ of the tests that travel in time; their workers answer no other test."""
+    return InVirtualHost(session_rabbitmq, "travelling")
 
 
 @pytest.fixture(scope="session")

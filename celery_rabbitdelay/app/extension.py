@@ -224,7 +224,7 @@ class RabbitDelay(WaitingTasks, Pausing):
             self.registry.store.close()
 
     def reset(self) -> None:
-        """Close all connections, also Celery's; the settings are read anew on the next use."""
+        """Forget settings and connections, also Celery's: the next use reads and connects anew."""
         self.close()
         for name in ("settings", "pool", "templates", "registry", "available"):
             self.__dict__.pop(name, None)

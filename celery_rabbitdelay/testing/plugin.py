@@ -5,8 +5,8 @@ command line, or the same names in pytest's configuration with underscores:
 
 ======================================= ========================================================
 ``--rabbitdelay-app=shop.tasks:app``    the application
-``--rabbitdelay-broker=amqp://...``     a RabbitMQ that runs, instead of a private one
-``--rabbitdelay-redis=redis://...``     a Redis that runs, likewise
+``--rabbitdelay-broker=amqp://...``     an existing RabbitMQ, instead of a private one
+``--rabbitdelay-redis=redis://...``     an existing Redis, likewise
 ``--rabbitdelay-management=http://...`` its management API, by default on port 15672
 ``--rabbitdelay-worker=thread``         the worker in a thread; by default a process
 ``--rabbitdelay-worker-options=...``    of ``celery worker``; by default ``--concurrency=1``
@@ -32,8 +32,8 @@ AnyServer = TypeVar("AnyServer", bound=Any)
 
 _OPTIONS: Final = {
     "app": "the Celery application of the tests, as module:attribute",
-    "broker": "the URL of a RabbitMQ that runs; by default a private one is started",
-    "redis": "the URL of a Redis that runs; by default a private one is started",
+    "broker": "the URL of an existing RabbitMQ; by default a private one is started",
+    "redis": "the URL of an existing Redis; by default a private one is started",
     "management": "the URL of that RabbitMQ's management API; by default on port 15672",
     "worker": "process (the default) or thread: where the worker of the tests runs",
     "worker-options": "options of celery worker; by default --concurrency=1",
@@ -106,13 +106,8 @@ def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def _rabbitdelay_sessions() -> Iterator[dict[int, Session]]:
-    sessions: dict[int, Session] = {}
-    try:
-        yield sessions
-    finally:
-        for session in sessions.values():
-            session.close()
+def _rabbitdelay_sessions() -> dict[int, Session]:
+    return {}
 
 
 @pytest.fixture
@@ -124,27 +119,30 @@ def _rabbitdelay_session(
 ) -> Session:
     from celery_rabbitdelay.testing.session import Session
 
-    def redis_url() -> str:
-        url: str = request.getfixturevalue("rabbitdelay_redis").url
-        return url
+    sessions, key = _rabbitdelay_sessions, id(rabbitdelay_celery_app)
+    for server in (rabbitdelay_broker, *(each.redis for each in sessions.values())):
+        _running(server)
+    for other, session in sessions.items():
+        if other != key:
+            session.leave()
+    if key not in sessions:
 
-    app = rabbitdelay_celery_app
-    for key, other in _rabbitdelay_sessions.items():
-        if key != id(app):
-            other.stop_worker()
-    if id(app) not in _rabbitdelay_sessions:
-        _rabbitdelay_sessions[id(app)] = Session(app, rabbitdelay_broker.url, redis_url)
-    return _rabbitdelay_sessions[id(app)]
+        def redis() -> Any:
+            return request.getfixturevalue("rabbitdelay_redis")
+
+        sessions[key] = Session(rabbitdelay_celery_app, rabbitdelay_broker.url, redis)
+        # Before its servers are stopped, which have been started before.
+        request.session.addfinalizer(sessions[key].close)
+    return sessions[key]
 
 
 @pytest.fixture
-def rabbitdelay_app(_rabbitdelay_session: Session, rabbitdelay_broker: Any) -> Iterator[Any]:
+def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Any]:
     """The application, on the servers of this run, with nothing waiting anywhere.
 
     Its levels have a prefix of their own, and the result backend and the registry, if it has them
     in Redis, are on the Redis of this run.
     """
-    _running(rabbitdelay_broker)
     with _rabbitdelay_session.clean():
         yield _rabbitdelay_session.app
 
@@ -153,9 +151,10 @@ def rabbitdelay_app(_rabbitdelay_session: Session, rabbitdelay_broker: Any) -> I
 def rabbitdelay_worker(
     request: pytest.FixtureRequest, rabbitdelay_app: Any, _rabbitdelay_session: Session
 ) -> Worker | None:
-    """A worker of the application; ``log``, ``kill()`` and ``start()`` are its own.
+    """A worker of the application; it has ``log``, ``kill()`` and ``start()``.
 
-    It is a process that all tests share, and started again if a test has killed it. With
+    It is a process that all tests of the application share, until one of another application comes,
+    and it is started again if a test has killed it. With
     ``rabbitdelay_worker = thread`` it runs in this process, and this fixture is None.
     """
     if _option(request.config, "worker") == "thread":
@@ -195,7 +194,7 @@ def _started(server: AnyServer, option: str) -> Iterator[AnyServer]:
 
 
 def _running(server: Any) -> None:
-    """Start a private server again that the test before has killed, and resume a suspended one."""
+    """Start a private server again that an earlier test has killed, and resume a suspended one."""
     if not getattr(server, "running", True):
         server.start()
     elif hasattr(server, "resume"):

@@ -20,13 +20,14 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from kombu import Queue
 
+from celery_rabbitdelay.app.application import Celery as DelayingCelery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import worker as worker_module
 from celery_rabbitdelay.testing.servers import end_with_parent, wait_for
 from celery_rabbitdelay.testing.shared_clock import SharedClock
 from celery_rabbitdelay.testing.travel import TIMEOUT, DidNotSettle, Travel, forget
-from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, confirm_all, take_part
+from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, confirm_all, taking_part
 
 #: The variables of the environment that Celery prefers to the configuration.
 _PREFERRED: Final = (
@@ -40,7 +41,7 @@ _PREFERRED: Final = (
 START_TIMEOUT: Final = 120.0
 STOP_TIMEOUT: Final = 20.0
 
-#: Seconds in which what a test has left behind in its worker has to end before it is killed.
+#: Seconds that tasks left by a test may run before their worker is killed.
 LEFT_TIMEOUT: Final = 10.0
 
 #: The options of ``celery worker`` that no test needs, and that make it start slowly.
@@ -148,16 +149,27 @@ class Session:
     Args:
         app: The application.
         broker_url: The broker, with a virtual host that nobody else uses.
-        redis_url: Returns the URL of the Redis; called if the application uses one.
+        redis: Returns the Redis, which has a ``url``; called if the application uses one.
+
+    Attributes:
+        redis: The Redis; None if the application uses none.
+
+    Raises:
+        TypeError: Nothing of the application can be delayed.
     """
 
-    def __init__(self, app: Any, broker_url: str, redis_url: Callable[[], str]) -> None:
-        self.app = app
-        self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-"))
-        self._exits = ExitStack()
-        self._exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
+    def __init__(self, app: Any, broker_url: str, redis: Callable[[], Any]) -> None:
+        if not isinstance(app, DelayingCelery):
+            raise TypeError(
+                f"{app!r} cannot delay tasks: make it with celery_rabbitdelay.Celery, or call "
+                "celery_rabbitdelay.install(app)"
+            )
+        self.app: Any = app
+        self.redis: Any = None
         self._worker: Worker | None = None
         self._threads: ExitStack | None = None
+        #: Whether it has used the servers since another application did.
+        self._is_at_work = False
         settings: dict[str, Any] = {
             "broker_url": broker_url,
             "broker_read_url": broker_url,
@@ -165,34 +177,46 @@ class Session:
             "rabbitdelay_prefix": f"test-{uuid4().hex[:8]}",
             "rabbitdelay_registry_prefix": None,
         }
-        if app.conf.get("rabbitdelay_registry_url"):
-            settings |= {
-                "rabbitdelay_registry_url": redis_url(),
-                "rabbitdelay_registry_options": {},
-            }
-        if str(app.conf.result_backend or "").startswith(("redis", "sentinel")):
-            settings["result_backend"] = redis_url()
-            if redis_url().startswith("redis://"):
+        has_registry = bool(app.conf.get("rabbitdelay_registry_url"))
+        has_results = str(app.conf.result_backend or "").startswith(("redis", "sentinel"))
+        if has_registry or has_results:
+            self.redis = redis()
+        if has_registry:
+            settings["rabbitdelay_registry_url"] = self.redis.url
+            settings["rabbitdelay_registry_options"] = {}
+        if has_results:
+            settings["result_backend"] = self.redis.url
+            if self.redis.url.startswith("redis://"):
                 settings["redis_backend_use_ssl"] = None
         if broker_url.startswith("amqp://"):
             settings["broker_use_ssl"] = False
-        (self.folder / SETTINGS).write_text(json.dumps(settings))
-        for name in _PREFERRED:
-            if name in os.environ:
-                self._exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
-        former = dict(app.conf.changes)
-        app.conf.update(settings)
-        confirm_all(app)
-        # Somebody may have used it already, on other servers.
-        app.rabbitdelay.reset()
-
-        def give_back() -> None:
-            app.conf.changes.clear()
-            app.conf.changes.update(former)
+        with ExitStack() as exits:
+            self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-"))
+            exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            (self.folder / SETTINGS).write_text(json.dumps(settings))
+            self._clock = SharedClock(self.folder)
+            for name in _PREFERRED:
+                if name in os.environ:
+                    exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
+            exits.callback(self._give_back, dict(app.conf.changes or {}))
+            app.conf.update(settings)
+            confirm_all(app)
+            # Somebody may have used it already, on other servers.
             app.rabbitdelay.reset()
+            exits.callback(self._forget)
+            exits.callback(self._stop_worker)
+            self._exits = exits.pop_all()
 
-        self._exits.callback(give_back)
-        self._clock = SharedClock(self.folder)
+    def _give_back(self, former: dict[str, Any]) -> None:
+        """Give the application its former settings back."""
+        self.app.conf.changes.clear()
+        self.app.conf.changes.update(former)
+        self.app.rabbitdelay.reset()
+
+    def _forget(self) -> None:
+        if self.app.rabbitdelay.has_registry:
+            with suppress(Exception):  # a test may have killed that Redis
+                forget(self.app.rabbitdelay.settings)
 
     def worker(self, options: Sequence[str]) -> Worker:
         """Return the worker, which runs.
@@ -208,22 +232,32 @@ class Session:
     def worker_in_thread(self) -> None:
         """Start a worker in a thread of this process, unless it runs."""
         if self._threads is None:
-            take_part(self.app, self.folder)
-            context = start_worker(
-                self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT
-            )
-            self._threads = ExitStack()
-            self._threads.enter_context(context)
+            with ExitStack() as threads:
+                threads.callback((self.folder / WORKER).unlink, missing_ok=True)
+                threads.enter_context(taking_part(self.app, self.folder))
+                threads.enter_context(
+                    start_worker(self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT)
+                )
+                self._threads = threads.pop_all()
         wait_for((self.folder / WORKER).exists, "a worker that takes tasks", START_TIMEOUT)
 
-    def stop_worker(self) -> None:
-        """Stop the worker: another application may use the same queues."""
+    def leave(self) -> None:
+        """Let another application use the servers, whose queues may have the same names.
+
+        The worker is stopped, and what waits is removed.
+        """
+        if not self._is_at_work:
+            return
+        self._is_at_work = False
+        self._stop_worker()
+        self._purge(self.app.rabbitdelay.topology.queues)
+
+    def _stop_worker(self) -> None:
         if self._worker is not None:
             self._worker.stop()
         if self._threads is not None:
             threads, self._threads = self._threads, None
             threads.close()
-            (self.folder / WORKER).unlink(missing_ok=True)
 
     def travel(self, timeout: float = TIMEOUT) -> Travel:
         """Return a traveller.
@@ -241,10 +275,11 @@ class Session:
 
     @contextmanager
     def clean(self) -> Iterator[None]:
-        """Let a block go by the shared clock, with nothing left of the tests before.
+        """Use the shared clock in a block, after removing what earlier tests have left.
 
-        That is what they have left in queues, in the registry, and in the worker.
+        They leave it in queues, in the registry, and in the worker.
         """
+        self._is_at_work = True
         former = wall_clock.source
         self._clock.install()
         try:
@@ -275,10 +310,6 @@ class Session:
         """Stop the worker, and give the application its former settings back."""
         # A result that nobody holds any more says so to Redis, which is about to be gone.
         gc.collect()
-        self.stop_worker()
-        if self.app.rabbitdelay.has_registry:
-            with suppress(Exception):  # that Redis may be gone
-                forget(self.app.rabbitdelay.settings)
         self._exits.close()
 
     def _purge(self, queues: Iterable[Queue]) -> None:

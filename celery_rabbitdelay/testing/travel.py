@@ -38,7 +38,7 @@ from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER
 #: Seconds that what runs on the way may take together, at one instant.
 TIMEOUT: Final = 60.0
 
-#: Seconds without an answer after which it is asked whether the worker still runs.
+#: Seconds without an answer before checking that the worker is still running.
 LOOK_AFTER_WORKER: Final = 1.0
 
 #: Milliseconds of a travel, at least, between two looks for what the registry forgets on the way.
@@ -145,7 +145,7 @@ class Travel:
                 once.
 
         Raises:
-            ValueError: It is no way ahead, or both a length and an instant.
+            ValueError: The target has passed, or both a length and an instant are given.
             DidNotSettle: What runs on the way does not end.
         """
         way = timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)

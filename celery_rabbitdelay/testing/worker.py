@@ -12,7 +12,9 @@ import json
 import os
 import socket
 import sys
-from contextlib import AbstractContextManager, suppress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -43,6 +45,9 @@ SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
 #: many of them are made before it says that it is not.
 CHECK_EVERY: Final = 0.002
 CHECKS: Final = 500
+
+#: How many names of tasks that have not ended an answer has, which has to fit into a datagram.
+MOST_NAMED: Final = 20
 
 
 class Rest(RabbitMQStep):
@@ -105,16 +110,20 @@ class Rest(RabbitMQStep):
         services = self._consumer.controller.rabbitdelay_services
         served = {each.name: each.statistics.received for each in services if _is_module(each)}
         answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender, suppress(OSError):
-            port = int((self.folder / ANSWERS).read_text())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            try:
+                port = int((self.folder / ANSWERS).read_text())
+            except FileNotFoundError:
+                return  # the run is over
             sender.sendto(json.dumps(answer).encode(), ("127.0.0.1", port))
-            if unfinished:  # and the test is not over
-                call_after(self._consumer, CHECK_EVERY, lambda: self.look(number))
+        if unfinished:
+            call_after(self._consumer, CHECK_EVERY, lambda: self.look(number))
 
     def _unfinished(self) -> list[str]:
         """Return in words what the worker has not finished."""
         requests = {*state.reserved_requests, *state.active_requests}
-        words = [f"the task {request.name}" for request in requests]
+        names = Counter(request.name for request in requests)
+        words = [f"{number} x the task {name}" for name, number in names.most_common(MOST_NAMED)]
         if self._unsettled and not words:
             words.append(f"{len(self._unsettled)} messages that are not acknowledged")
         for bucket in self._consumer.task_buckets.values():
@@ -136,7 +145,8 @@ def confirm_all(app: Any) -> None:
     app.conf.broker_transport_options = {**options, "confirm_publish": True}
 
 
-def take_part(app: Any, folder: Path) -> None:
+@contextmanager
+def taking_part(app: Any, folder: Path) -> Iterator[None]:
     """Let an application's workers in this process, and its forks, take part in travels.
 
     Args:
@@ -144,22 +154,6 @@ def take_part(app: Any, folder: Path) -> None:
         folder: Where the clock's file is.
     """
     clock = SharedClock(folder)
-    clock.install()
-    # A traveller's days pass within the seconds for which a worker takes what it has asked the
-    # registry and the broker to be still so.
-    pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
-    Rest.folder = folder
-    app.steps["consumer"].add(Rest)
-
-    def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Any:
-        def look(message: Any, body: Any, ack: Any, *args: Any) -> None:
-            ack(logger, consumer.connection_errors)
-            consumer.rabbitdelay_rest.look(message.headers[NUMBER])
-
-        return look
-
-    app.task(name=LOOK, rabbitdelay=False, Strategy=staticmethod(strategy))(_never_runs)
-
     seen: list[AbstractContextManager[Any]] = []
 
     def begin(**_: Any) -> None:
@@ -171,8 +165,30 @@ def take_part(app: Any, folder: Path) -> None:
         while seen:
             seen.pop().__exit__(None, None, None)
 
-    signals.task_prerun.connect(begin, weak=False, dispatch_uid=f"{folder}.begin")
-    signals.task_postrun.connect(end, weak=False, dispatch_uid=f"{folder}.end")
+    def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Any:
+        def look(message: Any, body: Any, ack: Any, *args: Any) -> None:
+            ack(logger, consumer.connection_errors)
+            consumer.rabbitdelay_rest.look(message.headers[NUMBER])
+
+        return look
+
+    former = pauses.FRESH, destinations.ASK_AGAIN
+    try:
+        # Days of a travel pass within the seconds for which a worker keeps the answers of the
+        # registry and of the broker.
+        pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
+        Rest.folder = folder
+        app.steps["consumer"].add(Rest)
+        app.task(name=LOOK, rabbitdelay=False, Strategy=staticmethod(strategy))(_never_runs)
+        signals.task_prerun.connect(begin, weak=False)
+        signals.task_postrun.connect(end, weak=False)
+        yield
+    finally:
+        signals.task_prerun.disconnect(begin)
+        signals.task_postrun.disconnect(end)
+        app.tasks.pop(LOOK, None)
+        app.steps["consumer"].discard(Rest)
+        pauses.FRESH, destinations.ASK_AGAIN = former  # type: ignore[misc]
 
 
 def _never_runs() -> None:
@@ -187,8 +203,9 @@ def main() -> None:
     # Its module may have used it already.
     app.rabbitdelay.reset()
     confirm_all(app)
-    take_part(app, Path(folder))
-    app.worker_main(["worker", *options])
+    SharedClock(Path(folder)).install()
+    with taking_part(app, Path(folder)):
+        app.worker_main(["worker", *options])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Refusing(MailGateway):
         self.begin(0)
 
     def begin(self, refuses: int, now: Callable[[], datetime] = datetime.now) -> None:
-        """Forget all mails.
+        """Forget when mails were posted.
 
         Args:
             refuses: How many mails it refuses from now on.

@@ -39,6 +39,7 @@ def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
     shop.rabbitdelay.pause(task="note")
     sent = travel.now.timestamp()
     expected = send_one_of_each_kind(noted)
+    all_sent = travel.now.timestamp()
     looked = shop.tasks["look"].apply_async(delay=DELAY)
     travel(seconds=4)
     assert looked.successful()
@@ -46,7 +47,7 @@ def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
     noted.send("without a delay")
     wait_for(noted, "the task without a delay", PATIENCE)
     assert shop.rabbitdelay.resume(task="note")
-    travel(seconds=4)
+    travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({*expected, "without a delay"})
     for note in noted.found():
         if note["given"] == ["high"]:
@@ -54,7 +55,7 @@ def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
         if note["given"] != ["without a delay"]:
             # The due time is the one that it was sent for.
             due = note["headers"]["rabbitdelay-due"] / 1000
-            assert sent + DELAY - 0.001 <= due < sent + DELAY + 10
+            assert sent + DELAY - 0.001 <= due <= all_sent + DELAY + 0.001
             assert note["eta"] is None
 
 
@@ -68,7 +69,7 @@ def test_tasks_for_a_paused_queue_wait(
     travel(seconds=4)
     assert noted() == ["elsewhere"]
     shop.rabbitdelay.resume(queue=second)
-    travel(seconds=4)
+    travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({*expected, "elsewhere"})
 
 
@@ -95,7 +96,7 @@ def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
             result.get(timeout=PATIENCE)
     assert (noted(), kept.state) == ([], "DELAYED")
     shop.rabbitdelay.resume(task="note")
-    travel(seconds=4)
+    travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({"kept", "newer"})
 
 
@@ -109,7 +110,7 @@ def test_a_retry_that_is_due_waits(shop: Any, worker: Worker, travel: Travel) ->
     travel(seconds=4)
     assert result.state == "RETRY"
     shop.rabbitdelay.resume(task="retry-when")
-    travel(seconds=4)
+    travel.until(travel.nothing_waits)
     assert result.get(timeout=PATIENCE) == "done"
 
 
@@ -122,7 +123,7 @@ def test_a_task_that_is_paused_waits_for_its_job_too(
     travel(seconds=4)
     assert noted() == []
     shop.rabbitdelay.resume(task="note")
-    travel(seconds=4)
+    travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({"of a job"})
 
 
@@ -138,9 +139,9 @@ def test_a_pause_of_a_name_and_of_its_queue_are_two(
     }
     noted.send("held", delay=DELAY, track=True)
     shop.rabbitdelay.resume(queue=queue)
-    travel(seconds=4)
+    travel(minutes=1)
     assert noted() == []
     shop.rabbitdelay.resume(task="note")
     assert shop.rabbitdelay.paused() == []
-    travel(seconds=4)
+    travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({"held"})

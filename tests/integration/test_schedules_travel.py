@@ -36,6 +36,13 @@ def worker(rabbitdelay_worker: Worker) -> Worker:
     return rabbitdelay_worker
 
 
+@pytest.fixture(autouse=True)
+def after_the_hour(travel: Travel) -> None:
+    """Begin a minute after one of the instants of a schedule: none passes between two lines."""
+    now = travel.now.replace(minute=1, second=0, microsecond=0)
+    travel(to=now + HOUR * (3 - now.hour % 3))
+
+
 @pytest.fixture
 def put(shop: Any, noted: Notes) -> Callable[..., Any]:
     """Puts a schedule whose task notes its id."""
