@@ -20,6 +20,15 @@ MOST_READ: Final = 20_000
 #: How many tasks are postponed between two words about the progress.
 BATCH: Final = 50
 
+#: What is said of each outcome.
+WORDS: Final = {
+    Outcome.DONE: "done",
+    Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
+    Outcome.UNKNOWN: "unknown: nothing waits under it",
+    Outcome.RELEASED: "it has arrived at a worker already",
+    Outcome.CANCELLED: "it was cancelled or superseded before",
+}
+
 
 class Place(NamedTuple):
     """A place in the order of the tasks that wait: behind one of them.
