@@ -454,7 +454,7 @@ def forget(connection: Connection) -> None:
     declared_entities(connection).clear()
 
 
-def connect(connection: Connection, pause: float = 2.0) -> None:
+def connect(connection: Connection, pause: int = 2) -> None:
     """Open a connection unless it is open, to the first broker of its list that answers.
 
     Args:
