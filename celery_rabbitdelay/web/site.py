@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,7 @@ from celery_rabbitdelay.operations.verify.application import verify_application
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.reading import CONNECT_TIMEOUT, Broker, Readings
+from celery_rabbitdelay.web.reading import Broker, Readings
 from celery_rabbitdelay.web.work import Works
 
 #: Seconds from one look to the next: at the queues, at the workers, at the tracked tasks, and for
@@ -162,8 +163,11 @@ class Site:
         return DueSoon(start, overdue, each_step, dict(zip(HORIZONS, totals, strict=True)), later)
 
     def _verify(self) -> Verification:
-        with self.app.connection_for_write(connect_timeout=CONNECT_TIMEOUT) as connection:
-            return verify_application(self.delays, connection, self.options.management)
+        management = self.options.management
+        with closing(Broker(self.app)) as broker:
+            return broker.ask(
+                lambda connection: verify_application(self.delays, connection, management)
+            )
 
 
 _NO_BACKLOG: Final = Backlog({}, {}, {}, ())
