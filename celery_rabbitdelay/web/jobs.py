@@ -44,5 +44,5 @@ def _ended(asked: Asked, what: str) -> dict[str, Any]:
             end(name)
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
-    log_action(asked.user, what, 1, repr(name))
+    log_action(asked.user, what, 1, name)
     return {**jobs(asked), "see": f"jobs?{asked.fields.address(token=None)}"}

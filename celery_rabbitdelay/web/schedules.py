@@ -69,7 +69,7 @@ def _changed(asked: Asked, change: Callable[[Schedules, str], bool], what: str) 
         is_known = change(asked.site.delays.schedules, name)
     if not is_known:
         raise HTTPException(404, "There is no schedule of this name.")
-    log_action(asked.user, what, 1, repr(name))
+    log_action(asked.user, what, 1, name)
     return {"name": name, "done": what, "see": f"schedules/one?{asked.fields.address(token=None)}"}
 
 
