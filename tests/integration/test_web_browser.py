@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,6 +83,11 @@ def text_of(browser: Any) -> str:
     return str(browser.execute_script("return document.getElementById('main').innerText"))
 
 
+def shows(browser: Any, text: str) -> bool:
+    """Return whether a text is to be seen on a page."""
+    return text in text_of(browser)
+
+
 def click(browser: Any, label: str) -> None:
     """Click the first button or link with a label."""
     path = f"//button[normalize-space()='{label}'] | //a[normalize-space()='{label}']"
@@ -104,7 +110,7 @@ def test_the_clock_fills_as_one_looks_for_two_viewers(
         for _ in range(3):
             shop.tasks["look"].apply_async(delay=2 * HOUR)
         for each in viewers:
-            wait_for(lambda each=each: "3 messages wait" in text_of(each), "the page", PATIENCE)
+            wait_for(partial(shows, each, "3 messages wait"), "the page", PATIENCE)
             assert_no_complaints(each)
 
 
