@@ -33,6 +33,9 @@ missing_packages() {
     [ -n "${JAVA_HOME:-}" ] || command -v java >/dev/null || echo default-jre-headless
     # A client of check-in that has nothing to do with Python.
     [ "$purpose" != test ] || command -v amqp-publish >/dev/null || echo amqp-tools
+    # The page that shows what waits is clicked through.
+    [ "$purpose" != test ] || command -v chromium >/dev/null || echo chromium
+    [ "$purpose" != test ] || command -v chromedriver >/dev/null || echo chromium-driver
     # Spark asks ps which processes are its own.
     command -v ps >/dev/null || echo procps
 }

@@ -176,6 +176,13 @@ _METRICS_PORT: Final = SettingType(
 )
 
 
+_WEB: Final = SettingType(
+    "a mapping of arguments of celery_rabbitdelay.web.application",
+    lambda value: isinstance(value, Mapping),
+    lambda value: _hidden(value) if isinstance(value, Mapping) else value,
+)
+
+
 @dataclass(frozen=True, repr=False)
 class Settings:
     """Our part of a Celery configuration; each attribute is the key without ``rabbitdelay_``.
@@ -299,6 +306,10 @@ class Settings:
     #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless another
     #: address stands before it, as in "0.0.0.0:9808". None: it serves none.
     metrics_port: Annotated[int | str | None, _METRICS_PORT] = None
+
+    #: Arguments of :func:`celery_rabbitdelay.web.application`, the page that shows what waits: who
+    #: may see it and act, and what it shows. None: only this machine may see it, and nobody act.
+    web: Annotated[Mapping[str, Any] | None, _WEB] = None
 
     @classmethod
     def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Settings:

@@ -172,11 +172,19 @@ class WaitingTasks(Jobs):
             due_after: As there.
             limit: At most so many, the next ones; None: as many as there are when it begins.
         """
-        index = self.registry.index
         wanted = Filter(task, key, job, _ms(due_after), _ms(due_before))
+        return sum(self.cancel_batches(wanted, limit))
+
+    def cancel_batches(self, wanted: Filter, limit: int | None = None) -> Iterator[int]:
+        """Cancel tasks as :meth:`cancel_pending`, and yield how many were after each batch.
+
+        Args:
+            wanted: Which tasks.
+            limit: As there.
+        """
+        index = self.registry.index
         # Senders may send more of them meanwhile.
         waiting = islice(index.pending(wanted), index.count(wanted) if limit is None else limit)
-        cancelled = 0
         while ids := [each.task_id for each in islice(waiting, CHUNK)]:
             found = list(zip(ids, self.registry.cancel(ids, also_future=False), strict=True))
             done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
@@ -185,8 +193,7 @@ class WaitingTasks(Jobs):
             revoke_by_celery(
                 self.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
             )
-            cancelled += len(done)
-        return cancelled
+            yield len(done)
 
     def cancel_stamped(self, headers: Mapping[str, Any] | list[str]) -> Outcome:
         """Cancel the tracked tasks that wait and have one of these stamps.

@@ -27,7 +27,11 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import permissions as needed
 from celery_rabbitdelay.operations.export import definitions
 from celery_rabbitdelay.operations.export.terraform import as_terraform
-from celery_rabbitdelay.operations.verify.management import TOTALS_AGE, held_messages
+from celery_rabbitdelay.operations.verify.management import (
+    TOTALS_AGE,
+    held_messages,
+    management_api,
+)
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.declaration import Counts
 
@@ -300,7 +304,7 @@ def _with_held(
     """Return the counts with the messages that dead-lettering holds; warn if nobody says them."""
     held: Mapping[str, int] = {}
     try:
-        api = shared.management_api(connection, management)
+        api = management_api(connection, management)
         api.get("overview")
         time.sleep(TOTALS_AGE)  # what is held by now is in the figures then
         held = held_messages(api, connection.virtual_host or "/")

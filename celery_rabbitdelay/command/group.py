@@ -16,6 +16,7 @@ from celery_rabbitdelay.command import (  # noqa: F401
     status,
     undeliverable,
     waiting,
+    web,
 )
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.worker.status import rabbitdelay_status

@@ -31,8 +31,6 @@ from celery_rabbitdelay.levels.delay import (
     parse_duration,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.verify import management
-from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.permissions import missing_permission
 
 _Function: TypeAlias = Callable[..., None]
@@ -262,19 +260,6 @@ management_option: Final = click.option(
     help="The management API, http://user:password@host:15672. By default, the broker's host and "
     "user with port 15672, or 15671 for TLS.",
 )
-
-
-def management_api(connection: Connection, url: str | None) -> management.ManagementAPI:
-    """Return the management API at a URL; None: at the broker that the connection reaches.
-
-    Raises:
-        InvalidManagementURL: It is not such a URL.
-        OSError: The broker cannot be reached.
-    """
-    if url is not None:
-        return management.ManagementAPI(url, management.tls_files_of(connection))
-    connect(connection)  # the host is the one of several that was reached
-    return management.management_api_of(connection)
 
 
 @contextmanager

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import chain
 from threading import Event
 from typing import Any, Final, get_args
 
 import click
-from amqp.exceptions import AccessRefused
 from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
+from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.pausing import paused_as_json, paused_line
 from celery_rabbitdelay.command.shared import rabbitdelay
@@ -24,11 +23,8 @@ from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.operations.verify.checks import verify as verify_broker
+from celery_rabbitdelay.operations.verify.application import verify_application
 from celery_rabbitdelay.operations.verify.findings import Severity, Verification
-
-#: Seconds to wait for the workers' answers.
-WORKERS_TIMEOUT: Final = 1.0
 
 
 @rabbitdelay.command()
@@ -41,23 +37,15 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     if something is a danger.
     """
     delays = shared.delays_of(context)
-    settings = delays.settings
+    prefix = delays.settings.prefix
     connected = shared.broker_of(context, as_json)
     with shared.usage_errors(InvalidManagementURL), connected as connection:
-        reached = shared.management_api(connection, management)
-        workers: Mapping[str, Mapping[str, Any]] = {}
-        with suppress(AccessRefused):  # verify's user may not have the rights for remote control
-            workers = status_of_workers(context.app, connection, WORKERS_TIMEOUT)
-        queues = context.app.amqp.queues.values()
-        schedules = delays.registry.schedules if delays.has_registry else None
-        report = verify_broker(
-            connection, settings, queues, reached, workers=workers, schedules=schedules
-        )
+        report = verify_application(delays, connection, management)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
     findings = [finding._asdict() for finding in report.findings]
-    told = {"version": report.version, "prefix": settings.prefix, **counts, "findings": findings}
-    shared.answer(as_json, told, _report_lines(report, settings.prefix, counts))
+    told = {"version": report.version, "prefix": prefix, **counts, "findings": findings}
+    shared.answer(as_json, told, _report_lines(report, prefix, counts))
     if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(1)
 

@@ -18,6 +18,7 @@ from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.operations.waiting import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 
@@ -178,15 +179,6 @@ def _brief(length: timedelta) -> str:
     of_day = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
     return f"{days} d {of_day}" if days else of_day
 
-
-#: What the commands say for each outcome.
-WORDS: Final = {
-    Outcome.DONE: "done",
-    Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
-    Outcome.UNKNOWN: "unknown: nothing waits under it",
-    Outcome.RELEASED: "it has arrived at a worker already",
-    Outcome.CANCELLED: "it was cancelled or superseded before",
-}
 
 #: A hint that follows the outcome of an unknown id, in commands with the option --also-future.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -59,7 +59,7 @@ def status_of(
     Args:
         delays: The application's delays.
         connection: The broker that tasks are sent to.
-        timeout: Seconds to wait for the workers' answers.
+        timeout: Seconds to wait for the workers' answers; 0: they are not asked.
         most_reasons: How many undeliverable messages are read at most, oldest first. All of them
             stay; those that are read, if not all are, stand behind the others afterwards.
 
@@ -75,7 +75,7 @@ def status_of(
         messages = undeliverable_messages(connection, topology, most_reasons)
         counts = Counter(_printable(message.found.reason) for message in messages)
         reasons = dict(counts.most_common())
-    workers = status_of_workers(delays.app, connection, timeout)
+    workers = status_of_workers(delays.app, connection, timeout) if timeout else {}
     first, registry_error, paused = None, None, []
     if delays.has_registry:
         try:
@@ -95,18 +95,32 @@ def due_within(topology: Topology, backlog: Backlog) -> int | None:
     A message in the queue of a digit waits for that digit at most, and then at most for the largest
     digits of all lower levels.
     """
+    return min((within_ms for within_ms, _ in _bounds(topology, backlog)), default=None)
+
+
+def due_at_least(topology: Topology, backlog: Backlog, within_ms: int) -> int:
+    """Return how many messages come due within some milliseconds, at least.
+
+    These are the messages in queues that they cannot stay in, and behind, for longer. Of all other
+    queues, nobody knows how long their messages have waited.
+    """
+    return sum(messages for bound, messages in _bounds(topology, backlog) if bound <= within_ms)
+
+
+def _bounds(topology: Topology, backlog: Backlog) -> Iterator[tuple[int, int]]:
+    """Yield for each queue that is not empty how long its messages wait at most, and their number.
+
+    The time is in milliseconds.
+    """
     layout = topology.layout
-    bounds = [
-        (digit + 1) * level.place_ms - layout.tick_ms
-        for level in layout.levels
-        for digit, messages in backlog.digits[level.name].items()
-        if messages
-    ]
+    for level in layout.levels:
+        for digit, messages in backlog.digits[level.name].items():
+            if messages:
+                yield (digit + 1) * level.place_ms - layout.tick_ms, messages
     meditating = backlog.others.get("meditation")
     if meditating is not None and meditating.messages:
         loop = topology.module_queues.meditation.queue_arguments or {}
-        bounds.append(loop["x-message-ttl"] + layout.capacity_ms)
-    return min(bounds, default=None)
+        yield loop["x-message-ttl"] + layout.capacity_ms, meditating.messages
 
 
 def rates_between(before: Status, after: Status) -> dict[str, float]:

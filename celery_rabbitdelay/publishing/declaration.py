@@ -454,12 +454,19 @@ def forget(connection: Connection) -> None:
     declared_entities(connection).clear()
 
 
-def connect(connection: Connection) -> None:
-    """Open a connection unless it is open, to the first broker of its list that answers."""
+def connect(connection: Connection, pause: int = 2) -> None:
+    """Open a connection unless it is open, to the first broker of its list that answers.
+
+    Args:
+        connection: The connection.
+        pause: Seconds from an attempt that has failed to the second one.
+    """
     if not connection.connected:
         # By default, kombu gives up after two brokers of a fail-over list.
         connection.ensure_connection(
-            max_retries=max(len(connection.alt) - 1, 1), reraise_as_library_errors=False
+            max_retries=max(len(connection.alt) - 1, 1),
+            interval_start=pause,
+            reraise_as_library_errors=False,
         )
         kombu_internals.wait_without_limit(connection)
 

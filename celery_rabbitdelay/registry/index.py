@@ -236,6 +236,16 @@ class Index:
         counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
         return sum(counts)
 
+    def counts_before(self, instants_ms: Sequence[int]) -> list[int]:
+        """Return how many tasks are due before each of some instants, in one round trip."""
+        least_ms, names = self.least_ms(), [*self.names.all_due()]
+        counts = self.store.commands(
+            lambda pipe: [
+                pipe.zcount(name, least_ms, f"({each}") for each in instants_ms for name in names
+            ]
+        )
+        return [sum(counts[start : start + SHARDS]) for start in range(0, len(counts), SHARDS)]
+
     def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
         """Yield for each step in which tasks are due its start in milliseconds, and how many.
 

@@ -28,6 +28,7 @@ from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavai
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.levels.shown_url import without_password
+from celery_rabbitdelay.publishing.declaration import connect
 
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0
@@ -140,6 +141,19 @@ class ManagementAPI:
 class _NoRedirection(HTTPRedirectHandler):
     def redirect_request(self, *args: Any, **options: Any) -> None:
         return None
+
+
+def management_api(connection: Connection, url: str | None) -> ManagementAPI:
+    """Return the API at a URL; None: at the broker that the connection reaches.
+
+    Raises:
+        InvalidManagementURL: It is not such a URL.
+        OSError: The broker cannot be reached.
+    """
+    if url is not None:
+        return ManagementAPI(url, tls_files_of(connection))
+    connect(connection)  # the host is the one of several that was reached
+    return management_api_of(connection)
 
 
 def management_api_of(connection: Connection) -> ManagementAPI:

@@ -1,0 +1,166 @@
+"""Who asks: by a cookie, by a header of a trusted proxy, by a function, or from this machine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any, Final, NamedTuple, get_args
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from celery_rabbitdelay.web.options import Identify, Options, Role, User
+from celery_rabbitdelay.web.passwords import NOBODY, is_password
+from celery_rabbitdelay.web.sessions import COOKIE, Session, Sessions
+
+logger = logging.getLogger(__name__)
+
+#: How many wrong passwords a name takes in so many seconds from one address.
+MOST_WRONG, WRONG_WITHIN = 10, 60.0
+
+#: How many wrong passwords are remembered; older ones are forgotten.
+REMEMBERED: Final = 10_000
+
+#: Headers that proxies add. Where only this machine may ask, nobody may ask through one.
+OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+
+
+class Visitor(NamedTuple):
+    """Who asks.
+
+    Attributes:
+        user: The user; None if it is not known who asks.
+        session: The browser.
+        token: What its forms need.
+        is_new: Whether the browser does not have the cookie of its session yet.
+    """
+
+    user: User | None
+    session: Session
+    token: str
+    is_new: bool
+
+
+class Access:
+    """Finds out who asks.
+
+    Args:
+        options: What is configured.
+
+    Attributes:
+        sessions: The cookies and tokens.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.sessions = Sessions(options.secret)
+        self._wrong: deque[tuple[float, str, str]] = deque(maxlen=REMEMBERED)
+
+    @property
+    def has_sign_in(self) -> bool:
+        """Whether users sign in here."""
+        return self._options.users is not None
+
+    async def visitor(self, request: Request) -> Visitor:
+        """Return who sends a request."""
+        session = self.sessions.read(request.cookies.get(COOKIE))
+        is_new = session is None
+        session = session or Session.new()
+        user = await self._user(request, session)
+        token = self.sessions.token(session, user.name if user else "")
+        return Visitor(user, session, token, is_new)
+
+    async def _user(self, request: Request, session: Session) -> User | None:
+        options = self._options
+        if options.users is not None:
+            return self._signed_in(session)
+        if options.proxy_header is not None:
+            return self._named_by_proxy(request, options.proxy_header)
+        if options.identify is not None:
+            return await run_in_threadpool(_identified, options.identify, request.scope)
+        is_here = is_loopback(_client_of(request.scope))
+        through_proxy = any(name in request.headers for name in OF_PROXIES)
+        return User("local", options.loopback_role) if is_here and not through_proxy else None
+
+    def _signed_in(self, session: Session) -> User | None:
+        known = (self._options.users or {}).get(session.name)
+        if known is None or session.proof != self.sessions.proof(known["password"]):
+            return None
+        return _user_of(session.name, known)
+
+    def _named_by_proxy(self, request: Request, header: str) -> User | None:
+        named = request.headers.getlist(header)
+        # Two of them: one may be a client's own.
+        if len(named) != 1 or not named[0].strip() or not self._is_proxy(request):
+            return None
+        name = named[0].strip()
+        return User(name, "operator" if name in self._options.operators else "viewer")
+
+    def _is_proxy(self, request: Request) -> bool:
+        address = _client_of(request.scope)
+        return address is not None and any(
+            address in network for network in self._options.proxy_networks
+        )
+
+    def signed_in(self, name: str, password: str, address: str) -> Session | None:
+        """Return the session of a user who signs in; None if name or password is wrong.
+
+        It takes some tenths of a second.
+
+        Raises:
+            TooManyAttempts: Too many passwords for the name were wrong lately.
+        """
+        users = self._options.users or {}
+        # All unknown names are one, so that they push nothing out of the memory.
+        counted = name if name in users else ""
+        since = time.monotonic() - WRONG_WITHIN
+        wrong = [each for each in self._wrong if each[0] > since and each[1:] == (counted, address)]
+        if len(wrong) >= MOST_WRONG:
+            raise TooManyAttempts
+        hashed = users[name]["password"] if name in users else NOBODY
+        if not is_password(password, hashed) or name not in users:
+            self._wrong.append((time.monotonic(), counted, address))
+            logger.warning("A wrong password for %.100r from %s", name, address)
+            return None
+        logger.info("%r has signed in from %s", name, address)
+        return Session.new(name, self.sessions.proof(hashed))
+
+
+class TooManyAttempts(Exception):
+    """Too many passwords were wrong."""
+
+
+def is_loopback(address: IPv4Address | IPv6Address | None) -> bool:
+    """Return whether an address is one of this machine alone."""
+    return address is not None and address.is_loopback
+
+
+def address_of(text: str) -> IPv4Address | IPv6Address | None:
+    """Return an address, one of IPv4 also where IPv6 stands for it; None if it is none."""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    return (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
+
+
+def _identified(identify: Identify, scope: Mapping[str, Any]) -> User | None:
+    """Return whom the application's function names; nobody if it fails."""
+    try:
+        found = identify(scope)
+    except Exception:
+        logger.exception("The function 'identify' has failed; the request is refused")
+        return None
+    return found if isinstance(found, User) and found.role in get_args(Role) else None
+
+
+def _client_of(scope: Mapping[str, Any]) -> IPv4Address | IPv6Address | None:
+    client = scope.get("client")
+    return address_of(client[0]) if client else None
+
+
+def _user_of(name: str, known: Mapping[str, str]) -> User:
+    return User(name, "operator" if known.get("role") == "operator" else "viewer")

@@ -1,0 +1,285 @@
+"""The ASGI application: each page as HTML and as JSON, signing in and out, and errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import celery
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from celery_rabbitdelay import __version__
+from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.access import Access, TooManyAttempts, Visitor
+from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
+from celery_rabbitdelay.web.openapi import TOKEN_HEADER, openapi
+from celery_rabbitdelay.web.pages import PAGES, Page
+from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session
+from celery_rabbitdelay.web.shield import Shield
+from celery_rabbitdelay.web.site import Site
+
+logger = logging.getLogger(__name__)
+
+#: The cookie that the form for signing in is bound to. Another one than the session's: a browser
+#: keeps that from us when it follows a link from elsewhere, and must not lose it then.
+SIGN_IN_COOKIE: Final = f"{COOKIE}-sign-in"
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
+#: What a page says that nobody may see.
+NOBODY: Final = (
+    "It is not known who you are. The option 'users' of rabbitdelay_web says who may sign in, "
+    "'proxy_header' names the header of a trusted proxy, and 'identify' is a function of the "
+    "application's; with none of them, only this machine is answered, and not through a proxy."
+)
+
+
+def application_for(app: celery.Celery, given: Mapping[str, Any]) -> ASGIApp:
+    """Return the page as an ASGI application; see :func:`celery_rabbitdelay.web.application`."""
+    site = Site(app, given)
+    return Shield(Server(site).starlette(), site.options)
+
+
+class Server:
+    """Answers requests.
+
+    Args:
+        site: What they share.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._access = Access(site.options)
+        self._templates = Environment(
+            loader=PackageLoader("celery_rabbitdelay.web"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters.update(
+            shown=shown.printable,
+            quoted=shown.quoted,
+            brief=shown.brief,
+            left=shown.left,
+            fullness=shown.fullness,
+            number=lambda value: f"{value:,}",
+            local=lambda instant: shown.local(instant, app_zone(site)),
+        )
+        self._templates.globals.update(
+            package_version=__version__,
+            zone=str(app_zone(site)),
+            menu=[each for each in PAGES if each.in_menu],
+            most_in_address=shown.MOST_IN_ADDRESS,
+        )
+
+    def starlette(self) -> Starlette:
+        """Return the routes."""
+        routes: list[Route | Mount] = [
+            Route("/", self._first),
+            Route("/sign-in", self._sign_in, methods=["POST"]),
+            Route("/sign-out", self._sign_out, methods=["POST"]),
+            Route("/api/session", self._session),
+            Route("/api/openapi.json", self._openapi),
+            Mount("/static", StaticFiles(packages=[("celery_rabbitdelay.web", "static")])),
+        ]
+        for page in PAGES:
+            methods = ["POST"] if page.is_action else ["GET"]
+            routes += [
+                Route(f"/{page.path}", self._endpoint(page), methods=methods),
+                Route(f"/api/{page.path}", self._endpoint(page), methods=methods),
+            ]
+        return Starlette(
+            routes=routes,
+            exception_handlers={HTTPException: self._failed, Exception: self._broken},
+        )
+
+    def _endpoint(self, page: Page) -> _Endpoint:
+        async def answer(request: Request) -> Response:
+            visitor = await self._access.visitor(request)
+            if visitor.user is None:
+                return self._unknown(request)
+            asked = Asked(self._site, visitor.user, fields_of(request.url.query.encode()))
+            if page.is_action:
+                form = await form_of(request)
+                self._check_action(request, visitor, form)
+                asked = replace(asked, fields=form)
+            told = await run_in_threadpool(page.view, asked)
+            if is_api(request):
+                return _json(told)
+            if "see" in told:
+                return RedirectResponse(f"{base_of(request)}/{told['see']}", 303)
+            response = self._html(request, page.template, visitor, page=page, asked=asked, **told)
+            return self._with_session(request, visitor, response)
+
+        return answer
+
+    def _check_action(self, request: Request, visitor: Visitor, form: Fields) -> None:
+        user = visitor.user
+        token = request.headers.get(TOKEN_HEADER) or form.text("token") or ""
+        if user is None or not self._access.sessions.is_token(token, visitor.session, user.name):
+            raise HTTPException(403, "The form is too old: open its page again.")
+        if not user.may_act:
+            raise HTTPException(403, f"The role of {shown.printable(user.name)} is viewer.")
+
+    async def _first(self, request: Request) -> Response:
+        return RedirectResponse(f"{base_of(request)}/now", 303)
+
+    async def _session(self, request: Request) -> Response:
+        visitor = await self._access.visitor(request)
+        if visitor.user is None:
+            return self._unknown(request)
+        told = {"user": visitor.user.name, "role": visitor.user.role, "token": visitor.token}
+        return self._with_session(request, visitor, _json(told))
+
+    async def _openapi(self, request: Request) -> Response:
+        visitor = await self._access.visitor(request)
+        if visitor.user is None:
+            return self._unknown(request)
+        return _json(openapi(PAGES, base_of(request)))
+
+    async def _sign_in(self, request: Request) -> Response:
+        if not self._access.has_sign_in:
+            raise HTTPException(404)
+        form, sessions = await form_of(request), self._access.sessions
+        before = sessions.read(request.cookies.get(SIGN_IN_COOKIE))
+        if before is None or not sessions.is_token(form.text("token") or "", before, ""):
+            return self._unknown(request, "The form was too old.", form.text("next"))
+        address = request.client.host if request.client else ""
+        name, password = form.text("name") or "", form.text("password") or ""
+        try:
+            session = await run_in_threadpool(self._access.signed_in, name, password, address)
+        except TooManyAttempts:
+            return self._unknown(request, "Too many attempts: wait a minute.", form.text("next"))
+        if session is None:
+            return self._unknown(request, "Name or password is wrong.", form.text("next"))
+        # Below our own path, wherever the form says.
+        path = (form.text("next") or "").lstrip("/\\") or "now"
+        response = RedirectResponse(f"{base_of(request)}/{path}", 303)
+        response.delete_cookie(SIGN_IN_COOKIE, **self._cookie(request))
+        self._set_cookie(request, response, COOKIE, session)
+        return response
+
+    async def _sign_out(self, request: Request) -> Response:
+        visitor = await self._access.visitor(request)
+        form = await form_of(request)
+        name = visitor.user.name if visitor.user else ""
+        if not self._access.sessions.is_token(form.text("token") or "", visitor.session, name):
+            raise HTTPException(403, "The form is too old: open its page again.")
+        response = RedirectResponse(f"{base_of(request)}/now", 303)
+        response.delete_cookie(COOKIE, **self._cookie(request))
+        return response
+
+    def _unknown(self, request: Request, why: str = "", where: str | None = None) -> Response:
+        """Answer somebody who is not known: with the form for signing in, if there is one."""
+        if not self._access.has_sign_in:
+            raise HTTPException(403, NOBODY)
+        if is_api(request):
+            raise HTTPException(401, "Sign in first.")
+        session = Session.new()
+        query = f"?{request.url.query}" if request.url.query else ""
+        response = self._html(
+            request,
+            "sign_in.html",
+            None,
+            401,
+            why=why,
+            token=self._access.sessions.token(session, ""),
+            next=where if where is not None else f"{path_of(request).lstrip('/')}{query}",
+        )
+        self._set_cookie(request, response, SIGN_IN_COOKIE, session)
+        return response
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        """Answer a request that cannot be answered as it is."""
+        assert isinstance(error, HTTPException)
+        if is_api(request):
+            return _json({"error": error.detail}, error.status_code)
+        visitor = await self._access.visitor(request)
+        known = visitor if visitor.user is not None else None
+        return self._html(
+            request, "error.html", known, error.status_code, why=error.detail, error=error
+        )
+
+    async def _broken(self, request: Request, error: Exception) -> Response:
+        """Answer a request that has met a mistake of ours; the log has it."""
+        failed = HTTPException(500, "An unexpected error, which is in the log of the server.")
+        return await self._failed(request, failed)
+
+    def _html(
+        self,
+        request: Request,
+        template: str,
+        visitor: Visitor | None,
+        status: int = 200,
+        **values: Any,
+    ) -> HTMLResponse:
+        query = f"?{request.url.query}" if request.url.query else ""
+        shared = {
+            "base": base_of(request),
+            "here": f"{base_of(request)}{path_of(request)}{query}",
+            "path": path_of(request),
+            "visitor": visitor,
+            "has_sign_in": self._access.has_sign_in,
+            "page": None,
+        }
+        text = self._templates.get_template(template).render({**shared, **values})
+        return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
+
+    def _with_session(self, request: Request, visitor: Visitor, response: Response) -> Response:
+        """Give a browser its session, unless it keeps one from us; see :data:`SIGN_IN_COOKIE`."""
+        comes_from_elsewhere = request.headers.get("sec-fetch-site") == "cross-site"
+        if visitor.is_new and not comes_from_elsewhere:
+            self._set_cookie(request, response, COOKIE, visitor.session)
+        return response
+
+    def _set_cookie(
+        self, request: Request, response: Response, name: str, session: Session
+    ) -> None:
+        value = self._access.sessions.written(session)
+        response.set_cookie(name, value, max_age=LASTS, **self._cookie(request))
+
+    def _cookie(self, request: Request) -> Any:
+        secure = self._site.options.https or request.url.scheme == "https"
+        path = base_of(request) or "/"
+        return {"path": path, "secure": secure, "httponly": True, "samesite": "strict"}
+
+
+def app_zone(site: Site) -> Any:
+    """Return the time zone of the application, in which instants are shown."""
+    return site.app.timezone
+
+
+def base_of(request: Request) -> str:
+    """Return the path that the application is mounted at, quoted; empty for none."""
+    root: str = request.scope.get("root_path", "")
+    return shown.quoted_path(root.rstrip("/"))
+
+
+def path_of(request: Request) -> str:
+    """Return the path below that, quoted."""
+    root: str = request.scope.get("root_path", "")
+    path: str = request.scope["path"]
+    return shown.quoted_path(path.removeprefix(root) or "/")
+
+
+def is_api(request: Request) -> bool:
+    """Return whether a request asks for JSON."""
+    return path_of(request).startswith("/api/")
+
+
+def _json(told: Mapping[str, Any], status: int = 200) -> Response:
+    # ASCII: a text may hold half of a surrogate pair.
+    text = json.dumps(shown.plain(told))
+    return Response(text, status, media_type="application/json")

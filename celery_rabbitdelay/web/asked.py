@@ -1,0 +1,201 @@
+"""What a view gets: who asks, what for, and the fields of the address or of the form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from celery_rabbitdelay.exceptions import InvalidDelay, RegistryUnavailable
+from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
+from celery_rabbitdelay.web.options import User
+from celery_rabbitdelay.web.reading import AWAY, why
+from celery_rabbitdelay.web.site import Site
+
+#: The most fields of a form, and its most bytes.
+MOST_FIELDS, MOST_BYTES = 2_000, 2**20
+
+#: Every % that begins no escape.
+_STRAY: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
+
+
+class Wrong(HTTPException):
+    """A field cannot be read.
+
+    Args:
+        name: Its name.
+        why: What it takes.
+    """
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(400, f"{name}: {why}")
+
+
+class Away(HTTPException):
+    """What a page is about cannot be asked now.
+
+    Args:
+        why: Why, and what to do.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(503, why)
+
+
+@contextmanager
+def servers_away(*but: type[Exception]) -> Iterator[None]:
+    """Raise :class:`Away` where Redis, or the broker, cannot be asked.
+
+    Args:
+        *but: Errors that go to the caller.
+
+    Raises:
+        Away: It cannot.
+    """
+    try:
+        yield
+    except but:
+        raise
+    except AWAY as error:
+        what = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
+        raise Away(f"{what} cannot be asked: {why(error)}") from error
+
+
+class Fields:
+    """The fields of an address or of a form; an empty one counts as missing.
+
+    Args:
+        pairs: Their names and values.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
+        self.pairs = [(name, value) for name, value in pairs if value.strip()]
+
+    def __contains__(self, name: str) -> bool:
+        return any(each == name for each, _ in self.pairs)
+
+    def all(self, name: str) -> list[str]:
+        """Return the values of a field."""
+        return [value for each, value in self.pairs if each == name]
+
+    def text(self, name: str) -> str | None:
+        """Return the value of a field; None if it is missing."""
+        return next(iter(self.all(name)), None)
+
+    def needed(self, name: str) -> str:
+        """Return the value of a field.
+
+        Raises:
+            Wrong: It is missing.
+        """
+        value = self.text(name)
+        if value is None:
+            raise Wrong(name, "is missing")
+        return value
+
+    def one_of(self, name: str, words: Collection[str], default: str) -> str:
+        """Return the value of a field that takes one of some words."""
+        value = self.text(name) or default
+        if value not in words:
+            raise Wrong(name, f"takes one of {', '.join(words)}")
+        return value
+
+    def number(self, name: str, default: int, most: int) -> int:
+        """Return the value of a field that takes a whole number from 1 to a maximum."""
+        value = self.text(name) or str(default)
+        if not (value.isascii() and value.isdigit() and len(value) <= len(str(most))):
+            raise Wrong(name, f"takes a number from 1 to {most:,}")
+        if not 1 <= int(value) <= most:
+            raise Wrong(name, f"takes a number from 1 to {most:,}")
+        return int(value)
+
+    def address(self, **changed: str | None) -> str:
+        """Return the fields as the query of an address, some changed or, by None, left out."""
+        kept = [(name, value) for name, value in self.pairs if name not in changed]
+        new = [(name, value) for name, value in changed.items() if value is not None]
+        return urlencode([*kept, *new], errors="surrogatepass")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request.
+
+    Attributes:
+        site: What all requests share.
+        user: Who asks.
+        fields: The fields of the address, or of the form.
+    """
+
+    site: Site
+    user: User
+    fields: Fields
+
+    def instant(self, name: str) -> datetime | None:
+        """Return the instant in a field; without a time zone, it is in the application's.
+
+        Raises:
+            Wrong: It is no instant.
+        """
+        value = self.fields.text(name)
+        if value is None:
+            return None
+        try:
+            found = datetime.fromisoformat(value)
+            if found.tzinfo is None:
+                found = found.replace(tzinfo=self.site.app.timezone)
+            milliseconds_of(found.astimezone())
+        except (ValueError, OverflowError) as wrong:
+            raise Wrong(name, "takes an instant such as 2030-01-31T09:00") from wrong
+        return found
+
+    def delay(self, name: str) -> Any:
+        """Return the delay in a field, in seconds; None if it is missing.
+
+        Raises:
+            Wrong: It is no delay.
+        """
+        value = self.fields.text(name)
+        try:
+            return None if value is None else parse_delay(value, name)
+        except InvalidDelay as wrong:
+            raise Wrong(name, wrong.reason) from wrong
+
+
+def fields_of(encoded: bytes) -> Fields:
+    """Read the query of an address, or a form.
+
+    Raises:
+        HTTPException: It cannot be read, or has too many fields.
+    """
+    text = _STRAY.sub("%25", encoded.decode("latin-1"))
+    try:
+        pairs = parse_qsl(
+            text, keep_blank_values=True, errors="surrogatepass", max_num_fields=MOST_FIELDS
+        )
+    except ValueError as wrong:  # also bytes that are not UTF-8
+        raise HTTPException(400, "The address or the form cannot be read.") from wrong
+    return Fields(pairs)
+
+
+async def form_of(request: Request) -> Fields:
+    """Read a form.
+
+    Raises:
+        HTTPException: It is no form, too long, or cannot be read.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/x-www-form-urlencoded":
+        raise HTTPException(415, "Send a form: application/x-www-form-urlencoded.")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise HTTPException(413, f"The form is longer than {MOST_BYTES:,} bytes.")
+    return fields_of(body)

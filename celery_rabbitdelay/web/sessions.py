@@ -1,0 +1,80 @@
+"""Signed cookies, and the tokens without which no form is accepted."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Final, NamedTuple
+
+from itsdangerous import BadData, URLSafeTimedSerializer
+
+#: Seconds for which a session lasts.
+LASTS: Final = 12 * 3600
+
+#: The name of the cookie.
+COOKIE: Final = "rabbitdelay"
+
+
+class Session(NamedTuple):
+    """One browser.
+
+    Attributes:
+        key: A random word, which the tokens of its forms are bound to.
+        name: Who has signed in; empty if nobody.
+        proof: What ties that to the password as it was then.
+    """
+
+    key: str
+    name: str = ""
+    proof: str = ""
+
+    @classmethod
+    def new(cls, name: str = "", proof: str = "") -> Session:
+        """Return a session with a key of its own."""
+        return cls(secrets.token_urlsafe(16), name, proof)
+
+
+class Sessions:
+    """Writes and reads cookies, and the tokens of forms.
+
+    Args:
+        secret: What signs them; None: a random one.
+    """
+
+    def __init__(self, secret: str | None = None) -> None:
+        self._secret = (secret or secrets.token_hex(32)).encode()
+        self._serializer = URLSafeTimedSerializer(
+            self._secret, salt="session", signer_kwargs={"digest_method": hashlib.sha256}
+        )
+
+    def written(self, session: Session) -> str:
+        """Return a session as the value of a cookie."""
+        return str(self._serializer.dumps(list(session)))
+
+    def read(self, cookie: str | None) -> Session | None:
+        """Return the session of a cookie; None if it is too old, or was not written here."""
+        if not cookie:
+            return None
+        try:
+            return Session(*map(str, self._serializer.loads(cookie, max_age=LASTS)))
+        except (BadData, TypeError):
+            return None
+
+    def token(self, session: Session, user: str) -> str:
+        """Return the token for the forms of a user in a session."""
+        return self._mac("token", session.key, user)
+
+    def is_token(self, token: str, session: Session, user: str) -> bool:
+        """Return whether a form has the token of a user in a session."""
+        wanted = self.token(session, user).encode()
+        return hmac.compare_digest(token.encode("utf-8", "replace"), wanted)
+
+    def proof(self, password_hash: str) -> str:
+        """Return what ties a session to a password: another password ends it."""
+        return self._mac("proof", password_hash)
+
+    def _mac(self, *words: str) -> str:
+        # Lengths, so that no two lists of words make the same text.
+        text = "".join(f"{len(each)}:{each}" for each in words).encode("utf-8", "surrogatepass")
+        return hmac.new(self._secret, text, hashlib.sha256).hexdigest()

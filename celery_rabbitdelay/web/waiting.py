@@ -1,0 +1,156 @@
+"""The page Waiting: the tracked tasks, searched and read a page at a time, and the story of one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any, Final
+
+from celery_rabbitdelay.app.known_task import KnownTask, known_task
+from celery_rabbitdelay.exceptions import RabbitDelayError
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.operations.waiting import Found, Place, count_at_least, search
+from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.web.asked import Asked, Away, Wrong, servers_away
+from celery_rabbitdelay.web.options import Options
+from celery_rabbitdelay.web.reading import why
+
+logger = logging.getLogger(__name__)
+
+#: How many tasks a page has unless it says so, and at most.
+PAGE, MOST = 50, 500
+
+#: The fields that choose tasks.
+FILTERS: Final = ("task", "key", "job", "due_after", "due_before")
+
+#: What single tasks need.
+NEEDS: Final = (
+    "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
+    "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
+)
+
+
+def waiting(asked: Asked) -> dict[str, Any]:
+    """Return the tracked tasks that wait and match, the next one first."""
+    check_registry(asked)
+    fields, delays = asked.fields, asked.site.delays
+    wanted, task_id = filter_of(asked), fields.text("id")
+    most, after = fields.number("limit", PAGE, MOST), _place(asked)
+    with servers_away():
+        if task_id is not None:
+            found = Found(delays.registry.index.tasks([task_id]), None)
+            count, is_least = len(found.tasks), False
+        else:
+            found = search(delays, wanted, most, after)
+            count, is_least = count_at_least(delays, wanted)
+        since = delays.pending_since()
+    return {
+        "count": count,
+        "may_be_more": is_least,
+        "complete_since": since,
+        "tasks": [each._asdict() for each in found.tasks],
+        "next": None if found.next is None else str(found.next),
+        "next_address": None if found.next is None else fields.address(after=str(found.next)),
+        "has_filter": any(each in fields for each in FILTERS),
+    }
+
+
+def story(asked: Asked) -> dict[str, Any]:
+    """Return all that is known of one task."""
+    check_registry(asked)
+    site, task_id = asked.site, asked.fields.needed("id")
+    glance = site.glance.latest()
+
+    layout = site.delays.topology.layout
+
+    def backlog() -> Backlog:
+        # The counts that all share; the page says so if there are none.
+        nothing = Backlog({}, {level.name: {} for level in layout.levels}, {}, ())
+        return nothing if glance.value is None else glance.value.status.backlog
+
+    with servers_away():
+        found = known_task(site.delays.registry, task_id, layout, backlog)
+    return {
+        "task_id": task_id,
+        "task": None if found is None else _known(found, site.options),
+        "broker_error": glance.error,
+        "levels": [] if found is None else _levels(asked, found),
+    }
+
+
+def _known(found: KnownTask, options: Options) -> dict[str, Any]:
+    told = asdict(found)
+    told["arguments_shown"] = options.shows_arguments
+    for name in ("args", "kwargs"):
+        told[name] = masked(options, found.task or "", told[name])
+    return told
+
+
+def _levels(asked: Asked, found: KnownTask) -> list[dict[str, Any]]:
+    """Return the levels that are still ahead of a task, and where it may be."""
+    levels = asked.site.delays.topology.layout.levels
+    if found.due is None:
+        return []
+    left_ms = max(milliseconds_of(found.due) - wall_clock.ms(), 0)
+    return [
+        {
+            "name": level.name,
+            "digit": left_ms // level.place_ms % level.base,
+            "unit": level.unit,
+            "count": left_ms // level.place_ms % level.base * level.multiple,
+            "may_be_in": {
+                queue: found.may_be_in[queue]
+                for digit in range(1, level.base)
+                if (queue := level.queue_name(digit)) in found.may_be_in
+            },
+        }
+        for level in levels
+    ]
+
+
+def masked(options: Options, task: str, text: str | None) -> str | None:
+    """Return a text of a task's arguments as it may be shown; None if it may not."""
+    if not options.shows_arguments or text is None:
+        return None
+    if options.mask is None:
+        return text
+    try:
+        return str(options.mask(task, text))
+    except Exception:
+        logger.exception("The mask has failed; arguments of %.200r are hidden", task)
+        return None
+
+
+def filter_of(asked: Asked) -> Filter:
+    """Return which tasks the fields choose."""
+    fields = asked.fields
+    after, before = asked.instant("due_after"), asked.instant("due_before")
+    return Filter(
+        fields.text("task"),
+        fields.text("key"),
+        fields.text("job"),
+        None if after is None else milliseconds_of(after),
+        None if before is None else milliseconds_of(before),
+    )
+
+
+def check_registry(asked: Asked) -> None:
+    """Refuse what needs a registry, if there is none.
+
+    Raises:
+        Away: There is none.
+    """
+    try:
+        asked.site.delays.registry  # noqa: B018 - raises if there is none
+    except RabbitDelayError as error:
+        raise Away(f"{NEEDS}. ({why(error)})") from error
+
+
+def _place(asked: Asked) -> Place | None:
+    text = asked.fields.text("after")
+    place = None if text is None else Place.of(text)
+    if text is not None and place is None:
+        raise Wrong("after", "takes what 'next' of the page before says")
+    return place

@@ -1,0 +1,147 @@
+"""What takes long: it goes on in a thread of its own, shows its progress, and can be stopped."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator
+from datetime import datetime
+from threading import Event, Lock, Thread
+from typing import Any, Final
+
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.web.options import User
+from celery_rabbitdelay.web.reading import AWAY, why
+
+logger = logging.getLogger(__name__)
+
+#: How many go on at a time; further ones are refused.
+MOST_AT_ONCE: Final = 4
+
+#: How many are remembered.
+REMEMBERED: Final = 100
+
+
+class TooMuchWork(Exception):
+    """So much goes on already that no more is begun."""
+
+
+class Work:
+    """Something that takes long.
+
+    Args:
+        user: Who has begun it.
+        what: What it does, in the past: "cancelled".
+        total: How many tasks it is about, as far as it is known.
+        batches: Does it; yields how many were done after each batch.
+
+    Attributes:
+        key: A random word that names it.
+        began: When it was begun.
+        done: How many are done.
+        state: ``running``, ``done``, ``stopped`` or ``failed``.
+        error: Why it has failed.
+    """
+
+    def __init__(self, user: User, what: str, total: int, batches: Iterator[int]) -> None:
+        self.key = secrets.token_urlsafe(9)
+        self.user = user
+        self.what = what
+        self.total = total
+        self.began: datetime = wall_clock.now()
+        self.done = 0
+        self.state = "running"
+        self.error: str | None = None
+        self._batches = batches
+        self._stopping = Event()
+        self._thread = Thread(target=self._run, name=f"rabbitdelay-web-{self.key}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the batch that goes on."""
+        self._stopping.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended, but not longer than that."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            for number in self._batches:
+                self.done += number
+                if self._stopping.is_set():
+                    self.state = "stopped"
+                    break
+            else:
+                self.state = "done"
+        except AWAY as error:
+            self.error = why(error)
+        except Exception:
+            self.error = "an unexpected error, which is in the log"
+            logger.exception("The work %s has failed", self.key)
+        if self.state == "running":
+            self.state = "failed"
+        log_action(self.user, f"{self.what} ({self.state}, of {self.total})", self.done)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it in values of JSON."""
+        return {
+            "key": self.key,
+            "user": self.user.name,
+            "what": self.what,
+            "began": self.began,
+            "done": self.done,
+            "total": self.total,
+            "state": self.state,
+            "error": self.error,
+        }
+
+
+class Works:
+    """What goes on in this process, and what has ended lately."""
+
+    def __init__(self) -> None:
+        self._works: dict[str, Work] = {}
+        self._lock = Lock()
+
+    def begin(self, user: User, what: str, total: int, batches: Iterator[int]) -> Work:
+        """Begin something.
+
+        Raises:
+            TooMuchWork: So much goes on already.
+        """
+        work = Work(user, what, total, batches)
+        with self._lock:
+            if sum(each.state == "running" for each in self._works.values()) >= MOST_AT_ONCE:
+                raise TooMuchWork
+            ended = [key for key, each in self._works.items() if each.state != "running"]
+            for key in ended[: max(len(self._works) - REMEMBERED + 1, 0)]:
+                del self._works[key]
+            self._works[work.key] = work
+        work.start()
+        return work
+
+    def get(self, key: str) -> Work | None:
+        """Return what has a key."""
+        return self._works.get(key)
+
+    def all(self) -> list[Work]:
+        """Return all that go on or have ended lately, the last one first."""
+        with self._lock:
+            return list(self._works.values())[::-1]
+
+
+def log_action(user: User, what: str, number: int, about: object = None) -> None:
+    """Log what a user has done.
+
+    Args:
+        user: Who.
+        what: What was done, in the past.
+        number: To how many.
+        about: To which.
+    """
+    shown = "" if about is None else f" {about!r:.1000}"
+    logger.info("%r has %s: %d%s", user.name, what, number, shown)
