@@ -179,7 +179,7 @@ _METRICS_PORT: Final = SettingType(
 _WEB: Final = SettingType(
     "a mapping of arguments of celery_rabbitdelay.web.application",
     lambda value: isinstance(value, Mapping),
-    _hidden,
+    lambda value: _hidden(value) if isinstance(value, Mapping) else value,
 )
 
 

@@ -3,6 +3,6 @@
 Read ``group`` (Celery's entry point) and ``shared`` (what the commands share), then the commands:
 ``send``, ``waiting`` (pending, forecast, cancel, postpone and job), ``status`` (also ``verify``),
 ``route``, ``declare`` (also ``delete``, ``export`` and ``permissions``), ``moving`` (``migrate``,
-``transfer`` and ``adopt``) and ``undeliverable``. Code that does not concern the terminal belongs
-to the library's other packages.
+``transfer`` and ``adopt``), ``undeliverable`` and ``web``. Code that does not concern the terminal
+belongs to the library's other packages.
 """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import click
 from amqp.exceptions import NotFound
@@ -16,16 +16,13 @@ from celery.bin.base import CLIContext
 from kombu import Connection
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.moving.mover import Destinations, Place
 from celery_rabbitdelay.operations.undeliverable import messages as read
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
+from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS
-from celery_rabbitdelay.publishing.publication import PublishPolicy
 
 #: The exit status if chosen messages stay.
 INCOMPLETE: Final = 1
@@ -321,31 +318,13 @@ def redrive(
 ) -> None:
     """Publish messages into the levels again, and take them out of the queue."""
     delays = shared.delays_of(context)
-    settings = delays.settings
-    app = cast(Celery, context.app)  # it has delays
-    app.loader.import_default_modules()
-    may_declare = settings.declare == "auto"
-    place = Place(app.connection_for_write(), delays.topology, may_declare and not dry_run)
-    destinations = Destinations(place, configured_queues(app))
     filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
     with shared.usage_errors(
         exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
     ):
         # The other options are arguments of the same names.
-        redriving = removing.redriving_for(app, ensure=destinations.ensure, **options)
-    with closing(destinations), _broker(context, as_json) as (connection, topology):
-        if redriving.to is not None:
-            removing.check_exists(connection, redriving.to)
-        report = removing.redrive(
-            connection,
-            topology,
-            redriving,
-            read.UndeliverableFilter(**filters).matches,
-            limit=limit,
-            rate=rate,
-            dry_run=dry_run,
-            policy=PublishPolicy(timeout=settings.confirm_timeout, window=settings.max_unconfirmed),
-            declare=delays.declare,
-            redeclare=delays.declare if may_declare else None,
-        )
+        redriving = ApplicationRedrive(delays, dry_run=dry_run, **options)
+    with closing(redriving), _broker(context, as_json) as (connection, _):
+        matches = read.UndeliverableFilter(**filters).matches
+        report = redriving.run(connection, matches, limit, rate)
     _tell_removal(report, "redriven", dry_run, as_json)

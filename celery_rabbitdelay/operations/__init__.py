@@ -4,6 +4,7 @@ It knows nothing of Spark and of terminals.
 
 * To look: ``status`` (what waits, and what is due next) and ``verify`` (what on the broker breaks
   a promise).
+* To decide: ``waiting`` (search the tracked tasks, and decide about all that match).
 * To lay out: ``export`` (the topology in other formats) and ``permissions`` (what each user needs).
 * ``moving`` moves messages to other levels, ``undeliverable`` is about those that could not be
   delivered. Both read on a ``consumer_connection``.

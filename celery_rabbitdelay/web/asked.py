@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -12,9 +13,10 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from celery_rabbitdelay.exceptions import InvalidDelay
+from celery_rabbitdelay.exceptions import InvalidDelay, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
 from celery_rabbitdelay.web.options import User
+from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.site import Site
 
 #: The most fields of a form, and its most bytes.
@@ -45,6 +47,25 @@ class Away(HTTPException):
 
     def __init__(self, why: str) -> None:
         super().__init__(503, why)
+
+
+@contextmanager
+def servers_away(*but: type[Exception]) -> Iterator[None]:
+    """Raise :class:`Away` where Redis, or the broker, cannot be asked.
+
+    Args:
+        *but: Errors that go to the caller.
+
+    Raises:
+        Away: It cannot.
+    """
+    try:
+        yield
+    except but:
+        raise
+    except AWAY as error:
+        what = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
+        raise Away(f"{what} cannot be asked: {why(error)}") from error
 
 
 class Fields:

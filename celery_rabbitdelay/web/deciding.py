@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.operations.waiting import WORDS, count_at_least, postpone_batches
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.web.asked import Asked, Away, Wrong
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.waiting import FILTERS, check_registry, filter_of
 from celery_rabbitdelay.web.work import TooMuchWork, Work, log_action
@@ -72,10 +72,8 @@ def confirm(asked: Asked) -> dict[str, Any]:
     """Return how many tasks match, before something is decided about all of them."""
     check_registry(asked)
     action = asked.fields.one_of("action", ACTIONS, "cancel")
-    try:
+    with servers_away():
         count, may_be_more = count_at_least(asked.site.delays, filter_of(asked))
-    except AWAY as error:
-        raise Away(f"Redis cannot be asked: {why(error)}") from error
     return {
         "action": action,
         "count": count,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from celery_rabbitdelay.web import deciding, waiting
+from celery_rabbitdelay.web import deciding, jobs, schedules, undeliverable, waiting
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.health import health
 from celery_rabbitdelay.web.now import now
@@ -73,6 +73,22 @@ _UNTIL: Final = (
 )
 _ACTION: Final = Parameter("action", "what to do", tuple(deciding.ACTIONS))
 _KEY: Final = Parameter("key", "the key that the answer had when it was begun")
+_JOB: Final = Parameter("name", "the name of a job")
+_NAME: Final = Parameter("name", "its name", is_needed=True)
+_COUNT: Final = Parameter("count", "at most so many", is_needed=True)
+_REMOVE: Final = Parameter("action", "what to do", tuple(undeliverable.ACTIONS))
+_OF_MESSAGES: Final = (
+    Parameter("task", "only tasks of these names or patterns", is_list=True),
+    Parameter("queue", "only for queues of these names or patterns", is_list=True),
+    Parameter("id", "only the tasks with these ids", is_list=True),
+    Parameter("reason", "only with one of these texts in their reason", is_list=True),
+    Parameter("older_than", "undeliverable for at least so long: 90, 1h30m, 3d"),
+    Parameter("newer_than", "undeliverable for at most so long"),
+)
+_REDRIVE: Final = (
+    Parameter("to", "the queue that gets all of them, instead of their own"),
+    Parameter("delay", "each waits for at least so long"),
+)
 
 #: All pages.
 PAGES: Final = (
@@ -117,7 +133,7 @@ PAGES: Final = (
         "work.html",
         (
             _ACTION._replace(is_needed=True),
-            Parameter("count", "at most so many", is_needed=True),
+            _COUNT,
             *_FILTERS,
             *_UNTIL,
         ),
@@ -131,6 +147,44 @@ PAGES: Final = (
         "work.html",
         (_KEY._replace(is_needed=True),),
         is_action=True,
+    ),
+    Page(
+        "undeliverable",
+        "Undeliverable",
+        undeliverable.undeliverable,
+        "undeliverable.html",
+        _OF_MESSAGES,
+        in_menu=True,
+    ),
+    Page("undeliverable/message", "Message", undeliverable.message, "message.html", (_ID,)),
+    Page(
+        "undeliverable/all",
+        "All that match",
+        undeliverable.confirm,
+        "undeliverable_confirm.html",
+        (_REMOVE, *_OF_MESSAGES, *_REDRIVE),
+    ),
+    Page(
+        "undeliverable/decide-all",
+        "All that match",
+        undeliverable.decide,
+        "work.html",
+        (_REMOVE._replace(is_needed=True), _COUNT, *_OF_MESSAGES, *_REDRIVE),
+        is_action=True,
+    ),
+    Page("jobs", "Jobs", jobs.jobs, "jobs.html", (_JOB,), in_menu=True),
+    Page("jobs/commit", "Commit", jobs.commit, "jobs.html", (_NAME,), is_action=True),
+    Page("jobs/abort", "Abort", jobs.abort, "jobs.html", (_NAME,), is_action=True),
+    Page("schedules", "Schedules", schedules.schedules, "schedules.html", in_menu=True, refresh=30),
+    Page("schedules/one", "Schedule", schedules.schedule, "schedule.html", (_NAME,)),
+    *(
+        Page(f"schedules/{path}", title, view, "schedule.html", (_NAME,), is_action=True)
+        for path, title, view in (
+            ("pause", "Pause", schedules.pause),
+            ("resume", "Resume", schedules.resume),
+            ("trigger", "Run now", schedules.trigger),
+            ("end", "End", schedules.end),
+        )
     ),
     Page("health", "Health", health, "health.html", in_menu=True, refresh=30),
 )

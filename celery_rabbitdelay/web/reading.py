@@ -17,6 +17,7 @@ from kombu.exceptions import OperationalError
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import shown_url, wall_clock
 from celery_rabbitdelay.publishing.declaration import connect
+from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.wire import Wire
 
 _T = TypeVar("_T")
@@ -135,8 +136,8 @@ class Broker:
             raise
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, also to a broker that does not answer."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with suppress(*AWAY):
-                connection.release()
+                drop_connection(connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import pairwise
@@ -16,16 +17,23 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
+from celery_rabbitdelay.operations.undeliverable.messages import (
+    UndeliverableMessage,
+    undeliverable_messages,
+)
 from celery_rabbitdelay.operations.verify.application import verify_application
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.reading import CONNECT_TIMEOUT, Broker, Readings
+from celery_rabbitdelay.web.reading import Broker, Readings
 from celery_rabbitdelay.web.work import Works
 
 #: Seconds from one look to the next: at the queues, at the workers, at the tracked tasks, and for
 #: faults, which takes some requests to the management API for each queue.
 STATUS_PERIOD, WORKERS_PERIOD, DUE_PERIOD, FINDINGS_PERIOD = 2.0, 10.0, 5.0, 60.0
+
+#: The same for undeliverable messages; how many are read, and the bytes of a body that is kept.
+UNDELIVERABLE_PERIOD, MOST_UNDELIVERABLE, MOST_BODY = 30.0, 1_000, 16_384
 
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
@@ -99,6 +107,8 @@ class Site:
         workers: What the workers answer.
         due: How many tracked tasks are due when, by the name of a horizon.
         findings: What breaks a promise.
+        undeliverable: The oldest messages that could not be delivered; those with long bodies have
+            none.
 
     Raises:
         InvalidSetting: An option is unknown or wrong.
@@ -124,6 +134,7 @@ class Site:
         self.workers = Readings(self._look_at_workers, WORKERS_PERIOD)
         self.due = {name: Readings(partial(self._count, name), DUE_PERIOD) for name in HORIZONS}
         self.findings = Readings(self._verify, FINDINGS_PERIOD)
+        self.undeliverable = Readings(self._read_undeliverable, UNDELIVERABLE_PERIOD)
 
     def close(self) -> None:
         """Close the connections to the broker."""
@@ -162,8 +173,22 @@ class Site:
         return DueSoon(start, overdue, each_step, dict(zip(HORIZONS, totals, strict=True)), later)
 
     def _verify(self) -> Verification:
-        with self.app.connection_for_write(connect_timeout=CONNECT_TIMEOUT) as connection:
-            return verify_application(self.delays, connection, self.options.management)
+        management = self.options.management
+        with closing(Broker(self.app)) as broker:
+            return broker.ask(
+                lambda connection: verify_application(self.delays, connection, management)
+            )
+
+    def _read_undeliverable(self) -> list[UndeliverableMessage]:
+        with closing(Broker(self.app)) as broker:
+            return broker.ask(
+                lambda connection: [
+                    each if len(each.body) <= MOST_BODY else each._replace(body=b"")
+                    for each in undeliverable_messages(
+                        connection, self.delays.topology, MOST_UNDELIVERABLE
+                    )
+                ]
+            )
 
 
 _NO_BACKLOG: Final = Backlog({}, {}, {}, ())

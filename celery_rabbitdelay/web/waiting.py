@@ -13,9 +13,9 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.waiting import Found, Place, count_at_least, search
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.web.asked import Asked, Away, Wrong
+from celery_rabbitdelay.web.asked import Asked, Away, Wrong, servers_away
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.reading import AWAY, why
+from celery_rabbitdelay.web.reading import why
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def waiting(asked: Asked) -> dict[str, Any]:
     fields, delays = asked.fields, asked.site.delays
     wanted, task_id = filter_of(asked), fields.text("id")
     most, after = fields.number("limit", PAGE, MOST), _place(asked)
-    try:
+    with servers_away():
         if task_id is not None:
             found = Found(delays.registry.index.tasks([task_id]), None)
             count, is_least = len(found.tasks), False
@@ -46,8 +46,6 @@ def waiting(asked: Asked) -> dict[str, Any]:
             found = search(delays, wanted, most, after)
             count, is_least = count_at_least(delays, wanted)
         since = delays.pending_since()
-    except AWAY as error:
-        raise Away(f"Redis cannot be asked: {why(error)}") from error
     return {
         "count": count,
         "may_be_more": is_least,
@@ -72,10 +70,8 @@ def story(asked: Asked) -> dict[str, Any]:
         nothing = Backlog({}, {level.name: {} for level in layout.levels}, {}, ())
         return nothing if glance.value is None else glance.value.status.backlog
 
-    try:
+    with servers_away():
         found = known_task(site.delays.registry, task_id, layout, backlog)
-    except AWAY as error:
-        raise Away(f"Redis cannot be asked: {why(error)}") from error
     return {
         "task_id": task_id,
         "task": None if found is None else _known(found, site.options),

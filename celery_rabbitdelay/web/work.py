@@ -84,7 +84,7 @@ class Work:
             logger.exception("The work %s has failed", self.key)
         if self.state == "running":
             self.state = "failed"
-        log_action(self.user, self.what, self.done, f"{self.state}, of {self.total}")
+        log_action(self.user, f"{self.what} ({self.state}, of {self.total})", self.done)
 
     def as_json(self) -> dict[str, Any]:
         """Return it in values of JSON."""
@@ -134,7 +134,7 @@ class Works:
             return list(self._works.values())[::-1]
 
 
-def log_action(user: User, what: str, number: int, about: object = "") -> None:
+def log_action(user: User, what: str, number: int, about: object = None) -> None:
     """Log what a user has done.
 
     Args:
@@ -143,4 +143,5 @@ def log_action(user: User, what: str, number: int, about: object = "") -> None:
         number: To how many.
         about: To which.
     """
-    logger.info("%r has %s: %d %.1000r", user.name, what, number, about)
+    shown = "" if about is None else f" {about!r:.1000}"
+    logger.info("%r has %s: %d%s", user.name, what, number, shown)

@@ -24,7 +24,7 @@ from tests.json_schemas import checked
 AWAY = "amqp://guest:secret@127.0.0.1:1//"
 
 #: Each command with the least that it takes to reach for the broker or for Redis; None if it needs
-#: neither. ``send`` prints a report of its own, with the lines that were not confirmed.
+#: neither to start. ``send`` prints a report of its own, with the lines that were not confirmed.
 LEAST: dict[str, str | None] = {
     "adopt eta": "some-queue",
     "adopt native": "",
@@ -63,6 +63,7 @@ LEAST: dict[str, str | None] = {
     "undeliverable purge": "--yes",
     "undeliverable redrive": "",
     "verify": "",
+    "web": None,
 }
 
 

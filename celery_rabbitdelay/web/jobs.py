@@ -1,0 +1,48 @@
+"""The page Jobs: what became of a job, its tasks that wait; commit and abort."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from celery_rabbitdelay.exceptions import JobClosed
+from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.web.asked import Asked, servers_away
+from celery_rabbitdelay.web.waiting import check_registry
+from celery_rabbitdelay.web.work import log_action
+
+
+def jobs(asked: Asked) -> dict[str, Any]:
+    """Return the state of the job of a name, and how many of its tracked tasks wait."""
+    check_registry(asked)
+    registry, name = asked.site.delays.registry, asked.fields.text("name")
+    if name is None:
+        return {"name": None, "state": None, "tasks": None}
+    with servers_away():
+        state = registry.jobs.state(name)
+        tasks = registry.index.count(Filter(job=name))
+    return {"name": name, "state": state.value if state is not None else None, "tasks": tasks}
+
+
+def commit(asked: Asked) -> dict[str, Any]:
+    """Let all tasks of a job run, when they are due."""
+    return _ended(asked, "committed the job")
+
+
+def abort(asked: Asked) -> dict[str, Any]:
+    """Let no task of a job run."""
+    return _ended(asked, "aborted the job")
+
+
+def _ended(asked: Asked, what: str) -> dict[str, Any]:
+    check_registry(asked)
+    delays, name = asked.site.delays, asked.fields.needed("name")
+    end = delays.commit_job if what.startswith("committed") else delays.abort_job
+    try:
+        with servers_away(JobClosed):
+            end(name)
+    except JobClosed as closed:
+        raise HTTPException(409, str(closed)) from closed
+    log_action(asked.user, what, 1, name)
+    return {**jobs(asked), "see": f"jobs?{asked.fields.address(token=None)}"}

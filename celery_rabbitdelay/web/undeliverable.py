@@ -1,0 +1,148 @@
+"""The page Undeliverable: messages by reason, one message's story; redrive and purge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+from typing import Any, Final
+
+from starlette.exceptions import HTTPException
+
+from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
+from celery_rabbitdelay.operations.undeliverable import messages as read
+from celery_rabbitdelay.operations.undeliverable import redrive as removing
+from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
+from celery_rabbitdelay.operations.undeliverable.redrive import RemovalReport
+from celery_rabbitdelay.web.asked import Asked, Away, Wrong
+from celery_rabbitdelay.web.reading import AWAY, Broker, why
+from celery_rabbitdelay.web.waiting import masked
+from celery_rabbitdelay.web.work import TooMuchWork
+
+#: How many messages a page lists, and how many bytes of a body it shows.
+LISTED, BODY = 100, 2_000
+
+#: What can be done, and how the log names it afterwards.
+ACTIONS: Final = {"redrive": "redriven", "purge": "deleted"}
+
+#: The fields that choose messages.
+FILTERS: Final = ("task", "queue", "id", "reason", "older_than", "newer_than")
+
+
+def undeliverable(asked: Asked) -> dict[str, Any]:
+    """Return why messages could not be delivered, and the first ones of those that match."""
+    wanted, reading = _filter(asked), asked.site.undeliverable.latest()
+    summary, messages = read.UndeliverableSummary(), list[dict[str, Any]]()
+    for number, each in enumerate(reading.value or (), 1):
+        if wanted.matches(each):
+            summary.add(each)
+            if len(messages) < LISTED:
+                messages.append(read.summary_of(number, each))
+    return {
+        "taken": reading.taken,
+        "error": reading.error,
+        "read": None if reading.value is None else len(reading.value),
+        "count": summary.count,
+        "reasons": [{"reason": reason, **vars(group)} for reason, group in summary.by_count()],
+        "messages": messages,
+    }
+
+
+def message(asked: Asked) -> dict[str, Any]:
+    """Return all that is known of one message that could not be delivered, by its task's id."""
+    task_id, reading = asked.fields.needed("id"), asked.site.undeliverable.latest()
+    wanted = read.UndeliverableFilter(ids=(task_id,))
+    for number, each in enumerate(reading.value or (), 1):
+        if wanted.matches(each):
+            return {"message": _record(asked, number, each)}
+    raise HTTPException(404, "No message of this id is among those that were read.")
+
+
+def _record(asked: Asked, number: int, found: read.UndeliverableMessage) -> dict[str, Any]:
+    record = read.as_record(number, found)
+    del record["amqp_properties"]  # for programs that send it again
+    if not asked.site.options.shows_arguments:
+        for name in ("argsrepr", "kwargsrepr"):
+            record["headers"].pop(name, None)
+        return {**record, "body": None}
+    for name in ("argsrepr", "kwargsrepr"):
+        if name in record["headers"]:
+            text = str(record["headers"][name])
+            record["headers"][name] = masked(asked.site.options, record["task"] or "", text)
+    body = read.shown_body(found.body, BODY)
+    text = body["text"] if body["text"] is not None else body["base64"]
+    return {**record, "body": masked(asked.site.options, record["task"] or "", text)}
+
+
+def confirm(asked: Asked) -> dict[str, Any]:
+    """Return how many messages match, and what would become of them: a dry run."""
+    action = asked.fields.one_of("action", ACTIONS, "redrive")
+    try:
+        report = _remove(asked, action, dry_run=True)
+    except AWAY as error:
+        raise Away(f"The broker cannot be asked: {why(error)}") from error
+    return {"action": action, "report": vars(report), "filter": _told_filter(asked)}
+
+
+def decide(asked: Asked) -> dict[str, Any]:
+    """Begin to redrive or to delete the messages that match, at most as many as were counted."""
+    action = asked.fields.one_of("action", ACTIONS, "")
+    count = asked.fields.number("count", 0, 10**9)
+    _filter(asked), _to(asked)  # what is wrong is said at once
+
+    def batches() -> Iterator[int]:
+        yield _remove(asked, action, dry_run=False, limit=count).removed
+
+    chosen = " ".join(f"{name}={value!r}" for name, value in _told_filter(asked).items() if value)
+    what = f"{ACTIONS[action]} undeliverable messages {f'with {chosen}' if chosen else ''}".strip()
+    try:
+        work = asked.site.works.begin(asked.user, what, count, batches())
+    except TooMuchWork as error:
+        raise HTTPException(503, "So much goes on already: wait until some is done.") from error
+    return {"work": work.as_json(), "see": f"work?key={work.key}"}
+
+
+def _remove(asked: Asked, action: str, *, dry_run: bool, limit: int | None = None) -> RemovalReport:
+    site, matches = asked.site, _filter(asked).matches
+    with closing(Broker(site.app)) as broker:
+        if action == "purge":
+            return broker.ask(
+                lambda connection: removing.purge(
+                    connection, site.delays.topology, matches, limit=limit, dry_run=dry_run
+                )
+            )
+        try:
+            options = {"to": _to(asked), "delay": asked.delay("delay")}
+            redriving = ApplicationRedrive(site.delays, dry_run=dry_run, **options)
+        except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
+            raise Wrong(action, str(wrong)) from wrong
+        with closing(redriving):
+            return broker.ask(lambda connection: redriving.run(connection, matches, limit))
+
+
+def _to(asked: Asked) -> str | None:
+    return asked.fields.text("to")
+
+
+def _filter(asked: Asked) -> read.UndeliverableFilter:
+    fields = asked.fields
+    return read.UndeliverableFilter(
+        fields.all("task"),
+        fields.all("queue"),
+        fields.all("id"),
+        fields.all("reason"),
+        _age(asked, "older_than"),
+        _age(asked, "newer_than"),
+    )
+
+
+def _age(asked: Asked, name: str) -> timedelta | None:
+    seconds = asked.delay(name)
+    try:
+        return None if seconds is None else timedelta(seconds=float(seconds))
+    except OverflowError as wrong:
+        raise Wrong(name, "is too long") from wrong
+
+
+def _told_filter(asked: Asked) -> dict[str, str | None]:
+    return {name: asked.fields.text(name) for name in FILTERS}

@@ -1,0 +1,571 @@
+"""The page against real servers: what it shows, what its actions do, and servers that go away."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from kombu import Connection
+from markupsafe import escape
+
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.operations import status
+from celery_rabbitdelay.operations import waiting as operations
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.web import application, site, work
+from tests.browser import Browser, assert_harmless, read
+from tests.integration.arrivals import count
+from tests.integration.notes import Notes
+from tests.integration.shop import PATIENCE, make_app
+from tests.integration.trouble import suspended
+
+#: Two levels whose digits last for hours, so that nothing is due during a test.
+HOURS = [("hours", 24, 3600), ("minutes", 60, 60)]
+
+HOUR = 3600
+
+#: What anybody may have written, and must not do anything.
+HOSTILE = {
+    "markup": "<script>alert(1)</script><img src=x onerror=alert(2)>",
+    "attribute": '" onmouseover="alert(1)" x=\'',
+    "template": "{{ 7 * 7 }}{% raw %}${7*7}",
+    "control": "a\x00\x1b[2J\r\nX-Injected: yes\x85\u2028b",
+    "bidi": "abc\u202egpj.exe\u2066\u200f\u061c",
+    "combining": "Z" + "\u0351\u0363" * 500,
+    "address": "../../../etc/passwd?id=1&x=y#z%2e%2f",
+    "scheme": "javascript:alert(1)",
+    "long": "m" * 20_000,
+}
+
+
+@pytest.fixture
+def tracked(make_shop: Callable[..., Any], redis_url: str) -> Any:
+    """An application with a registry, whose tasks wait for hours; no worker serves it."""
+    shop = make_shop(
+        rabbitdelay_registry_url=redis_url, rabbitdelay_layout=HOURS, rabbitdelay_track="all"
+    )
+    with Connection(shop.conf.broker_url) as connection:
+        shop.rabbitdelay.declare(connection)
+    return shop
+
+
+@pytest.fixture
+def browser(tracked: Any) -> Browser:
+    """An operator on this machine."""
+    return Browser(application(tracked, loopback_role="operator", shows_arguments=True))
+
+
+def send(shop: Any, number: int = 1, hours: float = 2, **options: Any) -> list[str]:
+    """Send tasks that wait; return their ids."""
+    look = shop.tasks["look"]
+    return [str(look.apply_async(delay=hours * HOUR, **options).id) for _ in range(number)]
+
+
+def ids_of(told: dict[str, Any]) -> list[str]:
+    return [each["task_id"] for each in told["tasks"]]
+
+
+def test_now_counts_each_digit_and_what_is_due(tracked: Any, browser: Browser) -> None:
+    send(tracked, 3, hours=2)
+    send(tracked, 1, hours=0.5)
+
+    def has_arrived() -> bool:
+        told = browser.json("/now")
+        return bool(told["total"] == 4)
+
+    wait_for(has_arrived, "the counts")
+    told = browser.json("/now", horizon="day")
+    hours, minutes = told["levels"]
+    assert {each["queue"]: each["messages"] for each in hours["digits"] if each["messages"]} == {
+        "hours.2": 3
+    }
+    assert {each["queue"]: each["messages"] for each in minutes["digits"] if each["messages"]} == {
+        "minutes.30": 1
+    }
+    due = {each["name"]: each for each in told["due"]["horizons"]}
+    assert [due[each]["tracked"] for each in ("minute", "hour", "day", "year")] == [0, 1, 4, 4]
+    # A message in hours.2 is due within 2 h 59 min, one in minutes.30 within 30 min.
+    assert [due[each]["all_at_least"] for each in ("minute", "hour", "day")] == [0, 1, 4]
+    steps = [each["tracked"] for each in told["due"]["steps"]]
+    assert (len(steps), steps[0], sum(steps)) == (24, 1, 4)
+
+    page = browser.get("/now?horizon=day").text
+    assert_harmless(page)
+    assert "4 messages wait in the levels" in " ".join(read(page).text.split())
+
+
+def test_the_servers_are_asked_as_often_for_twenty_viewers_as_for_one(
+    tracked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[float] = []
+
+    def status_of(*arguments: Any, **options: Any) -> Any:
+        looks.append(time.monotonic())
+        return status.status_of(*arguments, **options)
+
+    monkeypatch.setattr(site, "status_of", status_of)
+    web = application(tracked)
+    assert not looks, "nobody has looked yet"
+    deadline = time.monotonic() + 5
+    began = time.monotonic()
+
+    def watch(_: int) -> int:
+        browser, number = Browser(web), 0
+        while time.monotonic() < deadline:
+            assert browser.get("/now").status_code == 200
+            number += 1
+        return number
+
+    with ThreadPoolExecutor(20) as viewers:
+        requests = sum(viewers.map(watch, range(20)))
+    seconds = time.monotonic() - began
+    assert requests > 20
+    assert 1 <= len(looks) <= seconds / site.STATUS_PERIOD + 1
+
+
+def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: Browser) -> None:
+    (plain,) = send(tracked, hours=1)
+    (keyed,) = send(tracked, hours=2, key="order:7")
+    with tracked.rabbitdelay.job("import-7", expires=HOUR):
+        of_job = send(tracked, 2, hours=3, job="import-7")
+    (other,) = [str(tracked.tasks["note"].apply_async(kwargs={"key": "x"}, delay=4 * HOUR).id)]
+    everything = [plain, keyed, *of_job, other]
+    now = datetime.now(UTC)
+    later = (now + timedelta(hours=2.5)).isoformat()
+
+    def found(**filters: Any) -> list[str]:
+        return sorted(ids_of(browser.json("/waiting", **filters)))
+
+    assert found() == sorted(everything)
+    assert found(id=keyed) == [keyed]
+    assert found(key="order:7") == [keyed]
+    assert found(job="import-7") == sorted(of_job)
+    assert found(task="note") == [other]
+    assert found(task="look", job="import-7") == sorted(of_job)
+    assert found(task="note", job="import-7") == []
+    assert found(due_before=later) == sorted([plain, keyed])
+    assert found(due_after=later) == sorted([*of_job, other])
+    assert found(key="order:7", task="note") == []
+    assert browser.json("/waiting", job="import-7")["count"] == 2
+    for wrong in ("due_after=soon", "limit=0", "limit=x", "after=x", "due_before=9999-99-99"):
+        assert browser.get(f"/waiting?{wrong}").status_code == 400
+
+
+def test_a_page_of_many_tasks_reads_only_some_of_them(
+    tracked: Any, browser: Browser, small_pages: list[int]
+) -> None:
+    same = datetime.now(UTC) + timedelta(hours=2)
+    sent = [
+        *send(tracked, 100, hours=1),
+        *(str(tracked.tasks["look"].apply_async(eta=same).id) for _ in range(60)),
+    ]
+    first = browser.json("/waiting", limit=10)
+    assert first["count"] == 160
+    # Of each of the 32 shards, no more than two pages of four.
+    assert sum(small_pages) < 32 * 2 * 4
+    seen, told = ids_of(first), first
+    while told["next"] is not None:
+        told = browser.json("/waiting", limit=10, after=told["next"])
+        assert len(told["tasks"]) <= 10
+        seen += ids_of(told)
+    assert len(seen) == len(set(seen)) == 160
+    assert set(seen) == set(sent)
+    page = browser.get("/waiting?limit=10&task=look").text
+    (more,) = [
+        values["href"]
+        for tag, values in read(page).tags
+        if tag == "a" and values.get("rel") == "next"
+    ]
+    assert more is not None
+    assert "task=look" in more
+    assert browser.get(more).status_code == 200
+
+
+def test_a_search_that_no_index_answers_ends_early_and_can_be_continued(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tracked.rabbitdelay.job("last", expires=HOUR):
+        send(tracked, 30, hours=1)
+        (wanted,) = send(tracked, hours=2, job="last")
+    monkeypatch.setattr(operations, "MOST_READ", 10)
+    told, pages = browser.json("/waiting", task="look", job="last"), 1
+    assert told["may_be_more"]
+    while not told["tasks"]:
+        assert told["next"] is not None
+        told = browser.json("/waiting", task="look", job="last", after=told["next"])
+        pages += 1
+    assert ids_of(told) == [wanted]
+    assert pages > 2
+
+
+def test_the_story_of_a_task_says_where_it_is_and_what_was_decided(
+    tracked: Any, browser: Browser
+) -> None:
+    (task_id,) = send(tracked, hours=2.5, key="order:7", args=("Köln", 4711))
+    wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
+    told = browser.json("/waiting/task", id=task_id)
+    assert told["task"]["state"] == "waiting"
+    assert told["task"]["key"] == "order:7"
+    assert told["task"]["args"] == "('Köln', 4711)"
+    hours, minutes = told["levels"]
+    assert (hours["count"], minutes["count"]) in ((2, 30), (2, 29))
+    assert hours["may_be_in"] == {"hours.2": 1}
+    page = browser.get(f"/waiting/task?id={task_id}").text
+    assert "may be in hours.2" in " ".join(read(page).text.split())
+    tracked.rabbitdelay.cancel(task_id)
+    assert browser.json("/waiting/task", id=task_id)["task"]["state"] == "cancelled"
+    assert browser.json("/waiting/task", id="nobody's")["task"] is None
+
+
+def test_arguments_are_hidden_unless_they_are_allowed_and_masked_by_a_function(
+    tracked: Any,
+) -> None:
+    (task_id,) = send(tracked, args=("card 4711 0815",))
+
+    def shown(**options: Any) -> str:
+        browser = Browser(application(tracked, **options))
+        page = browser.get(f"/waiting/task?id={task_id}").text
+        return page + browser.get(f"/api/waiting/task?id={task_id}").text
+
+    def fails(task: str, text: str) -> str:
+        raise ValueError(text)
+
+    assert "4711" not in shown()
+    assert "4711" in shown(shows_arguments=True)
+    masked = shown(shows_arguments=True, mask=lambda task, text: f"{task}: {text[:6]}…")
+    assert "4711" not in masked
+    assert "look: (&#39;card…" in masked
+    assert "4711" not in shown(shows_arguments=True, mask=fails)
+
+
+def test_what_is_cancelled_on_the_page_does_not_run_and_run_now_does(
+    serve: Callable[..., Any], redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop = serve(rabbitdelay_registry_url=redis_url, rabbitdelay_track="all")
+    notes, browser = Notes(shop), Browser(application(shop, loopback_role="operator"))
+    cancelled, soon, later = (notes.send(each, delay=5) for each in ("cancelled", "soon", "later"))
+    with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
+        answer = browser.post("/waiting/cancel", id=[cancelled.id])
+        assert "1 of 1 cancelled" in " ".join(read(answer.text).text.split())
+        postponed = browser.post("/waiting/postpone", id=[later.id], delay="1h")
+        assert postponed.status_code == 200
+        assert browser.post("/waiting/run-now", id=[soon.id]).status_code == 200
+    wait_for(lambda: notes() == ["soon"], "the task that runs now", PATIENCE)
+    assert notes.until(5.0) == ["soon"]
+    assert ids_of(browser.json("/waiting")) == [later.id]
+    lines = [each.getMessage() for each in caplog.records]
+    assert lines == [
+        f"'local' has cancelled: 1 ['{cancelled.id}']",
+        f"'local' has postponed: 1 ['{later.id}']",
+        f"'local' has run now: 1 ['{soon.id}']",
+    ]
+    browser.post("/waiting/cancel", id=[later.id])
+    notes.forget()
+
+
+def test_an_action_says_what_it_has_found_for_each_task(tracked: Any, browser: Browser) -> None:
+    first, second = send(tracked, 2)
+    tracked.rabbitdelay.cancel(first)
+    headers = {"X-Rabbitdelay-Token": browser.token}
+    told = browser.ask(
+        "POST", "/api/waiting/cancel", data={"id": [first, second, "nobody's"]}, headers=headers
+    ).json()
+    assert told["done"] == 1
+    outcomes = {each["id"]: each["outcome"] for each in told["outcomes"]}
+    assert outcomes == {first: "cancelled", second: "done", "nobody's": "unknown"}
+    for path, fields in (
+        ("/waiting/cancel", {}),
+        ("/waiting/postpone", {"id": second}),
+        ("/waiting/postpone", {"id": second, "delay": "soon"}),
+        ("/waiting/postpone", {"id": second, "delay": "1h", "until": "2999-01-01"}),
+        ("/waiting/postpone", {"id": second, "delay": "9" * 30}),
+        ("/waiting/postpone", {"id": second, "until": "then"}),
+        ("/waiting/decide-all", {"action": "burn", "count": "1"}),
+        ("/waiting/decide-all", {"action": "cancel"}),
+    ):
+        assert browser.post(path, **fields).status_code == 400, (path, fields)
+
+
+def test_all_that_match_are_cancelled_after_they_were_counted(
+    tracked: Any, browser: Browser
+) -> None:
+    with tracked.rabbitdelay.job("tuesday", expires=HOUR):
+        send(tracked, 20, hours=1, job="tuesday")
+    kept = send(tracked, 3)
+    confirm = browser.get("/waiting/all?job=tuesday&action=cancel").text
+    assert "20 tracked tasks match" in read(confirm).text
+    assert_harmless(confirm)
+    begun = browser.post("/waiting/decide-all", action="cancel", job="tuesday", count="20")
+    assert begun.status_code == 303
+    where = begun.headers["Location"]
+    wait_for(lambda: works(browser, where)["state"] == "done", "the work")
+    told = works(browser, where)
+    assert (told["done"], told["total"], told["user"]) == (20, 20, "local")
+    assert "cancelled all with job='tuesday'" in told["what"]
+    assert sorted(ids_of(browser.json("/waiting"))) == sorted(kept)
+
+
+def works(browser: Browser, where: str) -> dict[str, Any]:
+    told: dict[str, Any] = browser.get(f"/api{where}").json()["works"][0]
+    assert browser.get(where).status_code == 200
+    return told
+
+
+@pytest.mark.parametrize(("action", "more"), [("postpone", {"delay": "30m"}), ("run-now", {})])
+def test_all_that_match_move_once_although_they_move_in_the_list(
+    tracked: Any, browser: Browser, small_pages: list[int], action: str, more: Any
+) -> None:
+    del small_pages
+    sent = [*send(tracked, 20, hours=0.25), *send(tracked, 20, hours=1)]
+    begun = browser.post("/waiting/decide-all", action=action, count="40", **more)
+    where = begun.headers["Location"]
+    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
+    told = works(browser, where)
+    assert (told["state"], told["error"], told["done"]) == ("done", None, 40)
+    tasks = browser.json("/waiting")["tasks"]
+    assert sorted(each["task_id"] for each in tasks) == sorted(sent)
+    dues = {datetime.fromisoformat(each["due"]) for each in tasks}
+    assert (len(dues) == 1) or action == "run-now"
+    wanted = datetime.now(UTC) + timedelta(minutes=30 if action == "postpone" else 0)
+    assert all(abs(each - wanted) < timedelta(minutes=5) for each in dues)
+
+
+def test_what_takes_long_can_be_stopped(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "BATCH", 1)
+    send(tracked, 30)
+    real, browsing = RabbitDelay.postpone, {"where": ""}
+
+    def postpone(*arguments: Any, **options: Any) -> Any:
+        outcome = real(*arguments, **options)
+        if browsing["where"] == "":
+            wait_for(lambda: browsing["where"], "the page of the work")
+        return outcome
+
+    monkeypatch.setattr(RabbitDelay, "postpone", postpone)
+    begun = browser.post("/waiting/decide-all", action="postpone", delay="3h", count="30")
+    where = begun.headers["Location"]
+    key = where.partition("=")[2]
+    assert works(browser, where)["state"] == "running"
+    assert browser.post("/work/stop", key=key).status_code == 303
+    browsing["where"] = where
+    wait_for(lambda: works(browser, where)["state"] == "stopped", "the end")
+    assert works(browser, where)["done"] < 30
+
+
+def test_no_more_than_some_things_go_on_at_a_time(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "MOST_AT_ONCE", 0)
+    answer = browser.post("/waiting/decide-all", action="cancel", count="1")
+    assert answer.status_code == 503
+
+
+@pytest.fixture
+def hostile(tracked: Any) -> Iterator[dict[str, str]]:
+    """A task with each of the hostile texts as its id, its key, its job and an argument."""
+    look, ids = tracked.tasks["look"], {}
+    for kind, text in HOSTILE.items():
+        # An id is a header that RabbitMQ takes up to 255 bytes of, as correlation_id.
+        task_id = text if len(text.encode()) < 200 else f"{text[:50]}{kind}"
+        with tracked.rabbitdelay.job(f"{text}", expires=HOUR):
+            options = {"task_id": f"{task_id}-{uuid4().hex[:4]}", "key": text, "job": text}
+            # Celery itself cuts the text that it makes of arguments.
+            options["argsrepr"] = f"({text!r},)"
+            ids[kind] = str(look.apply_async((text,), delay=2 * HOUR, **options).id)
+    yield ids
+    for each in ids.values():
+        tracked.rabbitdelay.cancel(each)
+
+
+def test_hostile_texts_do_nothing_wherever_they_are_shown(
+    tracked: Any, browser: Browser, hostile: dict[str, str]
+) -> None:
+    page = browser.get("/waiting")
+    assert page.status_code == 200
+    assert_harmless(without_ids(page.text, hostile))
+    assert len(page.content) < 100_000
+    told = browser.json("/waiting")
+    assert set(ids_of(told)) == set(hostile.values())
+    for kind, text in HOSTILE.items():
+        found = browser.get("/waiting", params={"id": hostile[kind]})
+        assert found.status_code == 200
+        story = browser.get("/waiting/task", params={"id": hostile[kind]})
+        assert story.status_code == 200, kind
+        assert len(story.content) < 100_000
+        assert_harmless(without_ids(story.text, hostile))
+        assert browser.json("/waiting/task", id=hostile[kind])["task"]["state"] == "waiting"
+        if len(text) < 5_000:
+            assert ids_of(browser.json("/waiting", key=text)) == [hostile[kind]]
+            by_job = browser.get("/waiting", params={"job": text})
+            assert_harmless(without_ids(by_job.text, hostile))
+        for path in ("/waiting", "/waiting/task", "/work", "/waiting/all"):
+            fields = {"id": text[:5000], "key": text[:5000], "action": text[:5000]}
+            answer = browser.get(path, params=fields)
+            assert answer.status_code in (200, 400, 404), (path, kind)
+            assert_harmless(without_ids(answer.text, {"": text[:5000], **hostile}))
+            assert "x-injected" not in answer.headers
+    assert browser.get("/waiting", params={"key": "m" * 60_000}).status_code == 200
+    megabyte = browser.post("/waiting/cancel", id="m" * 1_000_000)
+    assert megabyte.status_code == 200
+    assert len(megabyte.content) < 10_000
+    answer = browser.post("/waiting/cancel", id=list(hostile.values()))
+    assert_harmless(without_ids(answer.text, hostile))
+    assert browser.json("/waiting")["tasks"] == []
+
+
+def without_ids(page: str, hostile: dict[str, str]) -> str:
+    """Return a page without the values of its fields, which the browser needs as they are."""
+    for text in (*hostile.values(), *HOSTILE.values()):
+        page = page.replace(f'value="{escape(text)}"', 'value=""')
+    return page
+
+
+def test_the_broker_goes_away_and_comes_back_under_an_open_page(
+    tracked: Any, browser: Browser, private_rabbitmq: RabbitMQServer
+) -> None:
+    send(tracked, 2)
+    wait_for(lambda: browser.json("/now")["total"] == 2, "the counts")
+    private_rabbitmq.kill()
+    try:
+        wait_for(lambda: browser.json("/now")["broker_error"], "the page to notice")
+        told = browser.json("/now")
+        assert told["total"] == 2, "the last counts stay"
+        page = browser.get("/now")
+        assert page.status_code == 200
+        assert "The broker cannot be asked" in read(page.text).text
+        assert "guest:" not in page.text
+        assert len(browser.json("/waiting")["tasks"]) == 2
+        health = browser.json("/health")
+        assert health["error"]
+    finally:
+        private_rabbitmq.start()
+    wait_for(lambda: browser.json("/now")["broker_error"] is None, "the page to recover", PATIENCE)
+
+
+def test_a_frozen_broker_holds_up_no_other_page(
+    tracked: Any,
+    browser: Browser,
+    private_rabbitmq: RabbitMQServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.web.reading.ANSWER_TIMEOUT", 0.5)
+    send(tracked, 1)
+    wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
+    with suspended(private_rabbitmq):
+        wait_for(lambda: browser.json("/now")["broker_error"], "the page to notice")
+        began = time.monotonic()
+        assert len(browser.json("/waiting")["tasks"]) == 1
+        assert time.monotonic() - began < 2
+    wait_for(lambda: browser.json("/now")["broker_error"] is None, "the page to recover", PATIENCE)
+
+
+def test_redis_goes_away_and_comes_back_under_an_open_page(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task_id,) = send(tracked)
+    wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
+    store = tracked.rabbitdelay.registry.store
+
+    def away(*arguments: Any, **options: Any) -> Any:
+        raise RegistryUnavailable("ConnectionError: redis://:secret@127.0.0.1:6379 refuses")
+
+    with monkeypatch.context() as broken:
+        for name in ("commands", "call_each", "call_durably"):
+            broken.setattr(type(store), name, away)
+        for path in ("/waiting", f"/waiting/task?id={task_id}", "/waiting/all"):
+            answer = browser.get(path)
+            assert answer.status_code == 503
+            assert "Redis cannot be asked" in answer.text
+            assert "secret" not in answer.text
+            assert browser.get(f"/api{path}").json()["error"]
+        wait_for(lambda: browser.json("/now")["due"]["error"], "the histogram to notice")
+        told = browser.json("/now")
+        assert told["total"] == 1
+        failed = browser.post("/waiting/cancel", id=task_id)
+        assert failed.status_code == 200
+        assert "Then it failed" in failed.text
+    assert ids_of(browser.json("/waiting")) == [task_id]
+    wait_for(lambda: browser.json("/now")["due"]["error"] is None, "the histogram to recover")
+
+
+def test_without_a_registry_the_pages_say_what_they_need(make_shop: Callable[..., Any]) -> None:
+    shop = make_shop(rabbitdelay_layout=HOURS)
+    shop.tasks["look"].apply_async(delay=HOUR)
+    browser = Browser(application(shop))
+    answer = browser.get("/waiting")
+    assert answer.status_code == 503
+    assert "pip install &#39;celery-rabbitdelay[registry]&#39;" in answer.text
+    wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
+    told = browser.json("/now")
+    assert told["due"]["has_registry"] is False
+    assert {each["name"]: each["all_at_least"] for each in told["due"]["horizons"]}["day"] == 1
+    assert "rabbitdelay_registry_url" in browser.get("/now").text
+
+
+def test_health_without_the_management_api_says_how_to_get_it(
+    tracked: Any, browser: Browser
+) -> None:
+    told = browser.json("/health")
+    assert "rabbitmq-plugins enable rabbitmq_management" in told["needs"]
+    assert told["error"]
+    assert "rabbitmq_management" in browser.get("/health").text
+
+
+def test_health_shows_each_finding_with_its_way_out(
+    configuration: dict[str, Any], broker_root: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "FINDINGS_PERIOD", 0.5)
+    with RabbitMQServer(broker_root, management=True) as node:
+        shop = make_app({**configuration, "broker_url": node.url})
+        browser = Browser(application(shop, management=node.management_url))
+        wait_for(lambda: browser.json("/health")["error"] is None, "the management API")
+        told, page = browser.json("/health"), browser.get("/health").text
+        shop.close()
+    assert "not-declared" in {each["code"] for each in told["findings"]}
+    assert told["version"]
+    assert "run `celery -A proj rabbitdelay declare`" in read(page).text
+    assert "guest:" not in page
+    assert_harmless(page)
+
+
+def test_no_page_has_a_password(tracked: Any, redis_url: str) -> None:
+    shop, secret = tracked, "planted-secret"
+    options = {
+        "secret": f"{secret}-{'x' * 32}",
+        "management": f"http://guest:{secret}@127.0.0.1:1",
+        "loopback_role": "operator",
+    }
+    browser = Browser(application(shop, **options))
+    for path in (
+        "/now",
+        "/waiting",
+        "/health",
+        "/work",
+        "/waiting/all",
+        "/openapi.json",
+        "/session",
+    ):
+        for whole in (path, f"/api{path}"):
+            answer = browser.get(whole)
+            assert secret not in answer.text + str(answer.headers)
+
+
+def test_nothing_is_taken_from_the_queues_by_looking(
+    tracked: Any, browser: Browser, connection: Connection
+) -> None:
+    send(tracked, 3)
+    queue = tracked.rabbitdelay.topology.level_queues["hours.x1"][1].name
+    wait_for(lambda: count(connection, queue) == 3, "the tasks")
+    for path in ("/now", "/waiting", "/health", "/work", "/waiting/all"):
+        browser.get(path)
+    assert count(connection, queue) == 3

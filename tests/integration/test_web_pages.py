@@ -1,0 +1,232 @@
+"""The pages for undeliverable messages, jobs and schedules; the command that serves the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from jsonschema import Draft202012Validator
+from kombu import Connection
+
+from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing.servers import free_port
+from celery_rabbitdelay.web import application, site
+from celery_rabbitdelay.web.passwords import is_password
+from tests.browser import Browser, assert_harmless, read
+from tests.integration.arrivals import count
+from tests.integration.shop import PATIENCE, named
+from tests.integration.undeliverable_messages import message, put, straight
+from tests.integration.worker import run_command, start_celery
+
+HOUR = 3600
+
+
+@pytest.fixture
+def shop(make_shop: Callable[..., Any], redis_url: str) -> Any:
+    """An application with a registry; no worker serves it."""
+    shop = make_shop(rabbitdelay_registry_url=redis_url, rabbitdelay_track="all")
+    with Connection(shop.conf.broker_url) as connection:
+        shop.rabbitdelay.declare(connection)
+    return shop
+
+
+@pytest.fixture
+def browser(shop: Any, monkeypatch: pytest.MonkeyPatch) -> Browser:
+    """An operator on this machine; each page looks anew."""
+    monkeypatch.setattr(site, "UNDELIVERABLE_PERIOD", 0.0)
+    return Browser(application(shop, loopback_role="operator"))
+
+
+def said(page: str) -> str:
+    """Return the text of a page in one line."""
+    return " ".join(read(page).text.split())
+
+
+def ended(browser: Browser, where: str) -> dict[str, Any]:
+    """Wait until the work of an address has ended; return it."""
+
+    def works() -> dict[str, Any]:
+        told: dict[str, Any] = browser.get(f"/api{where}").json()["works"][0]
+        return told
+
+    wait_for(lambda: works()["state"] != "running", "the work")
+    return works()
+
+
+def lose(shop: Any, connection: Connection, number: int, **headers: Any) -> str:
+    """Put tasks into undeliverable; return the queue that they were for."""
+    queue = named(shop, "default")
+    with connection.clone() as other:
+        shop.amqp.queues[queue](other.default_channel).declare()
+    own = {"task": "look", "lang": "py", "argsrepr": "('card 4711',)", **headers}
+    body = json.dumps([["card 4711 0815"], {}, {}])
+    kind = {"content_type": "application/json", "content_encoding": "utf-8"}
+    tasks = [message(body, straight(queue, id=uuid4().hex, **own), **kind) for _ in range(number)]
+    put(connection, shop.rabbitdelay.topology, *tasks)
+    return queue
+
+
+def test_undeliverable_messages_are_shown_by_reason_and_redriven(
+    shop: Any, browser: Browser, connection: Connection
+) -> None:
+    queue = lose(shop, connection, 3)
+    lose(shop, connection, 1, task="<script>alert(1)</script>")
+    told = browser.json("/undeliverable")
+    assert (told["read"], told["count"]) == (4, 4)
+    assert sum(each["count"] for each in told["reasons"]) == 4
+    assert browser.json("/undeliverable", task="look")["count"] == 3
+    assert browser.json("/undeliverable", older_than="1d")["count"] == 0
+    page = browser.get("/undeliverable")
+    assert_harmless(page.text)
+
+    first = browser.json("/undeliverable", task="look")["messages"][0]
+    story = browser.get("/undeliverable/message", params={"id": first["task_id"]})
+    assert_harmless(story.text)
+    whole = story.text + browser.get(f"/api/undeliverable/message?id={first['task_id']}").text
+    assert "4711" not in whole
+    shown = Browser(application(shop, shows_arguments=True))
+    address = f"/undeliverable/message?id={first['task_id']}"
+    assert "card 4711 0815" in shown.get(address).text
+    masking = Browser(application(shop, shows_arguments=True, mask=lambda task, text: "masked"))
+    assert "4711" not in masking.get(address).text
+
+    confirm = browser.get("/undeliverable/all?action=redrive&task=look").text
+    assert "3 undeliverable messages match" in said(confirm)
+    assert count(connection, f"{shop.rabbitdelay.topology.prefix}.undeliverable") == 4
+    begun = browser.post("/undeliverable/decide-all", action="redrive", count="3", task="look")
+    assert ended(browser, begun.headers["Location"])["done"] == 3
+    wait_for(lambda: count(connection, queue) == 3, "the tasks in their queue", PATIENCE)
+    assert browser.json("/undeliverable")["count"] == 1
+
+    begun = browser.post("/undeliverable/decide-all", action="purge", count="1")
+    assert ended(browser, begun.headers["Location"])["done"] == 1
+    assert browser.json("/undeliverable")["read"] == 0
+
+
+def test_a_queue_that_does_not_exist_is_refused_before_anything_is_redriven(
+    shop: Any, browser: Browser, connection: Connection
+) -> None:
+    lose(shop, connection, 1)
+    nowhere = {"action": "redrive", "to": f"nowhere-{uuid4().hex}"}
+    assert browser.get("/undeliverable/all", params=nowhere).status_code in (400, 503)
+    begun = browser.post("/undeliverable/decide-all", count="1", **nowhere)
+    work = ended(browser, begun.headers["Location"])
+    assert (work["state"], work["done"]) == ("failed", 0)
+    assert browser.json("/undeliverable")["count"] == 1
+
+
+def test_a_job_is_shown_committed_and_aborted(shop: Any, browser: Browser) -> None:
+    for name, path, state in (("a", "/jobs/commit", "committed"), ("b", "/jobs/abort", "aborted")):
+        name = f"{name}-{uuid4().hex}"
+        shop.rabbitdelay.open_job(name, expires=HOUR)
+        shop.tasks["look"].apply_async(delay=5, job=name)
+        assert browser.json("/jobs", name=name) == {"name": name, "state": "open", "tasks": 1}
+        assert "Commit" in browser.get(f"/jobs?name={name}").text
+        assert browser.post(path, name=name).headers["Location"] == f"/jobs?name={name}"
+        assert browser.json("/jobs", name=name)["state"] == state
+    assert browser.post("/jobs/commit", name=name).status_code == 409
+    assert browser.json("/jobs", name="nobody's")["state"] is None
+    for address in ("/jobs", "/jobs?name=%3Cscript%3E", f"/jobs?name={name}"):
+        assert_harmless(browser.get(address).text.replace('value="&lt;script&gt;"', ""))
+
+
+def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Browser) -> None:
+    name = "each <b>hour</b>"
+    shop.rabbitdelay.schedules.put(name, "look", timedelta(hours=1), ("card 4711",))
+    (told,) = browser.json("/schedules")["schedules"]
+    assert (told["name"], told["task"], told["args"]) == (name, "look", None)
+    for path, is_paused in (("pause", True), ("resume", False)):
+        assert browser.post(f"/schedules/{path}", name=name).status_code == 303
+        assert browser.json("/schedules/one", name=name)["schedule"]["paused"] is is_paused
+    page = browser.get("/schedules/one", params={"name": name})
+    assert "4711" not in page.text
+    assert_harmless(page.text)
+    assert_harmless(browser.get("/schedules").text)
+    assert len(browser.json("/schedules/one", name=name)["next"]) == 10
+    assert browser.post("/schedules/trigger", name=name).status_code == 303
+    assert browser.post("/schedules/end", name=name).headers["Location"] == "/schedules"
+    assert browser.json("/schedules")["schedules"] == []
+    assert browser.post("/schedules/pause", name=name).status_code == 404
+    assert browser.get("/schedules/one", params={"name": name}).status_code == 404
+
+
+def test_the_description_of_the_json_names_each_path_and_is_true(
+    shop: Any, browser: Browser
+) -> None:
+    told = browser.json("/openapi.json")
+    assert told["openapi"].startswith("3.1")
+    for path, operations in told["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"].endswith("."), path
+            needed = [each["name"] for each in operation.get("parameters", ()) if each["required"]]
+            answer = browser.ask(method.upper(), f"/api{path}")
+            # Without what it needs, it refuses; an action lacks its form.
+            expected = 415 if method == "post" else 400 if needed else 200
+            assert answer.status_code in (expected, 404), (path, answer.text)
+            body = operation.get("requestBody", {"content": {}})["content"]
+            for each in body.values():
+                Draft202012Validator.check_schema(each["schema"])
+
+
+def test_the_command_serves_the_page_until_it_is_stopped(
+    shop: Any, configuration: dict[str, Any], redis_url: str
+) -> None:
+    own = {**configuration, "rabbitdelay_registry_url": redis_url}
+    port = free_port()
+    command = f"rabbitdelay web --port {port}"
+    with start_celery(own, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as serving:
+        address = f"http://127.0.0.1:{port}/api/now"
+
+        def answers() -> Any:
+            assert serving.poll() is None
+            try:
+                with urllib.request.urlopen(address) as answer:
+                    return json.load(answer)
+            except OSError:
+                return None
+
+        try:
+            wait_for(answers, "the page", PATIENCE)
+            assert answers()["prefix"] == configuration["prefix"]
+        finally:
+            serving.send_signal(signal.SIGTERM)
+            _, errors = serving.communicate(timeout=PATIENCE)
+    assert f"http://127.0.0.1:{port}" in errors
+    assert "guest:guest" not in errors
+
+
+@pytest.mark.parametrize("host", ["::", "10.0.0.1", "tasks.example"])
+def test_without_users_the_command_listens_on_this_machine_alone(
+    configuration: dict[str, Any], host: str
+) -> None:
+    told = run_command(configuration, f"web --host {host} --port 0")
+    assert told.returncode == 2, told.stderr
+    assert "without users, the page is served on this machine alone" in told.stderr
+
+
+def test_the_command_says_what_is_wrong_with_an_option(configuration: dict[str, Any]) -> None:
+    own = {**configuration, "rabbitdelay_web": {"users": {"ada": {"password": "planted"}}}}
+    told = run_command(own, "web --port 0")
+    assert told.returncode == 2
+    assert "the password of user 'ada' is not hashed" in told.stderr
+    assert "planted" not in told.stderr
+
+
+def test_the_command_hashes_a_password(configuration: dict[str, Any]) -> None:
+    pipe = subprocess.PIPE
+    command = "rabbitdelay web --hash-password"
+    with start_celery(configuration, command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        printed, errors = process.communicate("a word\n", timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    (line,) = printed.splitlines()
+    assert re.fullmatch(r"scrypt:[\w:=-]+", line)
+    assert is_password("a word", line)
+    assert not is_password("another", line)

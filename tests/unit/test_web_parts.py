@@ -1,0 +1,273 @@
+"""The parts of the page that need no server: shared readings, texts, passwords, work, fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from threading import Barrier, Event
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu.exceptions import OperationalError
+from starlette.exceptions import HTTPException
+
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.status import due_at_least, due_within
+from celery_rabbitdelay.operations.waiting import Place
+from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, Wrong, fields_of
+from celery_rabbitdelay.web.options import User
+from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
+from celery_rabbitdelay.web.reading import Readings
+from celery_rabbitdelay.web.sessions import Session, Sessions
+from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works
+
+ADA = User("ada", "operator")
+
+
+def test_one_of_all_who_ask_looks_and_the_others_wait_for_its_reading() -> None:
+    looks, may_end, asking = [], Event(), Barrier(6)
+
+    def look() -> int:
+        looks.append(1)
+        may_end.wait(10)
+        return len(looks)
+
+    readings = Readings(look, period=60)
+
+    def ask(_: int) -> int | None:
+        asking.wait(10)
+        return readings.latest().value
+
+    with ThreadPoolExecutor(5) as pool:
+        answers = pool.map(ask, range(5))
+        asking.wait(10)
+        wait_for(lambda: looks, "the look")
+        may_end.set()
+        assert list(answers) == [1] * 5
+    assert len(looks) == 1
+
+
+def test_while_one_looks_again_the_others_get_what_was_seen_before() -> None:
+    may_end, begun = Event(), Event()
+    may_end.set()
+
+    def look() -> datetime:
+        begun.set()
+        may_end.wait(10)
+        return datetime.now(UTC)
+
+    readings = Readings(look, period=0)
+    first = readings.latest()
+    may_end.clear()
+    begun.clear()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(readings.latest)
+        begun.wait(10)
+        assert readings.latest() is first
+        may_end.set()
+        assert second.result(10).value != first.value
+
+
+def test_a_look_that_fails_keeps_what_was_seen_before_and_hides_passwords() -> None:
+    answers: Iterator[int] = iter([1])
+
+    def look() -> int:
+        found = next(answers, None)
+        if found is None:
+            raise OperationalError("amqp://ada:secret@host\nis away")
+        return found
+
+    readings = Readings(look, period=0)
+    first = readings.latest()
+    second = readings.latest()
+    assert (first.value, first.error) == (1, None)
+    assert (second.value, second.taken) == (1, first.taken)
+    assert second.error == "amqp://ada:**@host is away"
+
+
+def test_a_mistake_of_ours_does_not_stop_later_looks() -> None:
+    answers = iter([ZeroDivisionError(), None])
+
+    def look() -> int:
+        error = next(answers)
+        if error is not None:
+            raise error
+        return 1
+
+    readings = Readings(look, period=60)
+    with pytest.raises(ZeroDivisionError):
+        readings.latest()
+    assert readings.latest().value == 1
+
+
+@given(st.text(st.characters()))
+def test_a_shown_text_has_nothing_that_is_hidden_or_turns_text(text: str) -> None:
+    found = shown.printable(text, most=50)
+    assert found.isprintable()
+    found.encode()
+    assert len(found) <= 50 * 10 + 40
+
+
+def test_ordinary_texts_of_any_language_stay_as_they_are() -> None:
+    for text in ("order 4711", "Köln", "注文", "заказ", "طلب", "🎉", ""):
+        assert shown.printable(text) == text
+    assert shown.printable("a\u202eb\x00\ud800") == "a\\u202eb\\x00\\ud800"
+    assert shown.printable("m" * 300).endswith("… (300 characters)")
+
+
+@given(st.text(st.characters()))
+def test_a_quoted_text_is_read_again_as_it_was(text: str) -> None:
+    encoded = f"id={shown.quoted(text)}".encode()
+    assert Fields([("id", text)]).pairs == fields_of(encoded).pairs
+    again = fields_of(Fields([("id", text)]).address().encode())
+    assert again.pairs == Fields([("id", text)]).pairs
+
+
+@given(st.binary())
+def test_any_query_is_read_or_refused(query: bytes) -> None:
+    with suppress(HTTPException):
+        json.dumps(shown.plain(fields_of(query).pairs))
+
+
+def test_too_many_fields_are_refused() -> None:
+    with pytest.raises(HTTPException):
+        fields_of(b"a=b&" * (MOST_FIELDS + 1))
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "501", "1.5", "x", "٣", "9" * 5000])
+def test_a_number_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(Wrong, match="400: limit: takes a number"):
+        Fields([("limit", value)]).number("limit", 50, 500)
+
+
+def test_json_has_values_of_any_kind() -> None:
+    instant = datetime(2030, 1, 2, tzinfo=UTC)
+    values = {1: {"a", "b"}, "at": instant, "long": "m" * 20_000, "of": (timedelta(hours=1), None)}
+    told = json.loads(json.dumps(shown.plain(values)))
+    assert told["at"] == "2030-01-02T00:00:00+00:00"
+    assert sorted(told["1"]) == ["a", "b"]
+    assert told["of"] == [3600.0, None]
+    assert len(told["long"]) < 10_100
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59, "59 s"), (60, "1 min 0 s"), (90_061, "1 d 1 h"), (86_400 * 400, "400 d 0 h")],
+)
+def test_lengths_of_time_have_two_units(seconds: int, text: str) -> None:
+    assert shown.brief(seconds) == text
+
+
+def test_a_digit_looks_fuller_the_more_there_is() -> None:
+    looks = [shown.fullness(10**power) for power in range(12)]
+    assert looks == sorted(looks)
+    assert (shown.fullness(0), looks[0], looks[-1]) == (0, 1, 9)
+
+
+def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
+    first, second = hash_password("a word\ud800"), hash_password("a word\ud800")
+    assert first != second
+    assert is_hash(first)
+    assert is_password("a word\ud800", first)
+    assert not is_password("a word", first)
+    assert is_hash(NOBODY)
+    assert not is_password("", NOBODY)
+
+
+@pytest.mark.parametrize("value", ["", "a word", "md5:1:1:1:x:y", None, 7, NOBODY[:-1]])
+def test_what_is_no_hash_matches_no_password(value: object) -> None:
+    assert not is_hash(value)
+    assert not is_password("a word", str(value))
+
+
+def test_tokens_differ_by_session_user_and_secret() -> None:
+    sessions, session = Sessions("s" * 32), Session.new()
+    token = sessions.token(session, "ada")
+    assert sessions.is_token(token, session, "ada")
+    assert not sessions.is_token(token, session, "vera")
+    assert not sessions.is_token(token, Session.new(), "ada")
+    assert not Sessions("t" * 32).is_token(token, session, "ada")
+    # No two lists of words have the same token.
+    joined = session._replace(key=f"{session.key}a")
+    assert sessions.token(joined, "da") != token
+    assert sessions.read(sessions.written(session)) == session
+    assert Sessions().read(sessions.written(session)) is None
+
+
+def test_a_session_ends_after_some_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = Sessions("s" * 32)
+    cookie = sessions.written(Session.new("ada"))
+    assert sessions.read(cookie) is not None
+    monkeypatch.setattr("celery_rabbitdelay.web.sessions.LASTS", -1)
+    assert sessions.read(cookie) is None
+
+
+def test_work_counts_what_is_done_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
+        work = Works().begin(ADA, "cancelled all", 5, iter([2, 3]))
+        work.wait(10)
+    assert (work.done, work.state) == (5, "done")
+    assert [each.getMessage() for each in caplog.records] == [
+        "'ada' has cancelled all (done, of 5): 5"
+    ]
+
+
+def test_work_that_fails_says_why_and_how_much_was_done() -> None:
+    def batches() -> Iterator[int]:
+        yield 2
+        raise OperationalError("redis://:secret@host is away")
+
+    work = Works().begin(ADA, "cancelled all", 5, batches())
+    work.wait(10)
+    assert (work.done, work.state, work.error) == (2, "failed", "redis://:**@host is away")
+
+
+def test_so_much_work_goes_on_at_a_time_and_old_work_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.web.work.REMEMBERED", 6)
+    works, may_end = Works(), Event()
+
+    def batches() -> Iterator[int]:
+        may_end.wait(10)
+        yield 1
+
+    going = [works.begin(ADA, "x", 1, batches()) for _ in range(MOST_AT_ONCE)]
+    with pytest.raises(TooMuchWork):
+        works.begin(ADA, "x", 1, batches())
+    may_end.set()
+    for each in going:
+        each.wait(10)
+    for _ in range(20):
+        works.begin(ADA, "x", 1, iter([1])).wait(10)
+    assert len(works.all()) <= 6
+
+
+def test_at_least_as_many_are_due_as_cannot_wait_longer() -> None:
+    topology = Topology(layout=custom([("hours", 24, 3600), ("minutes", 60, 60)]))
+    digits = {"hours.x1": {1: 5, 2: 0, 23: 7}, "minutes.x1": {1: 3}}
+    backlog = Backlog({}, digits, {}, ())
+    minute = 60_000
+    expected = {0: 0, minute - 1: 0, minute: 3, 119 * minute - 1: 3, 119 * minute: 8}
+    for within_ms, count in {**expected, 24 * 60 * minute: 15}.items():
+        assert due_at_least(topology, backlog, within_ms) == count
+    assert due_within(topology, backlog) == minute
+
+
+@given(st.integers(0, 10**14), st.text(st.characters(), max_size=20))
+def test_a_place_is_read_again(due_ms: int, task_id: str) -> None:
+    assert Place.of(str(Place(due_ms, task_id))) == Place(due_ms, task_id)
+
+
+@pytest.mark.parametrize("text", ["", "x", "x:y", ":y", "-1:y", "9" * 20 + ":y", "1.5:y"])
+def test_what_is_no_place_is_none(text: str) -> None:
+    assert Place.of(text) is None
