@@ -104,4 +104,3 @@ def signed_in(open_tab: Callable[..., Tab], page: ServedPage, name: str = OPERAT
 #: What the browser says of a page that answers with the form for signing in, with a refusal, or
 #: that Redis cannot be asked.
 UNKNOWN, REFUSED, AWAY = (f"responded with a status of {each}" for each in (401, 403, 503))
-
