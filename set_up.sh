@@ -33,7 +33,7 @@ missing_packages() {
     [ -n "${JAVA_HOME:-}" ] || command -v java >/dev/null || echo default-jre-headless
     # A client of check-in that has nothing to do with Python.
     [ "$purpose" != test ] || command -v amqp-publish >/dev/null || echo amqp-tools
-    # The tests of the page look at it with a real browser.
+    # The page that shows what waits is clicked through.
     if [ "$purpose" = test ]; then
         command -v chromium >/dev/null || command -v google-chrome >/dev/null || echo chromium
         command -v chromedriver >/dev/null || echo chromium-driver

@@ -78,7 +78,7 @@ class Server:
             local=lambda instant: shown.local(instant, app_zone(site)),
         )
         self._templates.globals.update(
-            version=__version__,
+            package_version=__version__,
             zone=str(app_zone(site)),
             menu=[each for each in PAGES if each.in_menu],
             most_in_address=shown.MOST_IN_ADDRESS,
