@@ -278,7 +278,9 @@ class Tab:
         return found
 
     def complaints(self, *expected: str) -> list[str]:
-        """Return what the browser has complained of since the last time: errors, violations.
+        """Return what the browser has complained of since the last time, in any of its tabs.
+
+        These are errors of scripts, violations of the policy, and answers with an error.
 
         Args:
             *expected: Words of complaints that are expected, such as that of a page that answers
