@@ -664,7 +664,7 @@ def test_hostile_texts_run_nowhere_and_break_no_page(
     for name, text in HOSTILE.items():
         send_job(served, text, 1, key=text, args=(text,), task_id=text[:50])
         served.rabbitdelay.schedules.put(text[:50], text, timedelta(hours=1), (text,))
-        lose(served, notes, 1, text, task=text, id=f"lost-{name}", argsrepr=text, **{text[:100]: 1})
+        lose(served, notes, 1, text, task=text, id=f"lost-{name}", argsrepr=text, **{text[:50]: 1})
     send_job(served, "megabyte", 1, args=("m" * 1_000_000,), task_id="megabyte")
     lose(served, notes, 1, reason, id="lost-long")
 
@@ -709,7 +709,7 @@ def test_hostile_texts_run_nowhere_and_break_no_page(
             look()
             assert served.rabbitdelay.show(text[:50]).state == "cancelled", name
             look_at(f"/jobs?name={asked}")
-            tab.see("State open")
+            tab.see("State committed")
             look_at(f"/schedules/one?name={quote(text[:50], safe='')}")
             tab.press("Pause")
             tab.see("State paused")
@@ -721,6 +721,38 @@ def test_hostile_texts_run_nowhere_and_break_no_page(
         served.rabbitdelay.cancel("megabyte")
         purge(served)
     assert found == []
+
+
+@to_be_mended("the interval of a schedule is shown as a number of milliseconds")
+def test_the_interval_of_a_schedule_is_shown_in_units_of_time(
+    served: Any, operator: Tab, job: str
+) -> None:
+    served.rabbitdelay.schedules.put(job, "look", timedelta(hours=2))
+    try:
+        for path in ("/schedules", f"/schedules/one?name={job}"):
+            operator.go(path)
+            operator.see(job, "every 2 h")
+            assert "7200000" not in operator.text
+    finally:
+        served.rabbitdelay.schedules.delete(job)
+
+
+@to_be_mended("it says None where it does not know since when a message is undeliverable")
+def test_what_is_not_known_of_an_undeliverable_message_is_left_out(
+    served: Any, operator: Tab, notes: Notes
+) -> None:
+    lost, *_ = lose(served, notes, 1, "its queue was gone")
+
+    def is_listed() -> bool:
+        operator.go("/undeliverable")
+        return lost in operator.text
+
+    try:
+        wait_for(is_listed, "the message", PATIENCE)
+        assert "None" not in operator.text
+        assert "looked at in" not in operator.text, "that was in the past"
+    finally:
+        purge(served)
 
 
 @to_be_mended("a task that was sent after the count takes the place of one that is due later")

@@ -96,9 +96,10 @@ def test_a_broker_that_is_killed_and_comes_back_under_an_open_page(
         )
         story.see("The broker cannot be asked", "State waiting")
         assert "guest:" not in tab.text
-        reading = open_tab(shop.page, "ada")
+        reading = open_tab(shop.page, "reading")
         reading.go("/now")
-        sign_in(reading, "ada")
+        sign_in(reading)
+        reading.see("The broker cannot be asked")
         for path, known in (
             ("/waiting", "2 tracked tasks wait"),
             ("/undeliverable", "The broker cannot be asked"),
