@@ -19,6 +19,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.operations import status
 from celery_rabbitdelay.operations import waiting as operations
+from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, site, work
 from tests.browser import Browser, assert_harmless, read
@@ -321,15 +322,26 @@ def works(browser: Browser, where: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("action", "more"), [("postpone", {"delay": "30m"}), ("run-now", {})])
 def test_all_that_match_move_once_although_they_move_in_the_list(
-    tracked: Any, browser: Browser, small_pages: list[int], action: str, more: Any
+    tracked: Any,
+    browser: Browser,
+    monkeypatch: pytest.MonkeyPatch,
+    small_pages: list[int],
+    action: str,
+    more: Any,
 ) -> None:
-    del small_pages
-    sent = [*send(tracked, 20, hours=0.25), *send(tracked, 20, hours=1)]
+    monkeypatch.setattr(operations, "BATCH", 3)
+    # All in one shard, so that they are read in many pages, while those before are moved.
+    ids = [each for each in (uuid4().hex for _ in range(5_000)) if shard_of(each) == 0][:40]
+    sent = [
+        *(send(tracked, hours=0.25, task_id=each)[0] for each in ids[:20]),
+        *(send(tracked, hours=1, task_id=each)[0] for each in ids[20:]),
+    ]
     begun = browser.post("/waiting/decide-all", action=action, count="40", **more)
     where = begun.headers["Location"]
     wait_for(lambda: works(browser, where)["state"] != "running", "the work")
     told = works(browser, where)
     assert (told["state"], told["error"], told["done"]) == ("done", None, 40)
+    assert len(small_pages) > 10
     tasks = browser.json("/waiting")["tasks"]
     assert sorted(each["task_id"] for each in tasks) == sorted(sent)
     dues = {datetime.fromisoformat(each["due"]) for each in tasks}
