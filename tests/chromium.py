@@ -146,11 +146,11 @@ class Tab:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """Run a script in the page, and return what it returns."""
-        return self.driver.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
+        return self.driver.execute_script(script, *arguments)
 
     def command(self, name: str, **arguments: Any) -> Any:
         """Send a command of Chromium's DevTools protocol."""
-        return self.driver.execute_cdp_cmd(name, arguments)  # type: ignore[no-untyped-call]
+        return self.driver.execute_cdp_cmd(name, arguments)
 
     @property
     def path(self) -> str:
@@ -297,7 +297,7 @@ class Tab:
     def barriers(self) -> list[str]:
         """Return what axe-core finds."""
         self.run(AXE.read_text())
-        found: list[dict[str, Any]] = self.driver.execute_async_script(_RUN_AXE)  # type: ignore[no-untyped-call]
+        found: list[dict[str, Any]] = self.driver.execute_async_script(_RUN_AXE)
         return [
             f"{self.path}: {rule['id']}: {node['html'][:200]}: {node['failureSummary']}"
             for rule in found
@@ -319,18 +319,23 @@ const done = arguments[0];
 axe.run(document, {resultTypes: ["violations"]}).then(found => done(found.violations));
 """
 
-#: What scrolls by itself, and what is out of sight for all but screen readers, may be wide.
+#: What scrolls by itself or is cut off, and what only screen readers see, may be wide.
 _TOO_WIDE: Final = """
 const most = document.documentElement.clientWidth;
 const found = [];
+const isCut = each => each && (
+  getComputedStyle(each).overflowX != "visible" &&
+  getComputedStyle(each).display != "inline" &&
+  each.getBoundingClientRect().right <= most + 1 || isCut(each.parentElement));
 if (document.documentElement.scrollWidth > most)
   found.push(`the page is ${document.documentElement.scrollWidth} wide in a window of ${most}`);
 if (most > window.screen.width) found.push(`the window has become ${most} wide`);
 for (const each of document.body.querySelectorAll("*")) {
   if (each.closest(".wide, .hidden, .skip") && !each.matches(".wide")) continue;
+  if (isCut(each.parentElement)) continue;
   const box = each.getBoundingClientRect();
   if (box.width && box.right > most + 1)
-    found.push(`${each.outerHTML.slice(0, 150)} ends at ${Math.round(box.right)} of ${most}`);
+    found.push(`${each.outerHTML.slice(0, 60)} ends at ${Math.round(box.right)} of ${most}`);
 }
 return found;
 """
