@@ -37,7 +37,7 @@ SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerou
 # Brokers, workers and Redis servers that are killed or stop answering, and clusters.
 TROUBLE_TESTS = tests/acceptance/test_kill.py $(wildcard $(patsubst %,tests/integration/test_%.py,cluster* \
         may_have_arrived modules_trouble publish_retry publisher_trouble *_resends registry_kills registry_trouble \
-        send_many_trouble unaware))
+        send_many_trouble unaware web_browser_trouble))
 
 # How many processes test at the same time; most tests wait most of the time.
 PROCESSES ?= 4
@@ -158,8 +158,9 @@ types: $(VENV)/check.done  ## mypy --strict
 docs: $(VENV)/check.done  ## The documentation, as HTML, in docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-pictures: $(VENV)/test.done  ## The picture of the levels; those of benchmarks: build/benchmarks
+pictures: $(VENV)/test.done  ## The pictures of the levels and of the page; those of benchmarks: build/benchmarks
 	$(BIN)/python docs/explanation/pictures/levels.py
+	PYTHONPATH=. $(BIN)/python docs/how-to/pictures/page.py
 
 tox: $(VENV)/check.done  ## Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
 	$(BIN)/tox

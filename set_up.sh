@@ -34,8 +34,10 @@ missing_packages() {
     # A client of check-in that has nothing to do with Python.
     [ "$purpose" != test ] || command -v amqp-publish >/dev/null || echo amqp-tools
     # The page that shows what waits is clicked through.
-    [ "$purpose" != test ] || command -v chromium >/dev/null || echo chromium
-    [ "$purpose" != test ] || command -v chromedriver >/dev/null || echo chromium-driver
+    if [ "$purpose" = test ]; then
+        command -v chromium >/dev/null || command -v google-chrome >/dev/null || echo chromium
+        command -v chromedriver >/dev/null || echo chromium-driver
+    fi
     # Spark asks ps which processes are its own.
     command -v ps >/dev/null || echo procps
 }
@@ -112,5 +114,10 @@ echo "Installing into $folder: $wanted"
 if [ "$purpose" = test ] && [ ! -d "$tools/flower" ]; then
     "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps \
         --target "$tools/flower" "flower>=2.0,<3"
+fi
+# Only the script of axe-core in it is used; what the package needs beside that, a browser of its own, is not.
+if [ "$purpose" = test ] && [ ! -d "$tools/axe" ]; then
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+        --target "$tools/axe" "axe-playwright-python>=0.1.8,<0.2"
 fi
 touch "$folder/$purpose.done"

@@ -1,0 +1,106 @@
+"""The page, served by its command to a real browser.
+
+A test module that uses the fixtures imports them and names them in its ``__all__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Final
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from celery_rabbitdelay.web.passwords import hash_password
+from tests.chromium import ELSEWHERE, Chromium, Tab
+from tests.integration.shop import PATIENCE
+from tests.integration.worker import ShopProcess
+
+#: Who may sign in with :data:`PASSWORD`: an operator and a viewer.
+OPERATOR, VIEWER, PASSWORD = "ada", "grace", "correct horse"
+
+#: A layout whose highest digits last for hours, so that nothing is due during a test unless the
+#: test says so, and that has few queues.
+HOURS: Final = [("hours", 4, 3600), ("minutes", 12, 300), ("halves", 10, 30), ("seconds", 30, 1)]
+
+HOUR: Final = 3600
+
+
+def with_users(**options: Any) -> dict[str, Any]:
+    """Return the setting of a page that both may sign in to, with further options."""
+    password = hash_password(PASSWORD)
+    users = {
+        OPERATOR: {"password": password, "role": "operator"},
+        VIEWER: {"password": password, "role": "viewer"},
+    }
+    return {"rabbitdelay_web": {"users": users, **options}}
+
+
+class ServedPage(ShopProcess):
+    """``celery -A tests.integration.shop rabbitdelay web``.
+
+    Args:
+        settings: What :func:`tests.integration.shop.make_app` takes.
+        more: Further options of the command.
+    """
+
+    def __init__(self, settings: dict[str, Any], more: str = "") -> None:
+        super().__init__(settings)
+        self._more = more
+
+    def address(self, name: str = "localhost") -> str:
+        """Return its address under a name; each name has cookies of its own."""
+        host = name if name in ("localhost", ELSEWHERE) else f"{name}.localhost"
+        return f"http://{host}:{self.port}"
+
+    def _command(self) -> list[str]:
+        return self.celery(f"rabbitdelay web --port={self.port} {self._more}")
+
+    def _ready(self) -> bool:
+        try:
+            with urlopen(f"http://127.0.0.1:{self.port}/static/icon.svg", timeout=PATIENCE):
+                return True
+        except (URLError, OSError):
+            return False
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chromium]:
+    """The browser of a module's tests."""
+    with Chromium() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def open_tab(chromium: Chromium) -> Iterator[Callable[..., Tab]]:
+    """Opens tabs, each as another person's: at a page, under a name."""
+    with ExitStack() as tabs:
+
+        def open_tab(page: ServedPage, name: str = "localhost") -> Tab:
+            return tabs.enter_context(chromium.tab(page.address(name)))
+
+        yield open_tab
+
+
+def sign_in(tab: Tab, name: str = OPERATOR, password: str = PASSWORD) -> None:
+    """Fill in the form for signing in."""
+    tab.fill("Name", name)
+    tab.fill("Password", password)
+    tab.press("Sign in")
+
+
+def signed_in(open_tab: Callable[..., Tab], page: ServedPage, name: str = OPERATOR) -> Tab:
+    """Open the page in a tab of its own and sign in."""
+    tab = open_tab(page, name)
+    tab.go("/now")
+    sign_in(tab, name)
+    tab.see("What falls due")
+    tab.complaints(UNKNOWN)
+    return tab
+
+
+#: What the browser says of a page that answers with the form for signing in, with a refusal, or
+#: that Redis cannot be asked.
+UNKNOWN, REFUSED, AWAY = (f"responded with a status of {each}" for each in (401, 403, 503))
