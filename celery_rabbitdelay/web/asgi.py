@@ -114,7 +114,7 @@ class Server:
             if page.is_action:
                 form = await form_of(request)
                 self._check_action(request, visitor, form)
-                asked = replace(asked, fields=form)
+                asked = replace(asked, fields=Fields([*form.pairs, *asked.fields.pairs]))
             told = await run_in_threadpool(page.view, asked)
             if is_api(request):
                 return _json(told)
@@ -189,6 +189,8 @@ class Server:
             raise HTTPException(401, "Sign in first.")
         session = Session.new()
         query = f"?{request.url.query}" if request.url.query else ""
+        is_page = request.method in ("GET", "HEAD")  # an action is not done by signing in
+        next_page = f"{path_of(request).lstrip('/')}{query}" if is_page else "now"
         response = self._html(
             request,
             "sign_in.html",
@@ -196,7 +198,7 @@ class Server:
             401,
             why=why,
             token=self._access.sessions.token(session, ""),
-            next=where if where is not None else f"{path_of(request).lstrip('/')}{query}",
+            next=where if where is not None else next_page,
         )
         self._set_cookie(request, response, SIGN_IN_COOKIE, session)
         return response

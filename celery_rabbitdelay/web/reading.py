@@ -87,6 +87,11 @@ class Readings(Generic[_T]):
             self._reading, self._until = reading, time.monotonic() + self._period
         return reading
 
+    def outdate(self) -> None:
+        """Look anew for the next who ask: what the latest reading shows has been changed."""
+        with self._changed:
+            self._until = 0.0
+
     def _taken(self) -> Reading[_T]:
         try:
             return Reading(self._look(), wall_clock.now())

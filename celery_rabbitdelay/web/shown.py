@@ -46,9 +46,11 @@ def local(instant: datetime, zone: tzinfo) -> str:
 
 
 def left(instant: datetime) -> str:
-    """Return how long it is until an instant, or since then, in its two largest units."""
+    """Return how long it is until an instant, or since then, in its two largest units, or now."""
     seconds = round((instant - wall_clock.now()).total_seconds())
-    return f"in {brief(seconds)}" if seconds >= 0 else f"{brief(-seconds)} ago"
+    if not seconds:
+        return "now"
+    return f"in {brief(seconds)}" if seconds > 0 else f"{brief(-seconds)} ago"
 
 
 def brief(seconds: float) -> str:

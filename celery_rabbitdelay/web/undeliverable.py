@@ -91,7 +91,10 @@ def decide(asked: Asked) -> dict[str, Any]:
     _filter(asked), _to(asked)  # what is wrong is said at once
 
     def batches() -> Iterator[int]:
-        yield _remove(asked, action, dry_run=False, limit=count).removed
+        try:
+            yield _remove(asked, action, dry_run=False, limit=count).removed
+        finally:
+            asked.site.undeliverable.outdate()
 
     chosen = " ".join(f"{name}={value!r}" for name, value in _told_filter(asked).items() if value)
     what = f"{ACTIONS[action]} undeliverable messages {f'with {chosen}' if chosen else ''}".strip()
