@@ -10,6 +10,7 @@ from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.health import health
 from celery_rabbitdelay.web.now import now
 from celery_rabbitdelay.web.site import HORIZONS
+from celery_rabbitdelay.web.workers import workers
 
 #: Returns what a page and its JSON show. It may block; it is called in a thread.
 View: TypeAlias = Callable[[Asked], dict[str, Any]]
@@ -186,5 +187,6 @@ PAGES: Final = (
             ("end", "End", schedules.end),
         )
     ),
+    Page("workers", "Workers", workers, "workers.html", in_menu=True, refresh=10),
     Page("health", "Health", health, "health.html", in_menu=True, refresh=30),
 )

@@ -158,6 +158,32 @@ def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Br
     assert browser.get("/schedules/one", params={"name": name}).status_code == 404
 
 
+def test_workers_are_shown_with_what_differs_between_them_and_no_secret(
+    serve: Callable[..., Any],
+) -> None:
+    key = {"rabbitdelay_signing_key": "planted-secret" * 4}
+    shop = serve(rabbitdelay_max_unconfirmed=70, **key)
+    other = serve(rabbitdelay_max_unconfirmed=71, **key)
+    browser = Browser(application(shop))
+    wait_for(lambda: len(browser.json("/workers")["workers"]) == 2, "both workers", PATIENCE)
+    told, page = browser.json("/workers"), browser.get("/workers")
+    first, second = (each.worker.name for each in (shop, other))
+    versions = {"celery_rabbitdelay", "celery", "python"}
+    for each in told["workers"]:
+        assert each["modules"] == sorted(shop.rabbitdelay.settings.modules)
+        assert set(each["versions"]) == versions
+        assert each["settings"]["prefix"] == shop.rabbitdelay.settings.prefix
+    (different,) = told["differences"]
+    assert (different["kind"], different["name"]) == ("setting", "max_unconfirmed")
+    assert {each["value"]: each["workers"] for each in different["values"]} == {
+        "70": [first],
+        "71": [second],
+    }
+    assert_harmless(page.text)
+    assert "rabbitdelay_max_unconfirmed 70" in said(page.text)
+    assert "planted-secret" not in page.text + str(told)
+
+
 def test_the_description_of_the_json_names_each_path_and_is_true(
     shop: Any, browser: Browser
 ) -> None:

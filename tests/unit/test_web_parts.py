@@ -29,6 +29,7 @@ from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_
 from celery_rabbitdelay.web.reading import Readings
 from celery_rabbitdelay.web.sessions import Session, Sessions
 from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works
+from celery_rabbitdelay.web.workers import differences
 
 ADA = User("ada", "operator")
 
@@ -271,3 +272,17 @@ def test_a_place_is_read_again(due_ms: int, task_id: str) -> None:
 @pytest.mark.parametrize("text", ["", "x", "x:y", ":y", "-1:y", "9" * 20 + ":y", "1.5:y"])
 def test_what_is_no_place_is_none(text: str) -> None:
     assert Place.of(text) is None
+
+
+def test_what_is_not_the_same_in_all_workers_differs() -> None:
+    told = {"a": {"tick": "0.1", "shards": "1"}, "b": {"tick": "1", "shards": "1"}, "c": {}}
+    shards, tick = differences(told, "setting")
+    assert shards["name"] == "shards"
+    assert [each["workers"] for each in shards["values"]] == [["a", "b"], ["c"]]
+    assert [(each["value"], each["workers"]) for each in tick["values"]] == [
+        ("0.1", ["a"]),
+        ("1", ["b"]),
+        (None, ["c"]),
+    ]
+    assert not [*differences({"a": told["a"]}, "setting")]
+    assert not [*differences({"a": told["a"], "b": told["a"]}, "setting")]
