@@ -176,8 +176,29 @@ PAGES: Final = (
     Page("jobs", "Jobs", jobs.jobs, "jobs.html", (_JOB,), in_menu=True),
     Page("jobs/commit", "Commit", jobs.commit, "jobs.html", (_NAME,), is_action=True),
     Page("jobs/abort", "Abort", jobs.abort, "jobs.html", (_NAME,), is_action=True),
-    Page("schedules", "Schedules", schedules.schedules, "schedules.html", in_menu=True, refresh=30),
+    Page(
+        "schedules",
+        "Schedules",
+        schedules.schedules,
+        "schedules.html",
+        (Parameter("horizon", "how far the time line looks ahead", tuple(HORIZONS)),),
+        in_menu=True,
+        refresh=30,
+    ),
     Page("schedules/one", "Schedule", schedules.schedule, "schedule.html", (_NAME,)),
+    Page(
+        "schedules/edit",
+        "Edit",
+        schedules.edit,
+        "schedule.html",
+        (
+            _NAME,
+            Parameter("when", "cron texts and intervals, one a line: every 1h30m", is_list=True),
+            Parameter("timezone", "the IANA name of the time zone of cron texts"),
+            Parameter("paused", "whether it is paused", ("yes", "no")),
+        ),
+        is_action=True,
+    ),
     *(
         Page(f"schedules/{path}", title, view, "schedule.html", (_NAME,), is_action=True)
         for path, title, view in (

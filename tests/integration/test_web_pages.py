@@ -8,7 +8,7 @@ import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +18,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
-from celery_rabbitdelay.web import application, site
+from celery_rabbitdelay.web import application, schedules, site
 from celery_rabbitdelay.web.passwords import is_password
 from tests.browser import Browser, assert_harmless, read
 from tests.integration.arrivals import count
@@ -156,6 +156,70 @@ def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Br
     assert browser.json("/schedules")["schedules"] == []
     assert browser.post("/schedules/pause", name=name).status_code == 404
     assert browser.get("/schedules/one", params={"name": name}).status_code == 404
+
+
+def test_a_schedule_is_edited_and_keeps_its_task_and_its_arguments(
+    shop: Any, browser: Browser
+) -> None:
+    own, name = shop.rabbitdelay.schedules, "each <b>day</b>"
+    options = {"jitter": 5, "overlap": "skip", "priority": 3, "catch_up": 60}
+    own.put(name, "look", "0 9 * * *", ("card 4711",), **options)
+    before = own.get(name)
+    written = "30 7 * * 1-5\r\nevery 1h30m"
+    edited = browser.post("/schedules/edit", name=name, when=written, timezone="Asia/Tokyo")
+    assert edited.status_code == 303
+    after = own.get(name)
+    assert after.recurrence.rules == ("30 7 * * 1-5", "every 5400000")
+    assert after.recurrence.zone == "Asia/Tokyo"
+    assert not after.is_paused
+    changes = {"recurrence": after.recurrence, "next_at": after.next_at}
+    assert after == before._replace(**changes)
+    page = browser.get(edited.headers["Location"]).text
+    assert_harmless(page)
+    assert "every 1h30m" in page
+    assert browser.post("/schedules/edit", name=name, paused="yes").status_code == 303
+    assert own.get(name) == after._replace(is_paused=True)
+    for wrong in (
+        {"when": "now and then"},
+        {"when": "every 90"},
+        {"when": "every soon"},
+        {"when": "every 10ms"},
+        {"when": "every 9999999999999999d"},
+        {"timezone": "../../etc/passwd"},
+        {"timezone": "Europe"},
+        {"paused": "perhaps"},
+    ):
+        refused = browser.post("/schedules/edit", name=name, **wrong)
+        assert refused.status_code == 400, (wrong, refused.text)
+    assert own.get(name) == after._replace(is_paused=True)
+    assert browser.post("/schedules/edit", name="nobody's", paused="no").status_code == 404
+    own.delete(name)
+
+
+def test_the_time_line_shows_when_each_schedule_is_due(shop: Any, browser: Browser) -> None:
+    own, now = shop.rabbitdelay.schedules, datetime.now(UTC)
+    own.put("hourly", "look", timedelta(hours=1), start=now + timedelta(minutes=30))
+    own.put("often <i>", "look", timedelta(seconds=30), paused=True)
+    own.put("seldom", "look", timedelta(days=40), start=now + timedelta(days=2))
+
+    def runs(horizon: str) -> dict[str, int]:
+        told = browser.json("/schedules", horizon=horizon)["schedules"]
+        return {each["name"]: len(each["runs"]) for each in told}
+
+    most = schedules.MOST_RUNS
+    assert runs("day") == {"hourly": most, "often <i>": most, "seldom": 0}
+    assert runs("hour") == {"hourly": 1, "often <i>": most, "seldom": 0}
+    assert runs("year")["seldom"] == 10
+    told = browser.json("/schedules", horizon="hour")
+    (hourly,) = [each for each in told["schedules"] if each["name"] == "hourly"]
+    assert hourly["runs"] == [hourly["next_at"]]
+    page = browser.get("/schedules?horizon=year").text
+    assert_harmless(page)
+    tags = [tag for tag, _ in read(page).tags]
+    assert tags.count("circle") == 2 * most + 10
+    assert browser.get("/schedules?horizon=eon").status_code == 400
+    for name in ("hourly", "often <i>", "seldom"):
+        own.delete(name)
 
 
 def test_workers_are_shown_with_what_differs_between_them_and_no_secret(
