@@ -22,6 +22,9 @@ COMMAND: Final = "rabbitdelay_status"
 #: Beside the names of the modules: the delayed tasks that have arrived at the worker.
 ARRIVALS: Final = "tasks"
 
+#: Beside the names of the modules, if it is asked for: the worker's versions and settings.
+ABOUT: Final = "about"
+
 #: The most ids in one revoke: each worker writes all of them into one line of its log.
 TOLD_AT_ONCE: Final = 100
 
@@ -107,7 +110,7 @@ def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
 
 
 def status_of_workers(
-    app: celery.Celery, connection: Connection, timeout: float
+    app: celery.Celery, connection: Connection, timeout: float, about: bool = False
 ) -> dict[str, Mapping[str, Any]]:
     """Ask all workers for the status of their modules.
 
@@ -115,11 +118,15 @@ def status_of_workers(
         app: The application.
         connection: An open connection to its broker.
         timeout: Seconds to wait for the answers.
+        about: Whether to ask also for versions and settings; earlier versions do not answer that.
 
     Returns:
         The answer of each worker by the worker's name: the counts of each module by the module's
-        name, and those of :data:`ARRIVALS`; or ``{"error": reason}`` where the worker has no such
-        command.
+        name, those of :data:`ARRIVALS`, and :data:`ABOUT` if it is asked for; or
+        ``{"error": reason}`` where the worker has no such command.
     """
-    answers = app.control.broadcast(COMMAND, reply=True, timeout=timeout, connection=connection)
+    arguments = {ABOUT: True} if about else None
+    answers = app.control.broadcast(
+        COMMAND, arguments, reply=True, timeout=timeout, connection=connection
+    )
     return {worker: answer for each in answers or () for worker, answer in each.items()}

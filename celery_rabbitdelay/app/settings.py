@@ -361,8 +361,12 @@ class Settings:
             ) from wrong
 
     def __repr__(self) -> str:
-        shown = (f"{name}={kind.shown(getattr(self, name))!r}" for name, kind in _KINDS.items())
-        return f"Settings({', '.join(shown)})"
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.shown.items())})"
+
+    @property
+    def shown(self) -> dict[str, object]:
+        """All settings by their names, without secrets and passwords."""
+        return {name: kind.shown(getattr(self, name)) for name, kind in _KINDS.items()}
 
     @cached_property
     def topology(self) -> Topology:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from celery_rabbitdelay.app.control import ARRIVALS
+from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.web.asked import Asked
@@ -127,7 +127,7 @@ def _worker(name: str, modules: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": name,
         "error": modules.get("error"),
-        "modules": sorted(modules.keys() - {ARRIVALS, "error"}),
+        "modules": sorted(modules.keys() - {ABOUT, ARRIVALS, "error"}),
         "received": arrivals.get("received"),
         "latest": arrivals.get("latest"),
         "probes": None

@@ -10,6 +10,7 @@ from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.health import health
 from celery_rabbitdelay.web.now import now
 from celery_rabbitdelay.web.site import HORIZONS
+from celery_rabbitdelay.web.workers import workers
 
 #: Returns what a page and its JSON show. It may block; it is called in a thread.
 View: TypeAlias = Callable[[Asked], dict[str, Any]]
@@ -173,10 +174,42 @@ PAGES: Final = (
         is_action=True,
     ),
     Page("jobs", "Jobs", jobs.jobs, "jobs.html", (_JOB,), in_menu=True),
+    Page(
+        "jobs/open",
+        "Open",
+        jobs.open_job,
+        "jobs.html",
+        (
+            _NAME,
+            Parameter("expires", "when it is aborted unless it is committed", is_needed=True),
+        ),
+        is_action=True,
+    ),
     Page("jobs/commit", "Commit", jobs.commit, "jobs.html", (_NAME,), is_action=True),
     Page("jobs/abort", "Abort", jobs.abort, "jobs.html", (_NAME,), is_action=True),
-    Page("schedules", "Schedules", schedules.schedules, "schedules.html", in_menu=True, refresh=30),
+    Page(
+        "schedules",
+        "Schedules",
+        schedules.schedules,
+        "schedules.html",
+        (Parameter("horizon", "how far the time line looks ahead", tuple(HORIZONS)),),
+        in_menu=True,
+        refresh=30,
+    ),
     Page("schedules/one", "Schedule", schedules.schedule, "schedule.html", (_NAME,)),
+    Page(
+        "schedules/edit",
+        "Edit",
+        schedules.edit,
+        "schedule.html",
+        (
+            _NAME,
+            Parameter("when", "cron texts and intervals, one a line: every 1h30m", is_list=True),
+            Parameter("timezone", "the IANA name of the time zone of cron texts"),
+            Parameter("paused", "whether it is paused", ("yes", "no")),
+        ),
+        is_action=True,
+    ),
     *(
         Page(f"schedules/{path}", title, view, "schedule.html", (_NAME,), is_action=True)
         for path, title, view in (
@@ -186,5 +219,6 @@ PAGES: Final = (
             ("end", "End", schedules.end),
         )
     ),
+    Page("workers", "Workers", workers, "workers.html", in_menu=True, refresh=10),
     Page("health", "Health", health, "health.html", in_menu=True, refresh=30),
 )

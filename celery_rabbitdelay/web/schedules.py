@@ -1,33 +1,80 @@
-"""The page Schedules: when each is due next, what became of the last occurrence; pause, trigger."""
+"""The page Schedules: a time line, what became of the last occurrences; edit, pause, trigger."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timedelta
 from typing import Any, Final
+from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.app.schedule_imports import exported
+from celery_rabbitdelay.app.schedule_imports import exported, from_json
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
+from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.web.asked import Asked, servers_away
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_delay
+from celery_rabbitdelay.levels.recurrence import INVALID
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.web.site import HORIZONS
 from celery_rabbitdelay.web.waiting import check_registry, masked
 from celery_rabbitdelay.web.work import log_action
 
+#: The beginning of a rule that is an interval; behind it stand milliseconds.
+EVERY: Final = "every "
+
 #: Seconds after which it is said of an occurrence that it has not come.
 MISSING: Final = 60.0
+
+#: How many runs of a schedule, and of all together, stand on the time line.
+MOST_RUNS, MOST_OF_ALL = 12, 200
 
 #: How many next instants a schedule's own page has.
 NEXT: Final = 10
 
 
 def schedules(asked: Asked) -> dict[str, Any]:
-    """Return all schedules, the one that is due next first."""
+    """Return all schedules, the one that is due next first, and their next runs in a time."""
     check_registry(asked)
+    horizon = asked.fields.one_of("horizon", HORIZONS, "day")
     with servers_away():
         found = asked.site.delays.schedules.all()
     found = sorted(found, key=lambda each: each.next_at)
-    return {"schedules": [_told(asked, each) for each in found]}
+    start, (length, _) = wall_clock.now(), HORIZONS[horizon]
+    told, left = [], MOST_OF_ALL
+    for each in found:
+        runs = runs_until(each, start, start + length, min(MOST_RUNS, left))
+        left -= len(runs)
+        told.append({**_told(asked, each), "runs": runs})
+    return {
+        "schedules": told,
+        "horizon": horizon,
+        "horizons": list(HORIZONS),
+        "start": start,
+        "length": length,
+        "most_runs": MOST_RUNS,
+        "is_cut_off": not left,
+    }
+
+
+def runs_until(found: Schedule, start: datetime, end: datetime, most: int) -> list[datetime]:
+    """Return the first instants of a schedule within a time; one that is overdue is not in it."""
+    instants = list[datetime]()
+    next_at: datetime | None = found.next_at
+    with suppress(*INVALID):  # the rules of a later version
+        if found.next_at < start:
+            next_at = _after(found, start)
+        while next_at is not None and next_at < end and len(instants) < most:
+            instants.append(next_at)
+            next_at = _after(found, next_at)
+    return instants
+
+
+def _after(found: Schedule, instant: datetime) -> datetime | None:
+    instant_ms = found.recurrence.after(milliseconds_of(instant))
+    return None if instant_ms is None else instant_of(instant_ms)
 
 
 def schedule(asked: Asked) -> dict[str, Any]:
@@ -40,6 +87,64 @@ def schedule(asked: Asked) -> dict[str, Any]:
     if found is None:
         raise HTTPException(404, "There is no schedule of this name.")
     return {"schedule": _told(asked, found), "next": instants}
+
+
+def edit(asked: Asked) -> dict[str, Any]:
+    """Let a schedule be due at other times, or be paused; its task and arguments stay."""
+    check_registry(asked)
+    fields, own = asked.fields, asked.site.delays.schedules
+    name = fields.needed("name")
+    changed: dict[str, Any] = {}
+    if lines := [line for each in fields.all("when") for line in each.splitlines() if line.strip()]:
+        changed["when"] = [_rule(line.strip()) for line in lines]
+    if "timezone" in fields:
+        changed["timezone"] = fields.needed("timezone").strip()
+    if "paused" in fields:
+        changed["paused"] = fields.one_of("paused", ("yes", "no"), "no") == "yes"
+    with servers_away():
+        found = own.get(name)
+    if found is None:
+        raise HTTPException(404, "There is no schedule of this name.")
+    if not found.task:
+        raise HTTPException(409, "Redis has lost the task: the application has to put it again.")
+    # As an import of its export: what is not changed stays.
+    (same,) = from_json(json.dumps({"schedules": [exported(found)]}))
+    try:
+        with servers_away(InvalidSchedule, InvalidDelay):
+            put = own.put(name, **{**same.given, **changed})
+    except (InvalidSchedule, InvalidDelay) as wrong:
+        raise Wrong("when", str(wrong)) from wrong
+    log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, name)
+    done = "edited the schedule" if put is not None else "ended the schedule: its end is over"
+    see = f"schedules/one?{urlencode({'name': name}, errors='surrogatepass')}"
+    return {"name": name, "done": done, "see": "schedules" if put is None else see}
+
+
+def _rule(line: str) -> str | timedelta:
+    """Return a rule as it is written on the page: an interval has its unit."""
+    if not line.startswith(EVERY):
+        return line
+    text = line.removeprefix(EVERY)
+    try:
+        seconds = parse_delay(text, "when")
+        if text.strip().replace(".", "").isdigit():
+            raise Wrong("when", "takes an interval with its unit, such as every 90s or every 1h30m")
+        return timedelta(seconds=float(seconds))
+    except (InvalidDelay, OverflowError) as wrong:
+        raise Wrong("when", f"takes an interval such as every 1h30m, not {text!r:.100}") from wrong
+
+
+def written(rule: str) -> str:
+    """Return a rule as the page writes it and reads it again."""
+    milliseconds = rule.removeprefix(EVERY)
+    if not (rule.startswith(EVERY) and milliseconds.isdigit()):
+        return rule
+    units = ("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)
+    rest, text = int(milliseconds), ""
+    for unit, length in units:
+        number, rest = divmod(rest, length)
+        text += f"{number}{unit}" if number else ""
+    return f"{EVERY}{text}"
 
 
 def pause(asked: Asked) -> dict[str, Any]:
@@ -85,6 +190,7 @@ def _told(asked: Asked, found: Schedule) -> dict[str, Any]:
         last = {"due": due, "fate": fate, "late": max((came - due).total_seconds(), 0.0)}
     return {
         **told,
+        "written": [written(each) for each in told["when"]],
         "next_at": found.next_at,
         "late": late if late > MISSING else None,
         "last": last,

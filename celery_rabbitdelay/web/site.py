@@ -151,7 +151,7 @@ class Site:
 
     def _look_at_workers(self) -> Workers:
         answers = self._brokers[1].ask(
-            lambda connection: status_of_workers(self.app, connection, WORKERS_TIMEOUT)
+            lambda connection: status_of_workers(self.app, connection, WORKERS_TIMEOUT, about=True)
         )
         now = Status(time.monotonic(), _NO_BACKLOG, answers)
         before, self._answered = self._answered, now

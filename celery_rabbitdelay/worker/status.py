@@ -10,17 +10,21 @@ has imported, so the command group of this package imports this module, as a wor
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, Final
 
+import celery
 from celery.utils.serialization import strtobool
 from celery.worker import control
 from celery.worker.control import inspect_command
 from kombu.utils.functional import maybe_list
 
-from celery_rabbitdelay.app.control import ARRIVALS, COMMAND
+from celery_rabbitdelay import __version__
+from celery_rabbitdelay.app.control import ABOUT, ARRIVALS, COMMAND
 from celery_rabbitdelay.app.known_task import Said
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.shown_url import without_passwords_in
 from celery_rabbitdelay.modules.service import Service
@@ -31,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 #: How many tasks that wait are shown, the next ones.
 MAX_SHOWN: Final = 100
+
+#: The most characters of a setting in an answer.
+MAX_SETTING: Final = 500
 
 #: The priority that Celery shows for tasks that a worker holds for their eta.
 PRIORITY: Final = 6
@@ -118,12 +125,40 @@ def _shown(task: Pending, said: Said, hostname: str) -> dict[str, Any]:
     return {"eta": eta, "priority": PRIORITY, "request": request}
 
 
-@inspect_command(name=COMMAND)
-def rabbitdelay_status(state: Any, **options: Any) -> dict[str, dict[str, Any]]:
+@inspect_command(name=COMMAND, signature="[about=False]", args=[(ABOUT, strtobool)])
+def rabbitdelay_status(
+    state: Any, about: bool = False, **options: Any
+) -> dict[str, dict[str, Any]]:
     """Rates and backlog of the modules around the delay levels; how late tasks and probes are."""
     consumer = state.consumer
     services: list[Service] = getattr(consumer.controller, "rabbitdelay_services", [])
     status = {each.name: each.status() for each in services}
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status()
+    if about:
+        status[ABOUT] = _about(state.app)
     return status
+
+
+def _about(app: Any) -> dict[str, Any]:
+    """Return the versions of a worker, and its settings as text, without secrets."""
+    versions = {
+        "celery_rabbitdelay": __version__,
+        "celery": celery.__version__,
+        "python": platform.python_version(),
+    }
+    delays = getattr(app, "rabbitdelay", None)
+    if delays is None:
+        return {"versions": versions, "settings": {}}
+    settings: Settings = delays.settings
+    layout = settings.topology.layout
+    # The same layout may be written in several ways.
+    levels = ", ".join(f"{level.name} to {level.base - 1}" for level in layout.levels)
+    shown = {**settings.shown, "layout": f"{layout.name}, zeros {layout.zeros}: {levels}"}
+    return {
+        "versions": versions,
+        "settings": {
+            name: (value if isinstance(value, str) else repr(value))[:MAX_SETTING]
+            for name, value in shown.items()
+        },
+    }

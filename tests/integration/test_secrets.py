@@ -282,7 +282,14 @@ def test_a_worker_shows_no_password(
         wait_for(lambda: is_served(port), "metrics", PATIENCE)
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE) as metrics:
             shown.append(metrics.read().decode())
-        for command in ("conf", "rabbitdelay_status", "report", "scheduled", "stats"):
+        for command in (
+            "conf",
+            "rabbitdelay_status",
+            "rabbitdelay_status yes",
+            "report",
+            "scheduled",
+            "stats",
+        ):
             answer = run_celery(configuration, f"inspect -t 20 -d {worker.name} {command}")
             assert answer.returncode == 0, answer.stderr
             shown += [answer.stdout, answer.stderr]

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +18,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
-from celery_rabbitdelay.web import application, site
+from celery_rabbitdelay.web import application, schedules, site
 from celery_rabbitdelay.web.passwords import is_password
 from tests.browser import Browser, assert_harmless, read
 from tests.integration.arrivals import count
@@ -135,7 +135,28 @@ def test_a_job_is_shown_committed_and_aborted(shop: Any, browser: Browser) -> No
     assert browser.post("/jobs/commit", name=name).status_code == 409
     assert browser.json("/jobs", name="nobody's")["state"] is None
     for address in ("/jobs", "/jobs?name=%3Cscript%3E", f"/jobs?name={name}"):
-        assert_harmless(browser.get(address).text.replace('value="&lt;script&gt;"', ""))
+        assert_harmless(browser.get(address).text.replace('value="&lt;script&gt;"', 'value=""'))
+
+
+def test_a_job_is_opened_and_its_tasks_wait_for_its_commit(shop: Any, browser: Browser) -> None:
+    name = f"import & <b>{uuid4().hex}"
+    page = browser.get("/jobs", params={"name": name}).text
+    assert "Open a job of this name" in page
+    assert_harmless(page)
+    for wrong in ({}, {"expires": "soon"}, {"expires": "0"}, {"expires": "9" * 400 + "d"}):
+        assert browser.post("/jobs/open", name=name, **wrong).status_code == 400, wrong
+    assert browser.json("/jobs", name=name)["state"] is None
+    opened = browser.post("/jobs/open", name=name, expires="1h")
+    assert opened.status_code == 303
+    assert browser.get(opened.headers["Location"]).status_code == 200
+    assert browser.json("/jobs", name=name) == {"name": name, "state": "open", "tasks": 0}
+    shop.tasks["look"].apply_async(delay=5, job=name)
+    assert browser.json("/jobs", name=name)["tasks"] == 1
+    assert browser.post("/jobs/open", name=name, expires="1h").status_code == 409
+    assert browser.post("/jobs/commit", name=name).status_code == 303
+    viewer = Browser(application(shop))
+    assert viewer.post("/jobs/open", name="another", expires="1h").status_code == 403
+    assert "Open a job" not in viewer.get("/jobs?name=another").text
 
 
 def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Browser) -> None:
@@ -156,6 +177,96 @@ def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Br
     assert browser.json("/schedules")["schedules"] == []
     assert browser.post("/schedules/pause", name=name).status_code == 404
     assert browser.get("/schedules/one", params={"name": name}).status_code == 404
+
+
+def test_a_schedule_is_edited_and_keeps_its_task_and_its_arguments(
+    shop: Any, browser: Browser
+) -> None:
+    own, name = shop.rabbitdelay.schedules, "each <b>day</b>"
+    options = {"jitter": 5, "overlap": "skip", "priority": 3, "catch_up": 60}
+    own.put(name, "look", "0 9 * * *", ("card 4711",), **options)
+    before = own.get(name)
+    written = "30 7 * * 1-5\r\nevery 1h30m"
+    edited = browser.post("/schedules/edit", name=name, when=written, timezone="Asia/Tokyo")
+    assert edited.status_code == 303
+    after = own.get(name)
+    assert after.recurrence.rules == ("30 7 * * 1-5", "every 5400000")
+    assert after.recurrence.zone == "Asia/Tokyo"
+    assert not after.is_paused
+    changes = {"recurrence": after.recurrence, "next_at": after.next_at}
+    assert after == before._replace(**changes)
+    page = browser.get(edited.headers["Location"]).text
+    assert_harmless(page)
+    assert "every 1h30m" in page
+    assert browser.post("/schedules/edit", name=name, paused="yes").status_code == 303
+    assert own.get(name) == after._replace(is_paused=True)
+    for wrong in (
+        {"when": "now and then"},
+        {"when": "every 90"},
+        {"when": "every soon"},
+        {"when": "every 10ms"},
+        {"when": "every 9999999999999999d"},
+        {"timezone": "../../etc/passwd"},
+        {"timezone": "Europe"},
+        {"paused": "perhaps"},
+    ):
+        refused = browser.post("/schedules/edit", name=name, **wrong)
+        assert refused.status_code == 400, (wrong, refused.text)
+    assert own.get(name) == after._replace(is_paused=True)
+    assert browser.post("/schedules/edit", name="nobody's", paused="no").status_code == 404
+    own.delete(name)
+
+
+def test_the_time_line_shows_when_each_schedule_is_due(shop: Any, browser: Browser) -> None:
+    own, now = shop.rabbitdelay.schedules, datetime.now(UTC)
+    own.put("hourly", "look", timedelta(hours=1), start=now + timedelta(minutes=30))
+    own.put("often <i>", "look", timedelta(seconds=30), paused=True)
+    own.put("seldom", "look", timedelta(days=40), start=now + timedelta(days=2))
+
+    def runs(horizon: str) -> dict[str, int]:
+        told = browser.json("/schedules", horizon=horizon)["schedules"]
+        return {each["name"]: len(each["runs"]) for each in told}
+
+    most = schedules.MOST_RUNS
+    assert runs("day") == {"hourly": most, "often <i>": most, "seldom": 0}
+    assert runs("hour") == {"hourly": 1, "often <i>": most, "seldom": 0}
+    assert runs("year")["seldom"] == 10
+    told = browser.json("/schedules", horizon="hour")
+    (hourly,) = [each for each in told["schedules"] if each["name"] == "hourly"]
+    assert hourly["runs"] == [hourly["next_at"]]
+    page = browser.get("/schedules?horizon=year").text
+    assert_harmless(page)
+    tags = [tag for tag, _ in read(page).tags]
+    assert tags.count("circle") == 2 * most + 10
+    assert browser.get("/schedules?horizon=eon").status_code == 400
+    for name in ("hourly", "often <i>", "seldom"):
+        own.delete(name)
+
+
+def test_workers_are_shown_with_what_differs_between_them_and_no_secret(
+    serve: Callable[..., Any],
+) -> None:
+    key = {"rabbitdelay_signing_key": "planted-secret" * 4}
+    shop = serve(rabbitdelay_max_unconfirmed=70, **key)
+    other = serve(rabbitdelay_max_unconfirmed=71, **key)
+    browser = Browser(application(shop))
+    wait_for(lambda: len(browser.json("/workers")["workers"]) == 2, "both workers", PATIENCE)
+    told, page = browser.json("/workers"), browser.get("/workers")
+    first, second = (each.worker.name for each in (shop, other))
+    versions = {"celery_rabbitdelay", "celery", "python"}
+    for each in told["workers"]:
+        assert each["modules"] == sorted(shop.rabbitdelay.settings.modules)
+        assert set(each["versions"]) == versions
+        assert each["settings"]["prefix"] == shop.rabbitdelay.settings.prefix
+    (different,) = told["differences"]
+    assert (different["kind"], different["name"]) == ("setting", "max_unconfirmed")
+    assert {each["value"]: each["workers"] for each in different["values"]} == {
+        "70": [first],
+        "71": [second],
+    }
+    assert_harmless(page.text)
+    assert "rabbitdelay_max_unconfirmed 70" in said(page.text)
+    assert "planted-secret" not in page.text + str(told)
 
 
 def test_the_description_of_the_json_names_each_path_and_is_true(

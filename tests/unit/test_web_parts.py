@@ -27,8 +27,10 @@ from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, Wrong, fields_of
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.reading import Readings
+from celery_rabbitdelay.web.schedules import written
 from celery_rabbitdelay.web.sessions import Session, Sessions
 from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works
+from celery_rabbitdelay.web.workers import differences
 
 ADA = User("ada", "operator")
 
@@ -271,3 +273,31 @@ def test_a_place_is_read_again(due_ms: int, task_id: str) -> None:
 @pytest.mark.parametrize("text", ["", "x", "x:y", ":y", "-1:y", "9" * 20 + ":y", "1.5:y"])
 def test_what_is_no_place_is_none(text: str) -> None:
     assert Place.of(text) is None
+
+
+def test_what_is_not_the_same_in_all_workers_differs() -> None:
+    told = {"a": {"tick": "0.1", "shards": "1"}, "b": {"tick": "1", "shards": "1"}, "c": {}}
+    shards, tick = differences(told, "setting")
+    assert shards["name"] == "shards"
+    assert [each["workers"] for each in shards["values"]] == [["a", "b"], ["c"]]
+    assert [(each["value"], each["workers"]) for each in tick["values"]] == [
+        ("0.1", ["a"]),
+        ("1", ["b"]),
+        (None, ["c"]),
+    ]
+    assert not [*differences({"a": told["a"]}, "setting")]
+    assert not [*differences({"a": told["a"], "b": told["a"]}, "setting")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("every 5400000", "every 1h30m"),
+        ("every 90061001", "every 1d1h1m1s1ms"),
+        ("every 864000000", "every 10d"),
+        ("0 9 * * 1-5", "0 9 * * 1-5"),
+        ("every day", "every day"),
+    ],
+)
+def test_a_rule_is_written_as_it_is_read(rule: str, text: str) -> None:
+    assert written(rule) == text
