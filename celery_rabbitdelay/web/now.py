@@ -89,7 +89,7 @@ def _due(asked: Asked, horizon: str, glance: Glance | None) -> dict[str, Any]:
             {
                 "name": name,
                 "tracked": None if soon is None else soon.totals[name],
-                "all_at_least": least[name],
+                "all_at_least": _most(least[name], None if soon is None else soon.totals[name]),
             }
             for name in HORIZONS
         ],
@@ -139,6 +139,11 @@ def _worker(name: str, modules: Mapping[str, Any]) -> dict[str, Any]:
             "missing": sum((probe.get("missing") or {}).values()),
         },
     }
+
+
+def _most(*numbers: int | None) -> int | None:
+    """Return the largest number of those that are known."""
+    return max((each for each in numbers if each is not None), default=None)
 
 
 def _seconds(milliseconds: int | None) -> float | None:
