@@ -125,7 +125,9 @@ def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
 def postpone_batches(
     delays: RabbitDelay, wanted: Filter, due: datetime, limit: int
 ) -> Iterator[int]:
-    """Let all tasks that match run at another time; yield how many after each batch, also if it fails partway.
+    """Let all tasks that match run at another time; yield how many after each batch.
+
+    Also after one that fails partway.
 
     Args:
         delays: The application's delays.
