@@ -80,22 +80,15 @@ def search(delays: RabbitDelay, wanted: Filter, most: int, after: Place | None =
     if wanted.key is not None:  # a key has one task that waits
         tasks = registry.index.tasks(registry.waiting_under(wanted.key))
         return Found([each for each in tasks if matches(each, wanted)], None)
-    # The index of the task's name; the job is looked at here, so that the reading can end early.
-    indexed = wanted._replace(job=None) if wanted.needs_records else wanted
-    if after is not None:
-        begin = max(wanted.due_after_ms or after.due_ms, after.due_ms)
-        indexed = indexed._replace(due_after_ms=begin)
-    tasks, last = [], after
-    for read, each in enumerate(registry.index.pending(indexed), 1):
-        place = Place(milliseconds_of(each.due), each.task_id)
-        if after is not None and place <= after:
-            continue
-        if len(tasks) == most or read > MOST_READ:
-            return Found(tasks, last)
-        last = place
-        if matches(each, wanted):
+    tasks, last, read = list[Pending](), after, 0
+    for part in registry.index.parts(wanted, after, MOST_READ):
+        for each in part.tasks:
+            if len(tasks) == most:
+                return Found(tasks, last)
+            last = Place(milliseconds_of(each.due), each.task_id)
             tasks.append(each)
-    return Found(tasks, None)
+        read, last = read + part.read, Place(*part.last)
+    return Found(tasks, last if read >= MOST_READ else None)
 
 
 def matches(task: Pending, wanted: Filter) -> bool:
@@ -118,8 +111,9 @@ def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
     """
     if not wanted.needs_records:
         return delays.registry.index.count(wanted), False
-    found = search(delays, wanted, MOST_READ)
-    return len(found.tasks), found.next is not None
+    if wanted.key is None:
+        return delays.registry.index.count_of_both(wanted, MOST_READ)
+    return len(search(delays, wanted, 1).tasks), False
 
 
 def postpone_batches(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from kombu import Connection
 from markupsafe import escape
 
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.app.known_task import known_task
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.operations import status
 from celery_rabbitdelay.operations import waiting as operations
@@ -132,6 +134,41 @@ def test_the_servers_are_asked_as_often_for_twenty_viewers_as_for_one(
     assert 1 <= len(looks) <= seconds / site.STATUS_PERIOD + 1
 
 
+def test_twenty_who_have_the_same_page_open_share_its_look_and_who_opens_it_has_a_look_of_his_own(
+    tracked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task_id,) = send(tracked)
+    looks: list[str] = []
+
+    def known(registry: Any, task_id: str, *arguments: Any) -> Any:
+        looks.append(task_id)
+        return known_task(registry, task_id, *arguments)
+
+    monkeypatch.setattr("celery_rabbitdelay.web.waiting.known_task", known)
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("celery_rabbitdelay.web.reading.time", clock)
+    web = application(tracked)
+
+    def state(headers: dict[str, str] | None = None, task: str = task_id) -> str:
+        answer = Browser(web).get(f"/api/waiting/task?id={task}", headers=headers or {})
+        assert answer.status_code == 200
+        told = answer.json()["task"]
+        return "unknown" if told is None else str(told["state"])
+
+    refresh = {"HX-Request": "true"}
+    assert {state(refresh) for _ in range(20)} == {"waiting"}
+    assert looks == [task_id]
+    tracked.rabbitdelay.cancel(task_id)
+    assert state() == "cancelled"
+    assert state(refresh) == "waiting", "the look of the others"
+    assert state(refresh, "nobody's") == "unknown"
+    looks.clear()
+    clock.now += 5
+    assert {state(refresh) for _ in range(20)} == {"cancelled"}
+    assert looks == [task_id]
+
+
 def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: Browser) -> None:
     (plain,) = send(tracked, hours=1)
     (keyed,) = send(tracked, hours=2, key="order:7")
@@ -194,7 +231,9 @@ def test_a_search_that_no_index_answers_ends_early_and_can_be_continued(
     tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tracked.rabbitdelay.job("last", expires=HOUR):
-        send(tracked, 30, hours=1)
+        send(tracked, 40, hours=1)
+        for _ in range(40):
+            tracked.tasks["at"].apply_async(delay=HOUR, job="last")
         (wanted,) = send(tracked, hours=2, job="last")
     monkeypatch.setattr(operations, "MOST_READ", 10)
     told, pages = browser.json("/waiting", task="look", job="last"), 1
@@ -205,6 +244,21 @@ def test_a_search_that_no_index_answers_ends_early_and_can_be_continued(
         pages += 1
     assert ids_of(told) == [wanted]
     assert pages > 2
+
+
+def test_more_tasks_due_at_once_than_a_page_reads_are_all_listed(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = datetime.now(UTC) + timedelta(hours=2)
+    sent = [str(tracked.tasks["look"].apply_async(eta=same).id) for _ in range(30)]
+    monkeypatch.setattr(operations, "MOST_READ", 10)
+    told = browser.json("/waiting", limit=4)
+    seen, pages = ids_of(told), 1
+    while told["next"] is not None:
+        assert pages <= len(sent), "the search does not come to an end"
+        told, pages = browser.json("/waiting", limit=4, after=told["next"]), pages + 1
+        seen += ids_of(told)
+    assert seen == sorted(sent)
 
 
 def test_the_story_of_a_task_says_where_it_is_and_what_was_decided(
