@@ -146,5 +146,6 @@ KNOWN_TAGS = {
     *("li", "div", "form", "input", "button", "main", "footer", "h1", "h2", "h3", "strong", "span"),
     *("section", "ol", "table", "caption", "thead", "tbody", "tr", "th", "td", "figure", "bdi"),
     *("figcaption", "meter", "progress", "time", "label", "fieldset", "legend", "dl", "dt", "dd"),
+    *("datalist", "option"),
     *("article",),
 }

@@ -131,7 +131,12 @@ class Server:
         user = visitor.user
         token = request.headers.get(TOKEN_HEADER) or form.text("token") or ""
         if user is None or not self._access.sessions.is_token(token, visitor.session, user.name):
-            raise HTTPException(403, "The form is too old: open its page again.")
+            raise HTTPException(
+                403,
+                "The token is not that of the cookie: take both from /api/session."
+                if is_api(request)
+                else "The form is too old: open its page again.",
+            )
         if not user.may_act:
             raise HTTPException(403, f"The role of {shown.printable(user.name)} is viewer.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -16,11 +17,15 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Away, Wrong, servers_away
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import why
+from celery_rabbitdelay.web.reasons import reasons
 
 logger = logging.getLogger(__name__)
 
 #: How many tasks a page has unless it says so, and at most.
 PAGE, MOST = 50, 500
+
+#: How many similar names of tasks are proposed.
+SIMILAR: Final = 5
 
 #: The fields that choose tasks.
 FILTERS: Final = ("task", "key", "job", "due_after", "due_before")
@@ -54,7 +59,20 @@ def waiting(asked: Asked) -> dict[str, Any]:
         "next": None if found.next is None else str(found.next),
         "next_address": None if found.next is None else fields.address(after=str(found.next)),
         "has_filter": any(each in fields for each in FILTERS),
+        "task_names": (names := _task_names(asked)),
+        "similar": _similar(names, wanted.task) if not count and wanted.task else [],
     }
+
+
+def _task_names(asked: Asked) -> list[str]:
+    """Return the names of the application's own tasks."""
+    return sorted(each for each in asked.site.app.tasks if not each.startswith("celery."))
+
+
+def _similar(names: Sequence[str], name: str) -> list[str]:
+    """Return the names of tasks that somebody may mean who writes only a part of one."""
+    found = [each for each in names if each != name and name.lower() in each.lower()]
+    return found[:SIMILAR]
 
 
 def story(asked: Asked) -> dict[str, Any]:
@@ -72,9 +90,11 @@ def story(asked: Asked) -> dict[str, Any]:
 
     with servers_away():
         found = known_task(site.delays.registry, task_id, layout, backlog)
+        why_not = [] if found is None else reasons(asked, found)
     return {
         "task_id": task_id,
         "task": None if found is None else _known(found, site.options),
+        "why_not_run": [each._asdict() for each in why_not],
         "broker_error": glance.error,
         "levels": [] if found is None else _levels(asked, found),
     }
@@ -89,11 +109,11 @@ def _known(found: KnownTask, options: Options) -> dict[str, Any]:
 
 
 def _levels(asked: Asked, found: KnownTask) -> list[dict[str, Any]]:
-    """Return the levels that are still ahead of a task, and where it may be."""
+    """Return the levels that are still ahead of a task, and where it may be; none if it is due."""
     levels = asked.site.delays.topology.layout.levels
-    if found.due is None:
+    left_ms = 0 if found.due is None else milliseconds_of(found.due) - wall_clock.ms()
+    if left_ms <= 0:
         return []
-    left_ms = max(milliseconds_of(found.due) - wall_clock.ms(), 0)
     return [
         {
             "name": level.name,

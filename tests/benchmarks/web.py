@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from threading import Event, Thread
 from typing import Any, Final, NamedTuple
 from urllib.error import HTTPError
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
@@ -103,7 +103,8 @@ class Counter:
 
     def __init__(self, target: str) -> None:
         self.requests = 0
-        counter = self
+        counter, credentials = self, urlsplit(target).netloc.rpartition("@")[0]
+        target = target.replace(f"{credentials}@", "", 1)
 
         class Passing(BaseHTTPRequestHandler):
             def do_GET(self) -> None:

@@ -280,6 +280,82 @@ def test_the_story_of_a_task_says_where_it_is_and_what_was_decided(
     assert browser.json("/waiting/task", id="nobody's")["task"] is None
 
 
+def why_not(browser: Browser, task_id: str) -> list[str]:
+    told = browser.json("/waiting/task", id=task_id)["why_not_run"]
+    return [str(each["words"]) for each in told]
+
+
+def test_the_story_of_a_task_says_why_it_has_not_run(tracked: Any, browser: Browser) -> None:
+    delays = tracked.rabbitdelay
+    (later,) = send(tracked)
+    (only,) = why_not(browser, later)
+    assert only.startswith("It is not due yet, but in ")
+    delays.postpone(later, delay=5 * HOUR)
+    assert "because it was postponed" in why_not(browser, later)[0]
+    delays.pause(task="look")
+    assert "are paused" in why_not(browser, later)[1]
+    delays.resume(task="look")
+    delays.cancel(later)
+    assert why_not(browser, later) == ["It was cancelled, and will not run."]
+
+    old, _ = send(tracked, key="order:7"), send(tracked, key="order:7")
+    assert "newer task was sent under its key" in why_not(browser, old[0])[0]
+
+    delays.open_job("import", expires=HOUR)
+    (of_job,) = send(tracked, hours=0.00001, job="import")
+    wait_for(lambda: "Its job is open" in why_not(browser, of_job)[0], "the due time")
+    delays.abort_job("import")
+    words = "Its job was aborted: it will not run."
+    assert why_not(browser, of_job) == [words]
+    page = browser.get(f"/waiting/task?id={of_job}").text
+    assert_harmless(page)
+    assert words in read(page).text
+    assert any(values.get("href") == "/jobs?name=import" for _, values in read(page).tags)
+
+
+def test_the_story_of_an_overdue_task_says_what_its_queue_has(
+    tracked: Any, browser: Browser
+) -> None:
+    (overdue,) = send(tracked, hours=0.00001)
+    wait_for(
+        lambda: (
+            "no worker takes from its queue. Messages in it: 1;" in why_not(browser, overdue)[0]
+        ),
+        "the message in its queue",
+    )
+    queue = tracked.conf.task_default_queue
+    with Connection(tracked.conf.broker_url) as connection:
+        channel: Any = connection.channel()
+        channel.basic_qos(0, 1, False)
+        tag = channel.basic_consume(queue, callback=lambda _: None)
+        assert browser.json("/waiting/task", id=overdue)["levels"] == []
+        wait_for(lambda: "its queue is empty" in why_not(browser, overdue)[0], "the consumer")
+        tracked.tasks["look"].apply_async()
+        wait_for(
+            lambda: "workers of its queue are busy" in why_not(browser, overdue)[0], "the next"
+        )
+        channel.basic_cancel(tag)
+    (lost,) = send(tracked, hours=0.00001, queue=f"{queue}.lost")
+    with Connection(tracked.conf.broker_url) as connection:
+        doomed: Any = connection.default_channel
+        doomed.queue_delete(f"{queue}.lost")
+    wait_for(lambda: "does not exist" in why_not(browser, lost)[0], "the due time")
+
+
+def test_a_part_of_a_name_finds_nothing_but_proposes_names(tracked: Any, browser: Browser) -> None:
+    send(tracked)
+    assert browser.json("/waiting", task="loo")["similar"] == ["look"]
+    page = browser.get("/waiting?task=loo").text
+    assert_harmless(page)
+    assert "Do you mean look?" in " ".join(read(page).text.split())
+    found = browser.get("/waiting?task=look").text
+    assert "1 tracked task matches." in read(found).text
+    assert any(
+        tag == "option" and values.get("value") == "look" for tag, values in read(found).tags
+    )
+    assert browser.json("/waiting", task="nothing like it")["similar"] == []
+
+
 def test_arguments_are_hidden_unless_they_are_allowed_and_masked_by_a_function(
     tracked: Any,
 ) -> None:

@@ -130,7 +130,7 @@ def test_a_person_signs_in_searches_and_cancels_a_task(
         assert "2 tracked tasks wait" in text_of(browser)
         browser.find_element(By.NAME, "key").send_keys(hostile)
         click(browser, "Search")
-        assert "1 tracked tasks match" in text_of(browser)
+        assert "1 tracked task matches" in text_of(browser)
         assert hostile in text_of(browser)
         click(browser, wanted.id)
         assert hostile in text_of(browser)
