@@ -444,6 +444,26 @@ def test_all_that_match_are_cancelled_after_they_were_counted(
     assert sorted(ids_of(browser.json("/waiting"))) == sorted(kept)
 
 
+@pytest.mark.parametrize("action", ["cancel", "postpone", "run-now"])
+def test_the_task_of_a_key_is_decided_about_without_reading_all_others(
+    tracked: Any, browser: Browser, small_pages: list[int], action: str
+) -> None:
+    others = send(tracked, 20)
+    (keyed,) = send(tracked, key="order:7")
+    more = {"delay": "30m"} if action == "postpone" else {}
+    fields = {"key": "order:7", "task": "look", "count": "1", **more}
+    begun = browser.post("/waiting/decide-all", action=action, **fields)
+    where = begun.headers["Location"]
+    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
+    assert (works(browser, where)["state"], works(browser, where)["done"]) == ("done", 1)
+    assert small_pages == []
+    due = {each["task_id"]: each["due"] for each in browser.json("/waiting")["tasks"]}
+    if action == "cancel":
+        assert sorted(due) == sorted(others)
+    else:
+        assert min(due, key=lambda each: str(due[each])) == keyed
+
+
 def works(browser: Browser, where: str) -> dict[str, Any]:
     told: dict[str, Any] = browser.get(f"/api{where}").json()["works"][0]
     assert browser.get(where).status_code == 200
