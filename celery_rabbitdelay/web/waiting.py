@@ -42,14 +42,19 @@ def waiting(asked: Asked) -> dict[str, Any]:
     check_registry(asked)
     fields, delays = asked.fields, asked.site.delays
     wanted, task_id = filter_of(asked), fields.text("id")
+    key_start = None
+    if wanted.key is not None and wanted.key.endswith("*"):
+        key_start, wanted = wanted.key[:-1], wanted._replace(key=None)
     most, after = fields.number("limit", PAGE, MOST), _place(asked)
     with servers_away():
         if task_id is not None:
             found = Found(delays.registry.index.tasks([task_id]), None)
             count, is_least = len(found.tasks), False
         else:
-            found = search(delays, wanted, most, after)
-            count, is_least = count_at_least(delays, wanted)
+            found = search(delays, wanted, most, after, key_start)
+            count, is_least = len(found.tasks), found.next is not None
+            if key_start is None:
+                count, is_least = count_at_least(delays, wanted)
         since = delays.pending_since()
     return {
         "count": count,
@@ -58,6 +63,7 @@ def waiting(asked: Asked) -> dict[str, Any]:
         "tasks": [each._asdict() for each in found.tasks],
         "next": None if found.next is None else str(found.next),
         "next_address": None if found.next is None else fields.address(after=str(found.next)),
+        "can_decide_about_all": task_id is None and key_start is None,
         "has_filter": any(each in fields for each in FILTERS),
         "task_names": (names := _task_names(asked)),
         "similar": _similar(names, wanted.task) if not count and wanted.task else [],

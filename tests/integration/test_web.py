@@ -197,6 +197,29 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: 
         assert browser.get(f"/waiting?{wrong}").status_code == 400
 
 
+def test_the_start_of_keys_finds_all_tasks_of_an_order_part_by_part(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(tracked, 30, hours=1)
+    wanted = [send(tracked, key=f"order:7:{each}")[0] for each in ("pay", "ship", "review")]
+    others = [send(tracked, key=each)[0] for each in ("order:71:pay", "pay:order:7:", "order:8")]
+    told = browser.json("/waiting", key="order:7:*")
+    assert (sorted(ids_of(told)), told["count"], told["next"]) == (sorted(wanted), 3, None)
+    assert len(ids_of(browser.json("/waiting", key="order:7*"))) == 4
+    assert len(ids_of(browser.json("/waiting", key="*"))) == len(wanted + others)
+    assert ids_of(browser.json("/waiting", key="order:7:*", task="at")) == []
+    assert "Decide about all" not in browser.get("/waiting?key=order:7:*").text
+    assert "Decide about all" in browser.get("/waiting?key=order:8").text
+    monkeypatch.setattr(operations, "MOST_RECORDS", 10)
+    told = browser.json("/waiting", key="order:7:*")
+    seen, parts = ids_of(told), 1
+    while told["next"] is not None:
+        told = browser.json("/waiting", key="order:7:*", after=told["next"])
+        seen, parts = seen + ids_of(told), parts + 1
+    assert sorted(seen) == sorted(wanted)
+    assert parts > 2
+
+
 def test_a_page_of_many_tasks_reads_only_some_of_them(
     tracked: Any, browser: Browser, small_pages: list[int]
 ) -> None:
