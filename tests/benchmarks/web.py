@@ -47,8 +47,8 @@ GOAL_MS: Final = 300.0
 #: How often each page is asked for in :func:`page_times`.
 ROUNDS: Final = 15
 
-#: What 20 viewers may ask for, as a multiple of what one asks for. Health is looked at once a minute
-#: at most; one viewer, whose page asks every 30 seconds, may come a moment too early for that.
+#: What 20 viewers may ask for, as a multiple of what one asks for. Health is looked at once a
+#: minute at most; one viewer, whose page asks every 30 seconds, may come a moment too early.
 AS_ONE: Final = 2.0
 
 PATIENCE: Final = 300.0
