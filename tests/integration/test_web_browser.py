@@ -80,7 +80,7 @@ def shop(make_shop: Callable[..., Any], redis_url: str) -> Any:
 
 def text_of(browser: Any) -> str:
     """Return what is to be seen of a page."""
-    return str(browser.execute_script("return document.getElementById('main').innerText"))
+    return str(browser.execute_script("return document.getElementById('main')?.innerText ?? ''"))
 
 
 def shows(browser: Any, text: str) -> bool:
@@ -127,15 +127,16 @@ def test_a_person_signs_in_searches_and_cancels_a_task(
         browser.find_element(By.NAME, "name").send_keys("ada")
         browser.find_element(By.NAME, "password").send_keys("a word")
         click(browser, "Sign in")
-        assert "2 tracked tasks wait" in text_of(browser)
+        wait_for(partial(shows, browser, "2 tracked tasks wait"), "the list", PATIENCE)
         browser.find_element(By.NAME, "key").send_keys(hostile)
         click(browser, "Search")
-        assert "1 tracked task matches" in text_of(browser)
+        wait_for(partial(shows, browser, "1 tracked task matches"), "the search", PATIENCE)
         assert hostile in text_of(browser)
         click(browser, wanted.id)
+        wait_for(partial(shows, browser, "Why it has not run"), "the story", PATIENCE)
         assert hostile in text_of(browser)
         click(browser, "Cancel")
-        assert "1 of 1 cancelled" in text_of(browser)
+        wait_for(partial(shows, browser, "1 of 1 cancelled"), "the outcome", PATIENCE)
         assert shop.rabbitdelay.show(wanted.id).state == "cancelled"
         assert shop.rabbitdelay.show(kept.id).state == "waiting"
         assert browser.title != "broken"
@@ -143,7 +144,7 @@ def test_a_person_signs_in_searches_and_cancels_a_task(
         said = [each["message"] for each in browser.get_log("browser")]
         assert not [each for each in said if "401" not in each], said
         click(browser, "Sign out")
-        assert "Sign in" in text_of(browser)
+        wait_for(partial(shows, browser, "Sign in"), "the form", PATIENCE)
 
 
 def test_enter_in_the_field_of_a_delay_postpones_and_does_not_cancel(
