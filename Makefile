@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-security test-operations test-trouble test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants travel bench bench-absence bench-sends bench-levels bench-lateness \
-        bench-beside bench-modules bench-registry bench-schedules bench-spark lint types docs pictures tox coverage clean
+        bench-beside bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -135,6 +135,9 @@ bench-schedules: $(VENV)/test.done  ## What schedules cost: ten thousand that wa
 
 bench-spark: $(VENV)/test.done  ## Rows a second from Spark, beside two processes of send_many
 	$(BIN)/python -m tests.benchmarks.spark
+
+bench-web: $(VENV)/test.done  ## The page with a million tracked tasks: each list, and what twenty viewers cost
+	$(BIN)/python -m tests.benchmarks.web
 
 bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own and raw py-amqp
 	$(BIN)/python -m tests.benchmarks.sends

@@ -146,5 +146,5 @@ KNOWN_TAGS = {
     *("li", "div", "form", "input", "button", "main", "footer", "h1", "h2", "h3", "strong", "span"),
     *("section", "ol", "table", "caption", "thead", "tbody", "tr", "th", "td", "figure", "bdi"),
     *("figcaption", "meter", "progress", "time", "label", "fieldset", "legend", "dl", "dt", "dd"),
-    *("article", "svg", "line", "circle", "textarea", "select", "option"),
+    *("article", "svg", "line", "circle", "textarea", "select", "option", "datalist"),
 }

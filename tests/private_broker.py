@@ -12,9 +12,13 @@ from celery_rabbitdelay.testing import RabbitMQServer
 QUIET: Final = ("log.queue.level = error", "log.ra.level = error")
 
 
-def private_broker() -> RabbitMQServer:
-    """A RabbitMQ of our own, not started: that of ``RABBITDELAY_BROKER_ROOT``, if there is one."""
+def private_broker(management: bool = False) -> RabbitMQServer:
+    """A RabbitMQ of our own, not started: that of ``RABBITDELAY_BROKER_ROOT``, if there is one.
+
+    Args:
+        management: Whether it has its management API.
+    """
     root = os.environ.get("RABBITDELAY_BROKER_ROOT")
     # It wins over every broker that an application names.
     os.environ.pop("CELERY_BROKER_URL", None)
-    return RabbitMQServer(Path(root) if root else None, settings=QUIET)
+    return RabbitMQServer(Path(root) if root else None, settings=QUIET, management=management)

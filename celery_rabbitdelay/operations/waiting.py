@@ -17,6 +17,9 @@ from celery_rabbitdelay.registry.pauses import LATEST_MS
 #: How many tasks one page of a search reads at most, where no index holds just those that match.
 MOST_READ: Final = 20_000
 
+#: The same if each task's record is read, for the start of its key.
+MOST_RECORDS: Final = 5_000
+
 #: How many tasks are postponed between two words about the progress.
 BATCH: Final = 50
 
@@ -57,14 +60,20 @@ class Found(NamedTuple):
     Attributes:
         tasks: The tasks, the next one first.
         next: Where the next page begins; None if this is the last one. With it, a page may have
-            fewer tasks than asked for, or none: :data:`MOST_READ` were read for it.
+            fewer tasks than asked for, or none: as many were read for it as are read at once.
     """
 
     tasks: list[Pending]
     next: Place | None
 
 
-def search(delays: RabbitDelay, wanted: Filter, most: int, after: Place | None = None) -> Found:
+def search(
+    delays: RabbitDelay,
+    wanted: Filter,
+    most: int,
+    after: Place | None = None,
+    key_start: str | None = None,
+) -> Found:
     """Return tracked tasks that wait, the next one first, without reading all of them.
 
     Args:
@@ -72,6 +81,7 @@ def search(delays: RabbitDelay, wanted: Filter, most: int, after: Place | None =
         wanted: Which tasks.
         most: At most so many.
         after: Where to begin; None: at the first one.
+        key_start: What their keys begin with; None: anything, and tasks without a key.
 
     Raises:
         RegistryUnavailable: Redis does not answer.
@@ -80,22 +90,18 @@ def search(delays: RabbitDelay, wanted: Filter, most: int, after: Place | None =
     if wanted.key is not None:  # a key has one task that waits
         tasks = registry.index.tasks(registry.waiting_under(wanted.key))
         return Found([each for each in tasks if matches(each, wanted)], None)
-    # The index of the task's name; the job is looked at here, so that the reading can end early.
-    indexed = wanted._replace(job=None) if wanted.needs_records else wanted
-    if after is not None:
-        begin = max(wanted.due_after_ms or after.due_ms, after.due_ms)
-        indexed = indexed._replace(due_after_ms=begin)
-    tasks, last = [], after
-    for read, each in enumerate(registry.index.pending(indexed), 1):
-        place = Place(milliseconds_of(each.due), each.task_id)
-        if after is not None and place <= after:
-            continue
-        if len(tasks) == most or read > MOST_READ:
-            return Found(tasks, last)
-        last = place
-        if matches(each, wanted):
+    tasks, last, read = list[Pending](), after, 0
+    bound = MOST_READ if key_start is None else min(MOST_RECORDS, MOST_READ)
+    for part in registry.index.parts(wanted, after, bound):
+        for each in part.tasks:
+            if key_start is not None and (each.key is None or not each.key.startswith(key_start)):
+                continue
+            if len(tasks) == most:
+                return Found(tasks, last)
+            last = Place(milliseconds_of(each.due), each.task_id)
             tasks.append(each)
-    return Found(tasks, None)
+        read, last = read + part.read, Place(*part.last)
+    return Found(tasks, last if read >= bound else None)
 
 
 def matches(task: Pending, wanted: Filter) -> bool:
@@ -118,8 +124,9 @@ def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
     """
     if not wanted.needs_records:
         return delays.registry.index.count(wanted), False
-    found = search(delays, wanted, MOST_READ)
-    return len(found.tasks), found.next is not None
+    if wanted.key is None:
+        return delays.registry.index.count_of_both(wanted, MOST_READ)
+    return len(search(delays, wanted, 1).tasks), False
 
 
 def postpone_batches(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.levels import wall_clock
@@ -110,8 +111,12 @@ def shard_of(name: str) -> int:
     return zlib.crc32(name.encode("utf-8", "surrogatepass")) % SHARDS
 
 
-#: How many tasks of each shard are read at once.
+#: How many tasks of each shard are read at once; of those that come first, fewer.
 PAGE: Final = 100
+FIRST: Final = 8
+
+#: How many tasks of one index are looked up in another one at once.
+LOOKED_UP: Final = 1_000
 
 #: How many bytes the message of a task may take that is read to be shown beside many others.
 SHORT: Final = 65_536
@@ -147,6 +152,20 @@ class Filter(NamedTuple):
     def needs_records(self) -> bool:
         """Whether no index holds just these tasks, so that each task's record is read."""
         return self.key is not None or (self.task is not None and self.job is not None)
+
+
+class Part(NamedTuple):
+    """What was read of the tasks that wait, at once.
+
+    Attributes:
+        tasks: Those that match.
+        read: How many were read for that.
+        last: The due time, in milliseconds, and the id of the last one that was read.
+    """
+
+    tasks: list[Pending]
+    read: int
+    last: tuple[int, str]
 
 
 class Pending(NamedTuple):
@@ -195,13 +214,33 @@ class Index:
 
     def pending(self, wanted: Filter) -> Iterator[Pending]:
         """Yield the tasks in the order in which they are due, reading some at a time."""
-        page: list[tuple[int, str]] = []
-        for each in self._due(wanted):
-            page.append(each)
-            if len(page) == PAGE:
-                yield from self._records(page, wanted)
-                page = []
-        yield from self._records(page, wanted)
+        for part in self.parts(wanted):
+            yield from part.tasks
+
+    def parts(
+        self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
+    ) -> Iterator[Part]:
+        """Yield the tasks in the order in which they are due, part by part.
+
+        Args:
+            wanted: Which tasks.
+            after: Those behind this due time, in milliseconds, and id.
+            most: How many are read at most, whether they match or not; None: all.
+        """
+        other = None
+        if wanted.task is not None and wanted.job is not None:
+            indexed, other = self._smaller_first(wanted)
+            entries = self._due(indexed, after)
+        else:
+            entries = self._due(wanted, after)
+        size, read = PAGE, 0
+        while page := list(islice(entries, size if most is None else min(size, most - read))):
+            read += len(page)
+            kept = page
+            if other is not None:
+                size = LOOKED_UP
+                kept = self._in_other(page, other)
+            yield Part([*self._records(kept, wanted)], len(page), page[-1])
 
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
@@ -235,6 +274,23 @@ class Index:
         names = self.names.all_due(wanted.task, wanted.job)
         counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
         return sum(counts)
+
+    def count_of_both(self, wanted: Filter, most: int) -> tuple[int, bool]:
+        """Return how many tasks of a name and of a job wait, and whether there may be more.
+
+        Args:
+            wanted: Which tasks; both are said.
+            most: About how many are looked at.
+        """
+        indexed, other = self._smaller_first(wanted)
+        scores, each = wanted.scores(self.least_ms()), max(most // SHARDS, 1)
+        names = self.names.all_due(indexed.task, indexed.job)
+        found: list[list[str]] = self.store.commands(
+            lambda pipe: [pipe.zrangebyscore(name, *scores, 0, each + 1) for name in names]
+        )
+        pages = [page[:each] for page in found]
+        in_both = self._in_other([(0, task_id) for page in pages for task_id in page], other)
+        return len(in_both), any(len(page) > each for page in found)
 
     def counts_before(self, instants_ms: Sequence[int]) -> list[int]:
         """Return how many tasks are due before each of some instants, in one round trip."""
@@ -275,24 +331,58 @@ class Index:
             return (milliseconds_of(each.due) for each in self.pending(wanted))
         return (due_ms for due_ms, _ in self._due(wanted))
 
-    def _due(self, wanted: Filter) -> Iterator[tuple[int, str]]:
+    def _due(
+        self, wanted: Filter, after: tuple[int, str] | None = None
+    ) -> Iterator[tuple[int, str]]:
         """Yield due times and ids in order; each shard is read page by page."""
-        names = self.names.all_due(wanted.task, None if wanted.task else wanted.job)
-        shards = [self._shard(name, wanted) for name in names]
+        names = [*self.names.all_due(wanted.task, None if wanted.task else wanted.job)]
+        least_ms, _ = wanted.scores(self.least_ms())
+        last: tuple[float, str] = (least_ms - 0.5, "")
+        if after is not None:
+            last = max(last, after)
+        ranks = self._ranks(names, last)
+        shards = [self._shard(*each, last, wanted) for each in zip(names, ranks, strict=True)]
         return heapq.merge(*shards)
 
-    def _shard(self, name: str, wanted: Filter) -> Iterator[tuple[int, str]]:
-        least_ms, _ = wanted.scores(self.least_ms())
-        (rank,) = self.store.commands(
-            lambda pipeline: pipeline.zcount(name, "-inf", f"({least_ms}")
+    def _ranks(self, names: Sequence[str], last: tuple[float, str]) -> list[int]:
+        """Return how many tasks of each shard are not behind one of them, or a few less.
+
+        However many are due at the same time, only some are read.
+        """
+        due, task_id = last
+        counted = self.store.commands(
+            lambda pipe: (
+                [pipe.zcount(name, "-inf", f"({due}") for name in names]
+                + [pipe.zcount(name, "-inf", due) for name in names if task_id]
+            )
         )
-        last: tuple[float, str] = (least_ms - 0.5, "")
+        ranks, ends = counted[: len(names)], counted[len(names) :] or counted
+        bounds = {name: (start, end) for name, start, end in zip(names, ranks, ends, strict=True)}
+        # Redis orders what is due at the same time by the ids.
+        while wide := {name: sum(each) // 2 for name, each in bounds.items() if is_wide(*each)}:
+            for name, found in self._ids_at(wide).items():
+                start, end = bounds[name]
+                is_before = bool(found) and found[0] <= task_id
+                bounds[name] = (wide[name] + 1, end) if is_before else (start, wide[name])
+        return [start for start, _ in bounds.values()]
+
+    def _ids_at(self, ranks: Mapping[str, int]) -> dict[str, list[str]]:
+        """Return the id of the task at a rank of each shard, in a list; empty if there is none."""
+        found = self.store.commands(
+            lambda pipe: [pipe.zrange(name, rank, rank) for name, rank in ranks.items()]
+        )
+        return dict(zip(ranks, found, strict=True))
+
+    def _shard(
+        self, name: str, rank: int, last: tuple[float, str], wanted: Filter
+    ) -> Iterator[tuple[int, str]]:
+        size = min(FIRST, PAGE)
         overlap = 1
         while True:
             # Tasks that have arrived meanwhile shift the ranks of those behind them: so each page
             # begins with a task that was read before, or is read again from further back.
             start = max(rank - overlap, 0)
-            page = self._page(name, start, rank + PAGE)
+            page = self._page(name, start, rank + size)
             if start and (not page or page[0] > last):
                 overlap *= PAGE
                 continue
@@ -302,9 +392,35 @@ class Index:
                 if each > last:
                     last = each
                     yield each
-            if len(page) < rank + PAGE - start:
+            if len(page) < rank + size - start:
                 return
-            rank, overlap = start + len(page), 1
+            rank, overlap, size = start + len(page), 1, min(2 * size, PAGE)
+
+    def _smaller_first(self, wanted: Filter) -> tuple[Filter, Filter]:
+        """Return the filters by the task's name alone and by the job alone, the rarer one first."""
+        both = wanted._replace(job=None), wanted._replace(task=None)
+        scores = wanted.scores(self.least_ms())
+        names = [name for each in both for name in self.names.all_due(each.task, each.job)]
+        counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
+        of_task, of_job = sum(counts[:SHARDS]), sum(counts[SHARDS:])
+        return both if of_task <= of_job else both[::-1]
+
+    def _in_other(self, page: Sequence[tuple[int, str]], other: Filter) -> list[tuple[int, str]]:
+        """Return those of a page that are also in another index."""
+        shards: dict[int, list[str]] = {}
+        for _, task_id in page:
+            shards.setdefault(shard_of(task_id), []).append(task_id)
+        names = {shard: self.names.due(shard, other.task, other.job) for shard in shards}
+        found = self.store.commands(
+            lambda pipe: [pipe.zmscore(names[shard], ids) for shard, ids in shards.items()]
+        )
+        kept = {
+            task_id
+            for ids, scores in zip(shards.values(), found, strict=True)
+            for task_id, score in zip(ids, scores, strict=True)
+            if score is not None
+        }
+        return [each for each in page if each[1] in kept]
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
         """Return the tasks of these ranks."""
@@ -328,3 +444,8 @@ class Index:
         """Return fields of the records of tasks."""
         names = [self.names.task(task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])
+
+
+def is_wide(start: int, end: int) -> bool:
+    """Return whether so many tasks lie between two ranks that they are not just read."""
+    return end - start > FIRST

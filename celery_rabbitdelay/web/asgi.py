@@ -25,6 +25,7 @@ from celery_rabbitdelay.web.access import Access, TooManyAttempts, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
 from celery_rabbitdelay.web.openapi import TOKEN_HEADER, openapi
 from celery_rabbitdelay.web.pages import PAGES, Page
+from celery_rabbitdelay.web.polled import Polled
 from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session
 from celery_rabbitdelay.web.shield import Shield
 from celery_rabbitdelay.web.site import Site
@@ -61,6 +62,7 @@ class Server:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._access = Access(site.options)
+        self._polled = Polled()
         self._templates = Environment(
             loader=PackageLoader("celery_rabbitdelay.web"),
             autoescape=True,
@@ -115,7 +117,7 @@ class Server:
                 form = await form_of(request)
                 self._check_action(request, visitor, form)
                 asked = replace(asked, fields=Fields([*form.pairs, *asked.fields.pairs]))
-            told = await run_in_threadpool(page.view, asked)
+            told = await run_in_threadpool(self._polled.told, page, asked, request)
             if is_api(request):
                 return _json(told)
             if "see" in told:
@@ -129,7 +131,12 @@ class Server:
         user = visitor.user
         token = request.headers.get(TOKEN_HEADER) or form.text("token") or ""
         if user is None or not self._access.sessions.is_token(token, visitor.session, user.name):
-            raise HTTPException(403, "The form is too old: open its page again.")
+            raise HTTPException(
+                403,
+                "The token is not that of the cookie: take both from /api/session."
+                if is_api(request)
+                else "The form is too old: open its page again.",
+            )
         if not user.may_act:
             raise HTTPException(403, f"The role of {shown.printable(user.name)} is viewer.")
 

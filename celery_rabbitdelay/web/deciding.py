@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
-from celery_rabbitdelay.operations.waiting import WORDS, count_at_least, postpone_batches
+from celery_rabbitdelay.operations.waiting import WORDS, count_at_least, postpone_batches, search
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.reading import AWAY, why
@@ -88,11 +88,13 @@ def decide_all(asked: Asked) -> dict[str, Any]:
     action = asked.fields.one_of("action", ACTIONS, "")
     count = asked.fields.number("count", 0, 10**9)
     wanted, delays = filter_of(asked), asked.site.delays
+    due = _due(asked) if action == "postpone" else wall_clock.now()
     batches: Iterator[int]
-    if action == "cancel":
+    if wanted.key is not None:
+        batches = _of_key(asked, action, due, count)
+    elif action == "cancel":
         batches = delays.cancel_batches(wanted, count)
     else:
-        due = _due(asked) if action == "postpone" else wall_clock.now()
         batches = postpone_batches(delays, wanted, due, count)
     chosen = " ".join(
         f"{name}={asked.fields.text(name)!r}" for name in FILTERS if name in asked.fields
@@ -105,6 +107,18 @@ def decide_all(asked: Asked) -> dict[str, Any]:
             503, "So much goes on already; wait until some of it is done"
         ) from error
     return {"work": work.as_json(), "see": f"work?key={work.key}"}
+
+
+def _of_key(asked: Asked, action: str, due: datetime, count: int) -> Iterator[int]:
+    """Decide about the task of a key, which is found without reading all others."""
+    delays = asked.site.delays
+    for each in search(delays, filter_of(asked), count).tasks:
+        outcome = (
+            delays.cancel(each.task_id, also_future=False)
+            if action == "cancel"
+            else delays.postpone(each.task_id, eta=due, also_future=False)
+        )
+        yield int(outcome is Outcome.DONE)
 
 
 def work(asked: Asked) -> dict[str, Any]:

@@ -109,7 +109,8 @@ PAGES: Final = (
         "waiting.html",
         (
             Parameter("id", "only the task with this id"),
-            *_FILTERS,
+            *(each for each in _FILTERS if each.name != "key"),
+            Parameter("key", "only the task of this key; with * at its end, of keys that begin so"),
             Parameter("limit", f"how many, at most {waiting.MOST}"),
             Parameter("after", "where the page begins: 'next' of the page before"),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -16,11 +17,15 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Away, Wrong, servers_away
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import why
+from celery_rabbitdelay.web.reasons import reasons
 
 logger = logging.getLogger(__name__)
 
 #: How many tasks a page has unless it says so, and at most.
 PAGE, MOST = 50, 500
+
+#: How many similar names of tasks are proposed.
+SIMILAR: Final = 5
 
 #: The fields that choose tasks.
 FILTERS: Final = ("task", "key", "job", "due_after", "due_before")
@@ -37,14 +42,19 @@ def waiting(asked: Asked) -> dict[str, Any]:
     check_registry(asked)
     fields, delays = asked.fields, asked.site.delays
     wanted, task_id = filter_of(asked), fields.text("id")
+    key_start = None
+    if wanted.key is not None and wanted.key.endswith("*"):
+        key_start, wanted = wanted.key[:-1], wanted._replace(key=None)
     most, after = fields.number("limit", PAGE, MOST), _place(asked)
     with servers_away():
         if task_id is not None:
             found = Found(delays.registry.index.tasks([task_id]), None)
             count, is_least = len(found.tasks), False
         else:
-            found = search(delays, wanted, most, after)
-            count, is_least = count_at_least(delays, wanted)
+            found = search(delays, wanted, most, after, key_start)
+            count, is_least = len(found.tasks), found.next is not None
+            if key_start is None:
+                count, is_least = count_at_least(delays, wanted)
         since = delays.pending_since()
     return {
         "count": count,
@@ -53,8 +63,22 @@ def waiting(asked: Asked) -> dict[str, Any]:
         "tasks": [each._asdict() for each in found.tasks],
         "next": None if found.next is None else str(found.next),
         "next_address": None if found.next is None else fields.address(after=str(found.next)),
+        "can_decide_about_all": task_id is None and key_start is None,
         "has_filter": any(each in fields for each in FILTERS),
+        "task_names": (names := _task_names(asked)),
+        "similar": _similar(names, wanted.task) if not count and wanted.task else [],
     }
+
+
+def _task_names(asked: Asked) -> list[str]:
+    """Return the names of the application's own tasks."""
+    return sorted(each for each in asked.site.app.tasks if not each.startswith("celery."))
+
+
+def _similar(names: Sequence[str], name: str) -> list[str]:
+    """Return the names of tasks that somebody may mean who writes only a part of one."""
+    found = [each for each in names if each != name and name.lower() in each.lower()]
+    return found[:SIMILAR]
 
 
 def story(asked: Asked) -> dict[str, Any]:
@@ -72,9 +96,11 @@ def story(asked: Asked) -> dict[str, Any]:
 
     with servers_away():
         found = known_task(site.delays.registry, task_id, layout, backlog)
+        why_not = [] if found is None else reasons(asked, found)
     return {
         "task_id": task_id,
         "task": None if found is None else _known(found, site.options),
+        "why_not_run": [each._asdict() for each in why_not],
         "broker_error": glance.error,
         "levels": [] if found is None else _levels(asked, found),
     }
@@ -89,11 +115,11 @@ def _known(found: KnownTask, options: Options) -> dict[str, Any]:
 
 
 def _levels(asked: Asked, found: KnownTask) -> list[dict[str, Any]]:
-    """Return the levels that are still ahead of a task, and where it may be."""
+    """Return the levels that are still ahead of a task, and where it may be; none if it is due."""
     levels = asked.site.delays.topology.layout.levels
-    if found.due is None:
+    left_ms = 0 if found.due is None else milliseconds_of(found.due) - wall_clock.ms()
+    if left_ms <= 0:
         return []
-    left_ms = max(milliseconds_of(found.due) - wall_clock.ms(), 0)
     return [
         {
             "name": level.name,

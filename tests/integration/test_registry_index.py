@@ -222,6 +222,52 @@ def test_tasks_that_leave_before_the_first_page_is_read_hide_no_others(
     assert sorted(ids(index, due_after_ms=START_MS + 1)) == sorted(late)
 
 
+def test_a_search_goes_on_behind_any_of_the_tasks_that_are_due_at_once_without_reading_them(
+    registry: Registry, index: Index, small_pages: list[int]
+) -> None:
+    names = sorted(in_one_shard(300))
+    registry.register([due_at(0, each) for each in names])
+    registry.register([due_at(at, f"other-{at}") for at in range(2)])
+    for place in (0, 1, 149, 250, 299):
+        small_pages.clear()
+        found = [
+            each.task_id
+            for part in index.parts(Filter(), (START_MS, names[place]))
+            for each in part.tasks
+            if each.task_id in names
+        ]
+        assert found == names[place + 1 :]
+        # What is behind the place, a few before it, and those that begin a page again.
+        assert sum(small_pages) <= (len(found) + 10) * 4 / 3 + 2
+
+
+def test_tasks_of_a_name_and_a_job_are_found_by_the_rarer_of_them(
+    registry: Registry, index: Index
+) -> None:
+    registry.register(
+        [
+            due_at(number, f"task-{number}", name=f"name-{number % 3}", job=job)
+            for number in range(120)
+            for job in ["large" if number % 2 else "" if number % 4 else "small"]
+        ]
+    )
+    for name in range(3):
+        for job, is_in in (
+            ("large", lambda number: number % 2),
+            ("small", lambda number: number % 4 == 0),
+            ("none", lambda _: False),
+        ):
+            wanted = Filter(task=f"name-{name}", job=job, due_before_ms=START_MS + 90 * MINUTE_MS)
+            numbers = [each for each in range(90) if each % 3 == name and is_in(each)]
+            expected = [f"task-{each}" for each in numbers]
+            assert [each.task_id for each in index.pending(wanted)] == expected
+            assert index.count_of_both(wanted, 20_000) == (len(expected), False)
+    wanted = Filter(task="name-1", job="large")
+    count, may_be_more = index.count_of_both(wanted, 1)
+    assert may_be_more
+    assert count < 20
+
+
 def test_the_index_says_since_when_it_is_complete(
     registry: Registry, index: Index, redis_setup: RedisSetup
 ) -> None:

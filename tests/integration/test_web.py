@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from kombu import Connection
 from markupsafe import escape
 
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.app.known_task import known_task
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.operations import status
 from celery_rabbitdelay.operations import waiting as operations
@@ -132,6 +134,41 @@ def test_the_servers_are_asked_as_often_for_twenty_viewers_as_for_one(
     assert 1 <= len(looks) <= seconds / site.STATUS_PERIOD + 1
 
 
+def test_twenty_who_have_the_same_page_open_share_its_look_and_who_opens_it_has_a_look_of_his_own(
+    tracked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task_id,) = send(tracked)
+    looks: list[str] = []
+
+    def known(registry: Any, task_id: str, *arguments: Any) -> Any:
+        looks.append(task_id)
+        return known_task(registry, task_id, *arguments)
+
+    monkeypatch.setattr("celery_rabbitdelay.web.waiting.known_task", known)
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr("celery_rabbitdelay.web.reading.time", clock)
+    web = application(tracked)
+
+    def state(headers: dict[str, str] | None = None, task: str = task_id) -> str:
+        answer = Browser(web).get(f"/api/waiting/task?id={task}", headers=headers or {})
+        assert answer.status_code == 200
+        told = answer.json()["task"]
+        return "unknown" if told is None else str(told["state"])
+
+    refresh = {"HX-Request": "true"}
+    assert {state(refresh) for _ in range(20)} == {"waiting"}
+    assert looks == [task_id]
+    tracked.rabbitdelay.cancel(task_id)
+    assert state() == "cancelled"
+    assert state(refresh) == "waiting", "the look of the others"
+    assert state(refresh, "nobody's") == "unknown"
+    looks.clear()
+    clock.now += 5
+    assert {state(refresh) for _ in range(20)} == {"cancelled"}
+    assert looks == [task_id]
+
+
 def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: Browser) -> None:
     (plain,) = send(tracked, hours=1)
     (keyed,) = send(tracked, hours=2, key="order:7")
@@ -158,6 +195,29 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: 
     assert browser.json("/waiting", job="import-7")["count"] == 2
     for wrong in ("due_after=soon", "limit=0", "limit=x", "after=x", "due_before=9999-99-99"):
         assert browser.get(f"/waiting?{wrong}").status_code == 400
+
+
+def test_the_start_of_keys_finds_all_tasks_of_an_order_part_by_part(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(tracked, 30, hours=1)
+    wanted = [send(tracked, key=f"order:7:{each}")[0] for each in ("pay", "ship", "review")]
+    others = [send(tracked, key=each)[0] for each in ("order:71:pay", "pay:order:7:", "order:8")]
+    told = browser.json("/waiting", key="order:7:*")
+    assert (sorted(ids_of(told)), told["count"], told["next"]) == (sorted(wanted), 3, None)
+    assert len(ids_of(browser.json("/waiting", key="order:7*"))) == 4
+    assert len(ids_of(browser.json("/waiting", key="*"))) == len(wanted + others)
+    assert ids_of(browser.json("/waiting", key="order:7:*", task="at")) == []
+    assert "Decide about all" not in browser.get("/waiting?key=order:7:*").text
+    assert "Decide about all" in browser.get("/waiting?key=order:8").text
+    monkeypatch.setattr(operations, "MOST_RECORDS", 10)
+    told = browser.json("/waiting", key="order:7:*")
+    seen, parts = ids_of(told), 1
+    while told["next"] is not None:
+        told = browser.json("/waiting", key="order:7:*", after=told["next"])
+        seen, parts = seen + ids_of(told), parts + 1
+    assert sorted(seen) == sorted(wanted)
+    assert parts > 2
 
 
 def test_a_page_of_many_tasks_reads_only_some_of_them(
@@ -194,7 +254,9 @@ def test_a_search_that_no_index_answers_ends_early_and_can_be_continued(
     tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tracked.rabbitdelay.job("last", expires=HOUR):
-        send(tracked, 30, hours=1)
+        send(tracked, 40, hours=1)
+        for _ in range(40):
+            tracked.tasks["at"].apply_async(delay=HOUR, job="last")
         (wanted,) = send(tracked, hours=2, job="last")
     monkeypatch.setattr(operations, "MOST_READ", 10)
     told, pages = browser.json("/waiting", task="look", job="last"), 1
@@ -205,6 +267,21 @@ def test_a_search_that_no_index_answers_ends_early_and_can_be_continued(
         pages += 1
     assert ids_of(told) == [wanted]
     assert pages > 2
+
+
+def test_more_tasks_due_at_once_than_a_page_reads_are_all_listed(
+    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = datetime.now(UTC) + timedelta(hours=2)
+    sent = [str(tracked.tasks["look"].apply_async(eta=same).id) for _ in range(30)]
+    monkeypatch.setattr(operations, "MOST_READ", 10)
+    told = browser.json("/waiting", limit=4)
+    seen, pages = ids_of(told), 1
+    while told["next"] is not None:
+        assert pages <= len(sent), "the search does not come to an end"
+        told, pages = browser.json("/waiting", limit=4, after=told["next"]), pages + 1
+        seen += ids_of(told)
+    assert seen == sorted(sent)
 
 
 def test_the_story_of_a_task_says_where_it_is_and_what_was_decided(
@@ -224,6 +301,82 @@ def test_the_story_of_a_task_says_where_it_is_and_what_was_decided(
     tracked.rabbitdelay.cancel(task_id)
     assert browser.json("/waiting/task", id=task_id)["task"]["state"] == "cancelled"
     assert browser.json("/waiting/task", id="nobody's")["task"] is None
+
+
+def why_not(browser: Browser, task_id: str) -> list[str]:
+    told = browser.json("/waiting/task", id=task_id)["why_not_run"]
+    return [str(each["words"]) for each in told]
+
+
+def test_the_story_of_a_task_says_why_it_has_not_run(tracked: Any, browser: Browser) -> None:
+    delays = tracked.rabbitdelay
+    (later,) = send(tracked)
+    (only,) = why_not(browser, later)
+    assert only.startswith("It is not due yet, but in ")
+    delays.postpone(later, delay=5 * HOUR)
+    assert "because it was postponed" in why_not(browser, later)[0]
+    delays.pause(task="look")
+    assert "are paused" in why_not(browser, later)[1]
+    delays.resume(task="look")
+    delays.cancel(later)
+    assert why_not(browser, later) == ["It was cancelled, and will not run."]
+
+    old, _ = send(tracked, key="order:7"), send(tracked, key="order:7")
+    assert "newer task was sent under its key" in why_not(browser, old[0])[0]
+
+    delays.open_job("import", expires=HOUR)
+    (of_job,) = send(tracked, hours=0.00001, job="import")
+    wait_for(lambda: "Its job is open" in why_not(browser, of_job)[0], "the due time")
+    delays.abort_job("import")
+    words = "Its job was aborted: it will not run."
+    assert why_not(browser, of_job) == [words]
+    page = browser.get(f"/waiting/task?id={of_job}").text
+    assert_harmless(page)
+    assert words in read(page).text
+    assert any(values.get("href") == "/jobs?name=import" for _, values in read(page).tags)
+
+
+def test_the_story_of_an_overdue_task_says_what_its_queue_has(
+    tracked: Any, browser: Browser
+) -> None:
+    (overdue,) = send(tracked, hours=0.00001)
+    wait_for(
+        lambda: (
+            "no worker takes from its queue. Messages in it: 1;" in why_not(browser, overdue)[0]
+        ),
+        "the message in its queue",
+    )
+    queue = tracked.conf.task_default_queue
+    with Connection(tracked.conf.broker_url) as connection:
+        channel: Any = connection.channel()
+        channel.basic_qos(0, 1, False)
+        tag = channel.basic_consume(queue, callback=lambda _: None)
+        assert browser.json("/waiting/task", id=overdue)["levels"] == []
+        wait_for(lambda: "its queue is empty" in why_not(browser, overdue)[0], "the consumer")
+        tracked.tasks["look"].apply_async()
+        wait_for(
+            lambda: "workers of its queue are busy" in why_not(browser, overdue)[0], "the next"
+        )
+        channel.basic_cancel(tag)
+    (lost,) = send(tracked, hours=0.00001, queue=f"{queue}.lost")
+    with Connection(tracked.conf.broker_url) as connection:
+        doomed: Any = connection.default_channel
+        doomed.queue_delete(f"{queue}.lost")
+    wait_for(lambda: "does not exist" in why_not(browser, lost)[0], "the due time")
+
+
+def test_a_part_of_a_name_finds_nothing_but_proposes_names(tracked: Any, browser: Browser) -> None:
+    send(tracked)
+    assert browser.json("/waiting", task="loo")["similar"] == ["look"]
+    page = browser.get("/waiting?task=loo").text
+    assert_harmless(page)
+    assert "Do you mean look?" in " ".join(read(page).text.split())
+    found = browser.get("/waiting?task=look").text
+    assert "1 tracked task matches." in read(found).text
+    assert any(
+        tag == "option" and values.get("value") == "look" for tag, values in read(found).tags
+    )
+    assert browser.json("/waiting", task="nothing like it")["similar"] == []
 
 
 def test_arguments_are_hidden_unless_they_are_allowed_and_masked_by_a_function(
@@ -343,6 +496,26 @@ def is_decided(tracked: Any, task_id: str, action: str) -> bool:
         return tracked.rabbitdelay.show(task_id).postponed is not None
     except RegistryUnavailable:
         return False
+
+
+@pytest.mark.parametrize("action", ["cancel", "postpone", "run-now"])
+def test_the_task_of_a_key_is_decided_about_without_reading_all_others(
+    tracked: Any, browser: Browser, small_pages: list[int], action: str
+) -> None:
+    others = send(tracked, 20)
+    (keyed,) = send(tracked, key="order:7")
+    more = {"delay": "30m"} if action == "postpone" else {}
+    fields = {"key": "order:7", "task": "look", "count": "1", **more}
+    begun = browser.post("/waiting/decide-all", action=action, **fields)
+    where = begun.headers["Location"]
+    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
+    assert (works(browser, where)["state"], works(browser, where)["done"]) == ("done", 1)
+    assert small_pages == []
+    due = {each["task_id"]: each["due"] for each in browser.json("/waiting")["tasks"]}
+    if action == "cancel":
+        assert sorted(due) == sorted(others)
+    else:
+        assert min(due, key=lambda each: str(due[each])) == keyed
 
 
 def works(browser: Browser, where: str) -> dict[str, Any]:

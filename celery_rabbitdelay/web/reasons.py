@@ -1,0 +1,113 @@
+"""Why a task has not run, each reason in a sentence, and the page where one sees to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+from kombu import Queue
+
+from celery_rabbitdelay.app.known_task import KnownTask
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.registry.record import TaskState
+from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.reading import AWAY, Broker
+
+
+class Reason(NamedTuple):
+    """A reason.
+
+    Attributes:
+        words: The sentence, without anything that others have written.
+        page: The page where one sees to it; None if there is none.
+        fields: The query of its address.
+    """
+
+    words: str
+    page: str | None = None
+    fields: str = ""
+
+
+def reasons(asked: Asked, task: KnownTask) -> list[Reason]:
+    """Return why a task has not run, as far as the registry and the broker know it.
+
+    Raises:
+        RegistryUnavailable: Redis does not answer.
+    """
+    match TaskState(task.state):
+        case TaskState.CANCELLED:
+            return [Reason("It was cancelled, and will not run.")]
+        case TaskState.SUPERSEDED:
+            newer = f"key={shown.quoted(task.key or '')}"
+            words = "A newer task was sent under its key: this one will not run."
+            return [Reason(words, "waiting", newer)]
+        case TaskState.ARRIVED:
+            return [
+                Reason(
+                    "It has arrived at a worker and may have run: the worker's log and the result "
+                    "backend say how it ended."
+                )
+            ]
+        case TaskState.NOTED:
+            return [Reason("It was postponed, but no message of it is known.")]
+    found = [*_held_back(asked, task)]
+    if task.due is not None and task.due > wall_clock.now():
+        again = ", because it was postponed" if task.postponed == task.due else ""
+        return [Reason(f"It is not due yet, but {shown.left(task.due)}{again}."), *found]
+    return found or [*_overdue(asked, task)]
+
+
+def _held_back(asked: Asked, task: KnownTask) -> Iterator[Reason]:
+    """Yield what will hold it back, or does, when it is due."""
+    name = shown.quoted(task.job or "")
+    if task.job_state == "open":
+        yield Reason(
+            "Its job is open: no task of it runs before the job is committed.",
+            "jobs",
+            f"name={name}",
+        )
+    if task.job_state == "aborted":
+        yield Reason("Its job was aborted: it will not run.", "jobs", f"name={name}")
+    for each in asked.site.delays.paused():
+        if each.task is not None and each.task == task.task:
+            yield Reason("Tasks of its name are paused: celery rabbitdelay resume ends that.")
+        if each.queue is not None and each.queue == task.queue:
+            yield Reason("Tasks for its queue are paused: celery rabbitdelay resume ends that.")
+    if task.missing:
+        yield Reason(
+            f"The broker lacks {len(task.missing):,} queues of the levels and modules.", "health"
+        )
+
+
+def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
+    """Yield why a task is not taken that is due and that nothing holds back."""
+    if task.queue is None:
+        yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
+        return
+    try:
+        with closing(Broker(asked.site.app)) as broker:
+            queue = Queue(task.queue)
+            counts = broker.ask(lambda connection: queue_counts(connection, [queue]))[queue.name]
+    except AWAY:
+        return  # the page says that the broker cannot be asked
+    if counts is None:
+        yield Reason("It is due, but its queue does not exist.", "health")
+    elif not counts.consumers:
+        yield Reason(
+            f"It is due, but no worker takes from its queue. Messages in it: {counts.messages:,}; "
+            "the option -Q of celery worker names the queues that it takes from."
+        )
+    elif counts.messages:
+        yield Reason(
+            "It is due, and the workers of its queue are busy. Messages in it: "
+            f"{counts.messages:,}."
+        )
+    else:
+        yield Reason(
+            "It is due, and its queue is empty: it is about to arrive, or a worker holds it until "
+            "it has a free process. If that lasts, its message was lost.",
+            "health",
+        )
