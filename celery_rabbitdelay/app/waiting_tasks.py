@@ -33,7 +33,7 @@ from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.registry import Earlier, Registration
+from celery_rabbitdelay.registry.registry import Earlier, Registration, unless_unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,8 @@ class WaitingTasks(Jobs):
         # Senders may send more of them meanwhile.
         waiting = islice(index.pending(wanted), index.count(wanted) if limit is None else limit)
         while ids := [each.task_id for each in islice(waiting, CHUNK)]:
-            found = list(zip(ids, self.registry.cancel(ids, also_future=False), strict=True))
+            outcomes = self.registry.cancel_each(ids, also_future=False)
+            found = list(zip(ids, outcomes, strict=True))
             done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
             for task_id in done:
                 signals.send(signals.cancelled, self.app, task_id, None)
@@ -194,6 +195,8 @@ class WaitingTasks(Jobs):
                 self.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
             )
             yield len(done)
+            for task_id, outcome in found:
+                unless_unreadable(task_id, outcome)
 
     def cancel_stamped(self, headers: Mapping[str, Any] | list[str]) -> Outcome:
         """Cancel the tracked tasks that wait and have one of these stamps.

@@ -127,6 +127,8 @@ def postpone_batches(
 ) -> Iterator[int]:
     """Let all tasks that match run at another time; yield how many after each batch.
 
+    If a batch fails partway, those that were decided are told before the error is raised.
+
     Args:
         delays: The application's delays.
         wanted: Which tasks.
@@ -141,7 +143,12 @@ def postpone_batches(
     waiting = (each for each in delays.registry.index.pending(wanted) if each.due != moved_to)
     tasks = islice(waiting, limit)
     while batch := list(islice(tasks, BATCH)):
-        outcomes = [
-            delays.postpone(each.task_id, eta=moved_to, also_future=False) for each in batch
-        ]
-        yield outcomes.count(Outcome.DONE)
+        done = 0
+        try:
+            for each in batch:
+                outcome = delays.postpone(each.task_id, eta=moved_to, also_future=False)
+                done += outcome is Outcome.DONE
+        except Exception:
+            yield done  # before it says why the rest of the batch was not decided
+            raise
+        yield done

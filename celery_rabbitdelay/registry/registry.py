@@ -306,15 +306,27 @@ class Registry:
             RegistryUnavailable: As all methods; or the record of a task cannot be read. All others
                 are cancelled.
         """
+        found = self.cancel_each(task_ids, also_future)
+        return [unless_unreadable(*each) for each in zip(task_ids, found, strict=True)]
+
+    def cancel_each(self, task_ids: Sequence[str], also_future: bool = True) -> list[Outcome | str]:
+        """Cancel tasks as :meth:`cancel`.
+
+        Returns:
+            For each its outcome, or if its record cannot be read, a text that says so.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer; some of them may be cancelled.
+        """
         ids = list(dict.fromkeys(task_ids))
         shared = NOTE_MS + self._keep_ms, int(also_future)
         batch = self._batch("cancel", ids, self.names.task, [()] * len(ids), *shared)
         (answers,) = self._run(batch, call=self.store.call_durably)
-        for task_id, answer in zip(ids, answers, strict=True):
-            if _is_unreadable(answer):
-                raise RegistryUnavailable(f"the record of task {task_id} cannot be read: {answer}")
-        found = dict(zip(ids, answers, strict=True))
-        return [Outcome(found[task_id]) for task_id in task_ids]
+        found = {
+            task_id: answer if _is_unreadable(answer) else Outcome(answer)
+            for task_id, answer in zip(ids, answers, strict=True)
+        }
+        return [found[task_id] for task_id in task_ids]
 
     def waiting_under(self, key: str) -> list[str]:
         """Return the id of the newest task that was sent under a key, in a list; empty if none."""
@@ -433,6 +445,17 @@ _WORDS: Final = {
     JobState.OPEN: "later",
     JobState.ABORTED: "expired",
 }
+
+
+def unless_unreadable(task_id: str, outcome: Outcome | str) -> Outcome:
+    """Return an outcome of :meth:`Registry.cancel_each`.
+
+    Raises:
+        RegistryUnavailable: It is a text, which says why the record of the task cannot be read.
+    """
+    if isinstance(outcome, str):
+        raise RegistryUnavailable(f"the record of task {task_id} cannot be read: {outcome}")
+    return outcome
 
 
 def _is_unreadable(word: str) -> bool:

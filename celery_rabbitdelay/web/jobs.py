@@ -1,4 +1,4 @@
-"""The page Jobs: what became of a job, its tasks that wait; commit and abort."""
+"""The page Jobs: what became of a job, its tasks that wait; open, commit and abort."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.exceptions import JobClosed
+from celery_rabbitdelay.exceptions import InvalidDelay, JobClosed
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.web.asked import Asked, servers_away
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.waiting import check_registry
 from celery_rabbitdelay.web.work import log_action
 
@@ -23,6 +23,23 @@ def jobs(asked: Asked) -> dict[str, Any]:
         state = registry.jobs.state(name)
         tasks = registry.index.count(Filter(job=name))
     return {"name": name, "state": state.value if state is not None else None, "tasks": tasks}
+
+
+def open_job(asked: Asked) -> dict[str, Any]:
+    """Open a job: the tasks that are sent with it wait until it is committed."""
+    check_registry(asked)
+    name, expires = asked.fields.needed("name"), asked.delay("expires")
+    if expires is None or expires <= 0:
+        raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
+    try:
+        with servers_away(JobClosed, InvalidDelay):
+            asked.site.delays.open_job(name, expires=float(expires))
+    except JobClosed as closed:
+        raise HTTPException(409, str(closed)) from closed
+    except (InvalidDelay, OverflowError) as wrong:
+        raise Wrong("expires", "is too long") from wrong
+    log_action(asked.user, "opened the job", 1, name)
+    return {**jobs(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}
 
 
 def commit(asked: Asked) -> dict[str, Any]:

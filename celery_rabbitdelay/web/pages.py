@@ -174,6 +174,17 @@ PAGES: Final = (
         is_action=True,
     ),
     Page("jobs", "Jobs", jobs.jobs, "jobs.html", (_JOB,), in_menu=True),
+    Page(
+        "jobs/open",
+        "Open",
+        jobs.open_job,
+        "jobs.html",
+        (
+            _NAME,
+            Parameter("expires", "when it is aborted unless it is committed", is_needed=True),
+        ),
+        is_action=True,
+    ),
     Page("jobs/commit", "Commit", jobs.commit, "jobs.html", (_NAME,), is_action=True),
     Page("jobs/abort", "Abort", jobs.abort, "jobs.html", (_NAME,), is_action=True),
     Page(

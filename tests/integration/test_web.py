@@ -314,6 +314,37 @@ def test_all_that_match_are_cancelled_after_they_were_counted(
     assert sorted(ids_of(browser.json("/waiting"))) == sorted(kept)
 
 
+@pytest.mark.parametrize(
+    ("action", "more"), [("cancel", {}), ("postpone", {"delay": "5h"}), ("run-now", {})]
+)
+def test_of_a_batch_that_fails_partway_is_told_how_many_were_decided(
+    tracked: Any, browser: Browser, action: str, more: Any
+) -> None:
+    sent = [send(tracked, hours=1 + number)[0] for number in range(4)]
+    record = tracked.rabbitdelay.registry.names.task(sent[2])
+    store = tracked.rabbitdelay.registry.store
+    # As if another program had written there: Redis reads no number in it.
+    store.commands(lambda pipe: pipe.hset(record, "cancelled", "x"))
+    begun = browser.post("/waiting/decide-all", action=action, count="4", **more)
+    where = begun.headers["Location"]
+    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
+    told = works(browser, where)
+    assert told["state"] == "failed"
+    assert told["error"]
+    decided = [each for each in sent if is_decided(tracked, each, action)]
+    assert told["done"] == len(decided) == (3 if action == "cancel" else 2)
+    store.commands(lambda pipe: pipe.hdel(record, "cancelled"))
+
+
+def is_decided(tracked: Any, task_id: str, action: str) -> bool:
+    if task_id not in {each.task_id for each in tracked.rabbitdelay.pending()}:
+        return True
+    try:
+        return tracked.rabbitdelay.show(task_id).postponed is not None
+    except RegistryUnavailable:
+        return False
+
+
 def works(browser: Browser, where: str) -> dict[str, Any]:
     told: dict[str, Any] = browser.get(f"/api{where}").json()["works"][0]
     assert browser.get(where).status_code == 200

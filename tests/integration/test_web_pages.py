@@ -135,7 +135,28 @@ def test_a_job_is_shown_committed_and_aborted(shop: Any, browser: Browser) -> No
     assert browser.post("/jobs/commit", name=name).status_code == 409
     assert browser.json("/jobs", name="nobody's")["state"] is None
     for address in ("/jobs", "/jobs?name=%3Cscript%3E", f"/jobs?name={name}"):
-        assert_harmless(browser.get(address).text.replace('value="&lt;script&gt;"', ""))
+        assert_harmless(browser.get(address).text.replace('value="&lt;script&gt;"', 'value=""'))
+
+
+def test_a_job_is_opened_and_its_tasks_wait_for_its_commit(shop: Any, browser: Browser) -> None:
+    name = f"import & <b>{uuid4().hex}"
+    page = browser.get("/jobs", params={"name": name}).text
+    assert "Open a job of this name" in page
+    assert_harmless(page)
+    for wrong in ({}, {"expires": "soon"}, {"expires": "0"}, {"expires": "9" * 400 + "d"}):
+        assert browser.post("/jobs/open", name=name, **wrong).status_code == 400, wrong
+    assert browser.json("/jobs", name=name)["state"] is None
+    opened = browser.post("/jobs/open", name=name, expires="1h")
+    assert opened.status_code == 303
+    assert browser.get(opened.headers["Location"]).status_code == 200
+    assert browser.json("/jobs", name=name) == {"name": name, "state": "open", "tasks": 0}
+    shop.tasks["look"].apply_async(delay=5, job=name)
+    assert browser.json("/jobs", name=name)["tasks"] == 1
+    assert browser.post("/jobs/open", name=name, expires="1h").status_code == 409
+    assert browser.post("/jobs/commit", name=name).status_code == 303
+    viewer = Browser(application(shop))
+    assert viewer.post("/jobs/open", name="another", expires="1h").status_code == 403
+    assert "Open a job" not in viewer.get("/jobs?name=another").text
 
 
 def test_a_schedule_is_paused_resumed_triggered_and_ended(shop: Any, browser: Browser) -> None:
