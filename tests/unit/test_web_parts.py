@@ -29,7 +29,7 @@ from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_
 from celery_rabbitdelay.web.reading import Readings
 from celery_rabbitdelay.web.schedules import written
 from celery_rabbitdelay.web.sessions import Session, Sessions
-from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works
+from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works, in_batches
 from celery_rabbitdelay.web.workers import differences
 
 ADA = User("ada", "operator")
@@ -215,7 +215,7 @@ def test_a_session_ends_after_some_hours(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_work_counts_what_is_done_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
-        work = Works().begin(ADA, "cancelled all", 5, iter([2, 3]))
+        work = Works().begin(ADA, "cancelled all", 5, in_batches(iter([2, 3])))
         work.wait(10)
     assert (work.done, work.state) == (5, "done")
     assert [each.getMessage() for each in caplog.records] == [
@@ -228,9 +228,26 @@ def test_work_that_fails_says_why_and_how_much_was_done() -> None:
         yield 2
         raise OperationalError("redis://:secret@host is away")
 
-    work = Works().begin(ADA, "cancelled all", 5, batches())
+    work = Works().begin(ADA, "cancelled all", 5, in_batches(batches()))
     work.wait(10)
     assert (work.done, work.state, work.error) == (2, "failed", "redis://:**@host is away")
+
+
+def test_work_stops_between_two_batches() -> None:
+    may_go_on = Event()
+
+    def batches() -> Iterator[int]:
+        yield 1
+        may_go_on.wait(10)
+        yield 2
+        yield 4
+
+    work = Works().begin(ADA, "cancelled all", 7, in_batches(batches()))
+    work.stop()
+    may_go_on.set()
+    work.wait(10)
+    assert (work.state, work.error) == ("stopped", None)
+    assert work.done in (1, 3)
 
 
 def test_so_much_work_goes_on_at_a_time_and_old_work_is_forgotten(
@@ -243,14 +260,14 @@ def test_so_much_work_goes_on_at_a_time_and_old_work_is_forgotten(
         may_end.wait(10)
         yield 1
 
-    going = [works.begin(ADA, "x", 1, batches()) for _ in range(MOST_AT_ONCE)]
+    going = [works.begin(ADA, "x", 1, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
     with pytest.raises(TooMuchWork):
-        works.begin(ADA, "x", 1, batches())
+        works.begin(ADA, "x", 1, in_batches(batches()))
     may_end.set()
     for each in going:
         each.wait(10)
     for _ in range(20):
-        works.begin(ADA, "x", 1, iter([1])).wait(10)
+        works.begin(ADA, "x", 1, in_batches(iter([1]))).wait(10)
     assert len(works.all()) <= 6
 
 
