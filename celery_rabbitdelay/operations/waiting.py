@@ -134,7 +134,7 @@ def postpone_batches(
 ) -> Iterator[int]:
     """Let all tasks that match run at another time; yield how many after each batch.
 
-    Also after one that fails partway.
+    If a batch fails partway, those that were decided are told before the error is raised.
 
     Args:
         delays: The application's delays.

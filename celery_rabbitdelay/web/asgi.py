@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -120,6 +120,8 @@ class Server:
             told = await run_in_threadpool(self._polled.told, page, asked, request)
             if is_api(request):
                 return _json(told)
+            if page.file:
+                return _file(told["messages"], page.file)
             if "see" in told:
                 return RedirectResponse(f"{base_of(request)}/{told['see']}", 303)
             response = self._html(request, page.template, visitor, page=page, asked=asked, **told)
@@ -292,3 +294,10 @@ def _json(told: Mapping[str, Any], status: int = 200) -> Response:
     # ASCII: a text may hold half of a surrogate pair.
     text = json.dumps(shown.plain(told))
     return Response(text, status, media_type="application/json")
+
+
+def _file(lines: Sequence[Mapping[str, Any]], name: str) -> Response:
+    """Return a file with a line of JSON for each object."""
+    text = "".join(f"{json.dumps(each)}\n" for each in lines)
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(text, media_type="application/x-ndjson", headers=headers)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Final
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
 from celery_rabbitdelay.levels.entities import PROBE
@@ -12,6 +13,9 @@ from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.reading import Reading
 from celery_rabbitdelay.web.site import HORIZONS, Glance, Workers
+
+#: For how many minutes it is shown how late tasks came.
+MINUTES: Final = 10
 
 
 def now(asked: Asked) -> dict[str, Any]:
@@ -113,11 +117,23 @@ def _workers(asked: Asked, broker_error: str | None) -> dict[str, Any]:
         "workers_taken": reading.taken,
         "workers_error": reading.error,
         "arrivals": None if found is None else found.arrivals,
+        "late_by_minute": latest_by_minute(found.answers.values() if found is not None else ()),
         "workers": [
             _worker(name, modules)
             for name, modules in sorted(found.answers.items() if found is not None else ())
         ],
     }
+
+
+def latest_by_minute(answers: Iterable[Mapping[str, Any]]) -> list[float | None]:
+    """Return how late the latest task of each of the last minutes was, this minute's first.
+
+    Args:
+        answers: What the workers answer; those of earlier versions do not say it.
+    """
+    told = [(answer.get(ARRIVALS) or {}).get("by_minute") or () for answer in answers]
+    minutes = zip_longest(*(each[:MINUTES] for each in told))
+    return [max((late for late in each if late is not None), default=None) for each in minutes]
 
 
 def _worker(name: str, modules: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class Page(NamedTuple):
         is_action: Whether it changes something: an operator posts a form with a token.
         in_menu: Whether it stands in the menu.
         refresh: Seconds after which a page that is open is refreshed; 0 for never.
+        file: Instead of a template: the name of the file with a line of JSON for each of the
+            ``messages``.
     """
 
     path: str
@@ -56,6 +58,7 @@ class Page(NamedTuple):
     is_action: bool = False
     in_menu: bool = False
     refresh: int = 0
+    file: str = ""
 
 
 _INSTANT: Final = "ISO 8601; without a time zone in the application's"
@@ -157,6 +160,14 @@ PAGES: Final = (
         "undeliverable.html",
         _OF_MESSAGES,
         in_menu=True,
+    ),
+    Page(
+        "undeliverable/export",
+        "Export",
+        undeliverable.export,
+        "",
+        _OF_MESSAGES,
+        file="undeliverable.jsonl",
     ),
     Page("undeliverable/message", "Message", undeliverable.message, "message.html", (_ID,)),
     Page(

@@ -19,6 +19,7 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.operations.undeliverable.messages import (
     UndeliverableMessage,
+    shown_body,
     undeliverable_messages,
 )
 from celery_rabbitdelay.operations.verify.application import verify_application
@@ -34,6 +35,9 @@ STATUS_PERIOD, WORKERS_PERIOD, DUE_PERIOD, FINDINGS_PERIOD = 2.0, 10.0, 5.0, 60.
 
 #: The same for undeliverable messages; how many are read, and the bytes of a body that is kept.
 UNDELIVERABLE_PERIOD, MOST_UNDELIVERABLE, MOST_BODY = 30.0, 1_000, 16_384
+
+#: How many bytes of each body are shown and exported, as ``undeliverable list --full`` prints.
+SHOWN_BODY: Final = 2_000
 
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
@@ -91,6 +95,18 @@ class DueSoon(NamedTuple):
     later: int
 
 
+class Kept(NamedTuple):
+    """A message that could not be delivered, as far as it is kept.
+
+    Attributes:
+        message: The message, without its body if that is long.
+        body: The beginning of its body: what :func:`.shown_body` returns.
+    """
+
+    message: UndeliverableMessage
+    body: Mapping[str, Any]
+
+
 class Site:
     """What all requests to the page share.
 
@@ -107,8 +123,7 @@ class Site:
         workers: What the workers answer.
         due: How many tracked tasks are due when, by the name of a horizon.
         findings: What breaks a promise.
-        undeliverable: The oldest messages that could not be delivered; those with long bodies have
-            none.
+        undeliverable: The oldest messages that could not be delivered.
 
     Raises:
         InvalidSetting: An option is unknown or wrong.
@@ -179,11 +194,14 @@ class Site:
                 lambda connection: verify_application(self.delays, connection, management)
             )
 
-    def _read_undeliverable(self) -> list[UndeliverableMessage]:
+    def _read_undeliverable(self) -> list[Kept]:
         with closing(Broker(self.app)) as broker:
             return broker.ask(
                 lambda connection: [
-                    each if len(each.body) <= MOST_BODY else each._replace(body=b"")
+                    Kept(
+                        each if len(each.body) <= MOST_BODY else each._replace(body=b""),
+                        shown_body(each.body, SHOWN_BODY),
+                    )
                     for each in undeliverable_messages(
                         connection, self.delays.topology, MOST_UNDELIVERABLE
                     )

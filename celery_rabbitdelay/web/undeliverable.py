@@ -1,12 +1,13 @@
-"""The page Undeliverable: messages by reason, one message's story; redrive and purge."""
+"""The page Undeliverable: messages by reason, one message's story; export, redrive and purge."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from typing import Any, Final
 
+from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
@@ -16,11 +17,15 @@ from celery_rabbitdelay.operations.undeliverable.application import ApplicationR
 from celery_rabbitdelay.operations.undeliverable.redrive import RemovalReport
 from celery_rabbitdelay.web.asked import Asked, Away, Wrong
 from celery_rabbitdelay.web.reading import AWAY, Broker, why
+from celery_rabbitdelay.web.site import Kept
 from celery_rabbitdelay.web.waiting import masked
-from celery_rabbitdelay.web.work import TooMuchWork
+from celery_rabbitdelay.web.work import TooMuchWork, Work, log_action
 
-#: How many messages a page lists, and how many bytes of a body it shows.
-LISTED, BODY = 100, 2_000
+#: How many messages a page lists.
+LISTED: Final = 100
+
+#: Why a redrive or a purge ends that somebody has stopped.
+STOPPED: Final = "stopped on the page"
 
 #: What can be done, and how the log names it afterwards.
 ACTIONS: Final = {"redrive": "redriven", "purge": "deleted"}
@@ -34,10 +39,11 @@ def undeliverable(asked: Asked) -> dict[str, Any]:
     wanted, reading = _filter(asked), asked.site.undeliverable.latest()
     summary, messages = read.UndeliverableSummary(), list[dict[str, Any]]()
     for number, each in enumerate(reading.value or (), 1):
-        if wanted.matches(each):
-            summary.add(each)
+        if wanted.matches(each.message):
+            summary.add(each.message)
             if len(messages) < LISTED:
-                messages.append(read.summary_of(number, each))
+                size = {"size": each.body["size"]}
+                messages.append({**read.summary_of(number, each.message), **size})
     return {
         "taken": reading.taken,
         "error": reading.error,
@@ -45,6 +51,7 @@ def undeliverable(asked: Asked) -> dict[str, Any]:
         "count": summary.count,
         "reasons": [{"reason": reason, **vars(group)} for reason, group in summary.by_count()],
         "messages": messages,
+        "shows_arguments": asked.site.options.shows_arguments,
     }
 
 
@@ -53,14 +60,35 @@ def message(asked: Asked) -> dict[str, Any]:
     task_id, reading = asked.fields.needed("id"), asked.site.undeliverable.latest()
     wanted = read.UndeliverableFilter(ids=(task_id,))
     for number, each in enumerate(reading.value or (), 1):
-        if wanted.matches(each):
-            return {"message": _record(asked, number, each)}
+        if wanted.matches(each.message):
+            record = _record(asked, number, each)
+            body = record["body"] or {"text": None}
+            text = body["text"] if body["text"] is not None else body.get("base64")
+            return {"message": {**record, "body": text}}
     raise HTTPException(404, "No message of this id is among those that were read.")
 
 
-def _record(asked: Asked, number: int, found: read.UndeliverableMessage) -> dict[str, Any]:
-    record = read.as_record(number, found)
-    del record["amqp_properties"]  # for programs that send it again
+def export(asked: Asked) -> dict[str, Any]:
+    """Return the messages that match with their headers and the beginning of their bodies."""
+    if not asked.site.options.shows_arguments:
+        raise HTTPException(403, "Bodies are hidden: the option shows_arguments shows them.")
+    wanted, reading = _filter(asked), asked.site.undeliverable.latest()
+    if reading.value is None:
+        raise Away(f"The broker cannot be asked: {reading.error}")
+    messages = [
+        _record(asked, number, each)
+        for number, each in enumerate(reading.value, 1)
+        if wanted.matches(each.message)
+    ]
+    log_action(asked.user, "exported undeliverable messages", len(messages))
+    return {"taken": reading.taken, "read": len(reading.value), "messages": messages}
+
+
+def _record(asked: Asked, number: int, kept: Kept) -> dict[str, Any]:
+    """Return a message as ``undeliverable list --full`` does, without what may not be shown."""
+    record = read.as_record(number, kept.message)
+    del record["amqp_properties"]  # for programs that send it again; it has the arguments, too
+    record["envelope"] = read.Contents.of(kept.message).messages
     if not asked.site.options.shows_arguments:
         for name in ("argsrepr", "kwargsrepr"):
             record["headers"].pop(name, None)
@@ -69,9 +97,10 @@ def _record(asked: Asked, number: int, found: read.UndeliverableMessage) -> dict
         if name in record["headers"]:
             text = str(record["headers"][name])
             record["headers"][name] = masked(asked.site.options, record["task"] or "", text)
-    body = read.shown_body(found.body, BODY)
-    text = body["text"] if body["text"] is not None else body["base64"]
-    return {**record, "body": masked(asked.site.options, record["task"] or "", text)}
+    body = dict(kept.body)
+    for name in ("text", "base64"):
+        body[name] = masked(asked.site.options, record["task"] or "", body[name])
+    return {**record, "body": body}
 
 
 def confirm(asked: Asked) -> dict[str, Any]:
@@ -90,28 +119,66 @@ def decide(asked: Asked) -> dict[str, Any]:
     count = asked.fields.number("count", 0, 10**9)
     _filter(asked), _to(asked)  # what is wrong is said at once
 
-    def batches() -> Iterator[int]:
+    def does(work: Work) -> None:
+        report = RemovalReport()
+
+        def watch() -> None:
+            work.done = report.removed
+            if work.is_stopping:
+                report.stopped = STOPPED
+
         try:
-            yield _remove(asked, action, dry_run=False, limit=count).removed
+            _remove(asked, action, dry_run=False, limit=count, report=report, watch=watch)
         finally:
+            work.done = report.removed
             asked.site.undeliverable.outdate()
+        if report.stopped not in (None, STOPPED):
+            raise OperationalError(report.stopped)
 
     chosen = " ".join(f"{name}={value!r}" for name, value in _told_filter(asked).items() if value)
     what = f"{ACTIONS[action]} undeliverable messages {f'with {chosen}' if chosen else ''}".strip()
     try:
-        work = asked.site.works.begin(asked.user, what, count, batches())
+        work = asked.site.works.begin(asked.user, what, count, does)
     except TooMuchWork as error:
         raise HTTPException(503, "So much goes on already: wait until some is done.") from error
     return {"work": work.as_json(), "see": f"work?key={work.key}"}
 
 
-def _remove(asked: Asked, action: str, *, dry_run: bool, limit: int | None = None) -> RemovalReport:
-    site, matches = asked.site, _filter(asked).matches
+def _remove(
+    asked: Asked,
+    action: str,
+    *,
+    dry_run: bool,
+    limit: int | None = None,
+    report: RemovalReport | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> RemovalReport:
+    """Remove the messages that match, or only count them.
+
+    Args:
+        asked: What is asked for.
+        action: What becomes of them: one of :data:`ACTIONS`.
+        dry_run: Whether to count them only.
+        limit: At most so many.
+        report: What is counted in; see :func:`.redrive`.
+        watch: Called for each message that is read.
+    """
+    site, wanted = asked.site, _filter(asked)
+
+    def matches(found: read.UndeliverableMessage) -> bool:
+        watch()
+        return wanted.matches(found)
+
     with closing(Broker(site.app)) as broker:
         if action == "purge":
             return broker.ask(
                 lambda connection: removing.purge(
-                    connection, site.delays.topology, matches, limit=limit, dry_run=dry_run
+                    connection,
+                    site.delays.topology,
+                    matches,
+                    limit=limit,
+                    dry_run=dry_run,
+                    report=report,
                 )
             )
         try:
@@ -120,7 +187,9 @@ def _remove(asked: Asked, action: str, *, dry_run: bool, limit: int | None = Non
         except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
             raise Wrong(action, str(wrong)) from wrong
         with closing(redriving):
-            return broker.ask(lambda connection: redriving.run(connection, matches, limit))
+            return broker.ask(
+                lambda connection: redriving.run(connection, matches, limit, report=report)
+            )
 
 
 def _to(asked: Asked) -> str | None:

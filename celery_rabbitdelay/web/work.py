@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from threading import Event, Lock, Thread
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.web.options import User
@@ -33,7 +33,7 @@ class Work:
         user: Who has begun it.
         what: What it does, in the past: "cancelled".
         total: How many tasks it is about, as far as it is known.
-        batches: Does it; yields how many were done after each batch.
+        does: Does it, counts in ``done``, and returns early if ``is_stopping``.
 
     Attributes:
         key: A random word that names it.
@@ -43,7 +43,7 @@ class Work:
         error: Why it has failed.
     """
 
-    def __init__(self, user: User, what: str, total: int, batches: Iterator[int]) -> None:
+    def __init__(self, user: User, what: str, total: int, does: Does) -> None:
         self.key = secrets.token_urlsafe(9)
         self.user = user
         self.what = what
@@ -52,7 +52,7 @@ class Work:
         self.done = 0
         self.state = "running"
         self.error: str | None = None
-        self._batches = batches
+        self._does = does
         self._stopping = Event()
         self._thread = Thread(target=self._run, name=f"rabbitdelay-web-{self.key}", daemon=True)
 
@@ -60,8 +60,13 @@ class Work:
         """Begin."""
         self._thread.start()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it is to stop."""
+        return self._stopping.is_set()
+
     def stop(self) -> None:
-        """Stop after the batch that goes on."""
+        """Stop after the batch, or the message, that goes on."""
         self._stopping.set()
 
     def wait(self, seconds: float) -> None:
@@ -70,13 +75,8 @@ class Work:
 
     def _run(self) -> None:
         try:
-            for number in self._batches:
-                self.done += number
-                if self._stopping.is_set():
-                    self.state = "stopped"
-                    break
-            else:
-                self.state = "done"
+            self._does(self)
+            self.state = "stopped" if self.is_stopping else "done"
         except AWAY as error:
             self.error = why(error)
         except Exception:
@@ -100,6 +100,26 @@ class Work:
         }
 
 
+#: Does what a work is about.
+Does: TypeAlias = Callable[[Work], None]
+
+
+def in_batches(batches: Iterator[int]) -> Does:
+    """Return what does something batch by batch, and stops between two of them.
+
+    Args:
+        batches: Yields how many were done after each batch.
+    """
+
+    def does(work: Work) -> None:
+        for number in batches:
+            work.done += number
+            if work.is_stopping:
+                return
+
+    return does
+
+
 class Works:
     """What goes on in this process, and what has ended lately."""
 
@@ -107,13 +127,13 @@ class Works:
         self._works: dict[str, Work] = {}
         self._lock = Lock()
 
-    def begin(self, user: User, what: str, total: int, batches: Iterator[int]) -> Work:
+    def begin(self, user: User, what: str, total: int, does: Does) -> Work:
         """Begin something.
 
         Raises:
             TooMuchWork: So much goes on already.
         """
-        work = Work(user, what, total, batches)
+        work = Work(user, what, total, does)
         with self._lock:
             if sum(each.state == "running" for each in self._works.values()) >= MOST_AT_ONCE:
                 raise TooMuchWork

@@ -272,6 +272,15 @@ class Arrivals:
         recent = self._recent(int(time.monotonic()) // STEP)
         return {"received": self.received, "latest": max(recent.values(), default=0)}
 
+    def by_minute(self) -> list[float | None]:
+        """Return how many seconds late the latest task of each minute was, this minute's first.
+
+        None for a minute in which no task has arrived.
+        """
+        step = int(time.monotonic()) // STEP
+        recent = self._recent(step)
+        return [recent.get(step - ago) for ago in range(SPAN // STEP)]
+
     def _recent(self, step: int) -> dict[int, float]:
         first = step - SPAN // STEP + 1
         return {each: late for each, late in tuple(self._latest.items()) if each >= first}

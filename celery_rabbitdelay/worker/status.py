@@ -135,6 +135,8 @@ def rabbitdelay_status(
     status = {each.name: each.status() for each in services}
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status()
+        if about:
+            status[ARRIVALS]["by_minute"] = consumer.strategies.arrivals.by_minute()
     if about:
         status[ABOUT] = _about(state.app)
     return status

@@ -703,9 +703,9 @@ def test_hostile_texts_run_nowhere_and_break_no_page(
             tab.see("State waiting", "This task")
             look()
             tab.run("document.querySelector('a[href*=\"waiting?key=\"]').click()")
-            tab.see("1 tracked tasks match")
+            tab.see("1 tracked task matches")
             look_at(f"/waiting/all?job={asked}")
-            tab.see("1 tracked tasks match")
+            tab.see("1 tracked task matches")
             tab.press("Cancel 1")
             tab.see("1 of 1", "done")
             look()
@@ -731,7 +731,7 @@ def test_all_that_match_a_name_with_control_characters_are_cancelled(
     name = f"{job}\x00\r\n"
     (task_id,) = send_job(served, name, 1)
     operator.go(f"/waiting/all?job={quote(name)}")
-    operator.see("1 tracked tasks match")
+    operator.see("1 tracked task matches")
     operator.press("Cancel 1")
     operator.see("of 1", "done")
     assert served.rabbitdelay.show(task_id).state == "cancelled"

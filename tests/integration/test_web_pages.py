@@ -9,6 +9,7 @@ import subprocess
 import urllib.request
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from threading import Event
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from kombu import Connection
 
+from celery_rabbitdelay.operations.undeliverable.messages import UndeliverableFilter
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from celery_rabbitdelay.web import application, schedules, site
@@ -109,6 +111,71 @@ def test_undeliverable_messages_are_shown_by_reason_and_redriven(
     begun = browser.post("/undeliverable/decide-all", action="purge", count="1")
     assert ended(browser, begun.headers["Location"])["done"] == 1
     assert browser.json("/undeliverable")["read"] == 0
+
+
+def test_undeliverable_messages_are_exported_as_the_command_lists_them(
+    shop: Any, browser: Browser, connection: Connection, configuration: dict[str, Any]
+) -> None:
+    lose(shop, connection, 2)
+    lose(shop, connection, 1, task="<script>")
+    assert browser.get("/undeliverable/export").status_code == 403
+    assert "Export" not in browser.get("/undeliverable").text
+
+    shows = Browser(application(shop, shows_arguments=True))
+    file = shows.get("/undeliverable/export?task=look")
+    assert file.headers["Content-Type"].startswith("application/x-ndjson")
+    assert "attachment" in file.headers["Content-Disposition"]
+    exported = [json.loads(line) for line in file.text.splitlines()]
+    told = run_command(configuration, "undeliverable list --full --task look --json")
+    listed = json.loads(told.stdout)["messages"]
+    # A later read finds the order and the broker's count of deliveries changed.
+    same = ("task_id", "task", "queue", "reason", "envelope", "body")
+    for one, other in zip(*(sorted(each, key=by_id) for each in (exported, listed)), strict=True):
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+        assert one.keys() == other.keys() - {"amqp_properties"}
+    assert len(exported) == 2
+    assert len(shows.json("/undeliverable/export", task="look")["messages"]) == 2
+    assert "Export 3" in shows.get("/undeliverable").text
+    masking = Browser(application(shop, shows_arguments=True, mask=lambda task, text: "masked"))
+    assert "4711" not in masking.get("/undeliverable/export").text
+
+
+def by_id(told: dict[str, Any]) -> str:
+    return str(told["task_id"])
+
+
+@pytest.mark.parametrize("action", ["redrive", "purge"])
+def test_a_redrive_or_a_purge_shows_its_progress_and_can_be_stopped(
+    shop: Any,
+    browser: Browser,
+    connection: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    action: str,
+) -> None:
+    lose(shop, connection, 6)
+    queue = f"{shop.rabbitdelay.topology.prefix}.undeliverable"
+    real, read_so_far, may_go_on = UndeliverableFilter.matches, [0], Event()
+
+    def matches(*arguments: Any) -> bool:
+        read_so_far[0] += 1
+        if read_so_far[0] == 4:
+            assert may_go_on.wait(PATIENCE)
+        return real(*arguments)
+
+    monkeypatch.setattr(UndeliverableFilter, "matches", matches)
+    begun = browser.post("/undeliverable/decide-all", action=action, count="6")
+    where = begun.headers["Location"]
+    wait_for(lambda: read_so_far[0] == 4, "the fourth message", PATIENCE)
+    told = browser.get(f"/api{where}").json()["works"][0]
+    assert (told["state"], told["total"]) == ("running", 6)
+    if action == "purge":
+        assert told["done"] == 3
+    browser.post("/work/stop", key=where.partition("=")[2])
+    may_go_on.set()
+    told = ended(browser, where)
+    assert (told["state"], told["error"]) == ("stopped", None)
+    assert 3 <= told["done"] < 6
+    wait_for(lambda: count(connection, queue) == 6 - told["done"], "those that stay", PATIENCE)
 
 
 def test_a_queue_that_does_not_exist_is_refused_before_anything_is_redriven(
@@ -269,9 +336,8 @@ def test_workers_are_shown_with_what_differs_between_them_and_no_secret(
     assert "planted-secret" not in page.text + str(told)
 
 
-def test_the_description_of_the_json_names_each_path_and_is_true(
-    shop: Any, browser: Browser
-) -> None:
+def test_the_description_of_the_json_names_each_path_and_is_true(shop: Any) -> None:
+    browser = Browser(application(shop, loopback_role="operator", shows_arguments=True))
     told = browser.json("/openapi.json")
     assert told["openapi"].startswith("3.1")
     for path, operations in told["paths"].items():

@@ -49,3 +49,14 @@ def test_a_due_time_of_no_milliseconds_is_only_counted(clock: Clock, due_ms: obj
     arrivals = Arrivals()
     arrivals.note(due_ms)
     assert arrivals.status() == {"received": 1, "latest": 0}
+
+
+def test_the_latest_task_of_each_minute_is_told(clock: Clock) -> None:
+    arrivals = Arrivals()
+    base = DUE_NS - int(clock.now_ns / NS_PER_S) % 60 * NS_PER_S
+    for seconds, late in [(0, 3), (59, 1), (125, 0.5)]:
+        clock.now_ns = base + seconds * NS_PER_S
+        arrivals.note(clock.now_ns // 1_000_000 - round(late * 1000))
+    assert arrivals.by_minute() == [0.5, None, 3, *[None] * 7]
+    clock.now_ns = base + 700 * NS_PER_S
+    assert arrivals.by_minute() == [*[None] * 9, 0.5]

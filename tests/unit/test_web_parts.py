@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from threading import Barrier, Event
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,21 +17,25 @@ from hypothesis import strategies as st
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
+from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.status import due_at_least, due_within
+from celery_rabbitdelay.operations.status import Status, due_at_least, due_within
 from celery_rabbitdelay.operations.waiting import Place
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.testing import wait_for
-from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web import application, shown
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, Wrong, fields_of
+from celery_rabbitdelay.web.now import latest_by_minute
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.reading import Readings
 from celery_rabbitdelay.web.schedules import written
 from celery_rabbitdelay.web.sessions import Session, Sessions
-from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works
+from celery_rabbitdelay.web.site import Glance, Site, Workers
+from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works, in_batches
 from celery_rabbitdelay.web.workers import differences
+from tests.browser import Browser, assert_harmless, read
 
 ADA = User("ada", "operator")
 
@@ -215,7 +220,7 @@ def test_a_session_ends_after_some_hours(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_work_counts_what_is_done_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
-        work = Works().begin(ADA, "cancelled all", 5, iter([2, 3]))
+        work = Works().begin(ADA, "cancelled all", 5, in_batches(iter([2, 3])))
         work.wait(10)
     assert (work.done, work.state) == (5, "done")
     assert [each.getMessage() for each in caplog.records] == [
@@ -228,9 +233,26 @@ def test_work_that_fails_says_why_and_how_much_was_done() -> None:
         yield 2
         raise OperationalError("redis://:secret@host is away")
 
-    work = Works().begin(ADA, "cancelled all", 5, batches())
+    work = Works().begin(ADA, "cancelled all", 5, in_batches(batches()))
     work.wait(10)
     assert (work.done, work.state, work.error) == (2, "failed", "redis://:**@host is away")
+
+
+def test_work_stops_between_two_batches() -> None:
+    may_go_on = Event()
+
+    def batches() -> Iterator[int]:
+        yield 1
+        may_go_on.wait(10)
+        yield 2
+        yield 4
+
+    work = Works().begin(ADA, "cancelled all", 7, in_batches(batches()))
+    work.stop()
+    may_go_on.set()
+    work.wait(10)
+    assert (work.state, work.error) == ("stopped", None)
+    assert work.done in (1, 3)
 
 
 def test_so_much_work_goes_on_at_a_time_and_old_work_is_forgotten(
@@ -243,14 +265,14 @@ def test_so_much_work_goes_on_at_a_time_and_old_work_is_forgotten(
         may_end.wait(10)
         yield 1
 
-    going = [works.begin(ADA, "x", 1, batches()) for _ in range(MOST_AT_ONCE)]
+    going = [works.begin(ADA, "x", 1, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
     with pytest.raises(TooMuchWork):
-        works.begin(ADA, "x", 1, batches())
+        works.begin(ADA, "x", 1, in_batches(batches()))
     may_end.set()
     for each in going:
         each.wait(10)
     for _ in range(20):
-        works.begin(ADA, "x", 1, iter([1])).wait(10)
+        works.begin(ADA, "x", 1, in_batches(iter([1]))).wait(10)
     assert len(works.all()) <= 6
 
 
@@ -301,3 +323,46 @@ def test_what_is_not_the_same_in_all_workers_differs() -> None:
 )
 def test_a_rule_is_written_as_it_is_read(rule: str, text: str) -> None:
     assert written(rule) == text
+
+
+def test_of_all_workers_the_latest_task_of_each_minute_counts() -> None:
+    answers: list[dict[str, Any]] = [
+        {"tasks": {"received": 1, "latest": 3.0, "by_minute": [None, 3.0, None]}},
+        {"tasks": {"received": 1, "latest": 5.0, "by_minute": [0.0, 1.0, None]}},
+        {"tasks": {"received": 1, "latest": 9.0}},
+        {"error": "no such command"},
+    ]
+    assert latest_by_minute(answers) == [0.0, 3.0, None]
+    assert latest_by_minute([]) == []
+
+
+#: A worker's answer that anybody who reaches the broker may have written.
+HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J"
+
+
+def test_what_workers_answer_does_nothing_on_the_pages_that_show_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app = Celery("shop", broker="amqp://guest:guest@127.0.0.1:1//", set_as_current=False)
+    levels = app.rabbitdelay.topology.layout.levels
+    nothing = Backlog({each.name: 0 for each in levels}, {each.name: {} for each in levels}, {}, ())
+    about = {"versions": {"python": HOSTILE}, "settings": {HOSTILE: HOSTILE, "tick": 7}}
+    arrivals = {"received": 1, "latest": 3.0, "by_minute": [None, 3.5, 0.0]}
+    answers: dict[str, dict[str, Any]] = {
+        HOSTILE: {"about": about, "tasks": arrivals, HOSTILE: {}},
+        "plain": {"error": HOSTILE},
+        "other": {"about": {"versions": {"python": "3.11"}}},
+        "wrong": {"about": [HOSTILE]},
+    }
+    monkeypatch.setattr(Site, "_look", lambda _: Glance(Status(0.0, nothing, {}), {}))
+    monkeypatch.setattr(Site, "_look_at_workers", lambda _: Workers(answers, 1.0))
+    browser = Browser(application(app))
+    for path in ("/now", "/workers"):
+        page = browser.get(path)
+        assert page.status_code == 200
+        assert_harmless(page.text)
+        assert browser.json(path)
+    now = " ".join(read(browser.get("/now").text).text.split())
+    assert "this minute none came 1 min ago 3.5 s 2 min ago 0.0 s" in now
+    differences = browser.json("/workers")["differences"]
+    assert {each["name"] for each in differences} == {"python", HOSTILE}

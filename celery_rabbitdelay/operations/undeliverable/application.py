@@ -47,6 +47,7 @@ class ApplicationRedrive:
         matches: Matches,
         limit: int | None = None,
         rate: float | None = None,
+        report: RemovalReport | None = None,
     ) -> RemovalReport:
         """Redrive messages.
 
@@ -55,6 +56,7 @@ class ApplicationRedrive:
             matches: Returns whether a message is chosen.
             limit: At most so many.
             rate: At most so many a second.
+            report: As for :func:`.redrive`.
 
         Raises:
             InvalidDestination: The queue that all of them are to go to does not exist.
@@ -73,6 +75,7 @@ class ApplicationRedrive:
             policy=PublishPolicy(timeout=settings.confirm_timeout, window=settings.max_unconfirmed),
             declare=delays.declare,
             redeclare=delays.declare if self._may_declare else None,
+            report=report,
         )
 
     def close(self) -> None:

@@ -298,11 +298,12 @@ def _removal(
     topology: Topology,
     matches: Matches,
     rate: float | None = None,
+    report: RemovalReport | None = None,
 ) -> Iterator[Removal]:
     """At the end of the block, write the last acknowledgements and report, even on an error."""
     with Reader(connection, topology, is_removing=True, rate=rate) as reader:
-        removal, began = Removal(reader, topology, matches), time.monotonic()
-        report = removal.report
+        report = RemovalReport() if report is None else report
+        removal, began = Removal(reader, topology, matches, report), time.monotonic()
         report.present = reader.ready()
         try:
             yield removal
@@ -327,6 +328,7 @@ def redrive(
     policy: PublishPolicy = DEFAULT_POLICY,
     declare: Declaration | None = None,
     redeclare: Declaration | None = None,
+    report: RemovalReport | None = None,
 ) -> RemovalReport:
     """Publish undeliverable messages into the levels, and remove them from ``undeliverable``.
 
@@ -347,6 +349,8 @@ def redrive(
         declare: Called with each new connection that publishes, to declare missing exchanges and
             queues.
         redeclare: Called if the levels do not take a message, which is then published once more.
+        report: What is counted in; None for a new report. A text in its ``stopped`` ends the
+            removal before the next message.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.
@@ -356,7 +360,7 @@ def redrive(
         OSError: The broker cannot be reached.
         RabbitDelayError: What ``declare`` raises.
     """
-    with _removal(connection, topology, matches, rate) as removal:
+    with _removal(connection, topology, matches, rate, report) as removal:
         report, outgoing = removal.report, islice(removal.outgoing(redriving), limit)
         if dry_run:
             report.removed = sum(1 for _ in outgoing)
@@ -387,6 +391,7 @@ def purge(
     *,
     limit: int | None = None,
     dry_run: bool = False,
+    report: RemovalReport | None = None,
 ) -> RemovalReport:
     """Delete undeliverable messages.
 
@@ -396,6 +401,7 @@ def purge(
         matches: Returns whether a message is chosen.
         limit: The most messages that are deleted; None for all.
         dry_run: Whether to count the messages only.
+        report: As for :func:`redrive`.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.
@@ -404,7 +410,7 @@ def purge(
         amqp.exceptions.NotFound: The queue does not exist.
         OSError: The broker cannot be reached.
     """
-    with _removal(connection, topology, matches) as removal:
+    with _removal(connection, topology, matches, report=report) as removal:
         for message in islice(removal.matching(), limit):
             if dry_run:
                 removal.report.removed += 1
