@@ -392,12 +392,12 @@ def test_arguments_are_hidden_unless_they_are_allowed_and_masked_by_a_function(
     def fails(task: str, text: str) -> str:
         raise ValueError(text)
 
-    assert "4711" not in shown()
-    assert "4711" in shown(shows_arguments=True)
+    assert "card 4711" not in shown()
+    assert "card 4711" in shown(shows_arguments=True)
     masked = shown(shows_arguments=True, mask=lambda task, text: f"{task}: {text[:6]}…")
-    assert "4711" not in masked
+    assert "card 4711" not in masked
     assert "look: (&#39;card…" in masked
-    assert "4711" not in shown(shows_arguments=True, mask=fails)
+    assert "card 4711" not in shown(shows_arguments=True, mask=fails)
 
 
 def test_what_is_cancelled_on_the_page_does_not_run_and_run_now_does(
