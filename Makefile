@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-trouble test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants travel bench bench-absence bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants travel bench bench-absence bench-sends bench-levels bench-lateness \
         bench-beside bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -28,7 +28,7 @@ SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/test
 
 # The operator's commands against real servers, the code of the documentation, probes, pauses, and metrics.
 OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* documentation flower health metrics migrate pause \
-        probe prometheus redrive* undeliverable verify* web web_browser web_pages))
+        probe prometheus redrive* undeliverable verify* web web_pages))
 
 # What strangers, other users and other versions may do, and TLS.
 SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
@@ -37,7 +37,10 @@ SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerou
 # Brokers, workers and Redis servers that are killed or stop answering, and clusters.
 TROUBLE_TESTS = tests/acceptance/test_kill.py $(wildcard $(patsubst %,tests/integration/test_%.py,cluster* \
         may_have_arrived modules_trouble publish_retry publisher_trouble *_resends registry_kills registry_trouble \
-        send_many_trouble unaware web_browser_trouble))
+        send_many_trouble unaware))
+
+# The page in a real browser, also while its servers are killed.
+BROWSER_TESTS = $(wildcard tests/integration/test_web_browser*.py)
 
 # How many processes test at the same time; most tests wait most of the time.
 PROCESSES ?= 4
@@ -46,7 +49,7 @@ PROCESSES ?= 4
 AT_ONCE = --dist=loadfile --no-loadscope-reorder --numprocesses
 
 TEST = -m pytest $(AT_ONCE)=$(PROCESSES) \
-        $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS) $(TROUBLE_TESTS),--ignore=$(each))
+        $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS) $(TROUBLE_TESTS) $(BROWSER_TESTS),--ignore=$(each))
 
 test: $(VENV)/test.done  ## All tests but those of the next four, on private RabbitMQ and Redis servers
 	$(BIN)/python $(TEST)
@@ -65,6 +68,9 @@ test-operations: $(VENV)/test.done  ## The tests of the operator's commands, the
 
 test-trouble: $(VENV)/test.done  ## The tests whose servers are killed, freeze or are full, likewise (ten minutes)
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(TROUBLE_TESTS)
+
+test-browser: $(VENV)/test.done  ## The tests of the page in a real browser, likewise (six minutes)
+	$(BIN)/pytest $(AT_ONCE)=2 $(BROWSER_TESTS)
 
 test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
 	$(BIN)/pytest $(AT_ONCE)=2 $(SPARK_TESTS)
