@@ -23,7 +23,7 @@ MOST_RECORDS: Final = 5_000
 #: How many tasks are postponed between two words about the progress.
 BATCH: Final = 50
 
-#: What is said of each outcome.
+#: How each outcome is shown to people.
 WORDS: Final = {
     Outcome.DONE: "done",
     Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
@@ -134,7 +134,7 @@ def postpone_batches(
 ) -> Iterator[int]:
     """Let all tasks that match run at another time; yield how many after each batch.
 
-    If a batch fails partway, those that were decided are told before the error is raised.
+    If a batch fails partway, the number of its decided tasks is yielded before the error is raised.
 
     Args:
         delays: The application's delays.

@@ -38,7 +38,7 @@ SIGN_IN_COOKIE: Final = f"{COOKIE}-sign-in"
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
-#: What a page says that nobody may see.
+#: What visitors read whom the page does not know.
 NOBODY: Final = (
     "It is not known who you are. The option 'users' of rabbitdelay_web says who may sign in, "
     "'proxy_header' names the header of a trusted proxy, and 'identify' is a function of the "

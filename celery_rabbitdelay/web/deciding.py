@@ -16,7 +16,7 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.waiting import FILTERS, check_registry, filter_of
-from celery_rabbitdelay.web.work import TooMuchWork, Work, in_batches, log_action
+from celery_rabbitdelay.web.work import Work, in_batches, log_action
 
 #: What can be decided, and how the log and the pages name it afterwards.
 ACTIONS: Final = {"cancel": "cancelled", "postpone": "postponed", "run-now": "run now"}
@@ -100,12 +100,7 @@ def decide_all(asked: Asked) -> dict[str, Any]:
         f"{name}={asked.fields.text(name)!r}" for name in FILTERS if name in asked.fields
     )
     what = f"{ACTIONS[action]} all with {chosen}" if chosen else f"{ACTIONS[action]} all"
-    try:
-        work = asked.site.works.begin(asked.user, what, count, in_batches(batches))
-    except TooMuchWork as error:
-        raise HTTPException(
-            503, "So much goes on already; wait until some of it is done"
-        ) from error
+    work = asked.site.works.begin(asked.user, what, count, in_batches(batches))
     return {"work": work.as_json(), "see": f"work?key={work.key}"}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.exceptions import InvalidDelay, JobClosed
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
@@ -44,21 +46,20 @@ def open_job(asked: Asked) -> dict[str, Any]:
 
 def commit(asked: Asked) -> dict[str, Any]:
     """Let all tasks of a job run, when they are due."""
-    return _ended(asked, "committed the job")
+    return _ended(asked, Jobs.commit_job, "committed the job")
 
 
 def abort(asked: Asked) -> dict[str, Any]:
     """Let no task of a job run."""
-    return _ended(asked, "aborted the job")
+    return _ended(asked, Jobs.abort_job, "aborted the job")
 
 
-def _ended(asked: Asked, what: str) -> dict[str, Any]:
+def _ended(asked: Asked, end: Callable[[Jobs, str], object], what: str) -> dict[str, Any]:
     check_registry(asked)
-    delays, name = asked.site.delays, asked.fields.needed("name")
-    end = delays.commit_job if what.startswith("committed") else delays.abort_job
+    name = asked.fields.needed("name")
     try:
         with servers_away(JobClosed):
-            end(name)
+            end(asked.site.delays, name)
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(asked.user, what, 1, name)

@@ -7,12 +7,12 @@ from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, Final
 
-from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
+from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.reading import Reading
-from celery_rabbitdelay.web.site import HORIZONS, Glance, Workers
+from celery_rabbitdelay.web.site import HORIZONS, Glance, Workers, modules_of
 
 #: For how many minutes it is shown how late tasks came.
 MINUTES: Final = 10
@@ -143,7 +143,7 @@ def _worker(name: str, modules: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": name,
         "error": modules.get("error"),
-        "modules": sorted(modules.keys() - {ABOUT, ARRIVALS, "error"}),
+        "modules": modules_of(modules),
         "received": arrivals.get("received"),
         "latest": arrivals.get("latest"),
         "probes": None

@@ -77,15 +77,17 @@ class Readings(Generic[_T]):
             if self._reading is not None and (is_new or self._is_looking):
                 return self._reading
             self._is_looking = True
+        reading = None
         try:
             reading = self._taken()
+            return reading
         finally:
+            # At once: whoever wakes without a reading looks again.
             with self._changed:
                 self._is_looking = False
+                if reading is not None:
+                    self._reading, self._until = reading, time.monotonic() + self._period
                 self._changed.notify_all()
-        with self._changed:
-            self._reading, self._until = reading, time.monotonic() + self._period
-        return reading
 
     def outdate(self) -> None:
         """Look anew for the next who ask: what the latest reading shows has been changed."""

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import celery
 
-from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
+from celery_rabbitdelay.app.control import ABOUT, ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
@@ -75,6 +75,11 @@ class Workers(NamedTuple):
 
     answers: Mapping[str, Mapping[str, Any]]
     arrivals: float | None
+
+
+def modules_of(answer: Mapping[str, Any]) -> list[str]:
+    """Return the names of the modules in the answer of a worker."""
+    return sorted(answer.keys() - {ABOUT, ARRIVALS, "error"})
 
 
 class DueSoon(NamedTuple):

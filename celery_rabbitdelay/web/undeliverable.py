@@ -19,7 +19,7 @@ from celery_rabbitdelay.web.asked import Asked, Away, Wrong
 from celery_rabbitdelay.web.reading import AWAY, Broker, why
 from celery_rabbitdelay.web.site import Kept
 from celery_rabbitdelay.web.waiting import masked
-from celery_rabbitdelay.web.work import TooMuchWork, Work, log_action
+from celery_rabbitdelay.web.work import Work, log_action
 
 #: How many messages a page lists.
 LISTED: Final = 100
@@ -137,10 +137,7 @@ def decide(asked: Asked) -> dict[str, Any]:
 
     chosen = " ".join(f"{name}={value!r}" for name, value in _told_filter(asked).items() if value)
     what = f"{ACTIONS[action]} undeliverable messages {f'with {chosen}' if chosen else ''}".strip()
-    try:
-        work = asked.site.works.begin(asked.user, what, count, does)
-    except TooMuchWork as error:
-        raise HTTPException(503, "So much goes on already: wait until some is done.") from error
+    work = asked.site.works.begin(asked.user, what, count, does)
     return {"work": work.as_json(), "see": f"work?key={work.key}"}
 
 

@@ -56,6 +56,7 @@ def waiting(asked: Asked) -> dict[str, Any]:
             if key_start is None:
                 count, is_least = count_at_least(delays, wanted)
         since = delays.pending_since()
+    names = _task_names(asked)
     return {
         "count": count,
         "may_be_more": is_least,
@@ -65,7 +66,7 @@ def waiting(asked: Asked) -> dict[str, Any]:
         "next_address": None if found.next is None else fields.address(after=str(found.next)),
         "can_decide_about_all": task_id is None and key_start is None,
         "has_filter": any(each in fields for each in FILTERS),
-        "task_names": (names := _task_names(asked)),
+        "task_names": names,
         "similar": _similar(names, wanted.task) if not count and wanted.task else [],
     }
 

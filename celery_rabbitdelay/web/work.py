@@ -9,6 +9,8 @@ from datetime import datetime
 from threading import Event, Lock, Thread
 from typing import Any, Final, TypeAlias
 
+from starlette.exceptions import HTTPException
+
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.reading import AWAY, why
@@ -22,8 +24,11 @@ MOST_AT_ONCE: Final = 4
 REMEMBERED: Final = 100
 
 
-class TooMuchWork(Exception):
+class TooMuchWork(HTTPException):
     """So much goes on already that no more is begun."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "So much goes on already; wait until some of it is done")
 
 
 class Work:

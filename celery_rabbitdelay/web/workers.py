@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
+from celery_rabbitdelay.app.control import ABOUT
 from celery_rabbitdelay.web.asked import Asked
+from celery_rabbitdelay.web.site import modules_of
 
 
 def workers(asked: Asked) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def workers(asked: Asked) -> dict[str, Any]:
             {
                 "name": name,
                 "error": answer.get("error"),
-                "modules": sorted(answer.keys() - {ABOUT, ARRIVALS, "error"}),
+                "modules": modules_of(answer),
                 "versions": _texts(about.get(name), "versions"),
                 "settings": _texts(about.get(name), "settings"),
             }
