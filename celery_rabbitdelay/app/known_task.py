@@ -68,6 +68,7 @@ class KnownTask:
             (it was postponed before anything else was known of it).
         due: When it is due, if it waits.
         postponed: Until when it was postponed.
+        sent: When it was sent, if it is tracked and waits.
         key: The key that it was sent with, if it waits.
         job: The job that it was sent with. This, and what follows, is known of tracked tasks that
             wait.
@@ -89,6 +90,7 @@ class KnownTask:
     state: str
     due: datetime | None
     postponed: datetime | None
+    sent: datetime | None
     key: str | None
     job: str | None
     job_state: str | None
@@ -132,7 +134,8 @@ def known_task(
         task_id,
         record.state.value,
         instant_of(max(known_ms)) if waits else None,
-        None if record.postponed_ms is None else instant_of(record.postponed_ms),
+        _instant(record.postponed_ms),
+        _instant(record.sent_ms),
         record.key,
         record.job,
         None if job is None else job.value,
@@ -146,6 +149,10 @@ def known_task(
         {} if found is None else dict(may_be_in(layout, remaining_ms, found)),
         () if found is None else found.missing,
     )
+
+
+def _instant(at_ms: int | None) -> datetime | None:
+    return None if at_ms is None else instant_of(at_ms)
 
 
 def may_be_in(layout: Layout, remaining_ms: int, backlog: Backlog) -> Iterator[tuple[str, int]]:

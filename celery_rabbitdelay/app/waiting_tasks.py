@@ -173,19 +173,20 @@ class WaitingTasks(Jobs):
             limit: At most so many, the next ones; None: as many as there are when it begins.
         """
         wanted = Filter(task, key, job, _ms(due_after), _ms(due_before))
-        return sum(self.cancel_batches(wanted, limit))
+        # Senders may send more of them meanwhile.
+        bound = self.registry.index.count(wanted) if limit is None else limit
+        return sum(self.cancel_batches(wanted, bound))
 
     def cancel_batches(self, wanted: Filter, limit: int | None = None) -> Iterator[int]:
         """Cancel tasks as :meth:`cancel_pending`, and yield how many were after each batch.
 
         Args:
             wanted: Which tasks.
-            limit: As there.
+            limit: At most so many, the next ones; None: all, also those that are sent meanwhile.
         """
-        index = self.registry.index
-        # Senders may send more of them meanwhile.
-        waiting = islice(index.pending(wanted), index.count(wanted) if limit is None else limit)
-        while ids := [each.task_id for each in islice(waiting, CHUNK)]:
+        left = limit
+        for tasks in self.registry.index.batches(wanted, CHUNK):
+            ids = [each.task_id for each in tasks[:left]]
             outcomes = self.registry.cancel_each(ids, also_future=False)
             found = list(zip(ids, outcomes, strict=True))
             done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
@@ -197,6 +198,10 @@ class WaitingTasks(Jobs):
             yield len(done)
             for task_id, outcome in found:
                 unless_unreadable(task_id, outcome)
+            if left is not None:
+                left -= len(ids)
+                if not left:
+                    return
 
     def cancel_stamped(self, headers: Mapping[str, Any] | list[str]) -> Outcome:
         """Cancel the tracked tasks that wait and have one of these stamps.

@@ -59,7 +59,10 @@ def pending(context: CLIContext, /, limit: int, as_json: bool, **filters: Any) -
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
-    told = [{**each._asdict(), "due": each.due.isoformat()} for each in shown]
+    told = [
+        {**each._asdict(), "due": each.due.isoformat(), "sent": each.sent and each.sent.isoformat()}
+        for each in shown
+    ]
     shared.answer(
         as_json, {"count": count, "since": since.isoformat(), "tasks": told}, _table(shown)
     )
@@ -91,7 +94,7 @@ def show(context: CLIContext, /, task: str | None, key: str | None, as_json: boo
         shared.answer(as_json, {"task": None}, [f"{task or key}: unknown"])
         raise SystemExit(NOT_FOUND)
     told = asdict(found)
-    for name in ("due", "postponed"):
+    for name in ("due", "postponed", "sent"):
         told[name] = told[name] and told[name].isoformat()
     shared.answer(as_json, {"task": told}, _facts(found))
 
@@ -103,6 +106,7 @@ def _facts(found: KnownTask) -> Iterator[str]:
     route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
     facts = {
         "task": found.task,
+        "sent": found.sent and shared.local(found.sent),
         "due": due,
         "postponed": found.postponed and f"until {shared.local(found.postponed)}",
         "arguments": found.args and f"{found.args} {found.kwargs}",

@@ -152,9 +152,13 @@ class Topology:
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
         """All exchanges except those of the identity, in an order in which they can be declared."""
-        levels = (self._entities.exchange(level.name, "topic") for level in self.layout.levels)
         first, *others = self.module_queues.exchanges
-        return (first, *levels, self.delivery, *others)
+        return (first, *self.level_exchanges, self.delivery, *others)
+
+    @cached_property
+    def level_exchanges(self) -> tuple[Exchange, ...]:
+        """The exchange of each level, the highest first."""
+        return tuple(self._entities.exchange(level.name, "topic") for level in self.layout.levels)
 
     @cached_property
     def delivery(self) -> Exchange:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from datetime import datetime
-from itertools import islice
-from typing import Final, NamedTuple, Self
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
@@ -22,6 +21,9 @@ MOST_RECORDS: Final = 5_000
 
 #: How many tasks are postponed between two words about the progress.
 BATCH: Final = 50
+
+#: Returns when a task is to run, by its id and when it is due; None if it stays as it is.
+Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 
 #: How each outcome is shown to people.
 WORDS: Final = {
@@ -67,13 +69,7 @@ class Found(NamedTuple):
     next: Place | None
 
 
-def search(
-    delays: RabbitDelay,
-    wanted: Filter,
-    most: int,
-    after: Place | None = None,
-    key_start: str | None = None,
-) -> Found:
+def search(delays: RabbitDelay, wanted: Filter, most: int, after: Place | None = None) -> Found:
     """Return tracked tasks that wait, the next one first, without reading all of them.
 
     Args:
@@ -81,7 +77,6 @@ def search(
         wanted: Which tasks.
         most: At most so many.
         after: Where to begin; None: at the first one.
-        key_start: What their keys begin with; None: anything, and tasks without a key.
 
     Raises:
         RegistryUnavailable: Redis does not answer.
@@ -89,31 +84,17 @@ def search(
     registry = delays.registry
     if wanted.key is not None:  # a key has one task that waits
         tasks = registry.index.tasks(registry.waiting_under(wanted.key))
-        return Found([each for each in tasks if matches(each, wanted)], None)
+        return Found([each for each in tasks if wanted.matches(each)], None)
     tasks, last, read = list[Pending](), after, 0
-    bound = MOST_READ if key_start is None else min(MOST_RECORDS, MOST_READ)
+    bound = MOST_READ if wanted.key_start is None else min(MOST_RECORDS, MOST_READ)
     for part in registry.index.parts(wanted, after, bound):
         for each in part.tasks:
-            if key_start is not None and (each.key is None or not each.key.startswith(key_start)):
-                continue
             if len(tasks) == most:
                 return Found(tasks, last)
             last = Place(milliseconds_of(each.due), each.task_id)
             tasks.append(each)
         read, last = read + part.read, Place(*part.last)
     return Found(tasks, last if read >= bound else None)
-
-
-def matches(task: Pending, wanted: Filter) -> bool:
-    """Return whether a task is one of those that a filter wants."""
-    due_ms = milliseconds_of(task.due)
-    return (
-        wanted.task in (None, task.task)
-        and wanted.key in (None, task.key)
-        and wanted.job in (None, task.job)
-        and due_ms >= (wanted.due_after_ms or due_ms)
-        and (wanted.due_before_ms is None or due_ms < wanted.due_before_ms)
-    )
 
 
 def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
@@ -124,14 +105,13 @@ def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
     """
     if not wanted.needs_records:
         return delays.registry.index.count(wanted), False
-    if wanted.key is None:
+    if wanted.key is None and wanted.key_start is None:
         return delays.registry.index.count_of_both(wanted, MOST_READ)
-    return len(search(delays, wanted, 1).tasks), False
+    found = search(delays, wanted, MOST_RECORDS)
+    return len(found.tasks), found.next is not None
 
 
-def postpone_batches(
-    delays: RabbitDelay, wanted: Filter, due: datetime, limit: int
-) -> Iterator[int]:
+def postpone_batches(delays: RabbitDelay, wanted: Filter, until: Until) -> Iterator[int]:
     """Let all tasks that match run at another time; yield how many after each batch.
 
     If a batch fails partway, the number of its decided tasks is yielded before the error is raised.
@@ -139,23 +119,44 @@ def postpone_batches(
     Args:
         delays: The application's delays.
         wanted: Which tasks.
-        due: When they run; none of them twice, although they move in the order meanwhile.
-        limit: At most so many, the next ones.
+        until: When they run. A task that has moved in the order meanwhile may come up twice.
 
     Raises:
+        InvalidDelay: A task would wait for too long.
         NotTracked: A task is to run earlier, and its message is not known.
         RegistryUnavailable: Redis does not answer.
     """
-    moved_to = instant_of(milliseconds_of(due))
-    waiting = (each for each in delays.registry.index.pending(wanted) if each.due != moved_to)
-    tasks = islice(waiting, limit)
-    while batch := list(islice(tasks, BATCH)):
+    for tasks in delays.registry.index.batches(wanted, BATCH):
         done = 0
         try:
-            for each in batch:
-                outcome = delays.postpone(each.task_id, eta=moved_to, also_future=False)
-                done += outcome is Outcome.DONE
+            for each in tasks:
+                if (eta := until(each.task_id, each.due)) is not None:
+                    outcome = delays.postpone(each.task_id, eta=eta, also_future=False)
+                    done += outcome is Outcome.DONE
         except Exception:
             yield done  # before it says why the rest of the batch was not decided
             raise
         yield done
+
+
+def all_at(instant: datetime) -> Until:
+    """Return what lets all tasks run at one instant."""
+    instant = instant_of(milliseconds_of(instant))
+    return lambda _, due: None if due == instant else instant
+
+
+def each_by(delay: timedelta) -> Until:
+    """Return what lets each task run that much later than it is due, once.
+
+    A task that has moved comes up again at its new place in the order, and stays there.
+    """
+    moved = dict[str, datetime]()
+
+    def until(task_id: str, due: datetime) -> datetime | None:
+        if task_id not in moved:
+            return moved.setdefault(task_id, due + delay)
+        if due >= moved[task_id]:
+            del moved[task_id]
+        return None
+
+    return until

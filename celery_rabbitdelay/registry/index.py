@@ -51,6 +51,10 @@ class Names(NamedTuple):
         """Return the key of a job."""
         return f"{self._tagged(job)}:job:{job}"
 
+    def open_jobs(self) -> Iterator[str]:
+        """Yield the keys of all shards' lists of open jobs; ``job.lua`` writes the same names."""
+        return (f"{self.prefix}:{{{shard}}}:open-jobs" for shard in range(SHARDS))
+
     def rate(self, name: str) -> str:
         """Return the key of a rate that several senders share."""
         return f"{self._tagged(name)}:rate:{name}"
@@ -131,6 +135,8 @@ class Filter(NamedTuple):
         job: The job that they were sent with.
         due_after_ms: They are due then or later, in milliseconds since 1970-01-01 UTC.
         due_before_ms: They are due earlier than that.
+        key_start: What their keys begin with.
+        sent_before_ms: They were sent earlier than that, by the clock of Redis.
     """
 
     task: str | None = None
@@ -138,6 +144,8 @@ class Filter(NamedTuple):
     job: str | None = None
     due_after_ms: int | None = None
     due_before_ms: int | None = None
+    key_start: str | None = None
+    sent_before_ms: int | None = None
 
     def scores(self, least_ms: int) -> tuple[int, str]:
         """Return the lowest and the highest score, as Redis takes them.
@@ -151,7 +159,22 @@ class Filter(NamedTuple):
     @property
     def needs_records(self) -> bool:
         """Whether no index holds just these tasks, so that each task's record is read."""
-        return self.key is not None or (self.task is not None and self.job is not None)
+        by_record = (self.key, self.key_start, self.sent_before_ms)
+        return any(each is not None for each in by_record) or None not in (self.task, self.job)
+
+    def matches(self, task: Pending) -> bool:
+        """Return whether a task is one of those that are meant."""
+        due_ms = milliseconds_of(task.due)
+        sent_ms = 0 if task.sent is None else milliseconds_of(task.sent)
+        return (
+            self.task in (None, task.task)
+            and self.key in (None, task.key)
+            and self.job in (None, task.job)
+            and due_ms >= (self.due_after_ms or due_ms)
+            and (self.due_before_ms is None or due_ms < self.due_before_ms)
+            and (self.key_start is None or _begins(task.key, self.key_start))
+            and (self.sent_before_ms is None or sent_ms < self.sent_before_ms)
+        )
 
 
 class Part(NamedTuple):
@@ -177,6 +200,7 @@ class Pending(NamedTuple):
         due: When it is due.
         key: The key that it was sent with; None if it has none.
         job: The job that it was sent with, likewise.
+        sent: When it was sent; None if a version noted it that did not say so.
     """
 
     task_id: str
@@ -184,6 +208,7 @@ class Pending(NamedTuple):
     due: datetime
     key: str | None
     job: str | None
+    sent: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +242,12 @@ class Index:
         for part in self.parts(wanted):
             yield from part.tasks
 
+    def batches(self, wanted: Filter, most: int) -> Iterator[list[Pending]]:
+        """Yield the tasks in that order, some at a time: none where none of those read matches."""
+        for part in self.parts(wanted):
+            for start in range(0, max(len(part.tasks), 1), most):
+                yield part.tasks[start : start + most]
+
     def parts(
         self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
     ) -> Iterator[Part]:
@@ -245,11 +276,10 @@ class Index:
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
         found = []
-        records = self._fields(task_ids, "name", "key", "job", "due", "not_before")
-        for task_id, (name, key, job, due, later) in zip(task_ids, records, strict=True):
-            if name is not None:
-                due_ms = max(int(due), int(later or 0))
-                found.append(Pending(task_id, name, instant_of(due_ms), key or None, job or None))
+        records = self._fields(task_ids, *_SHOWN, "due", "not_before")
+        for task_id, (*shown, due, later) in zip(task_ids, records, strict=True):
+            if shown[0] is not None:
+                found.append(_pending(task_id, max(int(due), int(later or 0)), *shown))
         return found
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
@@ -432,18 +462,33 @@ class Index:
     def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
         if not page:
             return
-        records = self._fields([task_id for _, task_id in page], "name", "key", "job")
-        for (due_ms, task_id), (name, key, job) in zip(page, records, strict=True):
+        records = self._fields([task_id for _, task_id in page], *_SHOWN)
+        for (due_ms, task_id), (name, *shown) in zip(page, records, strict=True):
             if name is None:
                 continue  # it has arrived meanwhile
-            if wanted.key not in (None, key) or wanted.job not in (None, job):
-                continue
-            yield Pending(task_id, name, instant_of(due_ms), key or None, job or None)
+            task = _pending(task_id, due_ms, name, *shown)
+            if wanted.matches(task):
+                yield task
 
     def _fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
         """Return fields of the records of tasks."""
         names = [self.names.task(task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])
+
+
+#: The fields of a record that :func:`_pending` takes, in its order.
+_SHOWN: Final = ("name", "key", "job", "sent")
+
+
+def _pending(
+    task_id: str, due_ms: int, name: str, key: str | None, job: str | None, sent: str | None
+) -> Pending:
+    since = instant_of(int(sent)) if sent else None
+    return Pending(task_id, name, instant_of(due_ms), key or None, job or None, since)
+
+
+def _begins(key: str | None, start: str) -> bool:
+    return key is not None and key.startswith(start)
 
 
 def is_wide(start: int, end: int) -> bool:

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.index import Names
@@ -121,6 +122,25 @@ class Jobs:
         """Return the state of the latest job of a name; None if there is none."""
         state = self.states([(job, "")]).get((job, ""))
         return _readable(job, state) if isinstance(state, str) else state
+
+    def opened(self, most: int) -> list[tuple[str, int]]:
+        """Return the jobs that are open, those that expire first before the others.
+
+        Args:
+            most: At most so many.
+
+        Returns:
+            Their names, and when they expire, in milliseconds since 1970-01-01 UTC.
+        """
+        now_ms = wall_clock.ms()
+        found: list[list[tuple[str, float]]] = self._store.commands(
+            lambda pipe: [
+                pipe.zrangebyscore(name, f"({now_ms}", "+inf", 0, most, withscores=True)
+                for name in self._names.open_jobs()
+            ]
+        )
+        jobs = sorted((int(expires_ms), name) for shard in found for name, expires_ms in shard)
+        return [(name, expires_ms) for expires_ms, name in jobs[:most]]
 
     def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
         """Return the states of jobs, without those that do not exist.

@@ -10,7 +10,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.registry import Registry
 
 #: The fields of a record, as ``shared.lua`` names them.
-_FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "name", "key", "job")
+_FIELDS = ("cancelled", "ran", "waits", "due", "not_before", "order", "name", "key", "job", "sent")
 
 
 class TaskState(Enum):
@@ -43,6 +43,7 @@ class Record(NamedTuple):
         name: Its name, if it is tracked and waits.
         key: The key that it was sent with, if it waits.
         job: The job that it was sent with, if it is tracked and waits.
+        sent_ms: When it was sent, likewise, in milliseconds since 1970-01-01 UTC.
     """
 
     state: TaskState
@@ -51,6 +52,7 @@ class Record(NamedTuple):
     name: str | None
     key: str | None
     job: str | None
+    sent_ms: int | None
 
 
 def record_of(registry: Registry, task_id: str) -> Record | None:
@@ -61,7 +63,7 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
     """
     record = registry.names.task(task_id)
     (found,) = registry.store.commands(lambda pipe: pipe.hmget(record, *_FIELDS))
-    *numbers, name, key, job = found
+    *numbers, name, key, job, sent = found
     if not any(numbers):
         return None
     cancelled, ran, waits, due, not_before, order = numbers
@@ -78,10 +80,11 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
             state = TaskState.ARRIVED if ran else TaskState.NOTED
         due_ms = int(due) if waits else None
         postponed_ms = int(not_before) if not_before else None
+        sent_ms = int(sent) if sent else None
     except (TypeError, ValueError) as error:
         reason = f"the record of task {task_id} cannot be read: {error}"
         raise RegistryUnavailable(reason) from error
-    return Record(state, due_ms, postponed_ms, name, key, job)
+    return Record(state, due_ms, postponed_ms, name, key, job, sent_ms)
 
 
 def holder_of(registry: Registry, key: str, unique_ms: int) -> str | None:

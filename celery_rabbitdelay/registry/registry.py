@@ -141,6 +141,11 @@ class Registry:
         (wait_ms,) = self.store.call_each([call])
         return float(wait_ms) / 1000
 
+    def now_ms(self) -> int:
+        """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC."""
+        (answer,) = self.store.call_each([ScriptCall("ask", [self.names.task("")], [("",)])])
+        return int(answer[-1]) // 1000
+
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
         """Return what the messages of tasks carry that are about to be sent; change nothing.
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Due, check_max_delay
-from celery_rabbitdelay.operations.waiting import WORDS, count_at_least, postpone_batches, search
+from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
+from celery_rabbitdelay.operations.waiting import (
+    WORDS,
+    Until,
+    all_at,
+    count_at_least,
+    each_by,
+    postpone_batches,
+    search,
+)
 from celery_rabbitdelay.registry.decision import Outcome
+from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.waiting import FILTERS, check_registry, filter_of
@@ -30,17 +40,27 @@ def cancel(asked: Asked) -> dict[str, Any]:
 
 def postpone(asked: Asked) -> dict[str, Any]:
     """Let the selected tasks run at another time."""
-    return _postponed(asked, "postpone", _due(asked))
+    return _postponed(asked, "postpone")
 
 
 def run_now(asked: Asked) -> dict[str, Any]:
     """Let the selected tasks run now."""
-    return _postponed(asked, "run-now", wall_clock.now())
+    return _postponed(asked, "run-now")
 
 
-def _postponed(asked: Asked, action: str, due: datetime) -> dict[str, Any]:
-    delays = asked.site.delays
-    return _decided(asked, action, lambda each: delays.postpone(each, eta=due, also_future=False))
+def _postponed(asked: Asked, action: str) -> dict[str, Any]:
+    delays, until = asked.site.delays, _until(asked, action)
+
+    def postponed(task_id: str) -> Outcome:
+        record = record_of(delays.registry, task_id)
+        # Of what does not wait any more, the answer says what it is.
+        eta = wall_clock.now()
+        if record is not None and record.due_ms is not None:
+            due = instant_of(max(record.due_ms, record.postponed_ms or 0))
+            eta = until(task_id, due) or due
+        return delays.postpone(task_id, eta=eta, also_future=False)
+
+    return _decided(asked, action, postponed)
 
 
 def _decided(asked: Asked, action: str, decide: Callable[[str], Outcome]) -> dict[str, Any]:
@@ -69,13 +89,15 @@ def _decided(asked: Asked, action: str, decide: Callable[[str], Outcome]) -> dic
 
 
 def confirm(asked: Asked) -> dict[str, Any]:
-    """Return how many tasks match, before something is decided about all of them."""
+    """Return how many tasks match, before something is decided about all that were sent by then."""
     check_registry(asked)
     action = asked.fields.one_of("action", ACTIONS, "cancel")
     with servers_away():
+        now = instant_of(asked.site.delays.registry.now_ms())
         count, may_be_more = count_at_least(asked.site.delays, filter_of(asked))
     return {
         "action": action,
+        "sent_before": now,
         "count": count,
         "may_be_more": may_be_more,
         "filter": {name: asked.fields.text(name) for name in FILTERS},
@@ -83,19 +105,23 @@ def confirm(asked: Asked) -> dict[str, Any]:
 
 
 def decide_all(asked: Asked) -> dict[str, Any]:
-    """Begin to decide about all tasks that match, at most as many as were counted."""
+    """Begin to decide about all tasks that match and were sent before an instant."""
     check_registry(asked)
     action = asked.fields.one_of("action", ACTIONS, "")
-    count = asked.fields.number("count", 0, 10**9)
-    wanted, delays = filter_of(asked), asked.site.delays
-    due = _due(asked) if action == "postpone" else wall_clock.now()
+    delays, sent_before = asked.site.delays, asked.instant("sent_before")
+    if sent_before is None:
+        raise Wrong("sent_before", "takes what the count of them says")
+    wanted = filter_of(asked)._replace(sent_before_ms=milliseconds_of(sent_before))
+    until = None if action == "cancel" else _until(asked, action)
+    with servers_away():
+        count, _ = count_at_least(delays, filter_of(asked))
     batches: Iterator[int]
     if wanted.key is not None:
-        batches = _of_key(asked, action, due, count)
-    elif action == "cancel":
-        batches = delays.cancel_batches(wanted, count)
+        batches = _of_key(asked, wanted, until)
+    elif until is None:
+        batches = delays.cancel_batches(wanted)
     else:
-        batches = postpone_batches(delays, wanted, due, count)
+        batches = postpone_batches(delays, wanted, until)
     chosen = " ".join(
         f"{name}={asked.fields.text(name)!r}" for name in FILTERS if name in asked.fields
     )
@@ -104,15 +130,15 @@ def decide_all(asked: Asked) -> dict[str, Any]:
     return {"work": work.as_json(), "see": f"work?key={work.key}"}
 
 
-def _of_key(asked: Asked, action: str, due: datetime, count: int) -> Iterator[int]:
+def _of_key(asked: Asked, wanted: Filter, until: Until | None) -> Iterator[int]:
     """Decide about the task of a key, which is found without reading all others."""
     delays = asked.site.delays
-    for each in search(delays, filter_of(asked), count).tasks:
-        outcome = (
-            delays.cancel(each.task_id, also_future=False)
-            if action == "cancel"
-            else delays.postpone(each.task_id, eta=due, also_future=False)
-        )
+    for each in search(delays, wanted, 1).tasks:
+        if until is None:
+            outcome = delays.cancel(each.task_id, also_future=False)
+        else:
+            eta = until(each.task_id, each.due) or each.due
+            outcome = delays.postpone(each.task_id, eta=eta, also_future=False)
         yield int(outcome is Outcome.DONE)
 
 
@@ -138,15 +164,17 @@ def _work(asked: Asked) -> Work:
     return found
 
 
-def _due(asked: Asked) -> datetime:
-    """Return the instant that tasks are postponed to: a delay from now on, or an instant."""
-    delay, until = asked.delay("delay"), asked.instant("until")
-    if (delay is None) == (until is None):
-        raise Wrong("delay", "give a delay (90, 1h30m, 3d), or an instant")
+def _until(asked: Asked, action: str) -> Until:
+    """Return what says when tasks run: now, at an instant, or so much later than they are due."""
+    if action == "run-now":
+        return all_at(wall_clock.now())
+    by, until = asked.delay("by"), asked.instant("until")
+    if (by is None) == (until is None):
+        raise Wrong("by", "give a delay (90, 1h30m, 3d), or an instant as 'until'")
     if until is not None:
-        return until
+        return all_at(until)
     try:
-        check_max_delay(Due.after(delay))
-        return wall_clock.now() + timedelta(seconds=float(delay))
+        check_max_delay(Due.after(by))
+        return each_by(timedelta(seconds=float(by)))
     except (InvalidDelay, OverflowError) as wrong:
-        raise Wrong("delay", "is too long") from wrong
+        raise Wrong("by", "is too long") from wrong

@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.exceptions import InvalidDelay, JobClosed
+from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.waiting import check_registry
 from celery_rabbitdelay.web.work import log_action
 
+#: How many open jobs are listed, those that expire first.
+MOST: Final = 50
+
 
 def jobs(asked: Asked) -> dict[str, Any]:
-    """Return the state of the job of a name, and how many of its tracked tasks wait."""
+    """Return the jobs that are open, and the state of the job of a name.
+
+    Of each, also how many of its tracked tasks wait.
+    """
     check_registry(asked)
     registry, name = asked.site.delays.registry, asked.fields.text("name")
-    if name is None:
-        return {"name": None, "state": None, "tasks": None}
     with servers_away():
-        state = registry.jobs.state(name)
-        tasks = registry.index.count(Filter(job=name))
-    return {"name": name, "state": state.value if state is not None else None, "tasks": tasks}
+        opened = registry.jobs.opened(MOST + 1)
+        told = [
+            {"name": each, "expires": instant_of(expires_ms), "tasks": _tasks(registry, each)}
+            for each, expires_ms in opened[:MOST]
+        ]
+        state = None if name is None else registry.jobs.state(name)
+        tasks = None if name is None else _tasks(registry, name)
+    return {
+        "name": name,
+        "state": None if state is None else state.value,
+        "tasks": tasks,
+        "open": told,
+        "may_be_more": len(opened) > MOST,
+    }
+
+
+def _tasks(registry: Registry, job: str) -> int:
+    return registry.index.count(Filter(job=job))
 
 
 def open_job(asked: Asked) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.reading import Reading
-from celery_rabbitdelay.web.site import HORIZONS, Glance, Workers, modules_of
+from celery_rabbitdelay.web.site import HORIZONS, Flow, Glance, Workers, modules_of
 
 #: For how many minutes it is shown how late tasks came.
 MINUTES: Final = 10
@@ -29,6 +29,7 @@ def now(asked: Asked) -> dict[str, Any]:
         "taken": reading.taken,
         "broker_error": reading.error,
         "horizon": horizon,
+        "flow": _flow(asked),
         "due": _due(asked, horizon, reading.value),
         **_workers(asked, reading.error),
     }
@@ -49,6 +50,13 @@ def now(asked: Asked) -> dict[str, Any]:
         "paused": [each._asdict() for each in status.paused],
         "registry_error": status.registry_error,
     }
+
+
+def _flow(asked: Asked) -> dict[str, Any]:
+    """Return how many messages enter and leave the levels, as the management API counts them."""
+    reading = asked.site.flow.latest()
+    entered, left = reading.value or Flow(None, None)
+    return {"entered": entered, "left": left, "error": reading.error}
 
 
 def _levels(asked: Asked, glance: Glance) -> Iterator[dict[str, Any]]:

@@ -66,20 +66,25 @@ _ID: Final = Parameter("id", "the id of a task", is_needed=True)
 _IDS: Final = Parameter("id", "the ids of tasks", is_list=True, is_needed=True)
 _FILTERS: Final = (
     Parameter("task", "only tasks of this name"),
-    Parameter("key", "only the task that was sent with this key"),
+    Parameter("key", "only the task of this key; with * at its end, of keys that begin so"),
     Parameter("job", "only tasks that were sent with this job"),
     Parameter("due_after", f"only tasks that are due then or later; {_INSTANT}"),
     Parameter("due_before", f"only tasks that are due before; {_INSTANT}"),
 )
 _UNTIL: Final = (
-    Parameter("delay", "how long from now on: 90, 1h30m, 3d"),
-    Parameter("until", f"instead of a delay: the instant; {_INSTANT}"),
+    Parameter("by", "how much later than it is due each of them runs: 90, 1h30m, 3d"),
+    Parameter("until", f"instead: the instant at which all of them run; {_INSTANT}"),
 )
 _ACTION: Final = Parameter("action", "what to do", tuple(deciding.ACTIONS))
 _KEY: Final = Parameter("key", "the key that the answer had when it was begun")
 _JOB: Final = Parameter("name", "the name of a job")
 _NAME: Final = Parameter("name", "its name", is_needed=True)
 _COUNT: Final = Parameter("count", "at most so many", is_needed=True)
+_SENT: Final = Parameter(
+    "sent_before",
+    f"only tasks that were sent before, which the count of them says; {_INSTANT}",
+    is_needed=True,
+)
 _REMOVE: Final = Parameter("action", "what to do", tuple(undeliverable.ACTIONS))
 _OF_MESSAGES: Final = (
     Parameter("task", "only tasks of these names or patterns", is_list=True),
@@ -112,8 +117,7 @@ PAGES: Final = (
         "waiting.html",
         (
             Parameter("id", "only the task with this id"),
-            *(each for each in _FILTERS if each.name != "key"),
-            Parameter("key", "only the task of this key; with * at its end, of keys that begin so"),
+            *_FILTERS,
             Parameter("limit", f"how many, at most {waiting.MOST}"),
             Parameter("after", "where the page begins: 'next' of the page before"),
         ),
@@ -136,12 +140,7 @@ PAGES: Final = (
         "All that match",
         deciding.decide_all,
         "work.html",
-        (
-            _ACTION._replace(is_needed=True),
-            _COUNT,
-            *_FILTERS,
-            *_UNTIL,
-        ),
+        (_ACTION._replace(is_needed=True), _SENT, *_FILTERS, *_UNTIL),
         is_action=True,
     ),
     Page("work", "Progress", deciding.work, "work.html", (_KEY,), refresh=1),

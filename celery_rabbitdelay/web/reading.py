@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from threading import Condition
+from threading import Condition, Thread
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import celery
@@ -58,9 +58,14 @@ class Readings(Generic[_T]):
     Args:
         look: Looks; it is not called by two threads at a time.
         period: Seconds for which a reading is new enough.
+        in_background: Whether nobody waits for a look: those who ask get the reading before, which
+            is empty at first.
     """
 
-    def __init__(self, look: Callable[[], _T], period: float) -> None:
+    def __init__(
+        self, look: Callable[[], _T], period: float, *, in_background: bool = False
+    ) -> None:
+        self._in_background = in_background
         self._look = look
         self._period = period
         self._reading: Reading[_T] | None = None
@@ -71,12 +76,18 @@ class Readings(Generic[_T]):
     def latest(self) -> Reading[_T]:
         """Return the latest reading."""
         with self._changed:
-            while self._reading is None and self._is_looking:
+            while self._reading is None and self._is_looking and not self._in_background:
                 self._changed.wait()
             is_new = time.monotonic() < self._until
-            if self._reading is not None and (is_new or self._is_looking):
-                return self._reading
+            if self._is_looking or (self._reading is not None and is_new):
+                return self._reading or Reading()
             self._is_looking = True
+        if self._in_background:
+            Thread(target=self._look_anew, daemon=True).start()
+            return self._reading or Reading()
+        return self._look_anew()
+
+    def _look_anew(self) -> Reading[_T]:
         reading = None
         try:
             reading = self._taken()

@@ -42,18 +42,15 @@ def waiting(asked: Asked) -> dict[str, Any]:
     check_registry(asked)
     fields, delays = asked.fields, asked.site.delays
     wanted, task_id = filter_of(asked), fields.text("id")
-    key_start = None
-    if wanted.key is not None and wanted.key.endswith("*"):
-        key_start, wanted = wanted.key[:-1], wanted._replace(key=None)
     most, after = fields.number("limit", PAGE, MOST), _place(asked)
     with servers_away():
         if task_id is not None:
             found = Found(delays.registry.index.tasks([task_id]), None)
             count, is_least = len(found.tasks), False
         else:
-            found = search(delays, wanted, most, after, key_start)
+            found = search(delays, wanted, most, after)
             count, is_least = len(found.tasks), found.next is not None
-            if key_start is None:
+            if wanted.key_start is None:
                 count, is_least = count_at_least(delays, wanted)
         since = delays.pending_since()
     names = _task_names(asked)
@@ -64,7 +61,7 @@ def waiting(asked: Asked) -> dict[str, Any]:
         "tasks": [each._asdict() for each in found.tasks],
         "next": None if found.next is None else str(found.next),
         "next_address": None if found.next is None else fields.address(after=str(found.next)),
-        "can_decide_about_all": task_id is None and key_start is None,
+        "can_decide_about_all": task_id is None,
         "has_filter": any(each in fields for each in FILTERS),
         "task_names": names,
         "similar": _similar(names, wanted.task) if not count and wanted.task else [],
@@ -151,15 +148,18 @@ def masked(options: Options, task: str, text: str | None) -> str | None:
 
 
 def filter_of(asked: Asked) -> Filter:
-    """Return which tasks the fields choose."""
-    fields = asked.fields
+    """Return which tasks the fields choose; a key that ends with ``*`` says how keys begin."""
+    fields, key, start = asked.fields, asked.fields.text("key"), None
+    if key is not None and key.endswith("*"):
+        start, key = key[:-1], None
     after, before = asked.instant("due_after"), asked.instant("due_before")
     return Filter(
         fields.text("task"),
-        fields.text("key"),
+        key,
         fields.text("job"),
         None if after is None else milliseconds_of(after),
         None if before is None else milliseconds_of(before),
+        start,
     )
 
 

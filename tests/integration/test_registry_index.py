@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.registry.decision import Verdict
 from celery_rabbitdelay.registry.index import Filter, Index, Pending, shard_of
+from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.registering import (
@@ -63,10 +65,51 @@ def test_a_task_that_waits_is_described(registry: Registry, index: Index) -> Non
     plain, rich = due_at(0, "plain"), due_at(1, "rich", name="shop.pay", key="order", job="job")
     registry.register([plain, rich, sent("untracked", key="another")])
     due = datetime.fromtimestamp(START_MS // 1000, UTC)
-    assert list(index.pending(Filter())) == [
-        Pending("plain", "shop.remind", due, None, None),
-        Pending("rich", "shop.pay", due + timedelta(minutes=1), "order", "job"),
+    found = list(index.pending(Filter()))
+    assert found == [
+        Pending("plain", "shop.remind", due, None, None, found[0].sent),
+        Pending("rich", "shop.pay", due + timedelta(minutes=1), "order", "job", found[1].sent),
     ]
+    assert found == index.tasks(["plain", "rich", "untracked"])
+
+
+def test_a_task_was_sent_when_its_attempt_was_registered_first(
+    registry: Registry, index: Index
+) -> None:
+    def sent_ms() -> int:
+        (found,) = index.pending(Filter())
+        assert found.sent is not None
+        return milliseconds_of(found.sent)
+
+    before = registry.now_ms()
+    registry.register([due_at(5, "a")])
+    first = sent_ms()
+    assert before <= first <= registry.now_ms()
+    wait_for(lambda: registry.now_ms() > first, "the clock of Redis")
+    registry.register([due_at(1, "a")])
+    assert sent_ms() == first, "as if it were moved to earlier"
+    registry.register([due_at(9, "a", attempt="1.0")])
+    again = sent_ms()
+    assert again > first, "a retry is sent anew"
+    record = record_of(registry, "a")
+    assert record is not None
+    assert record.sent_ms == again
+    assert ids(index, sent_before_ms=again) == []
+    assert ids(index, sent_before_ms=again + 1) == ["a"]
+    assert (index.count(Filter(sent_before_ms=again)), index.count(Filter())) == (0, 1)
+    store = registry.store
+    store.commands(lambda pipe: pipe.hdel(registry.names.task("a"), "sent"))
+    assert [each.sent for each in index.pending(Filter(sent_before_ms=1))] == [None]
+    registry.cancel(["a"])
+    assert "sent" not in store.commands(lambda pipe: pipe.hgetall(registry.names.task("a")))[0]
+
+
+def test_tasks_are_found_by_the_start_of_their_keys(registry: Registry, index: Index) -> None:
+    keys = {"a": "order:7", "b": "order:71", "c": "order:8", "d": ""}
+    registry.register([due_at(0, name, key=key) for name, key in keys.items()])
+    assert ids(index, key_start="order:7") == ["a", "b"]
+    assert ids(index, key_start="") == ["a", "b", "c"]
+    assert index.count(Filter(key_start="order:7")) == 2
 
 
 def test_each_filter_leaves_what_it_says(registry: Registry, index: Index) -> None:

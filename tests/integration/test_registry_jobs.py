@@ -53,6 +53,39 @@ def test_a_job_cannot_be_opened_twice(registry: Registry, end: JobState | None) 
     assert (raised.value.job, raised.value.state) == (JOB, end.value if end else "open")
 
 
+def test_open_jobs_are_listed_by_when_they_expire(registry: Registry, others: Jobs) -> None:
+    names = {f"job:}}:job:{number}": MINUTE_MS * (20 - number) for number in range(20)}
+    before = now_ms()
+    for name, expires_ms in names.items():
+        registry.jobs.open(name, expires_ms)
+    listed = others.opened(100)
+    assert [name for name, _ in listed] == sorted(names, key=names.__getitem__)
+    for name, expires_ms in listed:
+        assert before <= expires_ms - names[name] <= now_ms()
+    assert others.opened(3) == listed[:3]
+    ended = [name for name, _ in listed[:2]]
+    registry.jobs.end(ended[0], JobState.COMMITTED)
+    registry.jobs.end(ended[1], JobState.ABORTED)
+    assert others.opened(100) == listed[2:]
+
+
+def test_a_job_that_has_expired_is_not_listed_as_open(registry: Registry) -> None:
+    registry.jobs.open(JOB, 1)
+    wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "the job to expire")
+    assert registry.jobs.opened(100) == []
+    registry.jobs.open("another one", MINUTE_MS)
+    assert [name for name, _ in registry.jobs.opened(100)] == ["another one"]
+
+
+def test_a_job_whose_commit_redis_has_lost_is_not_listed_once_it_is_confirmed(
+    registry: Registry,
+) -> None:
+    registry.jobs.open(JOB, MINUTE_MS)
+    _, job_id = registry.jobs.join(JOB, now_ms())
+    registry.jobs.confirm(JOB, job_id)
+    assert registry.jobs.opened(100) == []
+
+
 @pytest.mark.parametrize("end", list(JobState)[1:])
 def test_a_job_says_to_those_who_join_it_what_it_is(registry: Registry, end: JobState) -> None:
     assert registry.jobs.join(JOB, now_ms()) == (None, "")

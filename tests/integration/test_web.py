@@ -35,6 +35,9 @@ HOURS = [("hours", 24, 3600), ("minutes", 60, 60)]
 
 HOUR = 3600
 
+#: Later than anything is sent.
+NEVER = "2999-01-01T00:00Z"
+
 #: What anybody may have written, and must not do anything.
 HOSTILE = {
     "markup": "<script>alert(1)</script><img src=x onerror=alert(2)>",
@@ -208,7 +211,7 @@ def test_the_start_of_keys_finds_all_tasks_of_an_order_part_by_part(
     assert len(ids_of(browser.json("/waiting", key="order:7*"))) == 4
     assert len(ids_of(browser.json("/waiting", key="*"))) == len(wanted + others)
     assert ids_of(browser.json("/waiting", key="order:7:*", task="at")) == []
-    assert "Decide about all" not in browser.get("/waiting?key=order:7:*").text
+    assert "Decide about all 3" in browser.get("/waiting?key=order:7:*").text
     assert "Decide about all" in browser.get("/waiting?key=order:8").text
     monkeypatch.setattr(operations, "MOST_RECORDS", 10)
     told = browser.json("/waiting", key="order:7:*")
@@ -218,6 +221,12 @@ def test_the_start_of_keys_finds_all_tasks_of_an_order_part_by_part(
         seen, parts = seen + ids_of(told), parts + 1
     assert sorted(seen) == sorted(wanted)
     assert parts > 2
+    assert browser.json("/waiting/all", key="order:7:*")["may_be_more"]
+    assert "Cancel all" in browser.get("/waiting/all?key=order:7:*").text
+    told = decided(browser, "cancel", key="order:7:*")
+    assert (told["state"], told["done"]) == ("done", 3)
+    left = {each.task_id for each in tracked.rabbitdelay.pending() if each.key}
+    assert left == {*others}
 
 
 def test_a_page_of_many_tasks_reads_only_some_of_them(
@@ -287,12 +296,15 @@ def test_more_tasks_due_at_once_than_a_page_reads_are_all_listed(
 def test_the_story_of_a_task_says_where_it_is_and_what_was_decided(
     tracked: Any, browser: Browser
 ) -> None:
+    before = datetime.now(UTC)
     (task_id,) = send(tracked, hours=2.5, key="order:7", args=("Köln", 4711))
     wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
     told = browser.json("/waiting/task", id=task_id)
     assert told["task"]["state"] == "waiting"
     assert told["task"]["key"] == "order:7"
     assert told["task"]["args"] == "('Köln', 4711)"
+    sent = datetime.fromisoformat(told["task"]["sent"])
+    assert before - timedelta(minutes=1) < sent < datetime.now(UTC) + timedelta(minutes=1)
     hours, minutes = told["levels"]
     assert (hours["count"], minutes["count"]) in ((2, 30), (2, 29))
     assert hours["may_be_in"] == {"hours.2": 1}
@@ -409,7 +421,7 @@ def test_what_is_cancelled_on_the_page_does_not_run_and_run_now_does(
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
         answer = browser.post("/waiting/cancel", id=[cancelled.id])
         assert "1 of 1 cancelled" in " ".join(read(answer.text).text.split())
-        postponed = browser.post("/waiting/postpone", id=[later.id], delay="1h")
+        postponed = browser.post("/waiting/postpone", id=[later.id], by="1h")
         assert postponed.status_code == 200
         assert browser.post("/waiting/run-now", id=[soon.id]).status_code == 200
     wait_for(lambda: notes() == ["soon"], "the task that runs now", PATIENCE)
@@ -438,11 +450,11 @@ def test_an_action_says_what_it_has_found_for_each_task(tracked: Any, browser: B
     for path, fields in (
         ("/waiting/cancel", {}),
         ("/waiting/postpone", {"id": second}),
-        ("/waiting/postpone", {"id": second, "delay": "soon"}),
-        ("/waiting/postpone", {"id": second, "delay": "1h", "until": "2999-01-01"}),
-        ("/waiting/postpone", {"id": second, "delay": "9" * 30}),
+        ("/waiting/postpone", {"id": second, "by": "soon"}),
+        ("/waiting/postpone", {"id": second, "by": "1h", "until": "2999-01-01"}),
+        ("/waiting/postpone", {"id": second, "by": "9" * 30}),
         ("/waiting/postpone", {"id": second, "until": "then"}),
-        ("/waiting/decide-all", {"action": "burn", "count": "1"}),
+        ("/waiting/decide-all", {"action": "burn", "sent_before": "2999-01-01"}),
         ("/waiting/decide-all", {"action": "cancel"}),
     ):
         assert browser.post(path, **fields).status_code == 400, (path, fields)
@@ -457,18 +469,15 @@ def test_all_that_match_are_cancelled_after_they_were_counted(
     confirm = browser.get("/waiting/all?job=tuesday&action=cancel").text
     assert "20 tracked tasks match" in read(confirm).text
     assert_harmless(confirm)
-    begun = browser.post("/waiting/decide-all", action="cancel", job="tuesday", count="20")
-    assert begun.status_code == 303
-    where = begun.headers["Location"]
-    wait_for(lambda: works(browser, where)["state"] == "done", "the work")
-    told = works(browser, where)
+    told = decided(browser, "cancel", job="tuesday")
+    assert told["state"] == "done"
     assert (told["done"], told["total"], told["user"]) == (20, 20, "local")
     assert "cancelled all with job='tuesday'" in told["what"]
     assert sorted(ids_of(browser.json("/waiting"))) == sorted(kept)
 
 
 @pytest.mark.parametrize(
-    ("action", "more"), [("cancel", {}), ("postpone", {"delay": "5h"}), ("run-now", {})]
+    ("action", "more"), [("cancel", {}), ("postpone", {"by": "5h"}), ("run-now", {})]
 )
 def test_of_a_batch_that_fails_partway_is_told_how_many_were_decided(
     tracked: Any, browser: Browser, action: str, more: Any
@@ -478,14 +487,11 @@ def test_of_a_batch_that_fails_partway_is_told_how_many_were_decided(
     store = tracked.rabbitdelay.registry.store
     # As if another program had written there: Redis reads no number in it.
     store.commands(lambda pipe: pipe.hset(record, "cancelled", "x"))
-    begun = browser.post("/waiting/decide-all", action=action, count="4", **more)
-    where = begun.headers["Location"]
-    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
-    told = works(browser, where)
+    told = decided(browser, action, more)
     assert told["state"] == "failed"
     assert told["error"]
-    decided = [each for each in sent if is_decided(tracked, each, action)]
-    assert told["done"] == len(decided) == (3 if action == "cancel" else 2)
+    found = [each for each in sent if is_decided(tracked, each, action)]
+    assert told["done"] == len(found) == (3 if action == "cancel" else 2)
     store.commands(lambda pipe: pipe.hdel(record, "cancelled"))
 
 
@@ -504,12 +510,9 @@ def test_the_task_of_a_key_is_decided_about_without_reading_all_others(
 ) -> None:
     others = send(tracked, 20)
     (keyed,) = send(tracked, key="order:7")
-    more = {"delay": "30m"} if action == "postpone" else {}
-    fields = {"key": "order:7", "task": "look", "count": "1", **more}
-    begun = browser.post("/waiting/decide-all", action=action, **fields)
-    where = begun.headers["Location"]
-    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
-    assert (works(browser, where)["state"], works(browser, where)["done"]) == ("done", 1)
+    more = {"until": soon()} if action == "postpone" else {}
+    told = decided(browser, action, more, key="order:7", task="look")
+    assert (told["state"], told["done"]) == ("done", 1)
     assert small_pages == []
     due = {each["task_id"]: each["due"] for each in browser.json("/waiting")["tasks"]}
     if action == "cancel":
@@ -518,20 +521,37 @@ def test_the_task_of_a_key_is_decided_about_without_reading_all_others(
         assert min(due, key=lambda each: str(due[each])) == keyed
 
 
+def soon() -> str:
+    """Return an instant in half an hour, as a form takes it."""
+    return (datetime.now(UTC) + timedelta(minutes=30)).isoformat()
+
+
+def decided(
+    browser: Browser, action: str, more: dict[str, str] | None = None, **wanted: str
+) -> dict[str, Any]:
+    """Decide about all tasks that match, as they were counted; return the work, which has ended."""
+    sent_before = browser.json("/waiting/all", **wanted)["sent_before"]
+    fields = {"action": action, "sent_before": sent_before, **(more or {}), **wanted}
+    begun = browser.post("/waiting/decide-all", **fields)
+    assert begun.status_code == 303, begun.text
+    where = begun.headers["Location"]
+    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
+    return works(browser, where)
+
+
 def works(browser: Browser, where: str) -> dict[str, Any]:
     told: dict[str, Any] = browser.get(f"/api{where}").json()["works"][0]
     assert browser.get(where).status_code == 200
     return told
 
 
-@pytest.mark.parametrize(("action", "more"), [("postpone", {"delay": "30m"}), ("run-now", {})])
+@pytest.mark.parametrize("way", ["until", "by", "run-now"])
 def test_all_that_match_move_once_although_they_move_in_the_list(
     tracked: Any,
     browser: Browser,
     monkeypatch: pytest.MonkeyPatch,
     small_pages: list[int],
-    action: str,
-    more: Any,
+    way: str,
 ) -> None:
     monkeypatch.setattr(operations, "BATCH", 3)
     # All in one shard, so that they are read in many pages, while those before are moved.
@@ -540,18 +560,32 @@ def test_all_that_match_move_once_although_they_move_in_the_list(
         *(send(tracked, hours=0.25, task_id=each)[0] for each in ids[:20]),
         *(send(tracked, hours=1, task_id=each)[0] for each in ids[20:]),
     ]
-    begun = browser.post("/waiting/decide-all", action=action, count="40", **more)
-    where = begun.headers["Location"]
-    wait_for(lambda: works(browser, where)["state"] != "running", "the work")
-    told = works(browser, where)
+    before = {each.task_id: each.due for each in tracked.rabbitdelay.pending()}
+    ways = {"until": {"until": soon()}, "by": {"by": "45m"}, "run-now": {}}
+    told = decided(browser, "run-now" if way == "run-now" else "postpone", ways[way])
     assert (told["state"], told["error"], told["done"]) == ("done", None, 40)
     assert len(small_pages) > 10
-    tasks = browser.json("/waiting")["tasks"]
-    assert sorted(each["task_id"] for each in tasks) == sorted(sent)
-    dues = {datetime.fromisoformat(each["due"]) for each in tasks}
-    assert (len(dues) == 1) or action == "run-now"
-    wanted = datetime.now(UTC) + timedelta(minutes=30 if action == "postpone" else 0)
-    assert all(abs(each - wanted) < timedelta(minutes=5) for each in dues)
+    after = {each.task_id: each.due for each in tracked.rabbitdelay.pending()}
+    assert sorted(after) == sorted(sent)
+    if way == "by":
+        later = timedelta(minutes=45)
+        assert after == {task_id: due + later for task_id, due in before.items()}
+    else:
+        wanted = datetime.now(UTC) + timedelta(minutes=30 if way == "until" else 0)
+        assert all(abs(each - wanted) < timedelta(minutes=5) for each in after.values())
+        assert len({*after.values()}) == 1 or way == "run-now"
+
+
+def test_tasks_that_are_sent_after_the_count_stay(tracked: Any, browser: Browser) -> None:
+    counted = send(tracked, 2)
+    sent_before = browser.json("/waiting/all")["sent_before"]
+    wait_for(lambda: browser.json("/waiting/all")["sent_before"] > sent_before, "the clock")
+    (sooner,) = send(tracked, hours=1)
+    begun = browser.post("/waiting/decide-all", action="cancel", sent_before=sent_before)
+    where = begun.headers["Location"]
+    wait_for(lambda: works(browser, where)["state"] == "done", "the work")
+    assert works(browser, where)["done"] == len(counted)
+    assert ids_of(browser.json("/waiting")) == [sooner]
 
 
 def test_what_takes_long_can_be_stopped(
@@ -568,7 +602,7 @@ def test_what_takes_long_can_be_stopped(
         return outcome
 
     monkeypatch.setattr(RabbitDelay, "postpone", postpone)
-    begun = browser.post("/waiting/decide-all", action="postpone", delay="3h", count="30")
+    begun = browser.post("/waiting/decide-all", action="postpone", by="3h", sent_before=NEVER)
     where = begun.headers["Location"]
     key = where.partition("=")[2]
     assert works(browser, where)["state"] == "running"
@@ -582,7 +616,7 @@ def test_no_more_than_some_things_go_on_at_a_time(
     tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(work, "MOST_AT_ONCE", 0)
-    answer = browser.post("/waiting/decide-all", action="cancel", count="1")
+    answer = browser.post("/waiting/decide-all", action="cancel", sent_before=NEVER)
     assert answer.status_code == 503
 
 
@@ -737,16 +771,61 @@ def test_health_without_the_management_api_says_how_to_get_it(
     assert "rabbitmq_management" in browser.get("/health").text
 
 
+@pytest.fixture(scope="module")
+def managed(broker_root: Path | None) -> Iterator[RabbitMQServer]:
+    """A node with the management API."""
+    with RabbitMQServer(broker_root, management=True) as node:
+        yield node
+
+
+def test_now_says_how_many_messages_enter_and_leave_the_levels(
+    managed: RabbitMQServer, make_shop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "FLOW_PERIOD", 0.0)
+    monkeypatch.setattr(site, "STATUS_PERIOD", 0.0)
+    levels = [("hours", 4, 3600), ("minutes", 12, 300), ("halves", 10, 30), ("seconds", 30, 1)]
+    shop = make_shop(broker_url=managed.url, rabbitdelay_layout=levels)
+    browser = Browser(application(shop, management=managed.management_url))
+
+    def flow() -> tuple[float, float]:
+        told = browser.json("/now")["flow"]
+        assert told["error"] is None
+        return told["entered"] or 0.0, told["left"] or 0.0
+
+    flow()
+    for _ in range(10):
+        shop.tasks["look"].apply_async(delay=HOUR)
+    # The broker counts every few seconds: what was sent is seen to wait before it has entered.
+    wait_for(lambda: flow()[0] > 0 and flow()[1] == 0, "those that enter", PATIENCE)
+    assert "messages a second entered the levels" in " ".join(
+        read(browser.get("/now").text).text.split()
+    )
+    for _ in range(10):
+        shop.tasks["look"].apply_async(delay=2)
+    wait_for(lambda: flow()[1] > 0, "those that leave", PATIENCE)
+    entered, left = flow()
+    assert entered > left, "ten of twenty still wait"
+
+
+def test_without_the_management_api_now_says_what_counts_the_flow(
+    shop: Any,
+) -> None:
+    browser = Browser(application(shop, management="http://127.0.0.1:1"))
+    wait_for(lambda: browser.json("/now")["flow"]["error"], "the look", PATIENCE)
+    assert "management API, which cannot be asked" in " ".join(
+        read(browser.get("/now").text).text.split()
+    )
+
+
 def test_health_shows_each_finding_with_its_way_out(
-    configuration: dict[str, Any], broker_root: Path | None, monkeypatch: pytest.MonkeyPatch
+    managed: RabbitMQServer, configuration: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "FINDINGS_PERIOD", 0.5)
-    with RabbitMQServer(broker_root, management=True) as node:
-        shop = make_app({**configuration, "broker_url": node.url})
-        browser = Browser(application(shop, management=node.management_url))
-        wait_for(lambda: browser.json("/health")["error"] is None, "the management API")
-        told, page = browser.json("/health"), browser.get("/health").text
-        shop.close()
+    shop = make_app({**configuration, "broker_url": managed.url})
+    browser = Browser(application(shop, management=managed.management_url))
+    wait_for(lambda: browser.json("/health")["error"] is None, "the management API")
+    told, page = browser.json("/health"), browser.get("/health").text
+    shop.close()
     assert "not-declared" in {each["code"] for each in told["findings"]}
     assert told["version"]
     assert "run `celery -A proj rabbitdelay declare`" in read(page).text

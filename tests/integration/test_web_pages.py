@@ -195,7 +195,8 @@ def test_a_job_is_shown_committed_and_aborted(shop: Any, browser: Browser) -> No
         name = f"{name}-{uuid4().hex}"
         shop.rabbitdelay.open_job(name, expires=HOUR)
         shop.tasks["look"].apply_async(delay=5, job=name)
-        assert browser.json("/jobs", name=name) == {"name": name, "state": "open", "tasks": 1}
+        told = browser.json("/jobs", name=name)
+        assert (told["name"], told["state"], told["tasks"]) == (name, "open", 1)
         assert "Commit" in browser.get(f"/jobs?name={name}").text
         assert browser.post(path, name=name).headers["Location"] == f"/jobs?name={name}"
         assert browser.json("/jobs", name=name)["state"] == state
@@ -216,11 +217,19 @@ def test_a_job_is_opened_and_its_tasks_wait_for_its_commit(shop: Any, browser: B
     opened = browser.post("/jobs/open", name=name, expires="1h")
     assert opened.status_code == 303
     assert browser.get(opened.headers["Location"]).status_code == 200
-    assert browser.json("/jobs", name=name) == {"name": name, "state": "open", "tasks": 0}
+    told = browser.json("/jobs", name=name)
+    assert (told["name"], told["state"], told["tasks"]) == (name, "open", 0)
     shop.tasks["look"].apply_async(delay=5, job=name)
-    assert browser.json("/jobs", name=name)["tasks"] == 1
+    told = browser.json("/jobs", name=name)
+    assert told["tasks"] == 1
+    ((listed, tasks),) = [(each["name"], each["tasks"]) for each in told["open"]]
+    assert (listed, tasks, told["may_be_more"]) == (name, 1, False)
+    assert_harmless(browser.get("/jobs").text)
+    assert name in said(browser.get("/jobs").text)
     assert browser.post("/jobs/open", name=name, expires="1h").status_code == 409
     assert browser.post("/jobs/commit", name=name).status_code == 303
+    assert browser.json("/jobs")["open"] == []
+    assert "No job is open" in said(browser.get("/jobs").text)
     viewer = Browser(application(shop))
     assert viewer.post("/jobs/open", name="another", expires="1h").status_code == 403
     assert "Open a job" not in viewer.get("/jobs?name=another").text

@@ -29,7 +29,7 @@ from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, Wrong, fields_of
 from celery_rabbitdelay.web.now import latest_by_minute
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
-from celery_rabbitdelay.web.reading import Readings
+from celery_rabbitdelay.web.reading import Reading, Readings
 from celery_rabbitdelay.web.schedules import written
 from celery_rabbitdelay.web.sessions import Session, Sessions
 from celery_rabbitdelay.web.site import Glance, Site, Workers
@@ -82,6 +82,26 @@ def test_while_one_looks_again_the_others_get_what_was_seen_before() -> None:
         assert readings.latest() is first
         may_end.set()
         assert second.result(10).value != first.value
+
+
+def test_nobody_waits_for_a_look_in_the_background() -> None:
+    looks, may_end = [], Event()
+
+    def look() -> int:
+        looks.append(1)
+        may_end.wait(10)
+        return len(looks)
+
+    readings = Readings(look, period=60, in_background=True)
+    assert [readings.latest() for _ in range(3)] == [Reading()] * 3
+    may_end.set()
+    wait_for(lambda: readings.latest().value == 1, "the look")
+    readings.outdate()
+    may_end.clear()
+    assert readings.latest().value == 1, "the one before, while it looks again"
+    may_end.set()
+    wait_for(lambda: readings.latest().value == 2, "the second look")
+    assert len(looks) == 2
 
 
 def test_a_look_that_fails_keeps_what_was_seen_before_and_hides_passwords() -> None:

@@ -7,6 +7,8 @@
 --   free           until when no other job can have its name
 --   was:ID         the state of a former job of that name
 --
+-- The names of the open jobs of each hash tag are listed by when they expire.
+--
 -- KEYS  the job
 -- ARGV  what to do: "open", "join", "commit", "abort", "look", or "confirm" that it was committed, which
 --       Redis may have lost; the job's id ("open"; "confirm"; "look", where it may be empty); for how
@@ -21,6 +23,23 @@ local states, now_ms = {open = true, committed = true, aborted = true}, clock()
 
 local function number(value)
   return string.format('%.0f', value)
+end
+
+local function list_of(job)
+  local tag, name = string.match(job, '^(.-}):job:(.*)$')
+  return tag .. ':open-jobs', name
+end
+
+local function list(job, expires_ms)
+  local jobs, name = list_of(job)
+  redis.call('ZREMRANGEBYSCORE', jobs, '-inf', number(now_ms))
+  redis.call('ZADD', jobs, number(expires_ms), name)
+  keep(jobs, expires_ms, now_ms)
+end
+
+local function unlist_job(job)
+  local jobs, name = list_of(job)
+  redis.call('ZREM', jobs, name)
 end
 
 local function call(job, verb, own, instant, margin_ms)
@@ -45,6 +64,7 @@ local function call(job, verb, own, instant, margin_ms)
     if id ~= own or state ~= 'open' then
       redis.call('HSET', job, 'state', 'open', 'id', own, 'expires', number(now_ms + instant),
         'free', number(now_ms + instant + margin_ms))
+      list(job, now_ms + instant)
     end
     keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
     return {'opened', own, redis.call('PTTL', job), ''}
@@ -54,10 +74,12 @@ local function call(job, verb, own, instant, margin_ms)
   elseif state == 'open' and (verb == 'commit' or verb == 'abort') then
     state = verb == 'commit' and 'committed' or 'aborted'
     redis.call('HSET', job, 'state', state)
+    unlist_job(job)
   elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
     state, expired, is_new = 'committed', nil, false
     redis.call('HSET', job, 'state', state)
     redis.call('HDEL', job, 'expired')
+    unlist_job(job)
   elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
     redis.call('HSET', job, 'was:' .. own, 'committed')
   elseif verb == 'look' and own ~= '' and own ~= id then

@@ -21,8 +21,8 @@ end
 
 local function register(record, copy, life, attempt, due, key, order, name, job, message)
   local full = attempt_in(life, copy, attempt)
-  local cancelled, not_before, winner, waits, first_due, listed_name =
-    unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'won:' .. full, 'waits', 'due', 'name'))
+  local cancelled, not_before, winner, waits, first_due, listed_name, sent = unpack(redis.call(
+    'HMGET', record, 'cancelled', 'not_before', 'won:' .. full, 'waits', 'due', 'name', 'sent'))
   if is_cancelled(cancelled, life) then
     return 'cancelled'
   end
@@ -47,8 +47,9 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
   if name ~= '' then
     local at = #fields
     fields[at + 1], fields[at + 2] = 'name', name
+    fields[at + 3], fields[at + 4] = 'sent', waits == full and sent or string.format('%.0f', now_ms)
     if job ~= '' then
-      fields[at + 3], fields[at + 4] = 'job', job
+      fields[at + 5], fields[at + 6] = 'job', job
     end
     local lives = math.max(tonumber(due) + keep_ms, now_ms + 1000)
     redis.call('SET', message_of(record), message, 'PXAT', string.format('%.0f', lives))

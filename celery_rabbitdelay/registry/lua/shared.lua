@@ -15,6 +15,7 @@
 --   due            when the first of its messages is due
 --   key, order     its key, and its order among the tasks of that key
 --   name, job      of a tracked task: what it is indexed by
+--   sent           likewise: when its first message was registered
 --
 -- What it takes to send a tracked task anew is a text beside its record, which stays small that way.
 --
@@ -77,7 +78,7 @@ local function unlist(record)
     for _, key in ipairs(indexes(record, name, job)) do
       redis.call('ZREM', key, id_of(record))
     end
-    redis.call('HDEL', record, 'name', 'job')
+    redis.call('HDEL', record, 'name', 'job', 'sent')
     redis.call('DEL', message_of(record))
   end
 end
