@@ -54,7 +54,7 @@ class Stage(NamedTuple):
         for each in range(FEW):
             own = {"x-delay": 100, "id": each}
             check_in(self.connection, self.shop, self.sound.name, headers=own)
-        came = take(self.connection, [self.sound], FEW)
+        came = take(self.connection, [self.sound], FEW, timeout=180)
         assert {arrival.message.headers["id"] for arrival in came} == set(range(FEW))
 
     def resume_and_assert_all_come(self, number: int, timeout: float) -> None:
