@@ -3,8 +3,8 @@
 
 ``python -m tests.benchmarks.web`` starts private servers, notes a million tracked tasks in Redis,
 and serves the page by its command, in a process of its own. Viewers do what a browser does: each
-has every page open, and asks for those that refresh as often as their script does. Minutes stand
-for the hour that a page stays open; the rates do not change with time.
+has every page open, and asks for those that refresh as often as their script does. ``--seconds
+3600`` leaves the pages of the many viewers open for an hour.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from statistics import median, quantiles
 from threading import Event, Thread
 from typing import Any, Final, NamedTuple
@@ -52,6 +53,9 @@ ROUNDS: Final = 15
 AS_ONE: Final = 2.0
 
 PATIENCE: Final = 300.0
+
+#: For how many seconds nobody and one viewer look, at most.
+FEW_SECONDS: Final = 180.0
 
 #: Registrations in one call, while the index is filled.
 CHUNK: Final = 1000
@@ -168,8 +172,8 @@ def a_place() -> Iterator[Place]:
 
 
 @contextmanager
-def served(place: Place) -> Iterator[str]:
-    """Serve the page by its command; yield its address."""
+def served(place: Place) -> Iterator[tuple[str, int]]:
+    """Serve the page by its command; yield its address and the id of its process."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     process = start_celery(place.settings, f"rabbitdelay web --port {port}")
@@ -183,7 +187,7 @@ def served(place: Place) -> Iterator[str]:
                 return False
 
         wait_for(answers, "the page", PATIENCE)
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         process.wait(PATIENCE)
@@ -413,7 +417,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--viewers", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=180, help="for which viewers look")
+    parser.add_argument("--seconds", type=float, default=180, help="for which many look")
     parser.add_argument("--late-seconds", type=float, default=60, help="of due tasks, each time")
     parser.add_argument("--only-pages", action="store_true", help="leave the viewers out")
     options = parser.parse_args()
@@ -423,7 +427,7 @@ def main() -> int:
         start = fill(place, options.tasks)
         first = next(place.app.rabbitdelay.pending(due_after=start))
         paths = addresses(start, options.tasks, first.task_id)
-        with served(place) as address:
+        with served(place) as (address, server):
             times = page_times(address, paths, options.rounds)
             print(f"\n{'':40} {'median':>8} {'highest':>8}  (ms)")
             for name, found in times.items():
@@ -431,18 +435,29 @@ def main() -> int:
             slowest = max(map(median, times.values()))
             targets.append(Target("the goal, as a multiple of the slowest", GOAL_MS / slowest, 1.0))
             if not options.only_pages:
-                targets += viewing(place, address, paths, options)
+                targets += viewing(place, server, address, paths, options)
     return int(not all(each["met"] for each in measure.judge(targets)))
 
 
-def viewing(place: Place, address: str, paths: dict[str, str], options: Any) -> list[Target]:
+def memory_of(process: int) -> float:
+    """Return the mebibytes of memory that a process has."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    (size,) = (each.split()[1] for each in lines if each.startswith("VmRSS:"))
+    return int(size) / 1024
+
+
+def viewing(
+    place: Place, server: int, address: str, paths: dict[str, str], options: Any
+) -> list[Target]:
     """Measure what viewers cost."""
     shown = [paths[name] for name in OPEN]
-    rates = {
-        number: asked(place, address, shown, number, options.seconds)
-        for number in (0, 1, options.viewers)
-    }
-    print(f"\na second, for {options.seconds:,.0f} s:  pages  management API  Redis  AMQP frames")
+    few = min(options.seconds, FEW_SECONDS)
+    rates = {number: asked(place, address, shown, number, few) for number in (0, 1)}
+    before = memory_of(server)
+    rates[options.viewers] = asked(place, address, shown, options.viewers, options.seconds)
+    print(f"\nmemory of the page: {before:,.0f} MiB before, {memory_of(server):,.0f} MiB after")
+    print(f"\na second, for {few:,.0f} s, many for {options.seconds:,.0f} s:")
+    print("                             pages  management API  Redis  AMQP frames")
     for number, each in rates.items():
         print(
             f"{number:10} viewers {each.pages:20.1f} {each.management:15.2f} {each.redis:6.1f} "
