@@ -1,4 +1,4 @@
-"""Who asks: by a cookie, by a header of a trusted proxy, by a function, or from this machine."""
+"""Who sends a request: by a cookie, a trusted proxy's header, a function, or from this machine."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", 
 
 
 class Visitor(NamedTuple):
-    """Who asks.
+    """The sender of a request.
 
     Attributes:
-        user: The user; None if it is not known who asks.
-        session: The browser.
-        token: What its forms need.
+        user: The user; None if nobody is signed in.
+        session: The session of the browser.
+        token: The token for its forms.
         is_new: Whether the browser does not have the cookie of its session yet.
     """
 
@@ -45,7 +45,7 @@ class Visitor(NamedTuple):
 
 
 class Access:
-    """Finds out who asks.
+    """Finds out who sends a request.
 
     Args:
         options: What is configured.
@@ -130,11 +130,11 @@ class Access:
 
 
 class TooManyAttempts(Exception):
-    """Too many passwords were wrong."""
+    """Too many wrong passwords were given."""
 
 
 def is_loopback(address: IPv4Address | IPv6Address | None) -> bool:
-    """Return whether an address is one of this machine alone."""
+    """Return whether an address reaches only this machine."""
     return address is not None and address.is_loopback
 
 

@@ -56,7 +56,7 @@ class Server:
     """Answers requests.
 
     Args:
-        site: What they share.
+        site: What all requests share.
     """
 
     def __init__(self, site: Site) -> None:

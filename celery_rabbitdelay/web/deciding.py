@@ -89,7 +89,7 @@ def _decided(asked: Asked, action: str, decide: Callable[[str], Outcome]) -> dic
 
 
 def confirm(asked: Asked) -> dict[str, Any]:
-    """Return how many tasks match, before something is decided about all that were sent by then."""
+    """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
     check_registry(asked)
     action = asked.fields.one_of("action", ACTIONS, "cancel")
     with servers_away():
@@ -143,14 +143,14 @@ def _of_key(asked: Asked, wanted: Filter, until: Until | None) -> Iterator[int]:
 
 
 def work(asked: Asked) -> dict[str, Any]:
-    """Return how far something has come that takes long; without a key, all that goes on."""
+    """Return the progress of a long action; without a key, of all of them."""
     if "key" not in asked.fields:
         return {"works": [each.as_json() for each in asked.site.works.all()]}
     return {"works": [_work(asked).as_json()]}
 
 
 def stop(asked: Asked) -> dict[str, Any]:
-    """Stop something that takes long, after the batch that goes on."""
+    """Stop a long action after its current batch."""
     found = _work(asked)
     found.stop()
     log_action(asked.user, "stopped", 1, found.what)
@@ -165,7 +165,7 @@ def _work(asked: Asked) -> Work:
 
 
 def _until(asked: Asked, action: str) -> Until:
-    """Return what says when tasks run: now, at an instant, or so much later than they are due."""
+    """Return when tasks are to run: now, at an instant, or each of them later by as much."""
     if action == "run-now":
         return all_at(wall_clock.now())
     by, until = asked.delay("by"), asked.instant("until")

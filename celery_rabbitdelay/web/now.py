@@ -19,7 +19,7 @@ MINUTES: Final = 10
 
 
 def now(asked: Asked) -> dict[str, Any]:
-    """Return how many messages wait in each digit, when they are due, and how late tasks come."""
+    """Return how many messages wait in each digit, when they are due, and how late tasks arrive."""
     site = asked.site
     topology, reading = site.delays.topology, site.glance.latest()
     horizon = asked.fields.one_of("horizon", HORIZONS, "hour")

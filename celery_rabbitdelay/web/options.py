@@ -23,7 +23,7 @@ MIN_SECRET: Final = 32
 
 
 class User(NamedTuple):
-    """Who asks.
+    """Somebody who uses the page.
 
     Attributes:
         name: Who it is, for the log.
@@ -156,7 +156,7 @@ class Options:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody is told from anybody else, so that only this machine may ask."""
+        """Whether users are not distinguished, so that only this machine is answered."""
         return self.users is None and self.proxy_header is None and self.identify is None
 
 

@@ -1,4 +1,4 @@
-"""What an open page gets that refreshes by itself: one look for all who have it open."""
+"""Refreshes of open pages: one look for all who have the same page open."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ COOKIE: Final = "rabbitdelay"
 
 
 class Session(NamedTuple):
-    """One browser.
+    """The session of one browser.
 
     Attributes:
         key: A random word, which the tokens of its forms are bound to.

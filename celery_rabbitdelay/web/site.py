@@ -75,8 +75,8 @@ class Flow(NamedTuple):
     """How many messages a second entered and left the levels in the last minute.
 
     Attributes:
-        entered: Those that were published to them; None for the first look.
-        left: Those that are not there any more, likewise.
+        entered: How many clients and modules have published there; None for the first look.
+        left: How many have gone on to their destinations, likewise.
     """
 
     entered: float | None

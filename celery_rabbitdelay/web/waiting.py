@@ -74,7 +74,7 @@ def _task_names(asked: Asked) -> list[str]:
 
 
 def _similar(names: Sequence[str], name: str) -> list[str]:
-    """Return the names of tasks that somebody may mean who writes only a part of one."""
+    """Return the names of tasks that contain a text."""
     found = [each for each in names if each != name and name.lower() in each.lower()]
     return found[:SIMILAR]
 
@@ -135,7 +135,7 @@ def _levels(asked: Asked, found: KnownTask) -> list[dict[str, Any]]:
 
 
 def masked(options: Options, task: str, text: str | None) -> str | None:
-    """Return a text of a task's arguments as it may be shown; None if it may not."""
+    """Return the text of a task's arguments as far as it may be shown; None if it may not."""
     if not options.shows_arguments or text is None:
         return None
     if options.mask is None:
@@ -148,7 +148,7 @@ def masked(options: Options, task: str, text: str | None) -> str | None:
 
 
 def filter_of(asked: Asked) -> Filter:
-    """Return which tasks the fields choose; a key that ends with ``*`` says how keys begin."""
+    """Return which tasks the fields choose; ``key=order:*`` chooses the keys that begin so."""
     fields, key, start = asked.fields, asked.fields.text("key"), None
     if key is not None and key.endswith("*"):
         start, key = key[:-1], None

@@ -1,4 +1,4 @@
-"""What takes long: it goes on in a thread of its own, shows its progress, and can be stopped."""
+"""Long actions: each runs in a thread of its own, shows its progress, and can be stopped."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REMEMBERED: Final = 100
 
 
 class TooMuchWork(HTTPException):
-    """So much goes on already that no more is begun."""
+    """Too many long actions run already."""
 
     def __init__(self) -> None:
         super().__init__(503, "So much goes on already; wait until some of it is done")
 
 
 class Work:
-    """Something that takes long.
+    """A long action.
 
     Args:
         user: Who has begun it.
@@ -67,15 +67,15 @@ class Work:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it is to stop."""
+        """Whether it has been asked to stop."""
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Stop after the batch, or the message, that goes on."""
+        """Ask it to stop after the current batch or message."""
         self._stopping.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has ended, but not longer than that."""
+        """Wait for its end, at most this many seconds."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
@@ -92,7 +92,7 @@ class Work:
         log_action(self.user, f"{self.what} ({self.state}, of {self.total})", self.done)
 
     def as_json(self) -> dict[str, Any]:
-        """Return it in values of JSON."""
+        """Return it as values of JSON."""
         return {
             "key": self.key,
             "user": self.user.name,
@@ -110,7 +110,7 @@ Does: TypeAlias = Callable[[Work], None]
 
 
 def in_batches(batches: Iterator[int]) -> Does:
-    """Return what does something batch by batch, and stops between two of them.
+    """Return a function that works through batches, and can be stopped between two of them.
 
     Args:
         batches: Yields how many were done after each batch.
@@ -126,17 +126,17 @@ def in_batches(batches: Iterator[int]) -> Does:
 
 
 class Works:
-    """What goes on in this process, and what has ended lately."""
+    """The long actions of this process that run, or have ended lately."""
 
     def __init__(self) -> None:
         self._works: dict[str, Work] = {}
         self._lock = Lock()
 
     def begin(self, user: User, what: str, total: int, does: Does) -> Work:
-        """Begin something.
+        """Begin a long action.
 
         Raises:
-            TooMuchWork: So much goes on already.
+            TooMuchWork: Too many run already.
         """
         work = Work(user, what, total, does)
         with self._lock:
@@ -150,11 +150,11 @@ class Works:
         return work
 
     def get(self, key: str) -> Work | None:
-        """Return what has a key."""
+        """Return the action with a key."""
         return self._works.get(key)
 
     def all(self) -> list[Work]:
-        """Return all that go on or have ended lately, the last one first."""
+        """Return all of them, the last one first."""
         with self._lock:
             return list(self._works.values())[::-1]
 

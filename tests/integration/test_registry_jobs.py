@@ -16,7 +16,7 @@ from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.registry import jobs as jobs_module
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Ticket, Verdict
-from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.index import Filter, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.registry import MAX_JOB_PAUSE_MS, MIN_JOB_PAUSE_MS, Registry
 from celery_rabbitdelay.testing import wait_for
@@ -73,8 +73,14 @@ def test_a_job_that_has_expired_is_not_listed_as_open(registry: Registry) -> Non
     registry.jobs.open(JOB, 1)
     wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "the job to expire")
     assert registry.jobs.opened(100) == []
-    registry.jobs.open("another one", MINUTE_MS)
-    assert [name for name, _ in registry.jobs.opened(100)] == ["another one"]
+    names = (f"another {number}" for number in range(1000))
+    another = next(each for each in names if shard_of(each) == shard_of(JOB))
+    registry.jobs.open(another, MINUTE_MS)
+    assert [name for name, _ in registry.jobs.opened(100)] == [another]
+    lists = registry.store.commands(
+        lambda pipe: [pipe.zcard(each) for each in registry.names.open_jobs()]
+    )
+    assert sum(lists) == 1, "what has expired takes no room"
 
 
 def test_a_job_whose_commit_redis_has_lost_is_not_listed_once_it_is_confirmed(
