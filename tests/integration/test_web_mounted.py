@@ -30,12 +30,12 @@ PROGRAMS: Final = {
     if each.action == "file"
 }
 
-#: How each is served.
+#: How each is served, and how the application around the page says that it has no such page.
 SERVERS: Final = {
-    "fastapi_page": "uvicorn fastapi_page:web",
-    "django_page": "uvicorn django_page:application",
-    "flask_page": "uvicorn flask_page:web",
-    "flask_wsgi_page": "flask --app flask_wsgi_page:web run",
+    "fastapi_page": ("uvicorn fastapi_page:web", '{"detail":"Not Found"}'),
+    "django_page": ("uvicorn django_page:application", "<h1>Not Found</h1>"),
+    "flask_page": ("uvicorn flask_page:web", "<h1>Not Found</h1>\n<p>"),
+    "flask_wsgi_page": ("flask --app flask_wsgi_page:web run", "<h1>Not Found</h1>\n<p>"),
 }
 
 #: The other files of the project: the shop of these tests, and what Django needs.
@@ -59,7 +59,7 @@ class Mounted(ShopProcess):
 
     def __init__(self, settings: dict[str, Any], program: str) -> None:
         super().__init__(settings)
-        self._program = program
+        self._serve, self.not_found = SERVERS[program]
         for name, code in {**PROJECT, f"{program}.py": PROGRAMS[f"{program}.py"]}.items():
             path = self.folder / name
             path.parent.mkdir(exist_ok=True)
@@ -70,8 +70,7 @@ class Mounted(ShopProcess):
         return f"http://localhost:{self.port}"
 
     def _command(self) -> list[str]:
-        serve = f"{SERVERS[self._program]} --port {self.port}"
-        return [sys.executable, "-m", *serve.split()]
+        return [sys.executable, "-m", *self._serve.split(), f"--port={self.port}"]
 
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), "PYTHONPATH": f"{self.folder}:{REPOSITORY}"}
@@ -159,9 +158,9 @@ def test_its_api_says_where_it_is(client: httpx.Client) -> None:
     assert client.get(f"{served[0]['url']}/session").json()["user"] == OPERATOR
 
 
-def test_all_other_paths_are_the_application_s(client: httpx.Client) -> None:
+def test_all_other_paths_are_the_application_s(mounted: Mounted, client: httpx.Client) -> None:
     assert "There is no such page" in client.get("/tasks/nowhere").text
-    assert "rabbitdelay" not in client.get("/elsewhere").text
+    assert mounted.not_found in client.get("/nowhere").text
 
 
 def test_its_cookie_is_sent_to_it_alone(client: httpx.Client) -> None:
