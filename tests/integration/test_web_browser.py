@@ -11,13 +11,17 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import pytest
-from kombu import Connection
+from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay.levels.headers import REASON
+from celery_rabbitdelay.levels.headers import EXCHANGE, QUEUE, REASON, ROUTING_KEY
 from celery_rabbitdelay.testing import wait_for
 from tests.chromium import ELSEWHERE, PHONE, WIDE, Tab
 from tests.integration.arrivals import count
-from tests.integration.conftest import delete_what_it_declared, small_configuration
+from tests.integration.conftest import (
+    delete_queue,
+    delete_what_it_declared,
+    small_configuration,
+)
 from tests.integration.notes import Notes
 from tests.integration.page import (
     HOUR,
@@ -52,7 +56,7 @@ def served(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     }
     app = make_app(configuration)
     with Worker(configuration), ServedPage(configuration) as page:
-        app.page = page  # type: ignore[attr-defined]
+        app.page, app.configuration = page, configuration  # type: ignore[attr-defined]
         yield app
     delete_what_it_declared(app)
     app.close()
@@ -654,15 +658,27 @@ HOSTILE = {
 }
 
 
+#: The headers that say where a message goes.
+WHERE = (EXCHANGE, ROUTING_KEY, QUEUE)
+
+#: A worker's name; no argument of a program has NUL, and no name of Celery's more than one ``@``.
+HOSTILE_WORKER = (
+    "<img src=x onerror='window.hacked = 5'>\"></td>@\u202e\x1b<script>window.hacked = 6</script>"
+)
+
+
 def test_hostile_texts_run_nowhere_and_break_no_page(
     served: Any, operator: Tab, notes: Notes
 ) -> None:
     tab, found = operator, list[str]()
     reason = "the reason: " + "".join(HOSTILE.values())[:50_000]
     for name, text in HOSTILE.items():
-        send_job(served, text, 1, key=text, args=(text,), task_id=text[:50])
+        where = {"exchange": text[:50], "routing_key": f"{name} {text}"[:100]}
+        send_job(served, text, 1, key=text, args=(text,), task_id=text[:50], **where)
+        send(served, task_id=f"{name}: {text[:50]}", queue=hostile_queue(text))
         served.rabbitdelay.schedules.put(text[:50], text, timedelta(hours=1), (text,))
-        lose(served, notes, 1, text, task=text, id=f"lost-{name}", argsrepr=text, **{text[:50]: 1})
+        own = {"task": text, "argsrepr": text, text[:50]: 1, **dict.fromkeys(WHERE, text)}
+        lose(served, notes, 1, text, **own, id=f"lost: {text[:50]}")
     send_job(served, "megabyte", 1, args=("m" * 1_000_000,), task_id="megabyte")
     lose(served, notes, 1, reason, id="lost-long")
 
@@ -682,23 +698,41 @@ def test_hostile_texts_run_nowhere_and_break_no_page(
 
     try:
         wait_for(is_listed, "the undeliverable messages", PATIENCE)
-        look_at("/now")
+        with Worker(served.configuration, None, "-n", HOSTILE_WORKER):
+            tab.go("/workers")
+            tab.see("onerror='window.hacked = 5'")
+            look()
+            look_at("/now")
         look_at("/waiting")
         look_at("/undeliverable")
+        look_at("/undeliverable/all?action=redrive")
         look_at("/schedules")
         look_at("/waiting/task?id=megabyte")
         look_at("/undeliverable/message?id=lost-long")
         for name, text in HOSTILE.items():
-            asked = quote(text[:5000], safe="")
-            look_at(f"/undeliverable/message?id=lost-{name}")
-            look_at(f"/waiting?id={quote(text[:50], safe='')}")
-            if name in ("long", "control"):
-                continue  # no address has the one, and no form the other; see below
-            assert served.rabbitdelay.show(text[:50]).state == "waiting"
+            asked, task_id = quote(text[:5000], safe=""), quote(text[:50], safe="")
+            look_at(f"/undeliverable/message?id=lost%3A%20{task_id}")
+            look_at(f"/undeliverable/all?action=purge&id=lost%3A%20{task_id}")
+            tab.press("Delete for good")
+            tab.see("1 of 1", "done")
+            look_at(f"/waiting?id={name}%3A%20{task_id}")
+            tab.run("document.querySelector('[type=checkbox]').click()")
+            tab.press("Run now")
+            tab.see("1 of 1 run now")
+            look()
+            look_at(f"/waiting/task?id={name}%3A%20{task_id}")
+            look_at(f"/waiting?id={task_id}")
+            shown = served.rabbitdelay.show(text[:50])
+            assert (shown.state, shown.exchange) == ("waiting", text[:50])
             tab.run("document.querySelector('tbody th a').click()")
             tab.see("State waiting", "This task")
             look()
-            tab.run("document.querySelector('a[href*=\"waiting?key=\"]').click()")
+            tab.fill("Postpone by", "3h")
+            tab.press("Postpone")
+            tab.see("1 of 1 postponed")
+            if name == "long":
+                continue  # no address has the whole of it
+            look_at(f"/waiting?key={asked}")
             tab.see("1 tracked task matches")
             look_at(f"/waiting/all?job={asked}")
             tab.see("1 tracked task matches")
@@ -708,20 +742,28 @@ def test_hostile_texts_run_nowhere_and_break_no_page(
             assert served.rabbitdelay.show(text[:50]).state == "cancelled", name
             look_at(f"/jobs?name={asked}")
             tab.see("State committed")
-            look_at(f"/schedules/one?name={quote(text[:50], safe='')}")
+            look_at(f"/schedules/one?name={task_id}")
             tab.press("Pause")
             tab.see("State paused")
         look_at("/work")
     finally:
-        for text in HOSTILE.values():
+        for name, text in HOSTILE.items():
             served.rabbitdelay.cancel(text[:50])
+            served.rabbitdelay.cancel(f"{name}: {text[:50]}")
             served.rabbitdelay.schedules.delete(text[:50])
+            with Connection(served.conf.broker_url) as connection:
+                delete_queue(connection, hostile_queue(text))
         served.rabbitdelay.cancel("megabyte")
         purge(served)
     assert "\n".join(found) == ""
 
 
-def test_all_that_match_a_name_with_control_characters_are_cancelled(
+def hostile_queue(text: str) -> Queue:
+    """Return a queue whose name and exchange are such a text."""
+    return Queue(text[:50], Exchange(text[:50]), text[:50])
+
+
+def test_a_name_with_control_characters_reaches_the_server_as_it_is(
     served: Any, operator: Tab, job: str
 ) -> None:
     name = f"{job}\x00\r\n"
@@ -731,6 +773,12 @@ def test_all_that_match_a_name_with_control_characters_are_cancelled(
     operator.press("Cancel 1")
     operator.see("of 1", "done")
     assert served.rabbitdelay.show(task_id).state == "cancelled"
+    operator.go(f"/jobs?name={quote(f'{name} opened')}")
+    operator.fill("Aborted unless it is committed within", "1h")
+    operator.press("Open")
+    operator.see("State open")
+    operator.press("Commit: let its tasks run")
+    operator.see("State committed")
 
 
 def test_the_interval_of_a_schedule_is_shown_in_units_of_time(
