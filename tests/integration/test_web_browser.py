@@ -779,6 +779,9 @@ def test_a_name_with_control_characters_reaches_the_server_as_it_is(
     operator.see("State open")
     operator.press("Commit: let its tasks run")
     operator.see("State committed")
+    state = served.rabbitdelay.registry.jobs.state(f"{name} opened")
+    assert state is not None
+    assert state.value == "committed"
 
 
 def test_the_interval_of_a_schedule_is_shown_in_units_of_time(
