@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
 import pytest
@@ -15,6 +15,7 @@ from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels.headers import EXCHANGE, QUEUE, REASON, ROUTING_KEY
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.web import pages
 from tests.chromium import ELSEWHERE, PHONE, WIDE, Tab
 from tests.integration.arrivals import count
 from tests.integration.conftest import (
@@ -467,8 +468,9 @@ def reloaded(tab: Tab, text: str) -> bool:
     return text in tab.text
 
 
-#: The pages of the menu.
-PAGES = ("/now", "/waiting", "/undeliverable", "/jobs", "/schedules", "/health", "/work")
+#: The pages that are read, and those of them that need no field in their address.
+READ = [each for each in pages.PAGES if not each.is_action and not each.file]
+PAGES = [f"/{each.path}" for each in READ if not any(field.is_needed for field in each.parameters)]
 
 
 def test_under_a_name_of_plain_http_one_acts_as_well(
@@ -581,10 +583,20 @@ def test_axe_finds_nothing_on_any_page_and_nothing_scrolls_sideways(
     (keyed,) = send(served, key="order:4711 " + "with a name that has no end " * 5)
     (lost,) = lose(served, notes, 1, "the queue 'orders' is gone")
     served.rabbitdelay.schedules.put(f"each-{job}", "look", timedelta(hours=1))
-    tab = open_tab(served.page)
+    served.rabbitdelay.open_job(f"{job}-open", expires=HOUR)
+    tab, found, seen = open_tab(served.page), list[str](), set[str]()
+
+    def look() -> None:
+        tab.see("rabbitdelay")
+        found.extend(obstacles(tab))
+        seen.add(urlsplit(tab.path).path.strip("/"))
+
     tab.prefer(scheme)
     tab.go("/now")
-    found = obstacles(tab)
+    look()
+    sign_in(tab, password="wrong")
+    tab.see("Name or password is wrong.")
+    look()
     sign_in(tab)
     tab.see("What falls due")
 
@@ -606,25 +618,35 @@ def test_axe_finds_nothing_on_any_page_and_nothing_scrolls_sideways(
         "/undeliverable/all?action=redrive",
         "/undeliverable/all?action=purge",
         f"/jobs?name={job}",
+        f"/jobs?name={job}-open",
+        f"/jobs?name={job}-unknown",
+        "/schedules?horizon=week",
         f"/schedules/one?name=each-{job}",
         "/nowhere",
         "/waiting?limit=none",
     ):
         tab.go(path)
-        tab.see("rabbitdelay")
-        found += obstacles(tab)
+        look()
+    tab.go(f"/waiting/task?id={waiting}")
+    tab.run("document.querySelector('main [name=token]').value = 'old'")
+    tab.press("Cancel")
+    tab.see("The form is too old")
+    look()
     tab.go(f"/waiting/task?id={waiting}")
     tab.press("Cancel")
     tab.see("1 of 1 cancelled")
-    found += obstacles(tab)
+    look()
     tab.go(f"/waiting/all?job={job}")
     tab.press("Run 2 now")
     tab.see("2 of 2")
-    found += obstacles(tab)
+    look()
     purge(served)
     served.rabbitdelay.schedules.delete(f"each-{job}")
     assert found == []
-    assert tab.complaints(UNKNOWN, "status of 404", "status of 400") == []
+    assert {each.path for each in READ} <= seen
+    templates = {each.template for each in pages.PAGES if each.path in seen}
+    assert {each.template for each in pages.PAGES if not each.file} == templates
+    assert tab.complaints(UNKNOWN, REFUSED, "status of 404", "status of 400") == []
 
 
 def obstacles(tab: Tab) -> list[str]:
