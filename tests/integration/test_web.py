@@ -635,11 +635,11 @@ def test_hostile_texts_do_nothing_wherever_they_are_shown(
             assert_harmless(without_ids(by_job.text, hostile))
         texts = ("id", "key", "job", "task", "name", "queue", "reason", "to")
         for asked in (texts, (*texts, "action", "horizon")):
-            for page in PAGES:
-                if page.is_action or page.file:
+            for one in PAGES:
+                if one.is_action or one.file:
                     continue
-                answer = browser.get(f"/{page.path}", params=dict.fromkeys(asked, text[:5000]))
-                assert answer.status_code in (200, 400, 404, 503), (page, kind)
+                answer = browser.get(f"/{one.path}", params=dict.fromkeys(asked, text[:5000]))
+                assert answer.status_code in (200, 400, 404, 503), (one, kind)
                 assert_harmless(without_ids(answer.text, {"": text[:5000], **hostile}))
                 assert "x-injected" not in answer.headers
     assert browser.get("/waiting", params={"key": "m" * 60_000}).status_code == 200

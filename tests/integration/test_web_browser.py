@@ -695,7 +695,7 @@ def test_hostile_texts_run_nowhere_and_break_no_page(
     tab, found = operator, list[str]()
     reason = "the reason: " + "".join(HOSTILE.values())[:50_000]
     for name, text in HOSTILE.items():
-        where = {"exchange": text[:50], "routing_key": f"{name} {text}"[:100]}
+        where: dict[str, Any] = {"exchange": text[:50], "routing_key": f"{name} {text}"[:100]}
         send_job(served, text, 1, key=text, args=(text,), task_id=text[:50], **where)
         send(served, task_id=f"{name}: {text[:50]}", queue=hostile_queue(text))
         served.rabbitdelay.schedules.put(text[:50], text, timedelta(hours=1), (text,))
