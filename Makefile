@@ -28,7 +28,7 @@ SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/test
 
 # The operator's commands against real servers, the code of the documentation, probes, pauses, and metrics.
 OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* documentation flower health metrics migrate pause \
-        probe prometheus redrive* undeliverable verify* web web_pages))
+        probe prometheus redrive* undeliverable verify* web web_mounted web_pages))
 
 # What strangers, other users and other versions may do, and TLS.
 SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \

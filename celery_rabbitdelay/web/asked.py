@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,6 +21,10 @@ from celery_rabbitdelay.web.site import Site
 
 #: The most fields of a form, and its most bytes.
 MOST_FIELDS, MOST_BYTES = 2_000, 2**20
+
+#: How the names of fields begin whose values are quoted once more: in the fields of a form,
+#: browsers change control characters.
+QUOTED: Final = "quoted-"
 
 #: Every % that begins no escape.
 _STRAY: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
@@ -179,9 +183,15 @@ def fields_of(encoded: bytes) -> Fields:
         pairs = parse_qsl(
             text, keep_blank_values=True, errors="surrogatepass", max_num_fields=MOST_FIELDS
         )
+        return Fields([_unquoted(*each) for each in pairs])
     except ValueError as wrong:  # also bytes that are not UTF-8
         raise HTTPException(400, "The address or the form cannot be read.") from wrong
-    return Fields(pairs)
+
+
+def _unquoted(name: str, value: str) -> tuple[str, str]:
+    if not name.startswith(QUOTED):
+        return name, value
+    return name.removeprefix(QUOTED), unquote(value, errors="surrogatepass")
 
 
 async def form_of(request: Request) -> Fields:

@@ -22,10 +22,12 @@ HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+#: The same where browsers heed it: over HTTPS, and on this machine. Elsewhere they log an error.
+SECURE_HEADERS: Final = {**HEADERS, "Cross-Origin-Opener-Policy": "same-origin"}
 
 
 class Shield:
@@ -49,14 +51,14 @@ class Shield:
             await self._inner(scope, receive, send)
             return
 
+        headers = Headers(scope=scope)
+        added = SECURE_HEADERS if self._is_secure(scope, headers) else HEADERS
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
+                MutableHeaders(scope=message).update(added)
             await send(message)
 
-        headers = Headers(scope=scope)
         answer: ASGIApp = self._inner
         if not self._is_own_name(headers.getlist("host")):
             answer = PlainTextResponse(
@@ -72,7 +74,13 @@ class Shield:
         name = _name_of(hosts[0])
         if self._options.hosts is not None:
             return name in {each.lower() for each in self._options.hosts}
-        return not self._options.is_open or name == "localhost" or is_loopback(address_of(name))
+        return not self._options.is_open or _is_here(name)
+
+    def _is_secure(self, scope: Scope, headers: Headers) -> bool:
+        if self._options.https or scope.get("scheme") == "https":
+            return True
+        name = _name_of(headers.get("host", ""))
+        return _is_here(name) or name.endswith(".localhost")
 
 
 def is_from_elsewhere(headers: Headers) -> bool:
@@ -90,6 +98,10 @@ def is_from_elsewhere(headers: Headers) -> bool:
         return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
     except ValueError:
         return True
+
+
+def _is_here(name: str) -> bool:
+    return name == "localhost" or is_loopback(address_of(name))
 
 
 def _name_of(host: str) -> str:

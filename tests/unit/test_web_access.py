@@ -429,6 +429,27 @@ def test_every_answer_forbids_foreign_scripts_frames_and_copies(make: Make) -> N
         assert "Access-Control-Allow-Origin" not in headers
 
 
+@pytest.mark.parametrize(
+    ("base", "options", "is_sent"),
+    [
+        ("https://tasks.example", {}, True),
+        ("http://tasks.example", {"https": True}, True),
+        ("http://localhost:5556", {}, True),
+        ("http://ada.localhost", {}, True),
+        ("http://127.0.0.2:5556", {}, True),
+        ("http://[::1]:5556", {}, True),
+        ("http://tasks.example", {}, False),
+        ("http://localhost.example", {}, False),
+        ("http://10.0.0.1", {}, False),
+    ],
+)
+def test_a_header_that_browsers_ignore_over_plain_http_is_not_sent_there(
+    make: Make, base: str, options: dict[str, Any], is_sent: bool
+) -> None:
+    headers = Browser(make(users=USERS, **options), base).get("/now").headers
+    assert (headers.get("Cross-Origin-Opener-Policy") == "same-origin") is is_sent
+
+
 def test_the_pages_have_nothing_that_their_policy_forbids(make: Make) -> None:
     browser = Browser(make(loopback_role="operator"))
     for path in ("/now", "/waiting", "/health", "/work", "/nope", "/waiting/all"):

@@ -157,6 +157,8 @@ def test_a_quoted_text_is_read_again_as_it_was(text: str) -> None:
     assert Fields([("id", text)]).pairs == fields_of(encoded).pairs
     again = fields_of(Fields([("id", text)]).address().encode())
     assert again.pairs == Fields([("id", text)]).pairs
+    twice = f"quoted-id={shown.quoted(shown.quoted(text))}".encode()
+    assert fields_of(twice).pairs == Fields([("id", text)]).pairs
 
 
 @given(st.binary())
