@@ -164,16 +164,14 @@ class Filter(NamedTuple):
 
     def matches(self, task: Pending) -> bool:
         """Return whether a task is one of those that are meant."""
-        due_ms = milliseconds_of(task.due)
-        sent_ms = 0 if task.sent is None else milliseconds_of(task.sent)
         return (
             self.task in (None, task.task)
             and self.key in (None, task.key)
             and self.job in (None, task.job)
-            and due_ms >= (self.due_after_ms or due_ms)
-            and (self.due_before_ms is None or due_ms < self.due_before_ms)
             and (self.key_start is None or _begins(task.key, self.key_start))
-            and (self.sent_before_ms is None or sent_ms < self.sent_before_ms)
+            and (self.due_after_ms is None or milliseconds_of(task.due) >= self.due_after_ms)
+            and _is_before(task.due, self.due_before_ms)
+            and _is_before(task.sent, self.sent_before_ms)
         )
 
 
@@ -485,6 +483,10 @@ def _pending(
 ) -> Pending:
     since = instant_of(int(sent)) if sent else None
     return Pending(task_id, name, instant_of(due_ms), key or None, job or None, since)
+
+
+def _is_before(instant: datetime | None, end_ms: int | None) -> bool:
+    return end_ms is None or instant is None or milliseconds_of(instant) < end_ms
 
 
 def _begins(key: str | None, start: str) -> bool:
