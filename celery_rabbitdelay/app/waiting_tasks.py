@@ -25,7 +25,13 @@ from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, milliseconds_of
+from celery_rabbitdelay.levels.delay import (
+    Delay,
+    Due,
+    check_max_delay,
+    milliseconds,
+    milliseconds_of,
+)
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 from celery_rabbitdelay.publishing.declaration import connect
@@ -273,6 +279,7 @@ class WaitingTasks(Jobs):
             refuse_two_times(delay, None, eta)
         self.check_settings()
         due = self.due(delay, None, eta)
+        check_max_delay(due)
         ids = self._meant(task, key)
         outcomes = [self._postpone(task_id, due, also_future) for task_id in ids]
         return min(outcomes, key=LEAST_CERTAIN.index, default=Outcome.UNKNOWN)

@@ -171,10 +171,8 @@ def _until(asked: Asked, action: str) -> Until:
     by, until = asked.delay("by"), asked.instant("until")
     if (by is None) == (until is None):
         raise Wrong("by", "give a delay (90, 1h30m, 3d), or an instant as 'until'")
-    if until is not None:
-        return all_at(until)
     try:
-        check_max_delay(Due.after(by))
-        return each_by(timedelta(seconds=float(by)))
+        check_max_delay(Due.after(by) if until is None else Due.at(until))
+        return all_at(until) if until is not None else each_by(timedelta(seconds=float(by)))
     except (InvalidDelay, OverflowError) as wrong:
-        raise Wrong("by", "is too long") from wrong
+        raise Wrong("by" if until is None else "until", "is too far away") from wrong

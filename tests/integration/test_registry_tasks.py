@@ -15,7 +15,7 @@ from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
 
-from celery_rabbitdelay import JobClosed, NotTracked, UnknownOption
+from celery_rabbitdelay import InvalidDelay, JobClosed, NotTracked, UnknownOption
 from celery_rabbitdelay.app.sending import task_sending
 from celery_rabbitdelay.registry import registry
 from celery_rabbitdelay.registry.decision import Outcome
@@ -118,6 +118,14 @@ def test_a_tracked_task_runs_earlier_if_it_is_postponed_to_earlier(shop: Any, no
     assert shop.rabbitdelay.postpone(result, delay=0.5) is Outcome.DONE
     wait_for(noted, "the task", PATIENCE)
     assert noted.until(late - time.time()) == ["earlier"]
+
+
+def test_a_task_is_not_postponed_beyond_the_longest_delay(shop: Any, noted: Notes) -> None:
+    result = noted.send("far", delay=60, track=True)
+    with pytest.raises(InvalidDelay, match="longest delay"):
+        shop.rabbitdelay.postpone(result, eta=datetime(2999, 1, 1, tzinfo=UTC))
+    assert shop.rabbitdelay.show(result).postponed is None
+    shop.rabbitdelay.cancel(result)
 
 
 def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, noted: Notes) -> None:

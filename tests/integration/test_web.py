@@ -455,6 +455,7 @@ def test_an_action_says_what_it_has_found_for_each_task(tracked: Any, browser: B
         ("/waiting/postpone", {"id": second, "by": "1h", "until": "2999-01-01"}),
         ("/waiting/postpone", {"id": second, "by": "9" * 30}),
         ("/waiting/postpone", {"id": second, "until": "then"}),
+        ("/waiting/postpone", {"id": second, "until": "2999-01-01"}),
         ("/waiting/decide-all", {"action": "burn", "sent_before": "2999-01-01"}),
         ("/waiting/decide-all", {"action": "cancel"}),
     ):
