@@ -208,7 +208,7 @@ def _call_pytest(root: Path) -> int:
         "RABBITDELAY_NODES": "process",
     }
     environment.pop("RABBITDELAY_BROKER_URL", None)
-    at_a_time = ("--numprocesses=2", "--dist=loadfile")
+    at_a_time = ("--numprocesses=4", "--dist=loadfile")
     command = [sys.executable, "-m", "pytest", *at_a_time, *TESTS]
     return subprocess.run(command, cwd=REPOSITORY, env=environment, check=False).returncode
 
