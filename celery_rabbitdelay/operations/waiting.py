@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from typing import Final, NamedTuple, Self, TypeAlias
 
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.registry.decision import Outcome
@@ -105,7 +106,7 @@ def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
     """
     if not wanted.needs_records:
         return delays.registry.index.count(wanted), False
-    if wanted.key is None and wanted.key_start is None:
+    if (wanted.key, wanted.key_start, wanted.sent_before_ms) == (None, None, None):
         return delays.registry.index.count_of_both(wanted, MOST_READ)
     found = search(delays, wanted, MOST_RECORDS)
     return len(found.tasks), found.next is not None
@@ -146,17 +147,17 @@ def all_at(instant: datetime) -> Until:
 
 
 def each_by(delay: timedelta) -> Until:
-    """Return what lets each task run that much later than it is due, once.
+    """Return what lets each task run that much later than it is due, or than now if it is late.
 
     A task that has moved comes up again at its new place in the order, and stays there.
     """
     moved = dict[str, datetime]()
 
     def until(task_id: str, due: datetime) -> datetime | None:
-        if task_id not in moved:
-            return moved.setdefault(task_id, due + delay)
-        if due >= moved[task_id]:
-            del moved[task_id]
-        return None
+        while (passed := next(iter(moved), None)) is not None and moved[passed] < due:
+            del moved[passed]  # in the order of due times, it does not come up again
+        if task_id in moved:
+            return None
+        return moved.setdefault(task_id, max(due, wall_clock.now()) + delay)
 
     return until

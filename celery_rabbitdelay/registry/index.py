@@ -136,7 +136,7 @@ class Filter(NamedTuple):
         due_after_ms: They are due then or later, in milliseconds since 1970-01-01 UTC.
         due_before_ms: They are due earlier than that.
         key_start: What their keys begin with.
-        sent_before_ms: They were sent earlier than that, by the clock of Redis.
+        sent_before_ms: They were sent earlier than that, by the clock of the Redis that has them.
     """
 
     task: str | None = None
@@ -242,9 +242,14 @@ class Index:
 
     def batches(self, wanted: Filter, most: int) -> Iterator[list[Pending]]:
         """Yield the tasks in that order, some at a time: none where none of those read matches."""
+        batch, read = list[Pending](), 0
         for part in self.parts(wanted):
-            for start in range(0, max(len(part.tasks), 1), most):
-                yield part.tasks[start : start + most]
+            batch, read = batch + part.tasks, read + part.read
+            while len(batch) >= most or read >= LOOKED_UP:
+                yield batch[:most]
+                batch, read = batch[most:], 0
+        if batch:
+            yield batch
 
     def parts(
         self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
@@ -302,6 +307,13 @@ class Index:
         names = self.names.all_due(wanted.task, wanted.job)
         counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
         return sum(counts)
+
+    def counts_of_jobs(self, jobs: Sequence[str]) -> list[int]:
+        """Return how many tasks of each job wait, in one round trip."""
+        scores = Filter().scores(self.least_ms())
+        names = [name for job in jobs for name in self.names.all_due(job=job)]
+        counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
+        return [sum(counts[start : start + SHARDS]) for start in range(0, len(counts), SHARDS)]
 
     def count_of_both(self, wanted: Filter, most: int) -> tuple[int, bool]:
         """Return how many tasks of a name and of a job wait, and whether there may be more.

@@ -10,7 +10,6 @@ from threading import Lock
 from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.index import Names
@@ -123,16 +122,16 @@ class Jobs:
         state = self.states([(job, "")]).get((job, ""))
         return _readable(job, state) if isinstance(state, str) else state
 
-    def opened(self, most: int) -> list[tuple[str, int]]:
+    def opened(self, now_ms: int, most: int) -> list[tuple[str, int]]:
         """Return the jobs that are open, those that expire first before the others.
 
         Args:
+            now_ms: The time by the clock of Redis.
             most: At most so many.
 
         Returns:
             Their names, and when they expire, in milliseconds since 1970-01-01 UTC.
         """
-        now_ms = wall_clock.ms()
         found: list[list[tuple[str, float]]] = self._store.commands(
             lambda pipe: [
                 pipe.zrangebyscore(name, f"({now_ms}", "+inf", 0, most, withscores=True)
@@ -140,7 +139,13 @@ class Jobs:
             ]
         )
         jobs = sorted((int(expires_ms), name) for shard in found for name, expires_ms in shard)
-        return [(name, expires_ms) for expires_ms, name in jobs[:most]]
+        # An earlier version ends a job, and leaves it in the list.
+        states = self.states([(name, "") for _, name in jobs[:most]])
+        return [
+            (name, expires_ms)
+            for expires_ms, name in jobs[:most]
+            if states.get((name, "")) is JobState.OPEN
+        ]
 
     def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
         """Return the states of jobs, without those that do not exist.

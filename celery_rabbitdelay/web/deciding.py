@@ -53,11 +53,10 @@ def _postponed(asked: Asked, action: str) -> dict[str, Any]:
 
     def postponed(task_id: str) -> Outcome:
         record = record_of(delays.registry, task_id)
-        # Of what does not wait any more, the answer says what it is.
-        eta = wall_clock.now()
+        due = wall_clock.now()  # of what does not wait, the answer says what it is
         if record is not None and record.due_ms is not None:
             due = instant_of(max(record.due_ms, record.postponed_ms or 0))
-            eta = until(task_id, due) or due
+        eta = until(task_id, due) or due
         return delays.postpone(task_id, eta=eta, also_future=False)
 
     return _decided(asked, action, postponed)
@@ -110,7 +109,7 @@ def decide_all(asked: Asked) -> dict[str, Any]:
     action = asked.fields.one_of("action", ACTIONS, "")
     delays, sent_before = asked.site.delays, asked.instant("sent_before")
     if sent_before is None:
-        raise Wrong("sent_before", "takes what the count of them says")
+        raise Wrong("sent_before", "takes what /api/waiting/all says")
     wanted = filter_of(asked)._replace(sent_before_ms=milliseconds_of(sent_before))
     until = None if action == "cancel" else _until(asked, action)
     with servers_away():
@@ -171,6 +170,8 @@ def _until(asked: Asked, action: str) -> Until:
     by, until = asked.delay("by"), asked.instant("until")
     if (by is None) == (until is None):
         raise Wrong("by", "give a delay (90, 1h30m, 3d), or an instant as 'until'")
+    if by is not None and by <= 0:
+        raise Wrong("by", "takes a delay of more than 0")
     try:
         check_max_delay(Due.after(by) if until is None else Due.at(until))
         return all_at(until) if until is not None else each_by(timedelta(seconds=float(by)))

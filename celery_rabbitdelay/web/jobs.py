@@ -10,8 +10,6 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.exceptions import InvalidDelay, JobClosed
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.waiting import check_registry
 from celery_rabbitdelay.web.work import log_action
@@ -26,26 +24,26 @@ def jobs(asked: Asked) -> dict[str, Any]:
     Of each, also how many of its tracked tasks wait.
     """
     check_registry(asked)
-    registry, name = asked.site.delays.registry, asked.fields.text("name")
+    registry = asked.site.delays.registry
     with servers_away():
-        opened = registry.jobs.opened(MOST + 1)
-        told = [
-            {"name": each, "expires": instant_of(expires_ms), "tasks": _tasks(registry, each)}
-            for each, expires_ms in opened[:MOST]
-        ]
-        state = None if name is None else registry.jobs.state(name)
-        tasks = None if name is None else _tasks(registry, name)
-    return {
-        "name": name,
-        "state": None if state is None else state.value,
-        "tasks": tasks,
-        "open": told,
-        "may_be_more": len(opened) > MOST,
-    }
+        opened = registry.jobs.opened(registry.now_ms(), MOST + 1)
+        tasks = registry.index.counts_of_jobs([name for name, _ in opened[:MOST]])
+    told = [
+        {"name": name, "expires": instant_of(expires_ms), "tasks": waiting}
+        for (name, expires_ms), waiting in zip(opened, tasks, strict=False)
+    ]
+    return {**_named(asked), "open": told, "may_be_more": len(opened) > MOST}
 
 
-def _tasks(registry: Registry, job: str) -> int:
-    return registry.index.count(Filter(job=job))
+def _named(asked: Asked) -> dict[str, Any]:
+    """Return the state of the job of a name, and how many of its tracked tasks wait."""
+    registry, name = asked.site.delays.registry, asked.fields.text("name")
+    if name is None:
+        return {"name": None, "state": None, "tasks": None}
+    with servers_away():
+        state = registry.jobs.state(name)
+        (tasks,) = registry.index.counts_of_jobs([name])
+    return {"name": name, "state": None if state is None else state.value, "tasks": tasks}
 
 
 def open_job(asked: Asked) -> dict[str, Any]:
@@ -62,7 +60,7 @@ def open_job(asked: Asked) -> dict[str, Any]:
     except (InvalidDelay, OverflowError) as wrong:
         raise Wrong("expires", "is too long") from wrong
     log_action(asked.user, "opened the job", 1, name)
-    return {**jobs(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}
+    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}
 
 
 def commit(asked: Asked) -> dict[str, Any]:
@@ -84,4 +82,4 @@ def _ended(asked: Asked, end: Callable[[Jobs, str], object], what: str) -> dict[
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(asked.user, what, 1, name)
-    return {**jobs(asked), "see": f"jobs?{asked.fields.address(token=None)}"}
+    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None)}"}

@@ -8,14 +8,18 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from celery_rabbitdelay.app.control import ARRIVALS
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.reading import Reading
-from celery_rabbitdelay.web.site import HORIZONS, Flow, Glance, Workers, modules_of
+from celery_rabbitdelay.web.site import HORIZONS, Glance, Workers, modules_of
 
 #: For how many minutes it is shown how late tasks came.
 MINUTES: Final = 10
+
+#: For how long a rate counts as that of now.
+RECENT: Final = timedelta(seconds=30)
 
 
 def now(asked: Asked) -> dict[str, Any]:
@@ -29,7 +33,7 @@ def now(asked: Asked) -> dict[str, Any]:
         "taken": reading.taken,
         "broker_error": reading.error,
         "horizon": horizon,
-        "flow": _flow(asked),
+        "entering": _entering(asked),
         "due": _due(asked, horizon, reading.value),
         **_workers(asked, reading.error),
     }
@@ -52,11 +56,11 @@ def now(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _flow(asked: Asked) -> dict[str, Any]:
-    """Return how many messages enter and leave the levels, as the management API counts them."""
-    reading = asked.site.flow.latest()
-    entered, left = reading.value or Flow(None, None)
-    return {"entered": entered, "left": left, "error": reading.error}
+def _entering(asked: Asked) -> dict[str, Any]:
+    """Return how many messages a second enter the levels, as the management API counts them."""
+    rate, taken, error = asked.site.entering.latest()
+    is_new = error is None and taken is not None and wall_clock.now() - taken < RECENT
+    return {"rate": rate if is_new else None, "error": error}
 
 
 def _levels(asked: Asked, glance: Glance) -> Iterator[dict[str, Any]]:

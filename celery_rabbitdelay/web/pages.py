@@ -72,7 +72,7 @@ _FILTERS: Final = (
     Parameter("due_before", f"only tasks that are due before; {_INSTANT}"),
 )
 _UNTIL: Final = (
-    Parameter("by", "how much later than it is due each of them runs: 90, 1h30m, 3d"),
+    Parameter("by", "how much later each of them is to run: 90, 1h30m, 3d"),
     Parameter("until", f"instead: the instant at which all of them run; {_INSTANT}"),
 )
 _ACTION: Final = Parameter("action", "what to do", tuple(deciding.ACTIONS))
@@ -82,7 +82,7 @@ _NAME: Final = Parameter("name", "its name", is_needed=True)
 _COUNT: Final = Parameter("count", "at most so many", is_needed=True)
 _SENT: Final = Parameter(
     "sent_before",
-    f"only tasks that were sent before, which the count of them says; {_INSTANT}",
+    f"only tasks sent before this instant, which /api/waiting/all says; {_INSTANT}",
     is_needed=True,
 )
 _REMOVE: Final = Parameter("action", "what to do", tuple(undeliverable.ACTIONS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +20,8 @@ from celery_rabbitdelay.levels import shown_url, wall_clock
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.wire import Wire
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -83,9 +86,16 @@ class Readings(Generic[_T]):
                 return self._reading or Reading()
             self._is_looking = True
         if self._in_background:
-            Thread(target=self._look_anew, daemon=True).start()
-            return self._reading or Reading()
+            with suppress(RuntimeError):  # no thread can be started now
+                Thread(target=self._look_behind, daemon=True).start()
+                return self._reading or Reading()
         return self._look_anew()
+
+    def _look_behind(self) -> None:
+        try:
+            self._look_anew()
+        except Exception:
+            logger.exception("A look at a server has failed")
 
     def _look_anew(self) -> Reading[_T]:
         reading = None

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import celery
-from kombu import Connection
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
@@ -25,8 +25,8 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
 )
 from celery_rabbitdelay.operations.verify.application import verify_application
 from celery_rabbitdelay.operations.verify.findings import Verification
-from celery_rabbitdelay.operations.verify.management import management_api
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
+from celery_rabbitdelay.operations.verify.management import ManagementAPI, management_api
+from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import Broker, Readings
 from celery_rabbitdelay.web.work import Works
@@ -35,9 +35,8 @@ from celery_rabbitdelay.web.work import Works
 #: faults, which takes some requests to the management API for each queue.
 STATUS_PERIOD, WORKERS_PERIOD, DUE_PERIOD, FINDINGS_PERIOD = 2.0, 10.0, 5.0, 60.0
 
-#: The same at what the management API has counted, which it does every five seconds; and over how
-#: long it is told what entered and left.
-FLOW_PERIOD, FLOW_WINDOW = 10.0, 60.0
+#: The same at what the management API has counted, which it does every five seconds.
+ENTERING_PERIOD: Final = 5.0
 
 #: The same for undeliverable messages; how many are read, and the bytes of a body that is kept.
 UNDELIVERABLE_PERIOD, MOST_UNDELIVERABLE, MOST_BODY = 30.0, 1_000, 16_384
@@ -69,32 +68,6 @@ class Glance(NamedTuple):
 
     status: Status
     rates: Mapping[str, float]
-
-
-class Flow(NamedTuple):
-    """How many messages a second entered and left the levels in the last minute.
-
-    Attributes:
-        entered: How many clients and modules have published there; None for the first look.
-        left: How many have gone on to their destinations, likewise.
-    """
-
-    entered: float | None
-    left: float | None
-
-
-class Counted(NamedTuple):
-    """What had entered the levels at some time.
-
-    Attributes:
-        at: When, in seconds of :func:`time.monotonic`.
-        published: How many messages had been published to their exchanges.
-        waiting: How many waited in their queues.
-    """
-
-    at: float
-    published: int
-    waiting: int
 
 
 class Workers(NamedTuple):
@@ -157,7 +130,7 @@ class Site:
         options: What is configured.
         works: What takes long.
         glance: How many messages wait where.
-        flow: How many enter and leave the levels; nobody waits for it.
+        entering: How many messages a second enter the levels; nobody waits for it.
         workers: What the workers answer.
         due: How many tracked tasks are due when, by the name of a horizon.
         findings: What breaks a promise.
@@ -180,12 +153,12 @@ class Site:
         self.options = Options.of(delays.settings.web or {}, given)
         self.works = Works()
         # Each has a connection of its own: the workers' answers are waited for.
-        self._brokers = Broker(app), Broker(app), Broker(app)
-        self._counted: list[Counted] = []
+        self._brokers = Broker(app), Broker(app)
+        self._management: tuple[ManagementAPI, str] | None = None
         self._glance: Status | None = None
         self._answered: Status | None = None
         self.glance = Readings(self._look, STATUS_PERIOD)
-        self.flow = Readings(self._look_at_flow, FLOW_PERIOD, in_background=True)
+        self.entering = Readings(self._look_at_entering, ENTERING_PERIOD, in_background=True)
         self.workers = Readings(self._look_at_workers, WORKERS_PERIOD)
         self.due = {name: Readings(partial(self._count, name), DUE_PERIOD) for name in HORIZONS}
         self.findings = Readings(self._verify, FINDINGS_PERIOD)
@@ -204,34 +177,28 @@ class Site:
         self._glance = status
         return Glance(status, {} if before is None else rates_between(before, status))
 
-    def _look_at_flow(self) -> Flow:
-        topology, management = self.delays.topology, self.options.management
-
-        def count(connection: Connection) -> Counted:
-            api = management_api(connection, management)
-            found = api.get(
-                "exchanges", connection.virtual_host, columns="name,message_stats.publish_in"
-            )
-            # What is dead-lettered into an exchange is not counted there.
-            levels = {exchange.name for exchange in topology.level_exchanges}
-            published = sum(
-                each.get("message_stats", {}).get("publish_in", 0)
+    def _look_at_entering(self) -> float:
+        if self._management is None:
+            with self.app.connection_for_write() as connection:
+                api = management_api(connection, self.options.management)
+                self._management = api, connection.virtual_host
+        (api, virtual_host), self._management = self._management, None
+        about = api.get("overview", columns="rates_mode,disable_stats")
+        if about.get("rates_mode") == "none" or about.get("disable_stats"):
+            raise ManagementUnavailable(api.url, "it keeps no statistics (management.rates_mode)")
+        found = api.get(
+            "exchanges", virtual_host, columns="name,message_stats.publish_in_details.rate"
+        )
+        self._management = api, virtual_host  # it has answered; otherwise another node may
+        # What is dead-lettered into an exchange is not counted there.
+        levels = {exchange.name for exchange in self.delays.topology.level_exchanges}
+        return float(
+            sum(
+                each.get("message_stats", {}).get("publish_in_details", {}).get("rate", 0)
                 for each in found
                 if each["name"] in levels
             )
-            waiting = sum(backlog_of(connection, topology).levels.values())
-            return Counted(time.monotonic(), published, waiting)
-
-        now = self._brokers[2].ask(count)
-        self._counted = [*(each for each in self._counted if now.at - each.at <= FLOW_WINDOW), now]
-        before = self._counted[0]
-        if before is now:
-            return Flow(None, None)
-        seconds = now.at - before.at
-        # The counts begin anew with a node.
-        entered = max(now.published - before.published, 0)
-        left = max(entered - (now.waiting - before.waiting), 0)
-        return Flow(entered / seconds, left / seconds)
+        )
 
     def _look_at_workers(self) -> Workers:
         answers = self._brokers[1].ask(

@@ -57,9 +57,10 @@ class Work:
         self.done = 0
         self.state = "running"
         self.error: str | None = None
-        self._does = does
         self._stopping = Event()
-        self._thread = Thread(target=self._run, name=f"rabbitdelay-web-{self.key}", daemon=True)
+        self._thread = Thread(
+            target=self._run, args=(does,), name=f"rabbitdelay-web-{self.key}", daemon=True
+        )
 
     def start(self) -> None:
         """Begin."""
@@ -78,9 +79,9 @@ class Work:
         """Wait for its end, at most this many seconds."""
         self._thread.join(seconds)
 
-    def _run(self) -> None:
+    def _run(self, does: Does) -> None:
         try:
-            self._does(self)
+            does(self)
             self.state = "stopped" if self.is_stopping else "done"
         except AWAY as error:
             self.error = why(error)

@@ -58,25 +58,25 @@ def test_open_jobs_are_listed_by_when_they_expire(registry: Registry, others: Jo
     before = now_ms()
     for name, expires_ms in names.items():
         registry.jobs.open(name, expires_ms)
-    listed = others.opened(100)
+    listed = others.opened(registry.now_ms(), 100)
     assert [name for name, _ in listed] == sorted(names, key=names.__getitem__)
     for name, expires_ms in listed:
         assert before <= expires_ms - names[name] <= now_ms()
-    assert others.opened(3) == listed[:3]
+    assert others.opened(registry.now_ms(), 3) == listed[:3]
     ended = [name for name, _ in listed[:2]]
     registry.jobs.end(ended[0], JobState.COMMITTED)
     registry.jobs.end(ended[1], JobState.ABORTED)
-    assert others.opened(100) == listed[2:]
+    assert others.opened(registry.now_ms(), 100) == listed[2:]
 
 
 def test_a_job_that_has_expired_is_not_listed_as_open(registry: Registry) -> None:
     registry.jobs.open(JOB, 1)
     wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "the job to expire")
-    assert registry.jobs.opened(100) == []
+    assert registry.jobs.opened(registry.now_ms(), 100) == []
     names = (f"another {number}" for number in range(1000))
     another = next(each for each in names if shard_of(each) == shard_of(JOB))
     registry.jobs.open(another, MINUTE_MS)
-    assert [name for name, _ in registry.jobs.opened(100)] == [another]
+    assert [name for name, _ in registry.jobs.opened(registry.now_ms(), 100)] == [another]
     lists = registry.store.commands(
         lambda pipe: [pipe.zcard(each) for each in registry.names.open_jobs()]
     )
@@ -89,7 +89,14 @@ def test_a_job_whose_commit_redis_has_lost_is_not_listed_once_it_is_confirmed(
     registry.jobs.open(JOB, MINUTE_MS)
     _, job_id = registry.jobs.join(JOB, now_ms())
     registry.jobs.confirm(JOB, job_id)
-    assert registry.jobs.opened(100) == []
+    assert registry.jobs.opened(registry.now_ms(), 100) == []
+
+
+def test_a_job_that_an_earlier_version_has_ended_is_not_listed(registry: Registry) -> None:
+    registry.jobs.open(JOB, MINUTE_MS)
+    record = registry.names.job(JOB)
+    registry.store.commands(lambda pipe: pipe.hset(record, "state", "committed"))
+    assert registry.jobs.opened(registry.now_ms(), 100) == []
 
 
 @pytest.mark.parametrize("end", list(JobState)[1:])

@@ -454,6 +454,7 @@ def test_an_action_says_what_it_has_found_for_each_task(tracked: Any, browser: B
         ("/waiting/postpone", {"id": second, "by": "soon"}),
         ("/waiting/postpone", {"id": second, "by": "1h", "until": "2999-01-01"}),
         ("/waiting/postpone", {"id": second, "by": "9" * 30}),
+        ("/waiting/postpone", {"id": second, "by": "-1h"}),
         ("/waiting/postpone", {"id": second, "until": "then"}),
         ("/waiting/postpone", {"id": second, "until": "2999-01-01"}),
         ("/waiting/decide-all", {"action": "burn", "sent_before": "2999-01-01"}),
@@ -791,43 +792,46 @@ def managed(broker_root: Path | None) -> Iterator[RabbitMQServer]:
         yield node
 
 
-def test_now_says_how_many_messages_enter_and_leave_the_levels(
+def test_now_says_how_many_messages_enter_the_levels(
     managed: RabbitMQServer, make_shop: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site, "FLOW_PERIOD", 0.0)
-    monkeypatch.setattr(site, "STATUS_PERIOD", 0.0)
-    levels = [("hours", 4, 3600), ("minutes", 12, 300), ("halves", 10, 30), ("seconds", 30, 1)]
-    shop = make_shop(broker_url=managed.url, rabbitdelay_layout=levels)
+    monkeypatch.setattr(site, "ENTERING_PERIOD", 0.0)
+    shop = make_shop(broker_url=managed.url, rabbitdelay_layout=HOURS)
     browser = Browser(application(shop, management=managed.management_url))
 
-    def flow() -> tuple[float, float]:
-        told = browser.json("/now")["flow"]
+    def rate() -> float:
+        for _ in range(10):
+            shop.tasks["look"].apply_async(delay=HOUR)
+        told = browser.json("/now")["entering"]
         assert told["error"] is None
-        return told["entered"] or 0.0, told["left"] or 0.0
+        return told["rate"] or 0.0
 
-    flow()
-    for _ in range(10):
-        shop.tasks["look"].apply_async(delay=HOUR)
-    # The broker counts every few seconds: what was sent is seen to wait before it has entered.
-    wait_for(lambda: flow()[0] > 0 and flow()[1] == 0, "those that enter", PATIENCE)
-    assert "messages a second entered the levels" in " ".join(
-        read(browser.get("/now").text).text.split()
-    )
-    for _ in range(10):
-        shop.tasks["look"].apply_async(delay=2)
-    wait_for(lambda: flow()[1] > 0, "those that leave", PATIENCE)
-    entered, left = flow()
-    assert entered > left, "ten of twenty still wait"
+    wait_for(lambda: rate() > 1, "the rate", PATIENCE)
+    assert "messages a second enter the levels" in read(browser.get("/now").text).text
+    # The levels keep what has entered: only what a client publishes counts.
+    wait_for(lambda: browser.json("/now")["entering"]["rate"] == 0, "the end", PATIENCE)
 
 
-def test_without_the_management_api_now_says_what_counts_the_flow(
-    shop: Any,
+def test_a_broker_that_keeps_no_statistics_has_no_rate(
+    managed: RabbitMQServer, make_shop: Callable[..., Any]
 ) -> None:
+    shop = make_shop(broker_url=managed.url, rabbitdelay_layout=HOURS)
+    browser = Browser(application(shop, management=managed.management_url))
+    managed.ctl("eval", "application:set_env(rabbitmq_management_agent, rates_mode, none).")
+    try:
+        wait_for(lambda: browser.json("/now")["entering"]["error"], "the look", PATIENCE)
+    finally:
+        managed.ctl("eval", "application:set_env(rabbitmq_management_agent, rates_mode, basic).")
+    told = browser.json("/now")["entering"]
+    assert told["rate"] is None
+    assert "keeps no statistics" in told["error"]
+
+
+def test_without_the_management_api_now_says_what_it_does_not_know(shop: Any) -> None:
     browser = Browser(application(shop, management="http://127.0.0.1:1"))
-    wait_for(lambda: browser.json("/now")["flow"]["error"], "the look", PATIENCE)
-    assert "management API, which cannot be asked" in " ".join(
-        read(browser.get("/now").text).text.split()
-    )
+    wait_for(lambda: browser.json("/now")["entering"]["error"], "the look", PATIENCE)
+    assert browser.json("/now")["entering"]["rate"] is None
+    assert "management API, which cannot be reached" in read(browser.get("/now").text).text
 
 
 def test_health_shows_each_finding_with_its_way_out(

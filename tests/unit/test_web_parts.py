@@ -18,10 +18,11 @@ from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay import Celery
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, due_at_least, due_within
-from celery_rabbitdelay.operations.waiting import Place
+from celery_rabbitdelay.operations.waiting import Place, each_by
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import application, shown
@@ -102,6 +103,40 @@ def test_nobody_waits_for_a_look_in_the_background() -> None:
     may_end.set()
     wait_for(lambda: readings.latest().value == 2, "the second look")
     assert len(looks) == 2
+
+
+def test_a_mistake_in_the_background_is_logged_and_does_not_stop_later_looks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looks = []
+
+    def look() -> int:
+        looks.append(1)
+        if len(looks) == 1:
+            raise KeyError("ours")
+        return len(looks)
+
+    readings = Readings(look, period=60, in_background=True)
+    wait_for(lambda: readings.latest().value == 2, "the second look")
+    assert "A look at a server has failed" in caplog.text
+
+
+def test_a_task_that_has_moved_by_as_much_stays_when_it_comes_up_again() -> None:
+    start, hour = wall_clock.now() + timedelta(days=1), timedelta(hours=1)
+    until = each_by(hour)
+    for number in range(100):
+        due = start + number * hour
+        assert until(f"{number}", due) == due + hour
+        assert until(f"{number}", due) is None, "an old page"
+        if number:
+            assert until(f"{number - 1}", due) is None, "at its new place"
+
+
+def test_a_late_task_moves_by_as_much_from_now_on() -> None:
+    until, before = each_by(timedelta(hours=1)), wall_clock.now()
+    moved = until("late", before - timedelta(days=1))
+    assert moved is not None
+    assert before <= moved - timedelta(hours=1) <= wall_clock.now()
 
 
 def test_a_look_that_fails_keeps_what_was_seen_before_and_hides_passwords() -> None:
