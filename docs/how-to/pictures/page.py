@@ -149,6 +149,8 @@ def fill(app: Any) -> str:
         (4711, "Köln"), delay=3 * DAY + 7 * HOUR + 45 * 60 + 30, key="order:4711"
     )
     app.rabbitdelay.commit_job("spring-sale")
+    app.rabbitdelay.open_job("import 2031-03-01", expires=2 * HOUR)
+    app.rabbitdelay.open_job("price list", expires=DAY)
     for name, task, length in (
         ("nightly report", "invoices.dun", timedelta(days=1)),
         ("carts, each quarter of an hour", "carts.remind", timedelta(minutes=15)),
