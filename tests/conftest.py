@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from celery import _state
 from celery.signals import before_task_publish
 from hypothesis import HealthCheck, Phase, settings
 from kombu import pools
 
+from celery_rabbitdelay.app.celery_internals import forget_connections
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
 from tests.private_broker import QUIET
 
@@ -93,6 +95,9 @@ def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServe
     yield session_rabbitmq
     # kombu keeps connections for whoever uses the same URL next; these may be to a killed node.
     pools.reset()
+    for app in _state._get_active_apps():  # type: ignore[attr-defined]
+        if getattr(app, "_pool", None) is not None:
+            forget_connections(app)
     if not session_rabbitmq.running or session_rabbitmq.pid != process:
         # The test has restarted the node, and deleted its levels maybe at once. RabbitMQ 3.10.8
         # then loses the supervisor of dead-lettering, and all quorum queues with it, until it is
