@@ -95,6 +95,8 @@ def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServe
     yield session_rabbitmq
     # kombu keeps connections for whoever uses the same URL next; these may be to a killed node.
     pools.reset()
+    # Applications that outlive the test hold on to pools, which are closed now. Celery's types do
+    # not know its own list of applications.
     for app in _state._get_active_apps():  # type: ignore[attr-defined]
         if getattr(app, "_pool", None) is not None:
             forget_connections(app)

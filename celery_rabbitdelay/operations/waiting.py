@@ -106,7 +106,7 @@ def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
     """
     if not wanted.needs_records:
         return delays.registry.index.count(wanted), False
-    if (wanted.key, wanted.key_start, wanted.sent_before_ms) == (None, None, None):
+    if not wanted.is_unindexed:
         return delays.registry.index.count_of_both(wanted, MOST_READ)
     found = search(delays, wanted, MOST_RECORDS)
     return len(found.tasks), found.next is not None

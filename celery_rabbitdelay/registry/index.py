@@ -135,7 +135,7 @@ class Filter(NamedTuple):
         job: The job that they were sent with.
         due_after_ms: They are due then or later, in milliseconds since 1970-01-01 UTC.
         due_before_ms: They are due earlier than that.
-        key_start: What their keys begin with.
+        key_start: The text that their keys begin with.
         sent_before_ms: They were sent earlier than that, by the clock of the Redis that has them.
     """
 
@@ -159,11 +159,15 @@ class Filter(NamedTuple):
     @property
     def needs_records(self) -> bool:
         """Whether no index holds just these tasks, so that each task's record is read."""
-        by_record = (self.key, self.key_start, self.sent_before_ms)
-        return any(each is not None for each in by_record) or None not in (self.task, self.job)
+        return self.is_unindexed or None not in (self.task, self.job)
+
+    @property
+    def is_unindexed(self) -> bool:
+        """Whether it chooses by what only the records say."""
+        return (self.key, self.key_start, self.sent_before_ms) != (None, None, None)
 
     def matches(self, task: Pending) -> bool:
-        """Return whether a task is one of those that are meant."""
+        """Return whether a task matches."""
         return (
             self.task in (None, task.task)
             and self.key in (None, task.key)
@@ -241,7 +245,7 @@ class Index:
             yield from part.tasks
 
     def batches(self, wanted: Filter, most: int) -> Iterator[list[Pending]]:
-        """Yield the tasks in that order, some at a time: none where none of those read matches."""
+        """Yield lists of the tasks in that order; a list is empty where many were read in vain."""
         batch, read = list[Pending](), 0
         for part in self.parts(wanted):
             batch, read = batch + part.tasks, read + part.read
@@ -303,17 +307,19 @@ class Index:
         """Return how many tasks wait."""
         if wanted.needs_records:
             return sum(1 for _ in self.pending(wanted))
-        scores = wanted.scores(self.least_ms())
-        names = self.names.all_due(wanted.task, wanted.job)
-        counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
-        return sum(counts)
+        (count,) = self.counts([wanted])
+        return count
 
-    def counts_of_jobs(self, jobs: Sequence[str]) -> list[int]:
-        """Return how many tasks of each job wait, in one round trip."""
-        scores = Filter().scores(self.least_ms())
-        names = [name for job in jobs for name in self.names.all_due(job=job)]
-        counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
-        return [sum(counts[start : start + SHARDS]) for start in range(0, len(counts), SHARDS)]
+    def counts(self, wanted: Sequence[Filter]) -> list[int]:
+        """Return how many tasks of each filter wait, in one round trip; none may need records."""
+        least_ms = self.least_ms()
+        ranges = [
+            (name, *each.scores(least_ms))
+            for each in wanted
+            for name in self.names.all_due(each.task, each.job)
+        ]
+        found = self.store.commands(lambda pipe: [pipe.zcount(*each) for each in ranges])
+        return [sum(found[start : start + SHARDS]) for start in range(0, len(found), SHARDS)]
 
     def count_of_both(self, wanted: Filter, most: int) -> tuple[int, bool]:
         """Return how many tasks of a name and of a job wait, and whether there may be more.
@@ -331,16 +337,6 @@ class Index:
         pages = [page[:each] for page in found]
         in_both = self._in_other([(0, task_id) for page in pages for task_id in page], other)
         return len(in_both), any(len(page) > each for page in found)
-
-    def counts_before(self, instants_ms: Sequence[int]) -> list[int]:
-        """Return how many tasks are due before each of some instants, in one round trip."""
-        least_ms, names = self.least_ms(), [*self.names.all_due()]
-        counts = self.store.commands(
-            lambda pipe: [
-                pipe.zcount(name, least_ms, f"({each}") for each in instants_ms for name in names
-            ]
-        )
-        return [sum(counts[start : start + SHARDS]) for start in range(0, len(counts), SHARDS)]
 
     def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
         """Yield for each step in which tasks are due its start in milliseconds, and how many.
@@ -439,10 +435,7 @@ class Index:
     def _smaller_first(self, wanted: Filter) -> tuple[Filter, Filter]:
         """Return the filters by the task's name alone and by the job alone, the rarer one first."""
         both = wanted._replace(job=None), wanted._replace(task=None)
-        scores = wanted.scores(self.least_ms())
-        names = [name for each in both for name in self.names.all_due(each.task, each.job)]
-        counts = self.store.commands(lambda pipe: [pipe.zcount(name, *scores) for name in names])
-        of_task, of_job = sum(counts[:SHARDS]), sum(counts[SHARDS:])
+        of_task, of_job = self.counts(both)
         return both if of_task <= of_job else both[::-1]
 
     def _in_other(self, page: Sequence[tuple[int, str]], other: Filter) -> list[tuple[int, str]]:

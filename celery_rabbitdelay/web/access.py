@@ -1,4 +1,4 @@
-"""Who sends a request: by a cookie, a trusted proxy's header, a function, or from this machine."""
+"""Find out who sends a request: by a cookie, a proxy's header, a function, or the address."""
 
 from __future__ import annotations
 

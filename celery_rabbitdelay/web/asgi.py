@@ -56,7 +56,7 @@ class Server:
     """Answers requests.
 
     Args:
-        site: What all requests share.
+        site: The readings and long actions that all requests share.
     """
 
     def __init__(self, site: Site) -> None:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.exceptions import InvalidDelay, JobClosed
 from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.waiting import check_registry
 from celery_rabbitdelay.web.work import log_action
@@ -27,7 +28,7 @@ def jobs(asked: Asked) -> dict[str, Any]:
     registry = asked.site.delays.registry
     with servers_away():
         opened = registry.jobs.opened(registry.now_ms(), MOST + 1)
-        tasks = registry.index.counts_of_jobs([name for name, _ in opened[:MOST]])
+        tasks = registry.index.counts([Filter(job=name) for name, _ in opened[:MOST]])
     told = [
         {"name": name, "expires": instant_of(expires_ms), "tasks": waiting}
         for (name, expires_ms), waiting in zip(opened, tasks, strict=False)
@@ -42,7 +43,7 @@ def _named(asked: Asked) -> dict[str, Any]:
         return {"name": None, "state": None, "tasks": None}
     with servers_away():
         state = registry.jobs.state(name)
-        (tasks,) = registry.index.counts_of_jobs([name])
+        tasks = registry.index.count(Filter(job=name))
     return {"name": name, "state": None if state is None else state.value, "tasks": tasks}
 
 

@@ -94,7 +94,7 @@ class Readings(Generic[_T]):
     def _look_behind(self) -> None:
         try:
             self._look_anew()
-        except Exception:
+        except Exception:  # a mistake of ours, and nobody waits for this thread
             logger.exception("A look at a server has failed")
 
     def _look_anew(self) -> Reading[_T]:

@@ -27,6 +27,7 @@ from celery_rabbitdelay.operations.verify.application import verify_application
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI, management_api
 from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import Broker, Readings
 from celery_rabbitdelay.web.work import Works
@@ -190,7 +191,7 @@ class Site:
             "exchanges", virtual_host, columns="name,message_stats.publish_in_details.rate"
         )
         self._management = api, virtual_host  # it has answered; otherwise another node may
-        # What is dead-lettered into an exchange is not counted there.
+        # An exchange counts what is published to it, and not what is dead-lettered into it.
         levels = {exchange.name for exchange in self.delays.topology.level_exchanges}
         return float(
             sum(
@@ -213,9 +214,9 @@ class Site:
         length, number = HORIZONS[horizon]
         steps = [start + length * step / number for step in range(1, number + 1)]
         ends = [start + length for length, _ in HORIZONS.values()]
-        instants = [milliseconds_of(each) for each in (start, *steps, *ends)]
+        before = [Filter(due_before_ms=milliseconds_of(each)) for each in (start, *steps, *ends)]
         index = self.delays.registry.index
-        overdue, *counts, all_of_them = index.counts_before([*instants, _NEVER_MS])
+        overdue, *counts, all_of_them = index.counts([*before, Filter()])
         # A task that leaves meanwhile is counted in some of them only.
         of_steps = pairwise([overdue, *counts[:number]])
         each_step = [max(until - before, 0) for before, until in of_steps]
@@ -246,6 +247,3 @@ class Site:
 
 
 _NO_BACKLOG: Final = Backlog({}, {}, {}, ())
-
-#: Later than any task is due, in milliseconds since 1970-01-01 UTC.
-_NEVER_MS: Final = 2**53

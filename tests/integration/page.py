@@ -28,14 +28,24 @@ HOURS: Final = [("hours", 4, 3600), ("minutes", 12, 300), ("halves", 10, 30), ("
 HOUR: Final = 3600
 
 
-def with_users(**options: Any) -> dict[str, Any]:
-    """Return the setting of a page that both may sign in to, with further options."""
+def with_users(redis_url: str, **options: Any) -> dict[str, Any]:
+    """Return settings: tracked tasks, which wait for hours, and a page that both may sign in to.
+
+    Args:
+        redis_url: The URL of the Redis of the registry.
+        **options: Further options of the page.
+    """
     password = hash_password(PASSWORD)
     users = {
         OPERATOR: {"password": password, "role": "operator"},
         VIEWER: {"password": password, "role": "viewer"},
     }
-    return {"rabbitdelay_web": {"users": users, **options}}
+    return {
+        "rabbitdelay_layout": HOURS,
+        "rabbitdelay_registry_url": redis_url,
+        "rabbitdelay_track": "all",
+        "rabbitdelay_web": {"users": users, **options},
+    }
 
 
 class ServedPage(ShopProcess):

@@ -26,7 +26,6 @@ from tests.integration.conftest import (
 from tests.integration.notes import Notes
 from tests.integration.page import (
     HOUR,
-    HOURS,
     OPERATOR,
     REFUSED,
     UNKNOWN,
@@ -50,14 +49,11 @@ def served(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     """An application, with its worker and its page, for the tests of this module."""
     configuration = {
         **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_layout": HOURS,
-        "rabbitdelay_registry_url": redis_url,
-        "rabbitdelay_track": "all",
-        **with_users(shows_arguments=True),
+        **with_users(redis_url, shows_arguments=True),
     }
-    app = make_app(configuration)
+    app: Any = make_app(configuration)
     with Worker(configuration), ServedPage(configuration) as page:
-        app.page, app.configuration = page, configuration  # type: ignore[attr-defined]
+        app.page, app.configuration = page, configuration
         yield app
     delete_what_it_declared(app)
     app.close()
@@ -477,7 +473,7 @@ def reloaded(tab: Tab, text: str) -> bool:
     return text in tab.text
 
 
-#: The pages that are read, and those of them that need no field in their address.
+#: All pages but actions and files, and those of them that can be opened without a field.
 READ = [each for each in pages.PAGES if not each.is_action and not each.file]
 PAGES = [f"/{each.path}" for each in READ if not any(field.is_needed for field in each.parameters)]
 

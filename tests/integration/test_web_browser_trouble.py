@@ -15,7 +15,6 @@ from tests.chromium import Tab
 from tests.integration.page import (
     AWAY,
     HOUR,
-    HOURS,
     UNKNOWN,
     ServedPage,
     chromium,
@@ -49,10 +48,7 @@ def serve_page(
 
         def serve_page(**options: Any) -> Any:
             settings = {
-                "rabbitdelay_layout": HOURS,
-                "rabbitdelay_registry_url": redis.url,
-                "rabbitdelay_track": "all",
-                **with_users(**options),
+                **with_users(redis.url, **options),
             }
             shop = make_shop(**settings)
             with Connection(shop.conf.broker_url) as connection:

@@ -18,7 +18,7 @@ from tests.browser import ADDRESSES, Form, read
 from tests.celery_process import REPOSITORY
 from tests.documentation.page import blocks
 from tests.integration.conftest import delete_what_it_declared, small_configuration
-from tests.integration.page import HOUR, HOURS, OPERATOR, PASSWORD, with_users
+from tests.integration.page import HOUR, OPERATOR, PASSWORD, with_users
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.undeliverable_messages import message, put, straight
 from tests.integration.worker import ShopProcess
@@ -87,10 +87,7 @@ def shop(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     """An application with something on each page; no worker serves it."""
     configuration = {
         **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "rabbitdelay_layout": HOURS,
-        "rabbitdelay_registry_url": redis_url,
-        "rabbitdelay_track": "all",
-        **with_users(shows_arguments=True),
+        **with_users(redis_url, shows_arguments=True),
     }
     app: Any = make_app(configuration)
     app.configuration = configuration
