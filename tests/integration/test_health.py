@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
@@ -71,7 +72,12 @@ def test_a_worker_is_ready_while_it_is_connected_and_consumes(
     private_rabbitmq.start()
     probes.wait_until_ready()
     for queue in shop.amqp.queues:
-        shop.control.cancel_consumer(queue, reply=True, timeout=PATIENCE, limit=1)
+        # Remote control comes back a moment after the queues are consumed from again.
+        wait_for(
+            partial(shop.control.cancel_consumer, queue, reply=True, timeout=1, limit=1),
+            "a worker that heeds remote control",
+            PATIENCE,
+        )
     probes.wait_until_not_ready("consuming from no queue")
 
 
