@@ -4,6 +4,9 @@
 VENV ?= .venv
 BIN = $(VENV)/bin
 
+# Dozens of processes import the package and its tests; without bytecode, each compiles them anew.
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants travel bench bench-absence bench-sends bench-levels bench-lateness \
         bench-beside bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from celery_rabbitdelay.web.passwords import hash_password
+from tests.browser import quick_hash
 from tests.chromium import ELSEWHERE, Chromium, Tab
 from tests.integration.shop import PATIENCE
 from tests.integration.worker import ShopProcess
@@ -35,7 +35,7 @@ def with_users(redis_url: str, **options: Any) -> dict[str, Any]:
         redis_url: The URL of the Redis of the registry.
         **options: Further options of the page.
     """
-    password = hash_password(PASSWORD)
+    password = quick_hash(PASSWORD)
     users = {
         OPERATOR: {"password": password, "role": "operator"},
         VIEWER: {"password": password, "role": "viewer"},

@@ -16,17 +16,16 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.web import User, application
 from celery_rabbitdelay.web.access import MOST_WRONG
-from celery_rabbitdelay.web.passwords import hash_password
 from celery_rabbitdelay.web.sessions import COOKIE, Session, Sessions
 from celery_rabbitdelay.web.work import Works
-from tests.browser import Browser, Form, assert_harmless
+from tests.browser import Browser, Form, assert_harmless, quick_hash
 
 #: What an action answers that was let through: nothing of that key goes on.
 LET_THROUGH = 404
 
 SECRET = "s" * 32
 
-HASHES = {name: hash_password(f"{name}'s word") for name in ("ada", "vera")}
+HASHES = {name: quick_hash(f"{name}'s word") for name in ("ada", "vera")}
 
 USERS = {
     "ada": {"password": HASHES["ada"], "role": "operator"},
@@ -290,7 +289,7 @@ def test_another_password_ends_the_sessions_and_a_role_counts_at_once(make: Make
     browser.sign_in("ada", "ada's word")
     for users, status in (
         ({"ada": {**USERS["ada"], "role": "viewer"}}, 403),
-        ({"ada": {"password": hash_password("new"), "role": "operator"}}, 401),
+        ({"ada": {"password": quick_hash("new"), "role": "operator"}}, 401),
         ({"vera": USERS["vera"]}, 401),
     ):
         other = Browser(make(users=users, secret=SECRET))
