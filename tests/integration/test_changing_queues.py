@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from amqp.exceptions import NotFound
 from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
@@ -19,6 +18,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare,
     is_declared,
     missing,
+    queue_counts,
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
@@ -125,7 +125,8 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
     topology, look = shop.rabbitdelay.topology, shop.tasks["look"]
     with Worker(configuration, [living]):
         lost = {look.apply_async(delay=delay, queue=gone).id for _ in range(32)}
-        assert channel.queue_delete(gone) == 0
+        # None, unless the machine was too slow for that.
+        passed = channel.queue_delete(gone)
         due = {}
         for _ in range(10):
             asked = time.time()
@@ -135,8 +136,9 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
         # Distribution tries again, and finds the queue when it is there again, even if unbound.
         queue = shop.amqp.queues[gone]
         queue(channel).queue_declare()
-        arrivals = take(connection, [queue], 32)
-    assert {arrival.message.headers["id"] for arrival in arrivals} == lost
+        arrivals = take(connection, [queue], 32 - passed)
+    came = {arrival.message.headers["id"] for arrival in arrivals}
+    assert (len(came), came <= lost) == (32 - passed, True)
     for arrival in arrivals:
         told = arrival.message.headers
         assert told["rabbitdelay-due"] <= arrival.at * 1000
@@ -219,7 +221,7 @@ def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_t
 
 
 def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
-    shop: Any, configuration: dict[str, Any], channel: Any, broker_url: str, prefix: str
+    shop: Any, configuration: dict[str, Any], connection: Connection, broker_url: str, prefix: str
 ) -> None:
     """As a task is that was early, and that the distribution of another application returns."""
     # Its own distribution would know the queue.
@@ -228,10 +230,10 @@ def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
     with Worker({**configuration, **here}):
         publish_by_hand(shop, broker_url, name, prefix)
         assert shop.AsyncResult(prefix).get(timeout=PATIENCE)["routing_key"] == name
-    channel.exchange_delete(f"{prefix}.everybody")
+    connection.default_channel.exchange_delete(f"{prefix}.everybody")  # type: ignore[attr-defined]
     # The binding goes with the queue, and the queue with its worker.
-    with pytest.raises(NotFound):
-        channel.queue_declare(name, passive=True)
+    gone = {name: None}
+    wait_for(lambda: queue_counts(connection, [Queue(name)]) == gone, "the end of the queue")
 
 
 @pytest.mark.parametrize("written", [";".join, list], ids=["string", "list"])

@@ -74,7 +74,7 @@ def test_a_worker_is_ready_while_it_is_connected_and_consumes(
     for queue in shop.amqp.queues:
         # Remote control comes back a moment after the queues are consumed from again.
         wait_for(
-            partial(shop.control.cancel_consumer, queue, reply=True, timeout=1, limit=1),
+            partial(shop.control.cancel_consumer, queue, reply=True, timeout=5, limit=1),
             "a worker that heeds remote control",
             PATIENCE,
         )

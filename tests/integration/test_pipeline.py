@@ -384,7 +384,7 @@ def test_who_is_interrupted_at_the_end_of_a_block_learns_what_is_not_confirmed(
             confirm(shop)
             stack.enter_context(suspended(private_rabbitmq))
             look.apply_async(delay=DELAY, task_id="unknown")
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     look = shop.tasks["look"]
     before = signal.signal(signal.SIGUSR1, interrupt)

@@ -23,7 +23,7 @@ from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import ShopProcess, Worker
 
 #: Seconds; long enough to kill the process that decides about a task before the task is due.
-LONG = 8.0
+LONG = 15.0
 
 
 pytestmark = pytest.mark.timeout(300)

@@ -290,7 +290,7 @@ def test_a_worker_shows_no_password(
             "scheduled",
             "stats",
         ):
-            answer = run_celery(configuration, f"inspect -t 20 -d {worker.name} {command}")
+            answer = run_celery(configuration, f"inspect -t 60 -d {worker.name} {command}")
             assert answer.returncode == 0, answer.stderr
             shown += [answer.stdout, answer.stderr]
         assert "redis://:**@127.0.0.1" in "".join(shown)

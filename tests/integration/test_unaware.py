@@ -73,12 +73,12 @@ def test_a_task_of_an_hour_lies_in_the_levels_within_two_seconds_and_no_kill_los
     def all_are_there() -> bool:
         return _ready(connection, first_stops) == len(ids)
 
-    for _ in range(3):
+    # A busy machine may need longer, but hardly each time.
+    while min(seconds, default=2) >= 2 and len(seconds) < 10:
         ids.update(send(countdown=3600).id for _ in range(5))
         sent = time.monotonic()
         wait_for(all_are_there, "the tasks in the levels")
         seconds.append(time.monotonic() - sent)
-    # A busy machine may need longer, but hardly thrice.
     assert min(seconds) < 2
     # The worker's one place is free.
     assert send().get(timeout=PATIENCE)
@@ -180,7 +180,7 @@ def test_a_task_that_keeps_celery_s_own_behavior_is_held_by_the_worker(
 def test_a_task_that_was_revoked_does_not_enter_the_levels(
     shop: Any, worker: Worker, send: Callable[..., Any], connection: Connection
 ) -> None:
-    shop.control.revoke("unwanted", destination=[worker.name], reply=True)
+    shop.control.revoke("unwanted", destination=[worker.name], reply=True, timeout=PATIENCE)
     send(task_id="unwanted", countdown=5)
     wait_for(lambda: "Discarding revoked task: look[unwanted]" in worker.log, "the revoked task")
     assert _waiting(connection, shop) == 0

