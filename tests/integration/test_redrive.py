@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -399,13 +396,8 @@ def test_five_kills_in_the_middle_of_2000_messages_lose_none(
     name = put(connection, topology, *(message(each, own) for each in range(2000)))
 
     for point, calls in KILLS:
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.integration.redrive_killed", point, str(calls)],
-            env={**os.environ, **ShopProcess.environment(configuration)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        program = "tests.integration.redrive_killed"
+        run = ShopProcess.run_module(program, configuration, point, str(calls))
         assert run.returncode == -signal.SIGKILL, run.stderr
         # The broker gives its messages back when it removes the consumer.
         wait_for(lambda: not consumers(connection, name), "the end of its consumer")

@@ -39,14 +39,11 @@ def run_program(
     configuration: dict[str, Any], what: str, given: dict[str, Any], step: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one of the programs of :mod:`tests.integration.registry_shop` to its end."""
-    arguments = [what] if step is None else [what, str(step)]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.integration.registry_shop", *arguments],
-        env={**os.environ, **ShopProcess.environment(configuration)},
-        input=json.dumps(given),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
+    return ShopProcess.run_module(
+        "tests.integration.registry_shop",
+        configuration,
+        *([what] if step is None else [what, str(step)]),
+        given=json.dumps(given),
     )
 
 
