@@ -41,6 +41,7 @@ from tests.integration.undeliverable_messages import (
     straight,
 )
 from tests.integration.worker import ShopProcess, Worker, run_celery
+from tests.node_control import close_all_connections
 
 MODULES = ("check-in", "distribution")
 
@@ -343,7 +344,7 @@ def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
     def lose(copy: UndeliverableMessage) -> bool:
         if int(copy.body) >= 20 and not lost:
             lost.append(int(copy.body))
-            private_rabbitmq.ctl("close_all_connections", "a test")
+            close_all_connections(private_rabbitmq, "a test")
         return True
 
     report = redrive(connection, declared, to_queues(declared, queue), lose, rate=50)

@@ -30,6 +30,7 @@ from tests.integration.arrivals import count
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.trouble import suspended
+from tests.node_control import evaluate
 
 #: Two levels whose digits last for hours, so that nothing is due during a test.
 HOURS = [("hours", 24, 3600), ("minutes", 60, 60)]
@@ -821,11 +822,11 @@ def test_a_broker_that_keeps_no_statistics_has_no_rate(
 ) -> None:
     shop = make_shop(broker_url=managed.url, rabbitdelay_layout=HOURS)
     browser = Browser(application(shop, management=managed.management_url))
-    managed.ctl("eval", "application:set_env(rabbitmq_management_agent, rates_mode, none).")
+    evaluate(managed, "application:set_env(rabbitmq_management_agent, rates_mode, none)")
     try:
         wait_for(lambda: browser.json("/now")["entering"]["error"], "the look", PATIENCE)
     finally:
-        managed.ctl("eval", "application:set_env(rabbitmq_management_agent, rates_mode, basic).")
+        evaluate(managed, "application:set_env(rabbitmq_management_agent, rates_mode, basic)")
     told = browser.json("/now")["entering"]
     assert told["rate"] is None
     assert "keeps no statistics" in told["error"]
