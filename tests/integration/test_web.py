@@ -695,28 +695,6 @@ def without_ids(page: str, hostile: dict[str, str]) -> str:
     return page
 
 
-def test_the_broker_goes_away_and_comes_back_under_an_open_page(
-    tracked: Any, browser: Browser, private_rabbitmq: RabbitMQServer
-) -> None:
-    send(tracked, 2)
-    wait_for(lambda: browser.json("/now")["total"] == 2, "the counts")
-    private_rabbitmq.kill()
-    try:
-        wait_for(lambda: browser.json("/now")["broker_error"], "the page to notice")
-        told = browser.json("/now")
-        assert told["total"] == 2, "the last counts stay"
-        page = browser.get("/now")
-        assert page.status_code == 200
-        assert "The broker cannot be asked" in read(page.text).text
-        assert "guest:" not in page.text
-        assert len(browser.json("/waiting")["tasks"]) == 2
-        health = browser.json("/health")
-        assert health["error"]
-    finally:
-        private_rabbitmq.start()
-    wait_for(lambda: browser.json("/now")["broker_error"] is None, "the page to recover", PATIENCE)
-
-
 def test_a_frozen_broker_holds_up_no_other_page(
     tracked: Any,
     browser: Browser,
