@@ -39,18 +39,14 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes, instants
-from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
+from tests.integration.registering import TIMEOUT, RedisSetup
+from tests.integration.registry_fixtures import redis_setup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Beat, Worker
 
+__all__ = ["redis_setup"]
+
 SECOND = timedelta(seconds=1)
-
-
-@pytest.fixture(scope="module")
-def redis_setup() -> Iterator[RedisSetup]:
-    """A cluster, which takes the least."""
-    with KINDS["cluster"]() as setup:
-        yield setup
 
 
 @pytest.fixture
