@@ -18,6 +18,7 @@ from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.registering import (
     KEEP_MS,
+    KINDS,
     MARGIN_MS,
     MINUTE_MS,
     TIMEOUT,
@@ -112,6 +113,7 @@ def test_each_call_says_that_redis_is_not_there(scheme: str, name: str, closed_p
         assert PASSWORD not in unavailable(lambda: CALLS[name](registry))
 
 
+@pytest.mark.parametrize("redis_setup", KINDS, indirect=True)
 def test_an_unknown_user_is_refused_and_the_password_is_not_told(redis_setup: RedisSetup) -> None:
     url = redis_setup.url.replace("//", f"//stranger:{PASSWORD}@", 1)
     with registry_in(url) as registry:
