@@ -50,11 +50,11 @@ def evaluate(broker: RabbitMQServer, *expressions: str) -> str:
 
 def listed(broker: RabbitMQServer, expression: str) -> set[str]:
     """Evaluate an Erlang expression whose value is a list; return each as Erlang writes it."""
-    lines = f'lists:join("\\n", [io_lib:format("~0p", [One]) || One <- {expression}])'
-    # A text of no character that is written otherwise; a long one is broken into several.
-    encoded = f"base64:encode_to_string(unicode:characters_to_binary({lines}))"
-    printed = re.findall('"(.*?)"', evaluate(broker, encoded))
-    return set(base64.b64decode("".join(printed)).decode().splitlines())
+    line = 'unicode:characters_to_binary(io_lib:format("~0p", [Each]))'
+    # Of no character that is written otherwise; rabbitmqctl breaks a long text into several.
+    printed = evaluate(broker, f"[base64:encode_to_string({line}) || Each <- {expression}]")
+    encoded = re.findall('"(.*?)"', re.sub(r'"\s+"', "", printed))
+    return {base64.b64decode(each).decode() for each in encoded}
 
 
 def bindings(virtual_host: str) -> str:

@@ -27,6 +27,7 @@ from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.trouble import virtual_host
 from tests.integration.undeliverable_messages import break_level
 from tests.integration.worker import Worker
+from tests.node_control import bindings, close_all_connections, evaluate, listed, text
 from tests.unit.clock import frozen
 
 #: How late a task may be on a noisy machine; what is tested is that it is never early.
@@ -251,8 +252,9 @@ def test_a_producer_finds_the_broker_that_lives(
     assert len(take(connection, [Queue(f"{prefix}.default")], 1)) == 1
 
 
-def queues_of(server: RabbitMQServer, url: str) -> list[str]:
-    return server.ctl("list_queues", "-p", url.rsplit("/", 1)[1], "name").split()
+def has_no_queue(server: RabbitMQServer, url: str) -> bool:
+    host = text(url.rsplit("/", 1)[1])
+    return "[]" in evaluate(server, f"rabbit_amqqueue:list_names({host})")
 
 
 def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
@@ -268,7 +270,7 @@ def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
     result = shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.3}), delay=0.3)
     with Connection(other) as connection:
         assert missing(connection, topology) == ()
-    assert queues_of(private_rabbitmq, one) == []
+    assert has_no_queue(private_rabbitmq, one)
 
     crossed = {**configuration, "broker_read_url": other, "broker_write_url": one}
     with Worker(crossed) as worker, Connection(one) as connection:
@@ -293,10 +295,9 @@ def test_a_producer_that_fails_over_declares_where_it_sends_now(
     one, other = two_hosts
     shop = make_shop(broker_url=[one, other])
     shop.tasks["look"].apply_async(delay=0.2)
-    assert queues_of(private_rabbitmq, other) == []
+    assert has_no_queue(private_rabbitmq, other)
 
-    lost = one.rsplit("/", 1)[1]
-    private_rabbitmq.ctl("close_all_connections", "--vhost", lost, "maintenance")
+    close_all_connections(private_rabbitmq, "maintenance", one.rsplit("/", 1)[1])
     result = shop.tasks["look"].apply_async(delay=0.2)
 
     with Connection(other) as connection:
@@ -306,14 +307,15 @@ def test_a_producer_that_fails_over_declares_where_it_sends_now(
 
 
 def everything(server: RabbitMQServer, prefix: str) -> set[str]:
-    """What stands under a prefix: exchanges, queues and bindings, a line each."""
-    listings = (
-        ("list_exchanges", "name", "type"),
-        ("list_queues", "name", "arguments"),
-        ("list_bindings", "source_name", "destination_name", "routing_key"),
+    """What stands under a prefix: exchanges, queues and bindings, a text each."""
+    found = listed(
+        server,
+        '[rabbit_exchange:info(Each, [name, type]) || Each <- rabbit_exchange:list(<<"/">>)]'
+        " ++ [{amqqueue:get_name(Each), amqqueue:get_arguments(Each)}"
+        ' || Each <- rabbit_amqqueue:list(<<"/">>)]'
+        f" ++ {bindings('/')}",
     )
-    lines = [line for listing in listings for line in server.ctl(*listing).splitlines()]
-    return {line for line in lines if prefix in line}
+    return {each for each in found if prefix in each}
 
 
 def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(
