@@ -97,7 +97,7 @@ test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place 
 	$(BIN)/python -m tests.valkey
 
 registry-sequences: $(VENV)/test.done  ## 100,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
-	RABBITDELAY_SEQUENCES=33400 $(BIN)/pytest -q tests/integration/test_registry_rule.py
+	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_registry_rule.py
 	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
 
 travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, and 1,000 random tasks beside a model (half an hour)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,30 +38,36 @@ _FORKS.set_forkserver_preload(
     ]
 )
 
+CELERY: Final = "celery"
+
+#: The application of the other programs.
+SHOP: Final = "tests.integration.shop"
+
 #: The files that a command has as its standard streams.
 _STREAMS: Final = ("stdin", "stdout", "stderr")
 
 
 def run(
-    arguments: list[str], environment: dict[str, str], given: str = ""
+    arguments: list[str], environment: dict[str, str], given: str = "", module: str = CELERY
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``celery`` to its end.
+    """Run ``celery``, or another module that imports it, to its end.
 
     Args:
         arguments: Its arguments.
         environment: Its environment.
         given: Its standard input.
+        module: The module, which is run as ``python -m`` runs it.
     """
     with TemporaryDirectory(prefix="rabbitdelay-") as folder:
         files = {name: Path(folder, name) for name in _STREAMS}
         files["stdin"].write_text(given)
-        process = Program(arguments, environment, files)
+        process = Program(arguments, environment, files, module=module)
         try:
             status = process.wait()
         finally:
             process.kill()
         printed, said = files["stdout"].read_text(), files["stderr"].read_text()
-    return subprocess.CompletedProcess(["celery", *arguments], status, printed, said)
+    return subprocess.CompletedProcess([module, *arguments], status, printed, said)
 
 
 class Program:
@@ -71,6 +78,7 @@ class Program:
         environment: Its environment.
         files: The files that are its standard streams, by the streams' names.
         folder: Where it runs, and then as the leader of a session of its own; None: here.
+        module: Another module that is run in its place.
     """
 
     def __init__(
@@ -79,8 +87,10 @@ class Program:
         environment: dict[str, str],
         files: dict[str, Path],
         folder: Path | None = None,
+        module: str = CELERY,
     ) -> None:
-        self._process = _FORKS.Process(target=_celery, args=(arguments, environment, files, folder))
+        given = (module, arguments, environment, files, folder)
+        self._process = _FORKS.Process(target=_run, args=given)
         self._process.start()
         assert self._process.pid is not None
         self.pid: Final = self._process.pid
@@ -106,13 +116,14 @@ class Program:
         self._process.kill()
 
 
-def _celery(
+def _run(
+    module: str,
     arguments: list[str],
     environment: dict[str, str],
     files: dict[str, Path],
     folder: Path | None,
 ) -> None:
-    """Be ``celery``: what a fork does."""
+    """Be that program: what a fork does."""
     from celery.bin.celery import main
 
     end_with_parent()
@@ -124,14 +135,16 @@ def _celery(
         os.dup2(os.open(files[name], how), number)
     sys.stdin = os.fdopen(0)
     # If the main program has imported the application, the fork has too: without its settings.
-    module = arguments[arguments.index("-A") + 1]
-    if sys.modules.pop(module, None) is not None:
-        package, _, name = module.rpartition(".")
+    application = arguments[arguments.index("-A") + 1] if "-A" in arguments else SHOP
+    if sys.modules.pop(application, None) is not None:
+        package, _, name = application.rpartition(".")
         delattr(sys.modules[package], name)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["celery", *arguments]
+    sys.argv = [module, *arguments]
     try:
-        sys.exit(main())
+        if module == CELERY:
+            sys.exit(main())
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()

@@ -23,6 +23,7 @@ from kombu import pools
 
 from celery_rabbitdelay.app.celery_internals import forget_connections
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
+from tests.node_control import add_virtual_host
 from tests.private_broker import QUIET
 
 # A busy machine is no error: how long an example takes says nothing.
@@ -161,8 +162,7 @@ class InVirtualHost:
     def __init__(self, server: RabbitMQServer, name: str) -> None:
         self._server = server
         self.url = f"{server.url.rstrip('/')}/{name}"
-        server.ctl("add_vhost", name)
-        server.ctl("set_permissions", "--vhost", name, "guest", ".*", ".*", ".*")
+        add_virtual_host(server, name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._server, name)

@@ -59,7 +59,7 @@ class PrometheusServer(Server):
 
     def ask(self, path: str, **parameters: str) -> Any:
         """Return what its API answers."""
-        with urlopen(f"{self.url}/api/v1/{path}?{urlencode(parameters)}", timeout=10) as answer:
+        with urlopen(f"{self.url}/api/v1/{path}?{urlencode(parameters)}", timeout=60) as answer:
             return json.load(answer)["data"]
 
     def value(self, query: str) -> float:

@@ -23,7 +23,7 @@ from tests.brokers import BROKERS, REPOSITORY, NotPossibleHere, system_with
 #: The Debian suite that has Valkey 8.
 SUITE: Final = "trixie"
 
-#: The test files that are run; most of them on one server, a cluster and Sentinel.
+#: The test files that are run; most of them on one server and a cluster, some behind Sentinel.
 TESTS: Final = sorted(str(path) for path in REPOSITORY.glob("tests/integration/test_registry*.py"))
 
 #: Starts a program of the Debian system with that system's libraries.

@@ -13,7 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
 from example_project import spark_job
-from tests.integration.spark import spark_session
+from tests.integration.spark import QUICK_JAVA, spark_session
 
 BEGINS = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -21,7 +21,7 @@ DAY = timedelta(days=1)
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    with spark_session() as session:
+    with spark_session(QUICK_JAVA) as session:
         yield session
 
 

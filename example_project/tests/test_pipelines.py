@@ -10,7 +10,6 @@ import csv
 import gzip
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -31,7 +30,7 @@ from example_project import spark_job
 from example_project.demonstration.gateway import MailGateway
 from example_project.demonstration.processes import ChildProcess
 from example_project.pipelines import forecast, lateness, reconciliation, reminders
-from tests.integration.spark import spark_session
+from tests.integration.spark import QUICK_JAVA, spark_session
 
 #: The tasks' queue: Celery's default.
 TASKS = "celery"
@@ -120,7 +119,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
 
 @pytest.fixture(scope="module")
 def spark(shop: Shop) -> Iterator[SparkSession]:
-    with spark_session({"PYSPARK_PYTHON": sys.executable}) as session:
+    with spark_session(QUICK_JAVA) as session:
         yield session
 
 

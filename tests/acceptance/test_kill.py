@@ -18,8 +18,8 @@ from tests.acceptance.journal import (
     [
         # The delay is long enough for the tasks to be published, and the victim to be killed and
         # started again, before any is due.
-        pytest.param("broker", 1000, 25, marks=pytest.mark.kills_the_broker),
-        ("worker", 200, 10),
+        pytest.param("broker", 1000, 40, marks=pytest.mark.kills_the_broker),
+        ("worker", 200, 20),
     ],
 )
 def test_all_tasks_run_after_one_was_killed_while_they_waited(

@@ -261,9 +261,12 @@ def serve(configuration: dict[str, Any], make_shop: Callable[..., Any]) -> Itera
         yield serve
 
 
-@pytest.fixture(scope="session", params=KINDS)
+@pytest.fixture(scope="session", params=["single", "cluster"])
 def redis_setup(request: pytest.FixtureRequest) -> Iterator[RedisSetup]:
-    """Each kind of Redis that the registry knows, one after the other; tests leave it alone."""
+    """A server of its own, and a cluster, where a script sees one slot; tests leave it alone.
+
+    Behind Sentinel, the same client asks one server: test_registry.py has all :data:`KINDS`.
+    """
     with KINDS[request.param]() as setup:
         yield setup
 

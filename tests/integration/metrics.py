@@ -27,7 +27,7 @@ class Scraped:
 
     @classmethod
     def of_port(cls, port: int) -> Scraped:
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=25) as answer:
             return cls(text_string_to_metric_families(answer.read().decode()))
 
     def values(self, name: str) -> Values:

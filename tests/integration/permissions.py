@@ -37,13 +37,28 @@ class Host(Place):
             self.put("topic-permissions", self.name, name, exchange=exchange, write=key, read="")
         return self.url_of(user)
 
-    def apply(self, line: str) -> None:
-        """Run a line of the page, for this virtual host and a user of this test's own."""
+    def apply(self, line: str, by_program: bool = False) -> list[Any]:
+        """Do what a line of the page says, for this virtual host and a user of this test's own.
+
+        Args:
+            line: The line, a command of ``rabbitmqctl``.
+            by_program: Run that; otherwise, the management API does the same in a moment.
+
+        Returns:
+            The permissions of that kind, which the user has then.
+        """
         program, command, *arguments = shlex.split(line)
         assert (program, arguments[:2]) == ("rabbitmqctl", ["-p", "/"]), line
         user, *rest = arguments[2:]
+        name, kind = self._named(user), command.removeprefix("set_").replace("_", "-")
         self._add(user)
-        self.node.ctl(command, "-p", self.name, self._named(user), *rest)
+        names = ("exchange", "write", "read") if "topic" in kind else ("configure", "write", "read")
+        if by_program:
+            self.node.ctl(command, "-p", self.name, name, *rest)
+        else:
+            self.put(kind, self.name, name, **dict(zip(names, rest, strict=True)))
+        found: list[Any] = self.api.get("users", name, kind)
+        return found
 
     def _named(self, user: str) -> str:
         return f"{user}-{self.name}"

@@ -217,7 +217,7 @@ def test_tasks_with_an_eta_leave_their_queue_and_others_stay(
     for known in plain.conf.task_queues:
         known(connection.default_channel).declare()
     # They return to the same queue, after the command has ended.
-    eta = datetime.now(UTC) + timedelta(seconds=30)
+    eta = datetime.now(UTC) + timedelta(seconds=45)
     options: dict[str, Any] = {"queue": queue, "ignore_result": True}
     for number in range(20):
         plain.send_task("note", (number,), {"key": noted.key}, eta=eta, **options)

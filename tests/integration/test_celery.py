@@ -157,7 +157,7 @@ def test_tasks_are_still_restored_after_the_pool_is_restarted(
 ) -> None:
     shop = serve(worker_pool_restarts=True)
     name = shop.worker.name
-    answers = shop.control.pool_restart(destination=[name], reply=True, timeout=20)
+    answers = shop.control.pool_restart(destination=[name], reply=True, timeout=PATIENCE)
     assert "ok" in answers[0][name]
     arrived = shop.tasks["look"].apply_async(delay=0.2).get(timeout=PATIENCE)
     assert arrived["routing_key"] == f"{prefix}.default"

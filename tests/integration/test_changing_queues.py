@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from amqp.exceptions import NotFound
 from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
@@ -19,6 +18,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare,
     is_declared,
     missing,
+    queue_counts,
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
@@ -27,6 +27,7 @@ from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.trouble import virtual_host
 from tests.integration.undeliverable_messages import break_level
 from tests.integration.worker import Worker
+from tests.node_control import bindings, close_all_connections, evaluate, listed, text
 from tests.unit.clock import frozen
 
 #: How late a task may be on a noisy machine; what is tested is that it is never early.
@@ -125,7 +126,8 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
     topology, look = shop.rabbitdelay.topology, shop.tasks["look"]
     with Worker(configuration, [living]):
         lost = {look.apply_async(delay=delay, queue=gone).id for _ in range(32)}
-        assert channel.queue_delete(gone) == 0
+        # None, unless the machine was too slow for that.
+        passed = channel.queue_delete(gone)
         due = {}
         for _ in range(10):
             asked = time.time()
@@ -135,8 +137,9 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
         # Distribution tries again, and finds the queue when it is there again, even if unbound.
         queue = shop.amqp.queues[gone]
         queue(channel).queue_declare()
-        arrivals = take(connection, [queue], 32)
-    assert {arrival.message.headers["id"] for arrival in arrivals} == lost
+        arrivals = take(connection, [queue], 32 - passed)
+    came = {arrival.message.headers["id"] for arrival in arrivals}
+    assert (len(came), came <= lost) == (32 - passed, True)
     for arrival in arrivals:
         told = arrival.message.headers
         assert told["rabbitdelay-due"] <= arrival.at * 1000
@@ -219,7 +222,7 @@ def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_t
 
 
 def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
-    shop: Any, configuration: dict[str, Any], channel: Any, broker_url: str, prefix: str
+    shop: Any, configuration: dict[str, Any], connection: Connection, broker_url: str, prefix: str
 ) -> None:
     """As a task is that was early, and that the distribution of another application returns."""
     # Its own distribution would know the queue.
@@ -228,10 +231,10 @@ def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
     with Worker({**configuration, **here}):
         publish_by_hand(shop, broker_url, name, prefix)
         assert shop.AsyncResult(prefix).get(timeout=PATIENCE)["routing_key"] == name
-    channel.exchange_delete(f"{prefix}.everybody")
+    connection.default_channel.exchange_delete(f"{prefix}.everybody")  # type: ignore[attr-defined]
     # The binding goes with the queue, and the queue with its worker.
-    with pytest.raises(NotFound):
-        channel.queue_declare(name, passive=True)
+    gone = {name: None}
+    wait_for(lambda: queue_counts(connection, [Queue(name)]) == gone, "the end of the queue")
 
 
 @pytest.mark.parametrize("written", [";".join, list], ids=["string", "list"])
@@ -249,8 +252,9 @@ def test_a_producer_finds_the_broker_that_lives(
     assert len(take(connection, [Queue(f"{prefix}.default")], 1)) == 1
 
 
-def queues_of(server: RabbitMQServer, url: str) -> list[str]:
-    return server.ctl("list_queues", "-p", url.rsplit("/", 1)[1], "name").split()
+def has_no_queue(server: RabbitMQServer, url: str) -> bool:
+    host = text(url.rsplit("/", 1)[1])
+    return "[]" in evaluate(server, f"rabbit_amqqueue:list_names({host})")
 
 
 def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
@@ -266,7 +270,7 @@ def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
     result = shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.3}), delay=0.3)
     with Connection(other) as connection:
         assert missing(connection, topology) == ()
-    assert queues_of(private_rabbitmq, one) == []
+    assert has_no_queue(private_rabbitmq, one)
 
     crossed = {**configuration, "broker_read_url": other, "broker_write_url": one}
     with Worker(crossed) as worker, Connection(one) as connection:
@@ -291,10 +295,9 @@ def test_a_producer_that_fails_over_declares_where_it_sends_now(
     one, other = two_hosts
     shop = make_shop(broker_url=[one, other])
     shop.tasks["look"].apply_async(delay=0.2)
-    assert queues_of(private_rabbitmq, other) == []
+    assert has_no_queue(private_rabbitmq, other)
 
-    lost = one.rsplit("/", 1)[1]
-    private_rabbitmq.ctl("close_all_connections", "--vhost", lost, "maintenance")
+    close_all_connections(private_rabbitmq, "maintenance", one.rsplit("/", 1)[1])
     result = shop.tasks["look"].apply_async(delay=0.2)
 
     with Connection(other) as connection:
@@ -304,14 +307,15 @@ def test_a_producer_that_fails_over_declares_where_it_sends_now(
 
 
 def everything(server: RabbitMQServer, prefix: str) -> set[str]:
-    """What stands under a prefix: exchanges, queues and bindings, a line each."""
-    listings = (
-        ("list_exchanges", "name", "type"),
-        ("list_queues", "name", "arguments"),
-        ("list_bindings", "source_name", "destination_name", "routing_key"),
+    """What stands under a prefix: exchanges, queues and bindings, a text each."""
+    found = listed(
+        server,
+        '[rabbit_exchange:info(Each, [name, type]) || Each <- rabbit_exchange:list(<<"/">>)]'
+        " ++ [{amqqueue:get_name(Each), amqqueue:get_arguments(Each)}"
+        ' || Each <- rabbit_amqqueue:list(<<"/">>)]'
+        f" ++ {bindings('/')}",
     )
-    lines = [line for listing in listings for line in server.ctl(*listing).splitlines()]
-    return {line for line in lines if prefix in line}
+    return {each for each in found if prefix in each}
 
 
 def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(

@@ -22,6 +22,7 @@ from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.modules import check_in, wait_until_served
 from tests.integration.shop import make_app, named
 from tests.integration.worker import Worker
+from tests.node_control import evaluate
 
 #: Messages that are checked in before a node dies, and as many after it.
 MESSAGES = 40
@@ -56,7 +57,7 @@ def shorten_timeouts(node: RabbitMQServer) -> None:
         "dead_letter_worker_publisher_confirm_timeout",
         "consumer_disconnected_timeout",
     ):
-        node.ctl("eval", f"application:set_env(rabbit, {setting}, 5000).")
+        evaluate(node, f"application:set_env(rabbit, {setting}, 5000)")
 
 
 def leaders(node: RabbitMQServer) -> dict[str, str]:

@@ -15,6 +15,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.testing import wait_for
+from tests.integration.shop import PATIENCE
 from tests.integration.worker import answer, run_command, start_celery
 from tests.json_schemas import checked
 
@@ -32,7 +33,7 @@ def test_every_line_is_sent_once_and_runs_with_what_it_says(
     assert told.returncode == 0, told.stderr
     assert told.stdout.startswith("3 tasks confirmed in ")
     assert not told.stderr
-    result = served_shop.AsyncResult(str(os.getpid())).get(timeout=30)
+    result = served_shop.AsyncResult(str(os.getpid())).get(timeout=PATIENCE)
     assert result["given"] == [3]
     assert result["routing_key"] == second
 

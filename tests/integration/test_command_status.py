@@ -20,12 +20,25 @@ from tests.integration.modules import MODULES
 from tests.integration.shop import PATIENCE
 from tests.integration.waited import put_into
 from tests.integration.worker import PlainWorker, answer, run_celery, run_command, start_celery
+from tests.json_schemas import checked
 from tests.unit.clock import frozen
 
 HOURS = [("hours", 6, 3600), ("tenths", 10, 360)]
 
 #: Without waiting for workers.
 STATUS = "status --timeout 0.1"
+
+
+def with_worker(configuration: dict[str, Any], command: str, name: str = "@localhost") -> Any:
+    """Run a command until a worker has answered within its two seconds; return its result."""
+    told: list[Any] = []
+
+    def has_answered() -> bool:
+        told[:] = [run_celery(configuration, f"{command} --timeout 2")]
+        return name in told[0].stdout
+
+    wait_for(has_answered, "the answer of a worker", PATIENCE)
+    return told[0]
 
 
 def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
@@ -37,8 +50,8 @@ def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
         shop.tasks["look"].apply_async(delay=delay)
 
     own = {**configuration, **settings}
-    told = run_command(own, "status --digits --timeout 20")
-    found = answer(own, "status --timeout 20", "status")
+    told = with_worker(own, "rabbitdelay status --digits")
+    found = checked("status", with_worker(own, "rabbitdelay status --json").stdout)
 
     assert told.returncode == 0, told.stderr
     assert found["digits"]["hours.x1"] == {"1": 2, "2": 1, "3": 0, "4": 0, "5": 0}
@@ -93,7 +106,7 @@ def test_the_status_says_which_workers_are_of_plain_celery(
     configuration: dict[str, Any], shop: Any
 ) -> None:
     with PlainWorker(configuration):
-        told = run_command(configuration, "status --timeout 20")
+        told = with_worker(configuration, "rabbitdelay status", "plain@localhost")
 
     assert "plain@localhost: cannot answer: " in told.stdout
     assert "Traceback" not in told.stderr
@@ -103,7 +116,7 @@ def test_celery_inspect_knows_the_status_of_the_modules(
     served_configuration: dict[str, Any],
 ) -> None:
     listed = run_celery(served_configuration, "inspect --list")
-    told = run_celery(served_configuration, "inspect rabbitdelay_status --json --timeout 20")
+    told = with_worker(served_configuration, "inspect rabbitdelay_status --json")
 
     assert "Rates and backlog of the modules" in listed.stdout
     assert told.returncode == 0, told.stderr
@@ -118,7 +131,7 @@ def test_the_status_says_how_late_delayed_tasks_arrive(
     task_id = put_into(connection, served_shop, time.time() - 90_000, routing_key=queue)
     served_shop.AsyncResult(task_id).get(timeout=PATIENCE)
 
-    told = run_command(served_configuration, "status --timeout 20")
+    told = with_worker(served_configuration, "rabbitdelay status")
 
     assert re.search(r"tasks .* received, at most 90,\d\d\d\.\d s late", told.stdout)
 

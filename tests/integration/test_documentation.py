@@ -35,6 +35,7 @@ import pytest
 
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.documentation.page import RUN, WrongPage, blocks
+from tests.integration import trouble
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 APPLICATION = REPOSITORY / "tests" / "documentation" / "shop.py"
@@ -62,10 +63,8 @@ def virtual_host(session_rabbitmq: RabbitMQServer) -> Iterator[str]:
     """The URL of a virtual host of the pages' own: they use the default names."""
     if not session_rabbitmq.running:
         session_rabbitmq.start()
-    session_rabbitmq.ctl("add_vhost", VIRTUAL_HOST)
-    session_rabbitmq.ctl("set_permissions", "-p", VIRTUAL_HOST, "guest", ".*", ".*", ".*")
-    yield session_rabbitmq.url.removesuffix("//") + f"/{VIRTUAL_HOST}"
-    session_rabbitmq.ctl("delete_vhost", VIRTUAL_HOST)
+    with trouble.virtual_host(session_rabbitmq, VIRTUAL_HOST) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.integration.shop import PATIENCE, named
 from tests.integration.trouble import virtual_host
 from tests.integration.waited import put_into
 from tests.integration.worker import Worker
+from tests.node_control import set_policy
 
 #: Seconds until an early task is due: more than ``rabbitdelay_early_tolerance``.
 DELAY = 4
@@ -201,7 +202,7 @@ def test_a_retry_of_a_task_that_was_put_back_returns_to_its_exchange(
 def hurried_url(private_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[str]:
     """A virtual host with a policy that shortens every TTL above two seconds."""
     with virtual_host(private_rabbitmq, prefix) as url:
-        private_rabbitmq.ctl("set_policy", "-p", prefix, "hurry", ".*", '{"message-ttl": 2000}')
+        set_policy(private_rabbitmq, prefix, ".*", message_ttl=2000)
         yield url
 
 

@@ -34,6 +34,15 @@ GENEROUS = 60.0
 
 BITS = [("s8", 2, 0.8), ("s4", 2, 0.4), ("s2", 2, 0.2), ("s1", 2, 0.1)]
 
+QUEUE_TYPES = ("quorum", "classic")
+
+LAYOUTS: dict[str, Callable[[Any], Layout]] = {
+    "clock": lambda zeros: clock(zeros=zeros),
+    "binary": lambda zeros: binary(levels=5, zeros=zeros),
+    "geometric": lambda zeros: geometric(factor=3, levels=3, zeros=zeros),
+    "custom": lambda zeros: custom(BITS, zeros=zeros),
+}
+
 
 def destination(queue: Queue) -> Destination:
     return Destination(queue, "", queue.name)
@@ -54,18 +63,15 @@ def send(connection: Connection) -> Iterator[Callable[..., float]]:
     publisher.close()
 
 
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
-@pytest.mark.parametrize("zeros", ["bind", "skip", "queue"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda zeros: clock(zeros=zeros),
-        lambda zeros: binary(levels=5, zeros=zeros),
-        lambda zeros: geometric(factor=3, levels=3, zeros=zeros),
-        lambda zeros: custom(BITS, zeros=zeros),
-    ],
-    ids=["clock", "binary", "geometric", "custom"],
-)
+#: Every layout with every way past a zero, and each of both with either type of queue.
+PAIRS = [
+    pytest.param(make, zeros, QUEUE_TYPES[(row + column) % 2], id=f"{name}-{zeros}")
+    for row, (name, make) in enumerate(LAYOUTS.items())
+    for column, zeros in enumerate(["bind", "skip", "queue"])
+]
+
+
+@pytest.mark.parametrize(("make", "zeros", "queue_type"), PAIRS)
 def test_no_message_is_early_and_each_comes_once(
     connection: Connection,
     make_topology: Callable[..., Topology],

@@ -187,7 +187,7 @@ def test_a_task_for_a_fanout_exchange_reaches_all_its_queues(
 
 def test_a_task_of_a_high_priority_keeps_it(served_shop: Any) -> None:
     before = time.time()
-    seen = served_shop.tasks["look"].apply_async(countdown=0.5, priority=9).get(timeout=30)
+    seen = served_shop.tasks["look"].apply_async(countdown=0.5, priority=9).get(timeout=PATIENCE)
     assert seen["at"] >= before + 0.5
     assert seen["priority"] == 9
     assert seen["routing_key"] == named(served_shop, "default")

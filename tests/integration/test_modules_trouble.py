@@ -19,6 +19,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_fo
 from tests.integration.modules import OPEN, Client, wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.trouble import alarm
+from tests.node_control import is_any_blocked
 
 #: Where only operators declare.
 NEVER = {**OPEN, "rabbitdelay_declare": "never"}
@@ -46,9 +47,6 @@ def standing(shop: Any, connection: Connection) -> Topology:
 def blocked(broker: RabbitMQServer, client: Client, target: Queue) -> Iterator[list[float]]:
     """A memory alarm that has blocked a module while messages come due, whose times it yields."""
 
-    def is_blocked() -> bool:
-        return "blocked" in broker.ctl("list_connections", "state")
-
     def have_all_come() -> bool:
         return client.count(target) == MESSAGES
 
@@ -60,7 +58,7 @@ def blocked(broker: RabbitMQServer, client: Client, target: Queue) -> Iterator[l
             client.check_in(target.name, {"x-delay": delay, "id": number})
         wait_for(lambda: client.count(checkin) == 0, "check-in")
         with alarm(broker):
-            wait_for(lambda: is_blocked() or have_all_come(), "a blocked connection")
+            wait_for(lambda: is_any_blocked(broker) or have_all_come(), "a blocked connection")
             if not have_all_come():
                 yield [published + delay / 1000 for delay in delays]
                 return

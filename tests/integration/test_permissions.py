@@ -145,6 +145,16 @@ def test_the_page_shows_no_other_lines() -> None:
     assert len(lines_of_page()) == 6 + 9
 
 
+def test_the_lines_are_commands_of_rabbitmqctl(node: RabbitMQServer) -> None:
+    topics = [line for line in lines_of_page() if "topic" in line]
+    with host_on(node) as one, host_on(node) as other:
+        # The nine about topics differ by the exchange.
+        for line in {*lines_of_page(), *topics[:1]} - {*topics[1:]}:
+            told, same = one.apply(line, by_program=True), other.apply(line)
+            assert len(told) == 1
+            assert str(told).replace(one.name, other.name) == str(same)
+
+
 class Acting:
     """A user with the lines of the page, and the application as this user has it."""
 
@@ -273,7 +283,7 @@ def verify_all(acting: Acting) -> None:
     # The page has the tag; on 3.10, verify needs another one.
     version = str(host.connection.connection.server_properties["version"])
     tag = "administrator" if version.startswith("3.10.") else "monitoring"
-    host.node.ctl("set_user_tags", name, tag)
+    host.put("users", name, password="secret", tags=tag)
     assert "0 danger" in acting.command("verify")
 
 

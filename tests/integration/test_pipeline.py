@@ -34,6 +34,7 @@ from tests.integration.publishing import in_child, work
 from tests.integration.shop import PATIENCE, named
 from tests.integration.test_send_many_trouble import takes_queues
 from tests.integration.trouble import resumed, suspended
+from tests.node_control import clear_policy, close_all_connections, set_policy
 
 #: Seconds; two stops in the levels, where a message waits for longer than a test takes.
 DELAY = 330
@@ -255,7 +256,7 @@ def test_a_connection_that_is_lost_in_a_block_costs_no_task(
     with shop.rabbitdelay.pipeline():
         for number in range(300):
             if number in (100, 200, 299):
-                private_rabbitmq.ctl("close_all_connections", "testing")
+                close_all_connections(private_rabbitmq, "testing")
             ids.append(look.apply_async(delay=(0.2, 0.9, 1.7)[number % 3]).id)
     assert sorted(confirmed) == sorted(ids)
     queue = shop.amqp.queues[named(shop, "default")]
@@ -310,8 +311,7 @@ def refusing(
     )
     look = shop.tasks["look"]
     look.apply_async(delay=60)
-    full = rf"^{prefix}\.minutes\.3$"
-    private_rabbitmq.ctl("set_policy", prefix, full, '{"max-length": 1}', "--apply-to", "queues")
+    policy = set_policy(private_rabbitmq, "/", rf"^{prefix}\.minutes\.3$", max_length=1)
 
     def refuses() -> bool:
         try:
@@ -322,7 +322,7 @@ def refusing(
 
     wait_for(refuses, "a full queue")
     yield shop
-    private_rabbitmq.ctl("clear_policy", prefix)
+    clear_policy(private_rabbitmq, "/", policy)
 
 
 def test_a_task_that_is_refused_is_named_and_holds_up_no_other(
@@ -384,7 +384,7 @@ def test_who_is_interrupted_at_the_end_of_a_block_learns_what_is_not_confirmed(
             confirm(shop)
             stack.enter_context(suspended(private_rabbitmq))
             look.apply_async(delay=DELAY, task_id="unknown")
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     look = shop.tasks["look"]
     before = signal.signal(signal.SIGUSR1, interrupt)

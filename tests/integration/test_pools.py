@@ -20,16 +20,24 @@ from tests.integration.worker import Worker
 #: How many tasks each pool is to run side by side.
 POOLS = {"prefork": 4, "threads": 10, "solo": 1, "gevent": 10, "eventlet": 10}
 
+LATE = "late, one at a time"
+
 ACKNOWLEDGING: dict[str, dict[str, Any]] = {
     "early": {},
-    "late, one at a time": {"task_acks_late": True, "worker_prefetch_multiplier": 1},
+    LATE: {"task_acks_late": True, "worker_prefetch_multiplier": 1},
 }
 
 TASKS = 20
 
 
-@pytest.mark.parametrize("acknowledging", ACKNOWLEDGING)
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("pool", "acknowledging"),
+    # Late, where tasks run in other processes, in the worker's own one, and in greenlets.
+    [
+        *((pool, "early") for pool in POOLS),
+        *((pool, LATE) for pool in ("prefork", "solo", "gevent")),
+    ],
+)
 def test_tasks_that_are_due_together_and_retry_together_each_run_once_and_not_early(
     shop: Any,
     configuration: dict[str, Any],

@@ -28,6 +28,7 @@ from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count
 from tests.integration.metrics import Scraped
 from tests.integration.worker import Worker
+from tests.node_control import clear_policy, evaluate, set_policy
 
 #: It has the command that starts the supervisor of dead-lettering again.
 PAGE: Final = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "declare.md"
@@ -138,15 +139,13 @@ Undo = Callable[[], object]
 
 
 def short_ttl(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
-    pattern = rf"^{topology.prefix}\.fives\."
-    node.ctl("set_policy", topology.prefix, pattern, '{"message-ttl": 100}', "--apply-to", "queues")
-    return lambda: node.ctl("clear_policy", topology.prefix)
+    policy = set_policy(node, "/", rf"^{topology.prefix}\.fives\.", message_ttl=100)
+    return lambda: clear_policy(node, "/", policy)
 
 
 def full(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
     def bound(to: int) -> None:
-        policy = topology.prefix, rf"^{topology.prefix}\.fives\.", f'{{"max-length": {to}}}'
-        node.ctl("set_policy", *policy, "--apply-to", "queues")
+        set_policy(node, "/", rf"^{topology.prefix}\.fives\.", max_length=to)
 
     bound(0)
     ended = Event()
@@ -180,7 +179,7 @@ def unbound(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
 
 
 def without_supervisor(node: RabbitMQServer, topology: Topology, channel: Any) -> Undo:
-    node.ctl("eval", "supervisor:terminate_child(rabbit_sup, rabbit_fifo_dlx_sup).")
+    evaluate(node, "supervisor:terminate_child(rabbit_sup, rabbit_fifo_dlx_sup)")
     (command,) = re.findall(r"^(rabbitmqctl eval '\{ok.*?\]\.')$", PAGE.read_text(), re.M | re.S)
     return lambda: node.ctl(*shlex.split(command)[1:])
 

@@ -18,6 +18,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import take
 from tests.integration.publishing import GRACE, in_time
 from tests.integration.shop import PATIENCE, make_app
+from tests.node_control import closes, evaluate
 
 #: Seconds between two attempts.
 INTERVAL = 0.1
@@ -123,9 +124,9 @@ def test_a_task_survives_a_broker_that_comes_back_in_time(
 @contextmanager
 def _out_of_reach(broker: RabbitMQServer) -> Iterator[None]:
     """Close all connections and refuse new ones; unlike a killed node, it is back in a blink."""
-    broker.ctl("eval", "rabbit_maintenance:suspend_all_client_listeners().")
+    suspends = "rabbit_maintenance:suspend_all_client_listeners()"
     try:
-        broker.ctl("close_all_connections", "the broker is lost")
+        evaluate(broker, suspends, closes("the broker is lost"))
         yield
     finally:
-        broker.ctl("eval", "rabbit_maintenance:resume_all_client_listeners().")
+        evaluate(broker, "rabbit_maintenance:resume_all_client_listeners()")

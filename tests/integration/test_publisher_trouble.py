@@ -33,6 +33,7 @@ from tests.integration.publishing import (
     work,
 )
 from tests.integration.trouble import alarm, resumed, suspended
+from tests.node_control import close_all_connections
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
     def source() -> Iterator[Publication]:
         for number, each in enumerate(sent):
             if number in (700, 1900):
-                broker.ctl("close_all_connections", "testing")
+                close_all_connections(broker, "testing")
             yield each
 
     publisher.publish_all(
@@ -112,7 +113,7 @@ def test_a_message_that_is_sent_again_asks_for_its_address_again(
 ) -> None:
     """It depends on the time that is left."""
     publish(publisher, queue.name)
-    broker.ctl("close_all_connections", "testing")
+    close_all_connections(broker, "testing")
     asked: list[int] = []
 
     def address() -> tuple[str, str]:
@@ -264,7 +265,7 @@ def test_why_the_broker_closed_the_connection_is_told(
     broker: RabbitMQServer, publisher: Publisher, queue: Queue
 ) -> None:
     def prepare(connection: Connection) -> None:
-        broker.ctl("close_all_connections", "an operator was here")
+        close_all_connections(broker, "an operator was here")
         queue(connection.default_channel).queue_declare()
 
     with pytest.raises(ConnectionLost, match="an operator was here"):
@@ -283,7 +284,7 @@ def test_a_connection_that_is_lost_while_nothing_is_in_flight_is_opened_again_fo
         yield sent[0]
         with Connection(broker.url) as connection:
             wait_for(lambda: count(connection, queue.name) == 1, "the first message")
-        broker.ctl("close_all_connections", "testing")
+        close_all_connections(broker, "testing")
         # It cannot be written; but now the confirm is read, and the end of the connection.
         yield sent[1]
         yield sent[2]
@@ -317,7 +318,7 @@ def test_a_repair_during_which_the_connection_is_lost_is_made_again_on_the_next(
     def redeclare(connection: Connection) -> None:
         repairs.append(connection)
         if len(repairs) == 1:
-            broker.ctl("close_all_connections", "testing")
+            close_all_connections(broker, "testing")
         late(connection.default_channel).queue_declare()
 
     sent = posting(late.name)

@@ -23,6 +23,7 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration import trouble
 from tests.integration.arrivals import Arrival, count, take
 from tests.integration.modules import MODULES, put_in_envelope
 from tests.integration.shop import named
@@ -40,14 +41,12 @@ def served(serve: Any) -> Any:
 @contextmanager
 def user(rabbitmq: RabbitMQServer, shop: Any, may_write: str) -> Iterator[Connection]:
     """Connect a user who may write to exchanges of this pattern, and nothing else."""
-    name = shop.rabbitdelay.topology.prefix
-    rabbitmq.ctl("add_user", name, "secret")
-    rabbitmq.ctl("set_permissions", name, "^$", may_write, "^$")
-    url = shop.conf.broker_url.replace("guest:guest", f"{name}:secret")
     confirmed = {"confirm_publish": True}
-    with Connection(url, userid=name, password="secret", transport_options=confirmed) as connection:
+    with (
+        trouble.user(rabbitmq, shop.rabbitdelay.topology.prefix, "^$", may_write, "^$") as url,
+        Connection(url, transport_options=confirmed) as connection,
+    ):
         yield connection
-    rabbitmq.ctl("delete_user", name)
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +41,7 @@ from tests.integration.undeliverable_messages import (
     straight,
 )
 from tests.integration.worker import ShopProcess, Worker, run_celery
+from tests.node_control import close_all_connections
 
 MODULES = ("check-in", "distribution")
 
@@ -346,7 +344,7 @@ def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
     def lose(copy: UndeliverableMessage) -> bool:
         if int(copy.body) >= 20 and not lost:
             lost.append(int(copy.body))
-            private_rabbitmq.ctl("close_all_connections", "a test")
+            close_all_connections(private_rabbitmq, "a test")
         return True
 
     report = redrive(connection, declared, to_queues(declared, queue), lose, rate=50)
@@ -399,13 +397,8 @@ def test_five_kills_in_the_middle_of_2000_messages_lose_none(
     name = put(connection, topology, *(message(each, own) for each in range(2000)))
 
     for point, calls in KILLS:
-        run = subprocess.run(
-            [sys.executable, "-m", "tests.integration.redrive_killed", point, str(calls)],
-            env={**os.environ, **ShopProcess.environment(configuration)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        program = "tests.integration.redrive_killed"
+        run = ShopProcess.run_module(program, configuration, point, str(calls))
         assert run.returncode == -signal.SIGKILL, run.stderr
         # The broker gives its messages back when it removes the consumer.
         wait_for(lambda: not consumers(connection, name), "the end of its consumer")

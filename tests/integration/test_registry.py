@@ -23,6 +23,7 @@ from celery_rabbitdelay.registry.registry import (
 )
 from tests.integration.registering import (
     KEEP_MS,
+    KINDS,
     MINUTE_MS,
     RedisSetup,
     arrival,
@@ -34,6 +35,8 @@ from tests.integration.registering import (
     tracked,
     verdict,
 )
+
+pytestmark = pytest.mark.parametrize("redis_setup", KINDS, indirect=True)
 
 KEY = "order 7"
 

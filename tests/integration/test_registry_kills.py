@@ -23,7 +23,7 @@ from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import ShopProcess, Worker
 
 #: Seconds; long enough to kill the process that decides about a task before the task is due.
-LONG = 8.0
+LONG = 15.0
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,14 +39,11 @@ def run_program(
     configuration: dict[str, Any], what: str, given: dict[str, Any], step: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one of the programs of :mod:`tests.integration.registry_shop` to its end."""
-    arguments = [what] if step is None else [what, str(step)]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.integration.registry_shop", *arguments],
-        env={**os.environ, **ShopProcess.environment(configuration)},
-        input=json.dumps(given),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
+    return ShopProcess.run_module(
+        "tests.integration.registry_shop",
+        configuration,
+        *([what] if step is None else [what, str(step)]),
+        given=json.dumps(given),
     )
 
 

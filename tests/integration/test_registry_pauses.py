@@ -163,4 +163,4 @@ def test_what_is_paused_and_cannot_be_read_holds_up_no_task(
             call()
     redis_setup.client.delete(key)
     registry.pauses.pause("remind", None)
-    wait_for(registry.pauses.known, "a pause that can be read", 20)
+    wait_for(registry.pauses.known, "a pause that can be read")

@@ -18,6 +18,7 @@ from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.registering import (
     KEEP_MS,
+    KINDS,
     MARGIN_MS,
     MINUTE_MS,
     TIMEOUT,
@@ -34,7 +35,7 @@ from tests.redis_servers import ConfiguredRedis, RedisCluster, SentinelSetup
 SHORT = 0.2
 
 #: Seconds that Redis may take to answer where it waits for copies.
-SECOND = {"socket_timeout": 1.0}
+COPYING = {"socket_timeout": 3.0}
 
 #: A word that no error may contain.
 PASSWORD = "opensesame"
@@ -112,6 +113,7 @@ def test_each_call_says_that_redis_is_not_there(scheme: str, name: str, closed_p
         assert PASSWORD not in unavailable(lambda: CALLS[name](registry))
 
 
+@pytest.mark.parametrize("redis_setup", KINDS, indirect=True)
 def test_an_unknown_user_is_refused_and_the_password_is_not_told(redis_setup: RedisSetup) -> None:
     url = redis_setup.url.replace("//", f"//stranger:{PASSWORD}@", 1)
     with registry_in(url) as registry:
@@ -247,7 +249,7 @@ def test_a_decision_counts_once_it_has_its_copies() -> None:
     with SentinelSetup() as servers:
         options = {"master_name": servers.master_name}
         plain = connect(servers.url, {**options, "socket_timeout": TIMEOUT})
-        safe = connect(servers.url, {**options, **SECOND}, 1)
+        safe = connect(servers.url, {**options, **COPYING}, 1)
         registry = Registry(safe, "test", KEEP_MS, MARGIN_MS)
         assert registry.cancel(["copied"]) == [Outcome.NOTED]
         registry.jobs.open("job", MINUTE_MS)
@@ -272,7 +274,7 @@ def test_a_decision_counts_once_it_has_its_copies() -> None:
 def test_the_append_only_file_is_a_copy_where_redis_can_say_so(writes: str) -> None:
     with ConfiguredRedis("--appendonly", writes) as server:
         knows = server.ask("command", "info", "waitaof") != ""
-        registry = Registry(connect(server.url, SECOND, 1), "test", KEEP_MS, MARGIN_MS)
+        registry = Registry(connect(server.url, COPYING, 1), "test", KEEP_MS, MARGIN_MS)
         if knows and writes == "yes":
             assert registry.cancel(["task"]) == [Outcome.NOTED]
         else:
@@ -281,6 +283,6 @@ def test_the_append_only_file_is_a_copy_where_redis_can_say_so(writes: str) -> N
 
 
 def test_a_decision_in_a_cluster_waits_for_copies_too(cluster: RedisCluster) -> None:
-    registry = Registry(connect(cluster.url, SECOND, 1), "test", KEEP_MS, MARGIN_MS)
+    registry = Registry(connect(cluster.url, COPYING, 1), "test", KEEP_MS, MARGIN_MS)
     assert "0 of 1 copies" in unavailable(lambda: registry.cancel(["a", "b", "c"]))
     registry.store.close()

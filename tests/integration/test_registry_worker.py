@@ -11,11 +11,11 @@ from unittest import mock
 from uuid import UUID, uuid4
 
 import pytest
-from celery import chain, chord, group
+from celery import chain
 from celery.exceptions import TaskRevokedError
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable, UnknownOption
+from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable
 from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
@@ -35,7 +35,7 @@ TASKS = 60
 SPREAD = 0.2
 
 #: Seconds until the first is due.
-LEAD = 3.0
+LEAD = 6.0
 
 #: Options of the registry for a worker whose Redis is suspended.
 IMPATIENT = {"socket_timeout": 1}
@@ -64,17 +64,6 @@ def configuration(configuration: dict[str, Any], redis: RedisServer) -> dict[str
 def first_word(shop: Any, key: str) -> None:
     """Wait until the task ``retry-when`` runs."""
     wait_for(lambda: shop.backend.client.get(key) == b"first", "the task", PATIENCE)
-
-
-def test_a_task_that_is_moved_to_earlier_twice_runs_once_and_redis_answers(
-    shop: Any, worker: Worker, noted: Notes, redis: ConfiguredRedis
-) -> None:
-    result = noted.send("moved", delay=5.5, track=True)
-    for seconds in (4, 1.5):
-        assert shop.rabbitdelay.postpone(result, delay=seconds) is Outcome.DONE
-    assert noted.until(5.5) == ["moved"]
-    assert redis.ask("ping") == "PONG"
-    assert result.state == "SUCCESS"
 
 
 def test_a_moved_task_whose_worker_is_killed_runs_again(shop: Any, worker: Worker) -> None:
@@ -186,29 +175,6 @@ def test_a_cancel_while_a_task_runs_stops_its_retry(serve: Any) -> None:
         result.get(timeout=PATIENCE)
 
 
-def test_a_key_is_of_one_task_and_a_job_of_a_whole_chord(
-    shop: Any, worker: Worker, noted: Notes
-) -> None:
-    note, look = shop.tasks["note"], shop.tasks["look"]
-    members = [note.si(number, key=noted.key) for number in range(3)]
-    sends = (
-        group(members).apply_async,
-        chord(members, look.si()).apply_async,
-        chain(*members).apply_async,
-    )
-    for each in sends:
-        with pytest.raises(UnknownOption, match=r"give it to one of their tasks"):
-            each(delay=0.3, key="order")
-    keyed = group(member.set(key=f"order-{n}") for n, member in enumerate(members))
-    keyed.apply_async(delay=0.3)
-    wait_for(lambda: sorted(noted()) == [0, 1, 2], "the group", PATIENCE)
-    with shop.rabbitdelay.job("import", expires=60):
-        result = chord([look.si(n) for n in range(3)], look.si("body")).apply_async(
-            delay=0.3, job="import"
-        )
-    assert result.get(timeout=PATIENCE)["given"] == ["body"]
-
-
 def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
@@ -241,18 +207,6 @@ def test_a_full_redis_lets_tasks_run(
     assert shop.rabbitdelay.cancel(cancelled) is Outcome.DONE
     noted.send("sent when full", delay=DELAY, track=True)
     assert sorted(noted.until(DELAY)) == ["sent when full", "tracked"]
-
-
-def test_a_task_may_be_postponed_by_more_than_the_levels_take_at_once(
-    shop: Any, worker: Worker, noted: Notes
-) -> None:
-    capacity = shop.rabbitdelay.topology.layout.capacity_ms / 1000
-    result = noted.send("postponed", delay=5.5)
-    due = time.time() + capacity + 2
-    shop.rabbitdelay.postpone(result, delay=capacity + 2)
-    wait_for(noted, "the task", PATIENCE)
-    assert time.time() >= due
-    assert "left the delay levels" not in worker.log
 
 
 def test_several_tasks_are_cancelled_in_any_form(shop: Any, noted: Notes) -> None:
@@ -332,9 +286,10 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
                 "master_name": servers.master_name,
             },
         )
-        results = [noted.send(n, delay=LEAD + n * SPREAD, track=True) for n in range(TASKS)]
-        for result in results[::3]:
-            assert shop.rabbitdelay.cancel(result) is Outcome.DONE
+        for number in range(TASKS):
+            result = noted.send(number, delay=LEAD + number * SPREAD, track=True)
+            if number % 3 == 0:
+                assert shop.rabbitdelay.cancel(result) is Outcome.DONE
         servers.wait_until_copied()
         wait_for(lambda: len(set(noted())) >= 5, "the first tasks", PATIENCE)
         servers.master.kill()
@@ -342,7 +297,7 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
         wait_for(lambda: expected <= {*noted()}, "all tasks", 120)
         # Nothing that was cancelled ran, and nothing twice.
         assert Counter(noted()) == Counter(expected)
-        assert "The registry answers again" in shop.worker.log
+        wait_for(lambda: "The registry answers again" in shop.worker.log, "its end", PATIENCE)
         shop.worker.stop()
 
 
@@ -380,15 +335,6 @@ def test_decisions_hold_for_tasks_that_arrive_days_late(
             with pytest.raises(TaskRevokedError):
                 result.get(timeout=PATIENCE)
         assert sorted(noted.until(0.1)) == ["newer", "two messages"]
-
-
-def test_a_task_that_is_moved_to_earlier_is_superseded_at_the_worker(
-    shop: Any, worker: Worker, noted: Notes
-) -> None:
-    older = noted.send("older", delay=15, key="order", track=True)
-    assert shop.rabbitdelay.postpone(older, delay=10) is Outcome.DONE
-    noted.send("newer", delay=1, key="order")
-    assert noted.until(15) == ["newer"]
 
 
 @pytest.mark.timeout(300)

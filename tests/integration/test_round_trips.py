@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from select import select
 from typing import Any
+from uuid import uuid4
 
 import amqp
 import pytest
@@ -85,12 +86,20 @@ def declared_queues(connection: Connection) -> Iterator[set[str]]:
     amqp.frame_writer = write
 
 
+@pytest.fixture(scope="module")
+def module_clock(module_broker_url: str) -> Iterator[Topology]:
+    """The default levels, of this module."""
+    topology = Topology(f"test-{uuid4().hex[:8]}", clock())
+    yield topology
+    with Connection(module_broker_url) as connection:
+        delete(connection, topology, force=True)
+
+
 @pytest.fixture
-def whole_clock(connection: Connection, make_topology: Callable[..., Topology]) -> Topology:
-    """The default levels, declared."""
-    topology = make_topology(clock())
-    declare(connection, topology)
-    return topology
+def whole_clock(connection: Connection, module_clock: Topology) -> Topology:
+    """The default levels, declared; what a test deletes is put back for the next."""
+    declare(connection, module_clock)
+    return module_clock
 
 
 def test_the_clock_is_declared_and_deleted_in_a_few_round_trips(
@@ -120,12 +129,15 @@ def test_a_declared_clock_is_checked_in_a_few_round_trips(
 def test_a_clock_in_which_messages_wait_is_not_deleted_after_a_few_round_trips(
     connection: Connection, whole_clock: Topology, publisher: Publisher
 ) -> None:
-    for queue in whole_clock.digit_queues[:2]:
+    full = whole_clock.digit_queues[:2]
+    for queue in full:
         publish(publisher, queue.name)
     with counted(connection) as trips, pytest.raises(TopologyNotEmpty) as caught:
         delete(connection, whole_clock)
     assert set(caught.value.waiting.values()) == {1}
     assert missing(connection, whole_clock) == ()
+    for queue in full:
+        queue(connection.default_channel).purge()
     assert trips.count <= 10
 
 

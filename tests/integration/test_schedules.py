@@ -39,18 +39,14 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes, instants
-from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
+from tests.integration.registering import TIMEOUT, RedisSetup
+from tests.integration.registry_fixtures import redis_setup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.worker import Beat, Worker
 
+__all__ = ["redis_setup"]
+
 SECOND = timedelta(seconds=1)
-
-
-@pytest.fixture(scope="module")
-def redis_setup() -> Iterator[RedisSetup]:
-    """A cluster, which takes the least."""
-    with KINDS["cluster"]() as setup:
-        yield setup
 
 
 @pytest.fixture
@@ -185,11 +181,6 @@ def test_verify_says_that_it_cannot_check_schedules_without_redis(broker_url: st
     app.close()
 
 
-def has_dropped(worker: Worker, number: int) -> bool:
-    """Whether a worker has dropped so many copies."""
-    return worker.log.count("does not run twice") >= number
-
-
 def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(
     settings: dict[str, Any], put: Callable[..., Any], noted: Notes
 ) -> None:
@@ -282,7 +273,7 @@ def test_the_entries_of_beat_need_no_beat(
     assert names == [f"beat:{shop.main}:{name}" for name in "ab"]
 
 
-def test_ten_workers_that_start_at_once_put_one_chain_of_each_entry(
+def test_five_workers_that_start_at_once_put_one_chain_of_each_entry(
     settings: dict[str, Any], make_shop: Callable[..., Any], noted: Notes
 ) -> None:
     # The next instant of an interval that began in 1970.
@@ -295,8 +286,8 @@ def test_ten_workers_that_start_at_once_put_one_chain_of_each_entry(
     own = {**settings, "beat_schedule": {**far, **near}, "rabbitdelay_beat": True}
     shop = make_shop(**settings)
     hours, _ = shop.rabbitdelay.topology.level_queues.values()
-    with ExitStack() as stack, ThreadPoolExecutor(10) as threads:
-        workers = [Worker(own, None, "-P", "solo") for _ in range(10)]
+    with ExitStack() as stack, ThreadPoolExecutor(5) as threads:
+        workers = [Worker(own, None, "-P", "solo") for _ in range(5)]
         [*threads.map(stack.enter_context, workers)]
         wait_for(lambda: len(set(noted())) == 2 and len(noted()) >= 12, "occurrences", PATIENCE)
         with shop.connection_for_write() as connection:

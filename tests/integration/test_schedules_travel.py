@@ -16,6 +16,7 @@ from celery_rabbitdelay.testing import Travel
 from celery_rabbitdelay.testing.session import Worker
 from celery_rabbitdelay.testing.travel import forget
 from tests.integration.notes import Notes, instants
+from tests.integration.shop import PATIENCE
 from tests.integration.travelling_shop import app
 
 HOUR = timedelta(hours=1)
@@ -97,7 +98,7 @@ def test_retries_of_an_occurrence_are_no_occurrences(
     revision = shop.rabbitdelay.registry.newest_under("schedule:a")[1].rpartition(":")[2]
     travel(hours=3)
     for due in (start, start + HOUR):
-        result = shop.AsyncResult(f"a:{milliseconds_of(due):015d}:{revision}").get(timeout=10)
+        result = shop.AsyncResult(f"a:{milliseconds_of(due):015d}:{revision}").get(timeout=PATIENCE)
         assert [seen["retries"] for seen in result] == [0, 1, 2]
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,26 +53,21 @@ class Sealed:
 
     def __init__(self, configuration: dict[str, Any], variables: dict[str, str]) -> None:
         self._configuration = configuration
-        self._environment = {**os.environ, **variables, **SealedProcess.environment(configuration)}
+        self._variables = variables
 
     def send(self, *calls: tuple[Any, ...]) -> list[Any]:
         """Call functions of the module in one process; return what they return."""
-        return list(json.loads(self._run([sys.executable, "-m", SealedProcess.module], calls)))
+        module, given = SealedProcess.module, json.dumps(calls)
+        done = SealedProcess.run_module(module, self._configuration, given, **self._variables)
+        assert done.returncode == 0, done.stderr
+        return list(json.loads(done.stdout))
 
     def command(self, command: str) -> Any:
         """Run ``celery rabbitdelay COMMAND --json``; return what it prints."""
-        return json.loads(self._run(SealedProcess.celery(f"rabbitdelay {command} --json")))
-
-    def _run(self, command: list[str], *given: Any) -> str:
-        done = subprocess.run(
-            [*command, *map(json.dumps, given)],
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        whole = f"rabbitdelay {command} --json"
+        done = SealedProcess.run(self._configuration, whole, **self._variables)
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return json.loads(done.stdout)
 
 
 @pytest.fixture

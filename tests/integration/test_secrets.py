@@ -27,6 +27,7 @@ from tests.integration.shop import PATIENCE, make_app
 from tests.integration.test_commands import LEAST
 from tests.integration.test_instrumentation import TracedWorker
 from tests.integration.worker import Worker, run_celery
+from tests.node_control import add_user, change_password, close_all_connections, set_tag
 from tests.redis_servers import ConfiguredRedis
 from tests.told import told
 
@@ -93,9 +94,8 @@ def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
     """A broker with its management API, and a user whose password is planted."""
     with RabbitMQServer(broker_root, management=True) as server:
         wait_until_managed(server)
-        server.ctl("add_user", USER, PLANTED)
-        server.ctl("set_user_tags", USER, "administrator")  # verify on 3.10 needs it
-        server.ctl("set_permissions", USER, ".*", ".*", ".*")
+        add_user(server, USER, ".*", ".*", ".*", PLANTED)
+        set_tag(server, USER, "administrator")  # verify on 3.10 needs it
         yield server
 
 
@@ -290,7 +290,7 @@ def test_a_worker_shows_no_password(
             "scheduled",
             "stats",
         ):
-            answer = run_celery(configuration, f"inspect -t 20 -d {worker.name} {command}")
+            answer = run_celery(configuration, f"inspect -t 60 -d {worker.name} {command}")
             assert answer.returncode == 0, answer.stderr
             shown += [answer.stdout, answer.stderr]
         assert "redis://:**@127.0.0.1" in "".join(shown)
@@ -299,13 +299,13 @@ def test_a_worker_shows_no_password(
         for command in ("report", "rabbitdelay status --json", verify):
             answer = run_celery(configuration, command)
             shown += [answer.stdout, answer.stderr]
-        node.ctl("change_password", USER, "another")
+        change_password(node, USER, "another")
         try:
-            node.ctl("close_all_connections", "the password has changed")
+            close_all_connections(node, "the password has changed")
             refused = "ACCESS_REFUSED"
             wait_for(lambda: worker.log.count(refused) >= 2, "refused connections", PATIENCE)
         finally:
-            node.ctl("change_password", USER, PLANTED)
+            change_password(node, USER, PLANTED)
         shown.append(worker.log)
     app.close()
     for text in shown:

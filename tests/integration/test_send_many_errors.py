@@ -106,12 +106,14 @@ def test_a_row_that_cannot_be_sent_is_an_error_of_its_own_wherever_it_stands(
     assert numbers(notes.wait(8)) == [each for each in range(12) if each not in bad]
 
 
-@both_ways
-@pytest.mark.parametrize("bounding", [{}, {"priority": 9}, {"compression": "zlib"}])
-def test_a_row_that_a_worker_would_refuse_for_its_size_is_an_error_of_its_own(
-    serve: Any, envelopes: bool, bounding: dict[str, Any]
-) -> None:
+def test_a_row_that_a_worker_would_refuse_for_its_size_is_an_error_of_its_own(serve: Any) -> None:
     shop = serve(rabbitdelay_max_message_bytes=20_000)
+    for bounding in ({}, {"priority": 9}, {"compression": "zlib"}):
+        for envelopes in (True, False):
+            send_two_that_are_too_large(shop, envelopes, bounding)
+
+
+def send_two_that_are_too_large(shop: Any, envelopes: bool, bounding: dict[str, Any]) -> None:
     notes, bad = Notes(shop), (0, 7)
     # Together, they are larger than one message may be.
     rows: list[Any] = [

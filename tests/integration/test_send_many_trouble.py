@@ -17,6 +17,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
 from tests.integration.shop import named
 from tests.integration.test_send_many import both_ways
+from tests.node_control import close_all_connections
 
 
 @pytest.mark.timeout(400)
@@ -118,7 +119,7 @@ def test_rows_that_were_in_flight_when_the_connection_was_closed_are_sent_again(
     def rows() -> Iterator[Row]:
         for number in range(rows_in_all):
             if number in (rows_in_all // 3, rows_in_all // 2):
-                private_rabbitmq.ctl("close_all_connections", "testing")
+                close_all_connections(private_rabbitmq, "testing")
             yield Row((number,), delay=(0.2, 0.9, 1.7)[number % 3])
 
     report = shop.rabbitdelay.send_many("look", rows(), envelopes=envelopes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Final
@@ -19,6 +20,8 @@ from tests.integration.shop import make_app
 from tests.integration.spark import QUICK_JAVA, spark_session
 from tests.integration.spark_apps import environment
 from tests.integration.spark_fixtures import write as write_to
+from tests.integration.trouble import alarm
+from tests.node_control import is_any_blocked, set_memory_limit
 from tests.redis_servers import ConfiguredRedis
 
 pytestmark = pytest.mark.timeout(600)
@@ -98,9 +101,8 @@ def test_what_nobody_may_declare_is_named_if_it_is_missing(
 @pytest.fixture
 def alarmed(private_rabbitmq: RabbitMQServer, declared: None) -> Iterator[RabbitMQServer]:
     """A broker that takes no more messages, because it has too little memory."""
-    private_rabbitmq.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
-    yield private_rabbitmq
-    private_rabbitmq.ctl("set_vm_memory_high_watermark", "0.4")
+    with alarm(private_rabbitmq):
+        yield private_rabbitmq
 
 
 def test_a_broker_in_alarm_holds_a_write_up_until_the_alarm_is_over(
@@ -109,14 +111,11 @@ def test_a_broker_in_alarm_holds_a_write_up_until_the_alarm_is_over(
     was_blocked: list[bool] = []
 
     def calm() -> None:
-        def blocked() -> bool:
-            return "blocked" in alarmed.ctl("list_connections", "state")
-
         try:
-            wait_for(blocked, "a write that is held up", LONG / 2, interval=0.2)
+            wait_for(partial(is_any_blocked, alarmed), "a write that is held up", LONG / 2)
             was_blocked.append(True)
         finally:
-            alarmed.ctl("set_vm_memory_high_watermark", "0.4")
+            set_memory_limit(alarmed, "0.4")
 
     operator = Thread(target=calm)
     operator.start()

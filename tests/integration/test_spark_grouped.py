@@ -25,7 +25,7 @@ from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
-from tests.integration.spark import spark_session
+from tests.integration.spark import QUICK_JAVA, spark_session
 
 #: A port that nothing listens on: grouping opens no connection.
 NOWHERE = "amqp://guest@127.0.0.1:1//"
@@ -71,7 +71,7 @@ EXACT: Mapping[str, tuple[T.DataType, Sequence[Any]]] = {
 
 @pytest.fixture(scope="module")
 def spark() -> Iterator[SparkSession]:
-    with spark_session() as session:
+    with spark_session(QUICK_JAVA) as session:
         yield session
 
 

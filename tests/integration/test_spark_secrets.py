@@ -17,6 +17,7 @@ from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.conftest import delete_what_it_declared, small_configuration
 from tests.integration.shop import make_app
 from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.node_control import add_user, delete_user
 from tests.redis_servers import ConfiguredRedis
 from tests.told import told
 
@@ -69,8 +70,7 @@ def options(
         app.amqp.queues[f"{prefix}.default"](connection.default_channel).declare()
         # Not by Spark's own application, whose sends have a limit of 30 s.
         app.rabbitdelay.declare(connection)
-    private_rabbitmq.ctl("add_user", USER, PLANTED)
-    private_rabbitmq.ctl("set_permissions", USER, ".*", ".*", ".*")
+    add_user(private_rabbitmq, USER, ".*", ".*", ".*", PLANTED)
     yield {
         "broker": f"amqp://{USER}@127.0.0.1:{private_rabbitmq.port}//",
         "brokerPassword": PLANTED,
@@ -79,7 +79,7 @@ def options(
         "prefix": prefix,
         "queue": f"{prefix}.default",
     }
-    private_rabbitmq.ctl("delete_user", USER)
+    delete_user(private_rabbitmq, USER)
     delete_what_it_declared(app)
     app.close()
 

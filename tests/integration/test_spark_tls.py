@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -16,13 +15,10 @@ from celery_rabbitdelay.spark.options import ReadOptions
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
 from tests.integration.conftest import LEVELS
 from tests.integration.notes import Notes
-from tests.integration.shop import make_app
-from tests.integration.spark import QUICK_JAVA, spark_session
-from tests.integration.spark_fixtures import APP, write
+from tests.integration.spark_fixtures import APP, shop, spark, write
 from tests.integration.tls import certificates, tls_node
-from tests.integration.worker import ShopProcess, Worker
 
-__all__ = ["certificates", "tls_node"]
+__all__ = ["certificates", "shop", "spark", "tls_node"]
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +33,6 @@ def settings(tls_node: RabbitMQServer, redis_url: str) -> dict[str, Any]:
         "rabbitdelay_prefix": prefix,
         "rabbitdelay_layout": LEVELS,
     }
-
-
-@pytest.fixture(scope="module")
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    """The application; a worker serves its queues."""
-    app = make_app(settings)
-    with Worker(settings):
-        yield app
-    app.close()
-
-
-@pytest.fixture(scope="module")
-def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
-    """A session whose Python processes find the application."""
-    with spark_session({**QUICK_JAVA, **ShopProcess.environment(settings)}) as session:
-        yield session
 
 
 def files(certificates: Certificates) -> dict[str, str]:

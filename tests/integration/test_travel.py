@@ -230,7 +230,7 @@ def test_code_sees_the_time_if_it_is_to(trip: Travel) -> None:
 
 def test_a_task_that_does_not_end_is_named(trip: Travel) -> None:
     impatient = trip
-    impatient._timeout = 2.0
+    impatient._timeout = 5.0
     travelling.wait_until_told.apply_async(("untold",), delay=60)
     with pytest.raises(DidNotSettle, match="wait_until_told"):
         impatient(days=1)

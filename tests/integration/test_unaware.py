@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +18,9 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, find_waiting, take
 from tests.integration.shop import PATIENCE
+from tests.integration.trouble import alarm
 from tests.integration.worker import Worker
+from tests.node_control import clear_policy, set_policy
 
 
 @pytest.fixture
@@ -73,12 +76,12 @@ def test_a_task_of_an_hour_lies_in_the_levels_within_two_seconds_and_no_kill_los
     def all_are_there() -> bool:
         return _ready(connection, first_stops) == len(ids)
 
-    for _ in range(3):
+    # A busy machine may need longer, but hardly each time.
+    while min(seconds, default=2) >= 2 and len(seconds) < 10:
         ids.update(send(countdown=3600).id for _ in range(5))
         sent = time.monotonic()
         wait_for(all_are_there, "the tasks in the levels")
         seconds.append(time.monotonic() - sent)
-    # A busy machine may need longer, but hardly thrice.
     assert min(seconds) < 2
     # The worker's one place is free.
     assert send().get(timeout=PATIENCE)
@@ -180,7 +183,7 @@ def test_a_task_that_keeps_celery_s_own_behavior_is_held_by_the_worker(
 def test_a_task_that_was_revoked_does_not_enter_the_levels(
     shop: Any, worker: Worker, send: Callable[..., Any], connection: Connection
 ) -> None:
-    shop.control.revoke("unwanted", destination=[worker.name], reply=True)
+    shop.control.revoke("unwanted", destination=[worker.name], reply=True, timeout=PATIENCE)
     send(task_id="unwanted", countdown=5)
     wait_for(lambda: "Discarding revoked task: look[unwanted]" in worker.log, "the revoked task")
     assert _waiting(connection, shop) == 0
@@ -204,14 +207,13 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
     with Connection(private_rabbitmq.url) as connection:
         shop.amqp.queues[f"{prefix}.second"](connection.default_channel).declare()
     result = send(countdown=3540)
-    private_rabbitmq.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
     # The broker reads nothing any more from a connection that publishes.
     silent = ("--without-mingle", "--without-gossip", "--without-heartbeat")
-    with Worker({**configuration, **here}, [f"{prefix}.second"], *silent) as worker:
-        try:
+    worker = Worker({**configuration, **here}, [f"{prefix}.second"], *silent)
+    with ExitStack() as stack:
+        with alarm(private_rabbitmq):
+            stack.enter_context(worker)
             wait_for(lambda: "could not be put into the levels" in worker.log, "a failed attempt")
-        finally:
-            private_rabbitmq.ctl("set_vm_memory_high_watermark", "0.4")
         with Connection(private_rabbitmq.url) as connection:
             queues = shop.rabbitdelay.topology.digit_queues
             waiting = find_waiting(connection, queues, copies=True)
@@ -267,9 +269,8 @@ def test_a_level_that_takes_nothing_holds_up_no_other_task(
         rabbitdelay_layout=[("hours", 3, 3600), ("minutes", 60, 60)],
     )
     long, log = Queue(f"{prefix}.hours.2"), "could not be put into the levels"
-    full = ("--apply-to", "queues", prefix, f"^{long.name}$")
-    refuses = '{"max-length": 1, "overflow": "reject-publish"}'
-    private_rabbitmq.ctl("set_policy", *full, refuses)
+    bound: dict[str, Any] = {"max_length": 1, "overflow": "reject-publish"}
+    policy = set_policy(private_rabbitmq, "/", f"^{long.name}$", **bound)
     try:
         # A burst passes before RabbitMQ tells publishers that a queue is full: it is full before.
         for _ in range(2):
@@ -284,7 +285,7 @@ def test_a_level_that_takes_nothing_holds_up_no_other_task(
         taken = take(connection, [long], len(ids) + 2)
         came = {arrival.message.headers["id"] for arrival in taken}
     finally:
-        private_rabbitmq.ctl("clear_policy", prefix)
+        clear_policy(private_rabbitmq, "/", policy)
     assert came == {*ids, "first"}
 
 

@@ -385,13 +385,6 @@ def test_a_broker_that_is_down_is_one_line() -> None:
     assert checked("error", asked.stdout) == {"error": line.removeprefix("Error: ")}
 
 
-def test_help_needs_no_broker() -> None:
-    down = {"prefix": "shop", "broker_url": "amqp://127.0.0.1:1//"}
-    told = run_celery(down, "rabbitdelay verify --help")
-    assert told.returncode == 0
-    assert "--management URL" in told.stdout
-
-
 # A cluster of three.
 
 

@@ -244,10 +244,8 @@ def test_check_says_that_levels_are_missing_that_operators_declare(
 def test_check_needs_no_permission_that_a_producer_lacks(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
 ) -> None:
-    with user(private_rabbitmq, f"{prefix}-user", "") as url:
-        private_rabbitmq.ctl(
-            "set_permissions", f"{prefix}-user", "", rf"^{prefix}\.(.+\.x[0-9]+|delivery)$", ""
-        )
+    exchanges = rf"^{prefix}\.(.+\.x[0-9]+|delivery)$"
+    with user(private_rabbitmq, f"{prefix}-user", "", exchanges, "") as url:
         declaring = make_shop(broker_url=private_rabbitmq.url)
         with declaring.connection_for_write() as connection:
             declaring.rabbitdelay.declare(connection)

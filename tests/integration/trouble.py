@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from celery_rabbitdelay.testing import RabbitMQServer
+from tests import node_control
 
 
 @contextmanager
@@ -28,26 +29,26 @@ def resumed(broker: RabbitMQServer) -> Iterator[None]:
 @contextmanager
 def alarm(broker: RabbitMQServer) -> Iterator[None]:
     """A memory alarm: the broker takes no messages, and blocks who publishes."""
-    broker.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+    node_control.set_memory_limit(broker, "{absolute, 1000000}")
     try:
         yield
     finally:
-        broker.ctl("set_vm_memory_high_watermark", "0.4")
+        node_control.set_memory_limit(broker, "0.4")
 
 
 @contextmanager
-def user(broker: RabbitMQServer, name: str, configure: str) -> Iterator[str]:
-    """The URL of a user who may configure what matches a pattern, and use everything."""
-    broker.ctl("add_user", name, "secret")
-    broker.ctl("set_permissions", name, configure, ".*", ".*")
+def user(
+    broker: RabbitMQServer, name: str, configure: str, write: str = ".*", read: str = ".*"
+) -> Iterator[str]:
+    """The URL of a user who has these permissions in the virtual host ``/``."""
+    node_control.add_user(broker, name, configure, write, read, "secret")
     yield broker.url.replace("guest:guest@", f"{name}:secret@")
-    broker.ctl("delete_user", name)
+    node_control.delete_user(broker, name)
 
 
 @contextmanager
 def virtual_host(broker: RabbitMQServer, name: str) -> Iterator[str]:
     """The URL of an empty virtual host, which is deleted at the end."""
-    broker.ctl("add_vhost", name)
-    broker.ctl("set_permissions", "-p", name, "guest", ".*", ".*", ".*")
+    node_control.add_virtual_host(broker, name)
     yield f"{broker.url.removesuffix('/')}{name}"
-    broker.ctl("delete_vhost", name)
+    node_control.delete_virtual_host(broker, name)

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 from amqp import channel as amqp_channel
-from amqp import spec, transport
+from amqp import spec
 from amqp.abstract_channel import AbstractChannel
 from amqp.exceptions import ChannelError
 
 VERSION = version("amqp")
 # An untyped name, because the private ones are in no stub.
 Channel: Any = amqp_channel.Channel
-ABSTRACT_TRANSPORT: Any = vars(transport)["_AbstractTransport"]
 
 
 def test_an_error_of_a_channel_says_which_method_failed() -> None:

@@ -37,6 +37,7 @@ from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.integration.arrivals import count
 from tests.integration.shop import make_app, named
+from tests.node_control import add_virtual_host
 from tests.unit.waiting import waiting
 from tests.upgrade.recording import Recorded, as_read, publish_raw, write
 
@@ -225,8 +226,7 @@ def _definitions(broker: RabbitMQServer) -> list[dict[str, Any]]:
     found = []
     for number, kind in enumerate(TOPOLOGIES):
         host = f"host-{number}"
-        broker.ctl("add_vhost", host)
-        broker.ctl("set_permissions", "-p", host, "guest", ".*", ".*", ".*")
+        add_virtual_host(broker, host)
         topology = Topology(PREFIX, custom(LEVELS), **kind)
         with Connection(broker.url).clone(virtual_host=host) as connection:
             declare(connection, topology)

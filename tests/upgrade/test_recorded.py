@@ -20,6 +20,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import make_app
+from tests.integration.trouble import virtual_host
 from tests.integration.worker import Worker, run_celery
 from tests.upgrade import recording
 from tests.upgrade.record import LEVELS, NOTES_KEY, PREFIX, configuration
@@ -32,13 +33,10 @@ def recorded_on(
     private_rabbitmq: RabbitMQServer, private_redis: RedisServer
 ) -> Iterator[dict[str, Any]]:
     """Return the settings of a shop in a virtual host of the test's own."""
-    private_rabbitmq.ctl("add_vhost", PREFIX)
-    private_rabbitmq.ctl("set_permissions", "-p", PREFIX, "guest", ".*", ".*", ".*")
-    url = private_rabbitmq.url.removesuffix("/") + PREFIX
-    # Each test has a registry of its own, which knows of no task that it has run.
-    own = {"rabbitdelay_registry_prefix": f"{PREFIX}-{uuid4().hex}"}
-    yield {**configuration(url, private_redis.url), **own}
-    private_rabbitmq.ctl("delete_vhost", PREFIX)
+    with virtual_host(private_rabbitmq, PREFIX) as url:
+        # Each test has a registry of its own, which knows of no task that it has run.
+        own = {"rabbitdelay_registry_prefix": f"{PREFIX}-{uuid4().hex}"}
+        yield {**configuration(url, private_redis.url), **own}
 
 
 def wait_until(notes: Notes, numbers: set[int], timeout: float = 60.0) -> None:
