@@ -162,14 +162,15 @@ class Writer:
         Raises:
             InvalidEnvelope: An envelope cannot express a header that all calls have.
         """
+        encoder, sign = self._envelope
         body, own = compressed(self._shared + items, COMPRESSION), {}
-        if self._sign_envelope is not None:
-            own[header_names.SIGNATURE] = self._sign_envelope(due_ms, None, body, {})
-        return Content(self._envelope.encode(own, due_ms, None), body)
+        if sign is not None:
+            own[header_names.SIGNATURE] = sign(due_ms, None, body, {})
+        return Content(encoder.encode(own, due_ms, None), body)
 
     @cached_property
-    def _envelope(self) -> PropertiesEncoder:
-        """Writes the properties of envelopes."""
+    def _envelope(self) -> tuple[PropertiesEncoder, Signer | None]:
+        """What writes the properties of envelopes, and what signs them."""
         shared = self._encoder.headers
         destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
         message = amqp.Message(
@@ -180,11 +181,8 @@ class Writer:
             delivery_mode=PERSISTENT,
             priority=self._encoder.properties.get("priority", 0),
         )
-        return PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
-
-    @cached_property
-    def _sign_envelope(self) -> Signer | None:
-        return self._signer(self._envelope)
+        encoder = PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
+        return encoder, self._signer(encoder)
 
     def _signer(self, encoder: PropertiesEncoder) -> Signer | None:
         """Return what signs the messages of an encoder; None without a key."""
