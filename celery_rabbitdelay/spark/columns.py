@@ -213,21 +213,19 @@ class Columns:
             given: Batches, each a :class:`pyarrow.RecordBatch`, or Spark's rows.
             in_batches: Which of them.
         """
-        if in_batches:
-            for batch in given:
-                yield from self._of_batch(batch)
-        else:
+        kinds = self.types.items()
+        if not in_batches:
             for row in given:
-                values = zip(self.types.items(), row, strict=True)
+                values = zip(kinds, row, strict=True)
                 yield self._taken({name: _plain_of(value, kind) for (name, kind), value in values})
-
-    def _of_batch(self, batch: Any) -> Iterator[Taken]:
-        values = {}
-        for (name, kind), given in zip(self.types.items(), batch.columns, strict=True):
-            column = given.to_pylist()
-            values[name] = [_plain_of(v, kind) for v in column] if _has_map(kind) else column
-        for position in range(batch.num_rows):
-            yield self._taken({name: column[position] for name, column in values.items()})
+            return
+        for batch in given:
+            columns = {}
+            for (name, kind), array in zip(kinds, batch.columns, strict=True):
+                column = array.to_pylist()
+                columns[name] = [_plain_of(v, kind) for v in column] if _has_map(kind) else column
+            for position in range(batch.num_rows):
+                yield self._taken({name: column[position] for name, column in columns.items()})
 
     def _taken(self, given: Mapping[str, Any]) -> Taken:
         identity = [given[name] for name in self.identity]

@@ -91,11 +91,6 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
     return grouping.of(frame)
 
 
-def is_grouped(schema: T.StructType) -> bool:
-    """Whether this is the schema of a grouped DataFrame."""
-    return schema.names == [DUE, ITEM, ROW]
-
-
 class Grouping:
     """Groups DataFrames of one schema.
 

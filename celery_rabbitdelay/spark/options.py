@@ -7,6 +7,7 @@ import ssl
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import cache
 from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -280,6 +281,7 @@ class ReadOptions(NamedTuple):
         return found
 
 
+@cache
 def _options(cls: type[tuple[Any, ...]]) -> dict[str, tuple[str, Option]]:
     """Return the attribute of each option, and what it takes, by the option's name."""
     return {
