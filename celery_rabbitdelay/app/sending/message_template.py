@@ -18,8 +18,7 @@ from kombu.utils.json import JSONEncoder
 from celery_rabbitdelay.app.celery_internals import (
     celerys_repr,
     is_publishing_watched,
-    repr_depth,
-    repr_sizes,
+    repr_limits,
 )
 from celery_rabbitdelay.app.sending.task_messages import OWN_HEADERS, Call, CapturingProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
@@ -95,10 +94,10 @@ class Writer:
         # The one that the caller has given, for all; None if each message has its task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
-        sizes = zip(("argsrepr", "kwargsrepr"), repr_sizes(first.amqp), strict=True)
+        sizes, self._repr_depth = repr_limits(first.amqp.app)
+        named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
         # Those that the caller has given are the same for all.
-        self._reprs = {name: size for name, size in sizes if not options.get(name)}
-        self._repr_depth = repr_depth(first.amqp.app)
+        self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
         own.update(call.headers)
         self._encoder = PropertiesEncoder(message, own | ({"root_id"} if self._has_root else set()))
