@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration
-from celery_rabbitdelay.levels.shown_url import has_password, without_password
+from celery_rabbitdelay.levels.shown_url import without_password
 
 #: Spark's own options, which it passes on to every streaming sink.
 SPARKS_OWN: Final = ("checkpointLocation", "path")
@@ -128,9 +128,10 @@ class ApplicationOptions(NamedTuple):
                 )
             raise InvalidOption("app", None if app is None else without_password(app), takes)
         for name in ("broker", "registry"):
-            if has_password(given.get(name, "")):
+            url = given.get(name, "")
+            if (hidden := without_password(url)) != url:
                 takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
-                raise InvalidOption(name, without_password(given[name]), takes)
+                raise InvalidOption(name, hidden, takes)
         for name, (_, option) in _options(cls).items():
             value = given.get(name.lower())
             if value is None or name in ("app", "broker"):
