@@ -17,7 +17,6 @@ from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import (
     celerys_repr,
-    is_publishing_watched,
     repr_limits,
 )
 from celery_rabbitdelay.app.sending.task_messages import OWN_HEADERS, Call, CapturingProducer
@@ -49,28 +48,6 @@ ENVELOPE_HEADERS: Final = frozenset(
 #: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
 #: values), Celery's ``saferepr`` may differ from it.
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
-
-
-def writer_for(
-    first: CapturingProducer,
-    call: Call,
-    options: Mapping[str, Any],
-    capture: Callable[[Call], CapturingProducer],
-) -> Writer:
-    """Return the writer of that call and of further ones.
-
-    If a receiver is connected to one of the signals of publishing, or the event that a task was
-    sent is on, each call goes through all of Celery.
-
-    Args:
-        first: The producer that has the message of one call.
-        call: That call.
-        options: Further options of ``apply_async``.
-        capture: Sends a call by Celery and returns the producer that has its message.
-    """
-    if is_publishing_watched(first.amqp.app):
-        return _CeleryWriter(first, call, options, capture)
-    return Writer(first, call, options)
 
 
 class Writer:
@@ -201,10 +178,17 @@ class Writer:
         return shared_block(shared, {**properties, "correlation_id": self._correlation_id}, copied)
 
 
-class _CeleryWriter(Writer):
+class CeleryWriter(Writer):
     """Lets Celery build each message; all go to the destination of the first one.
 
-    The items of an envelope share nothing but that: each has all headers and properties.
+    For calls of which receivers of the signals of publishing are told. The items of an envelope
+    share nothing but the destination: each has all headers and properties.
+
+    Args:
+        first: As for :class:`Writer`.
+        call: As for :class:`Writer`.
+        options: As for :class:`Writer`.
+        capture: Sends a call by Celery and returns the producer that has its message.
     """
 
     can_write_again = False
@@ -233,9 +217,11 @@ class _CeleryWriter(Writer):
         )
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
+        """Return the message of a call, which Celery makes unless it has already."""
         return Content.of(self._message(call).amqp())
 
     def item(self, call: Call) -> bytes:
+        """Return that message as it stands in an envelope: two blocks."""
         message = self._message(call)
         headers = message.headers.to_headers()
         own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}

@@ -17,7 +17,7 @@ from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import instruments
-from celery_rabbitdelay.app.celery_internals import argument_check
+from celery_rabbitdelay.app.celery_internals import argument_check, is_publishing_watched
 from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.options import (
@@ -27,7 +27,7 @@ from celery_rabbitdelay.app.options import (
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
-from celery_rabbitdelay.app.sending.message_template import Writer, writer_for
+from celery_rabbitdelay.app.sending.message_template import CeleryWriter, Writer
 from celery_rabbitdelay.app.sending.row_registration import RowRegistration
 from celery_rabbitdelay.app.sending.rows import (
     Given,
@@ -152,10 +152,13 @@ class RowSender(Sending):
         else:
             return
         self._producer, self._queue = producer, queue_label(producer.delayed)
-        self._writer = writer = writer_for(producer, first, self._options, capture)
+        if is_publishing_watched(self._app):
+            self._writer = CeleryWriter(producer, first, self._options, capture)
+        else:
+            self._writer = Writer(producer, first, self._options)
         if self._envelopes:
             try:
-                writer.envelope(b"", 0)
+                self._writer.envelope(b"", 0)
             except exceptions.InvalidEnvelope:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
