@@ -190,7 +190,9 @@ class Celery(celery.Celery):
             refuse_two_times(delay, countdown, eta)
         tolerance_ms = tolerance_milliseconds(tolerance)
         given = {each: options.pop(each) for each in given_registry_options(options)}
-        by_celery = partial(super().send_task, name, args, kwargs)
+        by_celery: Callable[..., celery.result.AsyncResult[Any]] = partial(
+            super().send_task, name, args, kwargs
+        )
         if delay is None and not countdown and not eta and not any(given.values()):
             return by_celery(countdown, eta, task_id, producer, connection, *more, **options)
         return TaskSending(
