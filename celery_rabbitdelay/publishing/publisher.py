@@ -359,25 +359,25 @@ class Run:
             raise
         self._unreached, self._reach_by = 0, math.inf
         self.loop.use(channel)
-        self._declare_once(self._declare, self.loop.next_waiting)
+        self._ensure_declared(self._declare, self.loop.next_waiting)
 
     def _declare_again(self) -> None:
-        assert self._redeclare is not None
-        self._call(self._redeclare, self.loop.next_waiting)
+        self._ensure_declared(self._redeclare, self.loop.next_waiting, again=True)
 
     def _declare_for(self, publication: Publication) -> None:
-        self._declare_once(publication.declare, publication)
+        self._ensure_declared(publication.declare, publication)
 
-    def _declare_once(self, declare: Declaration | None, publication: Publication) -> None:
+    def _ensure_declared(
+        self, declare: Declaration | None, publication: Publication, again: bool = False
+    ) -> None:
+        """Declare what a message needs, once on each connection unless it is to be done again."""
         declared = self._publisher.declared
-        if declare is not None and declare not in declared:
-            self._call(declare, publication)
-            declared.add(declare)
-
-    def _call(self, declare: Declaration, publication: Publication) -> None:
+        if declare is None or (declare in declared and not again):
+            return
         try:
             with self.loop.channel.wire.all_answers_within(_remaining(publication.deadline)):
                 declare(self._publisher.connection)
+            declared.add(declare)
         except TimeoutError as slow:
             raise NotDeclaredInTime(*slow.args) from slow
         except self._publisher.connection.channel_errors as refused:
