@@ -232,14 +232,14 @@ class RowSender(Sending):
         grouper = Grouper(layout, self._writer.item, max_bytes=max_bytes)
         for number, given in work:
             if isinstance(given, Call):
-                yield from self._ready(grouper, number, given)
+                yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
             else:
                 calls = enumerate((call for call, _ in self._read(given)), number)
                 asked = calls if self._registration is None else self._registration.asked(calls)
                 for each, call in asked:
-                    yield from self._ready(grouper, each, call)
+                    yield from self._add(grouper, each, call)
         yield from grouper.flush()
 
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
@@ -260,7 +260,7 @@ class RowSender(Sending):
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
 
-    def _ready(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
+    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
         """Put a call into a group; return the groups that wait no longer."""
         try:
             if not self._envelopes:
