@@ -25,7 +25,11 @@ from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.options import refuse_two_times, refuse_without_registry
+from celery_rabbitdelay.app.options import (
+    given_registry_options,
+    refuse_two_times,
+    refuse_without_registry,
+)
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
@@ -168,39 +172,43 @@ class Celery(celery.Celery):
         """
         if producer is None and connection is None and not more:
             times = {"delay": delay, "countdown": countdown, "eta": eta, "tolerance": tolerance}
-            given = {**times, "task_id": task_id, **options}
-            sent = self.rabbitdelay.templates.send(name, args, kwargs, given)
+            whole = {**times, "task_id": task_id, **options}
+            sent = self.rabbitdelay.templates.send(name, args, kwargs, whole)
             if sent is not None:
                 return sent
         refuse_without_registry(options, self)
         former, options = _without_former_delay(options)
         body_delay_is_restored = options.pop(canvas.BODY_DELAY_IS_RESTORED, False)
-        if not body_delay_is_restored and not options.get("retries"):
-            options = canvas.restore_body_delay(options, delay)
         if any(options.get(name) for name in canvas.SIGNATURE_OPTIONS):
+            if not body_delay_is_restored and not options.get("retries"):
+                options = canvas.restore_body_delay(options, delay)
             takeover = self.rabbitdelay.settings.takeover
             word = "countdown" if takeover else "delay"
             check = partial(refuse_without_registry, app=self)
             options = canvas.translate_delays(options, word, check)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
-        send = super().send_task
-
-        def by_celery(*times_id_and_connection: Any, **options: Any) -> Any:
-            return send(name, args, kwargs, *times_id_and_connection, *more, **options)
-
+        tolerance_ms = tolerance_milliseconds(tolerance)
+        given = {each: options.pop(each) for each in given_registry_options(options)}
+        by_celery: Callable[..., celery.result.AsyncResult[Any]] = partial(
+            super().send_task, name, args, kwargs
+        )
+        if delay is None and not countdown and not eta and not any(given.values()):
+            return by_celery(countdown, eta, task_id, producer, connection, *more, **options)
         return TaskSending(
             app=self,
             by_celery=by_celery,
+            more=more,
             name=name,
             countdown=countdown,
             eta=eta,
             delay=delay,
-            tolerance_ms=tolerance_milliseconds(tolerance),
+            tolerance_ms=tolerance_ms,
             task_id=task_id,
             producer=producer,
             connection=connection,
             options=options,
+            given=given,
             former=former,
         ).send()
 

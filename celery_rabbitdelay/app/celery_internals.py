@@ -131,7 +131,8 @@ def makers_of_messages(app: Any, task: Any) -> tuple[object, ...]:
             amqp.queues,
             *amqp.queues.values(),
         ),
-        *(amqp.send_task_message, amqp.create_task_message, *repr_sizes(amqp), type(app.backend)),
+        *(amqp.send_task_message, amqp.create_task_message, type(app.backend)),
+        *(amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize),
         *(type(app).send_task, vars(app).get("send_task")),
         *[getattr(owner, name) for owner, name in _MAKERS],
         *[bool(signal.receivers) for signal in _SIGNALS_OF_PUBLISHING],
@@ -297,17 +298,12 @@ def copied_as(cls: type[SignatureT], signature: Signature[Any]) -> SignatureT:
 # The headers argsrepr and kwargsrepr, and naive times.
 
 
-def repr_depth(app: celery.Celery) -> int | None:
-    """Return how deep ``argsrepr`` and ``kwargsrepr`` go into nested arguments."""
+def repr_limits(app: celery.Celery) -> tuple[tuple[int, int], int | None]:
+    """Return the maximum characters of both, and how deep they go into nested arguments."""
     name = "task_repr_maxlevels"
     # A setting since 5.7; before, Celery does not look at what an application has set there.
     depth: int | None = app.conf[name] if name in SETTING_KEYS else 3
-    return depth
-
-
-def repr_sizes(amqp: celery_amqp.AMQP) -> tuple[int, int]:
-    """Return the maximum characters of ``argsrepr`` and of ``kwargsrepr``."""
-    return amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
+    return (app.amqp.argsrepr_maxsize, app.amqp.kwargsrepr_maxsize), depth
 
 
 def sends_a_callback() -> bool:

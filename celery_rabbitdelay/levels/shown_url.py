@@ -73,11 +73,6 @@ def without_passwords_in(value: Any) -> Any:
     return value
 
 
-def has_password(url: str) -> bool:
-    """Return whether a URL contains what may be a password."""
-    return without_password(url) != url
-
-
 def shown_broker(connection: Connection) -> str:
     """Return the URL of a connection's broker without its password.
 

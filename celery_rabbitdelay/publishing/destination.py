@@ -66,18 +66,13 @@ def resolve(
     return Destination(None, exchange, routing_key)
 
 
-def is_cluster(connection: Connection) -> bool:
-    """Return whether a broker is known to have several nodes: its URL lists several hosts.
-
-    AMQP does not say how many there are.
-    """
-    return len(connection.alt) > 1
-
-
-def may_refuse(queue: Queue, patterns: Iterable[str] = (), on_cluster: bool = False) -> bool:
+def may_refuse(
+    queue: Queue, patterns: Iterable[str] = (), connection: Connection | None = None
+) -> bool:
     """Return whether a queue may refuse a message: it is declared so, or its name matches.
 
-    A classic queue of a cluster does so while its node is away.
+    A classic queue of a cluster does so while its node is away. AMQP does not say how many nodes
+    there are: a broker is known to be a cluster if its URL lists several hosts.
 
     What a queue refuses when it comes straight from the levels keeps one of the 32 places of a
     level's dead-letter worker, and RabbitMQ tries it again only after minutes
@@ -86,10 +81,11 @@ def may_refuse(queue: Queue, patterns: Iterable[str] = (), on_cluster: bool = Fa
     Args:
         queue: The queue, with its arguments.
         patterns: Glob patterns: ``*`` matches any characters, ``?`` one.
-        on_cluster: Whether the broker is known to have several nodes; see :func:`is_cluster`.
+        connection: A connection to the broker; it is not opened.
     """
     arguments = declared_arguments(queue)
-    if on_cluster and arguments.get("x-queue-type", "classic") == "classic":
+    is_cluster = connection is not None and len(connection.alt) > 1
+    if is_cluster and arguments.get("x-queue-type", "classic") == "classic":
         return True
     bounds = map(arguments.get, ("x-max-length", "x-max-length-bytes"))
     refuses = str(arguments.get("x-overflow", "")).startswith("reject-publish")

@@ -6,16 +6,14 @@ When kombu moves one of them, tests/unit/test_upstream_kombu.py says which.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
-from queue import LifoQueue
 from typing import TYPE_CHECKING, Any, Final
 
 from amqp import spec
 from amqp.exceptions import NotFound
 from kombu import Connection, Consumer, Producer, Queue
 from kombu import compression as compressions
-from kombu.resource import Resource
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
 from kombu.utils import json
@@ -226,31 +224,3 @@ def consumed_queue_name(consumer: Consumer, consumer_tag: str | None) -> str | N
     private: Any = consumer
     tags: Mapping[str, str] = private._active_tags
     return next((name for name, tag in tags.items() if tag == consumer_tag), None)
-
-
-class LazyPool(Resource):
-    """A pool of kombu's that opens nothing before it is used.
-
-    Args:
-        make: Makes one more of what the pool holds.
-        limit: Maximum size of the pool; None makes a new resource for every use.
-    """
-
-    _resource: LifoQueue[Any]
-
-    def __init__(self, make: Callable[[], Any], limit: int | None) -> None:
-        self._make = make
-        super().__init__(limit=limit)
-
-    def new(self) -> Any:
-        """Make one more; kombu calls this."""
-        return self._make()
-
-    def setup(self) -> None:
-        """Fill the pool; kombu calls this at the end of its ``__init__``."""
-        for _ in range(self.limit or 0):
-            self._resource.put_nowait(self.new())
-
-    def collect_resource(self, resource: Any) -> None:
-        """Close one; kombu calls this when the pool is closed."""
-        resource.close()

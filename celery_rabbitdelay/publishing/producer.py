@@ -21,7 +21,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_destination,
     declare_if_missing,
 )
-from celery_rabbitdelay.publishing.destination import Destination, is_cluster, may_refuse
+from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
@@ -239,8 +239,9 @@ class DelayedProducer(Producer):
                 raise NeedsDistribution(what)
             name = DISTRIBUTION
         else:
-            on_cluster = is_cluster(self.publisher.connection)
-            refuses = has_distribution and may_refuse(queue, self.may_refuse, on_cluster)
+            refuses = has_distribution and may_refuse(
+                queue, self.may_refuse, self.publisher.connection
+            )
             name = DISTRIBUTION if refuses else queue.name
         how = {name: properties.pop(name) for name in SERIALIZING if name in properties}
         body, properties["content_type"], properties["content_encoding"] = self.serialize(

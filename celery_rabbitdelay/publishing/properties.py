@@ -52,11 +52,6 @@ def encoded(properties: Mapping[str, Any]) -> bytes:
     return b"".join(parts)
 
 
-def _utf8(text: str) -> bytes:
-    # A lone surrogate is invalid UTF-8; py-amqp encodes it, and so does this.
-    return text.encode("utf-8", "surrogatepass")
-
-
 def short_string(text: str | bytes) -> bytes:
     """Return a text as AMQP's short string.
 
@@ -65,7 +60,8 @@ def short_string(text: str | bytes) -> bytes:
     """
     # Some other value that counts as false is empty, as in py-amqp.
     text = text or b""
-    value = _utf8(text) if isinstance(text, str) else text
+    # A lone surrogate is invalid UTF-8; py-amqp encodes it, and so does this file.
+    value = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     return _BYTE.pack(len(value)) + value
 
 
@@ -96,7 +92,7 @@ def _array(values: Sequence[Any]) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    value = _utf8(text)
+    value = text.encode("utf-8", "surrogatepass")
     return _TEXT.pack(b"S", len(value)) + value
 
 
@@ -194,7 +190,7 @@ class PropertiesEncoder:
         table = b"".join(entries)
         parts = [self._flags, self._before, _LENGTH.pack(len(table)), table, self._between]
         if correlation_id is not None:
-            text = _utf8(correlation_id)
+            text = correlation_id.encode("utf-8", "surrogatepass")
             parts += (bytes((len(text),)), text)
         parts += (self._reply_to if reply_to is None else short_string(reply_to), self._after)
         return b"".join(parts)

@@ -42,8 +42,8 @@ class Publication:
         error: Why the broker has not confirmed the message; None if it has. If its ``declare`` has
             raised, that error, which may be another one of this package.
         resent: How often the message was sent again.
-        deadline: When to give up, on the clock of :func:`time.monotonic`. A publisher sets it for
-            all attempts together, and a module for each of them.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. The publish loop sets it
+            for all attempts together, and a module for each of them.
         single_attempt: Whether its source publishes something else in its place if the broker nacks
             it, or does not answer in time. It is not sent again then, and others go on.
         redeclared: Whether what the message needs was declared again because no queue took it.

@@ -9,6 +9,7 @@ its owner's part.
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from bisect import insort
@@ -70,7 +71,8 @@ class PublishLoop:
     """Publishes messages over one channel after the other.
 
     Args:
-        source: Returns the next message; called at most ``window`` messages ahead.
+        source: Returns the next message; called at most ``window`` messages ahead. If it sets no
+            deadline, that is when the policy's timeout is over.
         policy: How long, and how often, each message is tried.
         done: Called with each message that is confirmed or has an error.
         redeclare: Declares again what messages need, if no queue takes one of them or an exchange
@@ -106,6 +108,8 @@ class PublishLoop:
         #: Messages to send before any new one of the source, and when, the earliest first: most of
         #: them were sent before.
         self._queued: deque[tuple[float, Publication]] = deque()
+        #: How many of the first ones were in flight on the former channel.
+        self._taken_back = 0
         #: How many messages are still to be resent one at a time, to find the one that closed the
         #: channel.
         self._suspects_left = 0
@@ -128,6 +132,9 @@ class PublishLoop:
         """Send on this channel from now on; the former one must not have messages in flight."""
         self._channel = channel
         self._progress = time.monotonic()
+        for _, publication in islice(self._queued, self._taken_back):
+            publication.resent += 1
+        self._taken_back = 0
 
     def has_more(self) -> bool:
         """Return whether work is left; may take a message from the source."""
@@ -161,11 +168,6 @@ class PublishLoop:
         if not channel.in_flight or channel.blocked is not None:
             return 0.0
         return time.monotonic() - self._progress
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a message is in flight, or waits to be sent again."""
-        return bool(self._queued or self.channel.in_flight)
 
     @property
     def next_waiting(self) -> Publication:
@@ -282,6 +284,8 @@ class PublishLoop:
         if self._source_took >= READ_EVERY:
             self.excuse(self._source_took)
         self.source_is_empty = publication is None
+        if publication is not None and publication.deadline == math.inf:
+            publication.deadline = now + self._policy.timeout
         return publication
 
     def excuse(self, seconds: float) -> None:
@@ -293,9 +297,9 @@ class PublishLoop:
 
     def wait(self) -> None:
         """Read answers until more can be sent, or time is up for a message."""
-        channel = self.channel
-        oldest = channel.unconfirmed.first() or self.next_waiting
-        now = time.monotonic()
+        channel, oldest, now = self.channel, self._oldest, time.monotonic()
+        if oldest is None:
+            return
         resend_at = self._queued[0][0] if self._queued else oldest.deadline
         if self._suspects_left:
             room = 0
@@ -420,6 +424,7 @@ class PublishLoop:
         if self._channel is not None:
             self._note_unanswered(self._channel.unanswered, closed_for_one)
             in_flight, self._channel = self._channel.unconfirmed.all(), None
+            self._taken_back = len(in_flight)
         for publication in in_flight:
             # The connection may be lost between its return and the ack that settles it.
             publication.error = None
@@ -433,11 +438,6 @@ class PublishLoop:
                 publication.unanswered = True
             elif len(written) > 1:
                 publication.suspected = True
-
-    def count_resends(self, number: int) -> None:
-        """Count the first messages that wait, ``number`` of them, as sent once more."""
-        for _, publication in islice(self._queued, number):
-            publication.resent += 1
 
     def channel_closed(self, closed: ChannelError) -> Publication | None:
         """Find the message that made the broker close the channel; AMQP does not name it.
@@ -455,23 +455,20 @@ class PublishLoop:
         for_a_message = closed.method_sig == spec.Basic.Publish
         in_flight = self.take_back(for_a_message)
         if not for_a_message or not in_flight:
-            self.count_resends(in_flight)
             raise closed
         suspects = [publication for _, publication in islice(self._queued, in_flight)]
         if isinstance(closed, NotFound) and self._redeclare and not suspects[0].redeclared:
             self._must_redeclare = True
             for publication in suspects:
                 publication.redeclared = True
-                publication.resent += 1
             return None
         if in_flight > 1:
             self._suspects_left = in_flight
-            for publication in suspects:
-                publication.resent += 1
             return None
         self._suspects_left = max(self._suspects_left - 1, 0)
         (culprit,) = suspects
         self._queued.popleft()
+        self._taken_back = 0
         culprit.suspected = False
         culprit.error = _error_of(culprit, closed)
         culprit.error.__cause__ = closed

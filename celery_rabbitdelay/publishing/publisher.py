@@ -280,13 +280,12 @@ class Run:
         declares_each: bool = False,
     ) -> None:
         self._publisher = publisher
-        self._source = source
         self._policy = policy
         self._declare = declare
         self._redeclare = redeclare
         self._declares_each = declares_each
         self.loop = PublishLoop(
-            self._next,
+            source,
             policy,
             done or _ignore,
             None if redeclare is None else self._declare_again,
@@ -297,12 +296,6 @@ class Run:
         #: Failed attempts to connect, one after the other, and when to give up.
         self._unreached = 0
         self._reach_by = math.inf
-
-    def _next(self) -> Publication | None:
-        publication = self._source()
-        if publication is not None:
-            publication.deadline = time.monotonic() + self._policy.timeout
-        return publication
 
     def go_on(self, is_enough: Callable[[], bool] | None = None) -> None:
         """Publish until each message has its outcome.
@@ -321,7 +314,7 @@ class Run:
                 try:
                     if not self.loop.has_channel:
                         # kombu may have connected anew meanwhile.
-                        self.loop.count_resends(self.loop.take_back())
+                        self.loop.take_back()
                         self._open()
                     self._publish(is_enough)
                 except MayPass as refused:
@@ -366,25 +359,25 @@ class Run:
             raise
         self._unreached, self._reach_by = 0, math.inf
         self.loop.use(channel)
-        self._declare_once(self._declare, self.loop.next_waiting)
+        self._ensure_declared(self._declare, self.loop.next_waiting)
 
     def _declare_again(self) -> None:
-        assert self._redeclare is not None
-        self._call(self._redeclare, self.loop.next_waiting)
+        self._ensure_declared(self._redeclare, self.loop.next_waiting, again=True)
 
     def _declare_for(self, publication: Publication) -> None:
-        self._declare_once(publication.declare, publication)
+        self._ensure_declared(publication.declare, publication)
 
-    def _declare_once(self, declare: Declaration | None, publication: Publication) -> None:
+    def _ensure_declared(
+        self, declare: Declaration | None, publication: Publication, again: bool = False
+    ) -> None:
+        """Declare what a message needs, once on each connection unless it is to be done again."""
         declared = self._publisher.declared
-        if declare is not None and declare not in declared:
-            self._call(declare, publication)
-            declared.add(declare)
-
-    def _call(self, declare: Declaration, publication: Publication) -> None:
+        if declare is None or (declare in declared and not again):
+            return
         try:
             with self.loop.channel.wire.all_answers_within(_remaining(publication.deadline)):
                 declare(self._publisher.connection)
+            declared.add(declare)
         except TimeoutError as slow:
             raise NotDeclaredInTime(*slow.args) from slow
         except self._publisher.connection.channel_errors as refused:
@@ -404,8 +397,7 @@ class Run:
                 if is_enough and is_enough():
                     self.loop.flush()
                     return
-                if self.loop.is_waiting:
-                    self.loop.wait()
+                self.loop.wait()
         except PublishError:
             # Late answers about these messages must not be taken for answers about the next ones.
             self._publisher.discard()
@@ -428,7 +420,7 @@ class Run:
             error: The error if that was one attempt too many; None if the connection is lost.
             cause: The error of this attempt.
         """
-        sent = self.loop.take_back()
+        self.loop.take_back()
         self._publisher.discard()
         self._publisher.connection.maybe_switch_next()
         if not self.loop.has_more():
@@ -443,7 +435,6 @@ class Run:
         if self._policy.is_over(self._losses) or is_unreachable or late:
             self._fail_all_and_raise(error or self._lost(cause), cause)
         self._lost_at = time.monotonic()
-        self.loop.count_resends(sent)
         time.sleep(pause)
 
     def _lost(self, cause: BaseException | None) -> ConnectionLost:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import Empty, LifoQueue
 from weakref import WeakSet
 
 from kombu import Connection
-from kombu.exceptions import LimitExceeded
 
 from celery_rabbitdelay.exceptions import NoPublisherFree
-from celery_rabbitdelay.publishing.kombu_internals import LazyPool
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 
@@ -27,8 +26,20 @@ class PublisherPool:
     def __init__(self, connection: Connection, limit: int | None = 10) -> None:
         self._connection = connection
         self._limit = limit
-        self._publishers = self._new_pool()
+        self._begin()
         _pools.add(self)
+
+    def _begin(self) -> None:
+        """Begin with no publishers.
+
+        In a forked process those of the parent are dropped and not closed: that would end the
+        parent's connections.
+        """
+        #: Those that are free; None for one that is not made yet.
+        self._free: LifoQueue[Publisher | None] = LifoQueue()
+        for _ in range(self._limit or 0):
+            self._free.put(None)
+        self._made: list[Publisher] = []
 
     @contextmanager
     def acquire(self, timeout: float | None = None) -> Iterator[Publisher]:
@@ -40,29 +51,31 @@ class PublisherPool:
         Raises:
             NoPublisherFree: All of them were in use for that long.
         """
-        # Returned to where it came from: a fork or a close may have replaced the pool meanwhile.
-        publishers = self._publishers
+        # Returned to where it came from: a fork or a close may have begun anew meanwhile.
+        free, made, publisher = self._free, self._made, None
+        if self._limit:
+            try:
+                publisher = free.get(timeout=timeout)
+            except Empty as none_free:
+                raise NoPublisherFree(self._limit, timeout) from none_free
         try:
-            publisher = publishers.acquire(block=True, timeout=timeout)
-        except LimitExceeded as exceeded:
-            raise NoPublisherFree(self._limit, timeout) from exceeded
-        try:
+            if publisher is None:
+                publisher = Publisher(self._connection.clone(), is_alone=True)
+                if self._limit:
+                    made.append(publisher)
             yield publisher
         finally:
-            publishers.release(publisher)
+            if self._limit:
+                free.put(publisher)
+            elif publisher is not None:
+                publisher.close()
 
     def close(self) -> None:
         """Close the connections of the pool; it can be used again."""
-        publishers, self._publishers = self._publishers, self._new_pool()
-        publishers.force_close_all()
-
-    def _forget(self) -> None:
-        # In a forked process the sockets are the parent's: closing them in order would end the
-        # parent's connections, so the child drops its references.
-        self._publishers = self._new_pool()
-
-    def _new_pool(self) -> LazyPool:
-        return LazyPool(lambda: Publisher(self._connection.clone(), is_alone=True), self._limit)
+        made = self._made
+        self._begin()
+        for publisher in made:
+            publisher.close()
 
 
 _pools: WeakSet[PublisherPool] = WeakSet()
@@ -70,7 +83,7 @@ _pools: WeakSet[PublisherPool] = WeakSet()
 
 def _forget_parents_connections() -> None:
     for pool in _pools:
-        pool._forget()
+        pool._begin()
 
 
 os.register_at_fork(after_in_child=_forget_parents_connections)

@@ -203,6 +203,12 @@ class Columns:
         self.identity = _identity(self.types, options)
         _check(self.types, options)
         self._kwargs = [name for name in self.types if name not in TYPES]
+        #: The columns with maps, which PyArrow gives as lists of pairs.
+        self._with_maps = {
+            name
+            for name, kind in self.types.items()
+            if any(isinstance(part, T.MapType) for part in _parts(kind))
+        }
         self.are_shared = not any(name in self.types for name in SHARED)
         self.shared = Shared(options.task or "", options.queue, options.tolerance)
 
@@ -213,21 +219,21 @@ class Columns:
             given: Batches, each a :class:`pyarrow.RecordBatch`, or Spark's rows.
             in_batches: Which of them.
         """
-        if in_batches:
-            for batch in given:
-                yield from self._of_batch(batch)
-        else:
+        kinds = self.types.items()
+        if not in_batches:
             for row in given:
-                values = zip(self.types.items(), row, strict=True)
+                values = zip(kinds, row, strict=True)
                 yield self._taken({name: _plain_of(value, kind) for (name, kind), value in values})
-
-    def _of_batch(self, batch: Any) -> Iterator[Taken]:
-        values = {}
-        for (name, kind), given in zip(self.types.items(), batch.columns, strict=True):
-            column = given.to_pylist()
-            values[name] = [_plain_of(v, kind) for v in column] if _has_map(kind) else column
-        for position in range(batch.num_rows):
-            yield self._taken({name: column[position] for name, column in values.items()})
+            return
+        for batch in given:
+            columns = {}
+            for (name, kind), array in zip(kinds, batch.columns, strict=True):
+                column = array.to_pylist()
+                if name in self._with_maps:
+                    column = [_plain_of(value, kind) for value in column]
+                columns[name] = column
+            for position in range(batch.num_rows):
+                yield self._taken({name: column[position] for name, column in columns.items()})
 
     def _taken(self, given: Mapping[str, Any]) -> Taken:
         identity = [given[name] for name in self.identity]
@@ -333,7 +339,8 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
                 "make all further columns keyword arguments"
             )
             raise InvalidColumn(name, found.simpleString(), takes)
-        if name not in ("delay", "tolerance") and (wrong := _inexpressible(found)):
+        wrong = next(filter(_is_inexpressible, _parts(found)), None)
+        if wrong is not None and name not in ("delay", "tolerance"):
             takes = f"JSON cannot express {wrong.simpleString()}; cast it, to a string for example"
             raise InvalidColumn(name, found.simpleString(), takes)
     both = "delay" in columns and "eta" in columns
@@ -347,31 +354,23 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
         raise InvalidColumn("task", None, "takes a column of tasks' names, or the option task")
 
 
-def _inexpressible(kind: T.DataType) -> T.DataType | None:
-    """Return the first part of a type that JSON cannot express; None if it can express all."""
-    inner: Iterable[T.DataType] = ()
+def _parts(kind: T.DataType) -> Iterator[T.DataType]:
+    """Yield a type, and all types of the values in it, at any depth."""
+    yield kind
     match kind:
         case T.ArrayType():
-            inner = [kind.elementType]
+            yield from _parts(kind.elementType)
         case T.StructType():
-            inner = [field.dataType for field in kind.fields]
+            for field in kind.fields:
+                yield from _parts(field.dataType)
         case T.MapType():
-            if not isinstance(kind.keyType, KEYS):
-                return kind
-            inner = [kind.valueType]
-    if isinstance(kind, INEXPRESSIBLE):
-        return kind
-    return next(filter(None, map(_inexpressible, inner)), None)
+            yield from _parts(kind.valueType)
 
 
-def _has_map(kind: T.DataType) -> bool:
-    """Whether there is a map in values of a type, at any depth."""
-    match kind:
-        case T.ArrayType():
-            return _has_map(kind.elementType)
-        case T.StructType():
-            return any(_has_map(field.dataType) for field in kind.fields)
-    return isinstance(kind, T.MapType)
+def _is_inexpressible(kind: T.DataType) -> bool:
+    """Whether JSON cannot express a type, whatever is in it."""
+    has_wrong_keys = isinstance(kind, T.MapType) and not isinstance(kind.keyType, KEYS)
+    return has_wrong_keys or isinstance(kind, INEXPRESSIBLE)
 
 
 def _plain_of(value: Any, kind: T.DataType) -> Any:

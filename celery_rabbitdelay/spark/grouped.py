@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-from celery_rabbitdelay.app.celery_internals import argument_check, repr_sizes
+from celery_rabbitdelay.app.celery_internals import argument_check, repr_limits
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, RabbitDelayError
 from celery_rabbitdelay.levels import wall_clock
@@ -89,11 +89,6 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
         takes = "takes no stream; group each batch in foreachBatch"
         raise InvalidOption("grouped", "stream", takes)
     return grouping.of(frame)
-
-
-def is_grouped(schema: T.StructType) -> bool:
-    """Whether this is the schema of a grouped DataFrame."""
-    return schema.names == [DUE, ITEM, ROW]
 
 
 class Grouping:
@@ -219,7 +214,8 @@ class Grouping:
         task_id = F.coalesce(F.col("task_id"), _uuid(F.col(DIGEST)))
         headers = joined('{"headers":{"id":"', task_id)
         conditions = [F.col(EXACT)]
-        for name, size in zip(REPRS, repr_sizes(self._app.amqp), strict=True):
+        sizes, _ = repr_limits(self._app)
+        for name, size in zip(REPRS, sizes, strict=True):
             headers = joined(headers, f'","{name}":"', F.col(name))
             conditions.append(F.octet_length(F.col(name)) <= size)
         body = joined("[", F.col("args"), ", ", F.col("kwargs"), f", {EMBEDDED}]")

@@ -20,6 +20,13 @@ from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.options import WriteOptions
 
 
+def columns_of(schema: T.StructType, options: WriteOptions) -> Columns | GroupedColumns:
+    """Return what reads the rows of a DataFrame, by its schema: a grouped one, or any other."""
+    if schema.names == [DUE, ITEM, ROW]:
+        return GroupedColumns(schema, options)
+    return Columns(schema, options)
+
+
 class GroupedColumns:
     """Reads the rows of a grouped DataFrame.
 
@@ -39,7 +46,7 @@ class GroupedColumns:
 
     def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
         row = schema[ROW].dataType
-        assert isinstance(row, T.StructType), "is_grouped has looked"
+        assert isinstance(row, T.StructType), "it was grouped"
         self._columns = Columns(row, options)
         self.schema, self.types = row, self._columns.types
         self.are_shared = self._columns.are_shared

@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration
-from celery_rabbitdelay.levels.shown_url import has_password, without_password
+from celery_rabbitdelay.levels.shown_url import without_password
 
 #: Spark's own options, which it passes on to every streaming sink.
 SPARKS_OWN: Final = ("checkpointLocation", "path")
@@ -127,10 +127,11 @@ class ApplicationOptions(NamedTuple):
                 )
             raise InvalidOption("app", None if app is None else without_password(app), takes)
         for name in ("broker", "registry"):
-            if has_password(given.get(name, "")):
+            url = given.get(name, "")
+            if (hidden := without_password(url)) != url:
                 takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
-                raise InvalidOption(name, without_password(given[name]), takes)
-        for name, (_, option) in _options(cls).items():
+                raise InvalidOption(name, hidden, takes)
+        for name, (_, option) in _OPTIONS[cls].items():
             value = given.get(name.lower())
             if value is None or name in ("app", "broker"):
                 continue
@@ -273,20 +274,22 @@ class ReadOptions(NamedTuple):
         """
         given = _known(options, cls)
         found = cls(ApplicationOptions.of(given), **_read(cls, given))
-        for name, (_, option) in _options(cls).items():
+        for name, (_, option) in _OPTIONS[cls].items():
             if option.only_with not in ("", found.what) and name.lower() in given:
                 takes = f"is an option of what = {option.only_with!r}; leave it out"
                 raise InvalidOption(name, given[name.lower()], takes)
         return found
 
 
-def _options(cls: type[tuple[Any, ...]]) -> dict[str, tuple[str, Option]]:
-    """Return the attribute of each option, and what it takes, by the option's name."""
-    return {
+#: By class, the attribute of each option, and what it takes, by the option's name.
+_OPTIONS: Final[Mapping[type[tuple[Any, ...]], Mapping[str, tuple[str, Option]]]] = {
+    cls: {
         re.sub("_(.)", lambda found: found[1].upper(), attribute): (attribute, hint.__metadata__[0])
         for attribute, hint in get_type_hints(cls, include_extras=True).items()
         if hasattr(hint, "__metadata__")
     }
+    for cls in (ApplicationOptions, WriteOptions, ReadOptions)
+}
 
 
 def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, str]:
@@ -300,7 +303,7 @@ def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, 
         # CREATE TABLE: each option twice, among properties of the table and of Spark's own.
         stated = {name: value for name, value in given.items() if name.startswith(OF_TABLE)}
         given = {name.removeprefix(OF_TABLE): value for name, value in stated.items()}
-    names = (*_options(ApplicationOptions), *_options(cls), *SPARKS_OWN)
+    names = (*_OPTIONS[ApplicationOptions], *_OPTIONS[cls], *SPARKS_OWN)
     known = {name.lower(): name for name in names}
     for name in given.keys() - known.keys():
         (meant, *_) = (*get_close_matches(name, list(known), 1), "")
@@ -313,7 +316,7 @@ def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, 
 def _read(cls: type[tuple[Any, ...]], given: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of the options that are given, by their attributes."""
     found = {}
-    for name, (attribute, option) in _options(cls).items():
+    for name, (attribute, option) in _OPTIONS[cls].items():
         text = given.get(name.lower())
         if text is not None:
             try:

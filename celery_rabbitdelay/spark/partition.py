@@ -139,24 +139,21 @@ class PartitionSender:
             RowsNotConfirmed: Rows were not confirmed, and are not collected.
             InvalidRow: A row is invalid, likewise.
         """
-        if self._columns.are_shared and not self._options.collects:
-            self._send_all(taken)
-        else:
+        if not self._columns.are_shared or self._options.collects:
             for chunk in _chunks(taken):
                 self._send_chunk(chunk)
-        self._write_refused()
+        elif (first := next(taken, None)) is not None:
+            # No row need be kept.
+            self._send_many(self._columns.shared, map(self._row, chain([first], taken)))
+        if self._tables:
+            self._write_refused()
         return self._sent
 
-    def _send_all(self, taken: Iterator[Taken | WrittenRows]) -> None:
-        """Send rows that need not be kept."""
-        first = next(taken, None)
-        if first is not None:
-            self._send_many(self._columns.shared, map(self._row, chain([first], taken)))
-
     def _row(self, taken: Taken | WrittenRows) -> Row | WrittenRows:
-        self._sent.rows += _count(taken)
         if isinstance(taken, WrittenRows):
+            self._sent.rows += taken.count
             return taken
+        self._sent.rows += 1
         if taken.row is None:
             assert taken.error is not None
             raise taken.error
@@ -216,10 +213,12 @@ class PartitionSender:
         delays = self._app.rabbitdelay
         know_queue(self._app, shared.queue)
         options = {**shared.options, **self._registered}
+        if self._options.max_rate is not None:
+            rows = self._paced(rows, self._options.max_rate)
         try:
             report = delays.send_many(
                 self._task(shared.task),
-                self._paced(rows),
+                rows,
                 tolerance=shared.tolerance,
                 envelopes=self._options.envelopes,
                 **options,
@@ -229,12 +228,8 @@ class PartitionSender:
             raise
         self._sent.add(report)
 
-    def _paced(self, rows: Iterable[Row | WrittenRows]) -> Iterator[Row | WrittenRows]:
-        """Yield rows when their time has come, if there is a rate that all partitions share."""
-        rate = self._options.max_rate
-        if rate is None:
-            yield from rows
-            return
+    def _paced(self, rows: Iterable[Row | WrittenRows], rate: float) -> Iterator[Row | WrittenRows]:
+        """Yield rows when their time has come, by the rate that all partitions share."""
         registry, reserved = self._app.rabbitdelay.registry, 0
         for row in rows:
             if reserved < _count(row):
@@ -252,8 +247,7 @@ class PartitionSender:
 
     def _write_refused(self) -> None:
         path = self._options.errors_path
-        if path is None or not self._tables:
-            return
+        assert path is not None, "rows are only collected with it"
         filesystem, folder = fs.FileSystem.from_uri(path)
         filesystem.create_dir(folder, recursive=True)
         # A random name: Spark may run the same partition again.

@@ -29,9 +29,9 @@ from celery_rabbitdelay.spark.application import (
     explain,
     find_task,
 )
-from celery_rabbitdelay.spark.columns import Columns, TaskIds
-from celery_rabbitdelay.spark.grouped import Grouping, is_grouped
-from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
+from celery_rabbitdelay.spark.columns import TaskIds
+from celery_rabbitdelay.spark.grouped import Grouping
+from celery_rabbitdelay.spark.grouped_columns import columns_of
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.partition import PartitionSender, Sent
 
@@ -164,7 +164,7 @@ class _Write:
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         self._schema = schema
         self._options = options
-        types = self._columns().types
+        types = columns_of(schema, options).types
         app = application_of(options.application)
         if options.task is not None:
             find_task(app, options.task, options.allow_unknown_tasks)
@@ -190,7 +190,7 @@ class _Write:
         app = application_of(self._options.application)
         context = TaskContext.get()
         partition = 0 if context is None else context.partitionId()
-        columns = self._columns()
+        columns = columns_of(self._schema, self._options)
         try:
             if not self.has_registry:
                 job = ""
@@ -208,11 +208,6 @@ class _Write:
         finally:
             # In order: Spark ends its Python processes without a word.
             app.rabbitdelay.close()
-
-    def _columns(self) -> Columns | GroupedColumns:
-        if is_grouped(self._schema):
-            return GroupedColumns(self._schema, self._options)
-        return Columns(self._schema, self._options)
 
     def end(self, messages: Sequence[WriterCommitMessage | None], job: str, commits: bool) -> None:
         """Commit or abort the job; runs in the driver.

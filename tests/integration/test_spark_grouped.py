@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay import InvalidColumn, InvalidOption
-from celery_rabbitdelay.app.sending.message_template import Writer, writer_for
+from celery_rabbitdelay.app.sending.message_template import Writer
 from celery_rabbitdelay.app.sending.rows import WrittenRows
 from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
 from celery_rabbitdelay.levels.delay import Due
@@ -82,13 +82,9 @@ def options(**more: str) -> WriteOptions:
 def writer(given: WriteOptions) -> Writer:
     """What writes the items of this application."""
     app = application_of(given.application)
-    publisher = Publisher(Connection(NOWHERE))
-
-    def capture(call: Call) -> Any:
-        return capture_message(app, publisher, "remind", call, {})
-
     first = Call("first", (), {}, Due.after(60))
-    return writer_for(capture(first), first, {}, capture)
+    made = capture_message(app, Publisher(Connection(NOWHERE)), "remind", first, {})
+    return Writer(made, first, {})
 
 
 def by_python(frame: DataFrame, given: WriteOptions) -> dict[str, bytes]:

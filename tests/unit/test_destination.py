@@ -55,7 +55,7 @@ def test_a_classic_queue_of_a_cluster_may_refuse(
 ) -> None:
     queue = Queue("mail", queue_arguments={"x-queue-type": queue_type} if queue_type else {})
     assert may_refuse(queue) is alone
-    assert may_refuse(queue, on_cluster=True) is in_cluster
+    assert may_refuse(queue, connection=Connection("amqp://one;amqp://other")) is in_cluster
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,7 @@ class Maker:
         )
         self.first = call(*first)
         self.made = self.by_celery(self.first)
-        self.writer: message_template.Writer = message_template.writer_for(
-            self.made, self.first, options, self.by_celery
-        )
+        self.writer = message_template.Writer(self.made, self.first, options)
 
     def expected(self, each: task_messages.Call) -> tuple[dict[str, Any], bytes]:
         """The properties and the body as Celery makes them, through AMQP and back."""

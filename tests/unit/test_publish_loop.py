@@ -157,4 +157,4 @@ def test_a_single_attempt_is_not_sent_again_after_a_nack(single_attempt: bool) -
     loop.channel.send(nacked, 1.0)
     loop.channel.unconfirmed.nack(1, False)
     assert done == ([nacked] if single_attempt else [])
-    assert loop.is_waiting is not single_attempt
+    assert loop.has_more() is not single_attempt

@@ -10,7 +10,7 @@ from celery.app import amqp as celery_amqp
 from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.sending.task_producer import Resending
+from celery_rabbitdelay.app.sending.task_producer import publish_policy
 from celery_rabbitdelay.publishing.publication import BACKOFF
 
 #: Celery's own policy: three retries.
@@ -46,7 +46,7 @@ def app_with(**settings: Any) -> Celery:
 def test_retries_count_if_somebody_gave_them(settings: Any, options: Any, resends: Any) -> None:
     app = app_with(**settings)
     merged = {**app.conf.task_publish_retry_policy, **options.get("retry_policy", {})}
-    assert Resending.of(app, options).resends(True, merged) == resends
+    assert publish_policy(app, options, True, merged).resends == resends
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_retries_count_if_somebody_gave_them(settings: Any, options: Any, resend
     ],
 )
 def test_nobody_s_retries_count_for_connecting(
-    settings: Any, options: Any, reconnects: Any
+    monkeypatch: pytest.MonkeyPatch, settings: Any, options: Any, reconnects: Any
 ) -> None:
     app = app_with(**settings)
     merged = {**app.conf.task_publish_retry_policy, **options.get("retry_policy", {})}
-    resending = Resending.of(app, options)
-    assert resending.reconnects(merged) == reconnects
-    assert resending._replace(in_task=True).reconnects(merged) is None
+    assert publish_policy(app, options, True, merged).reconnects == reconnects
+    monkeypatch.setattr(Celery, "current_worker_task", "a worker's task", raising=False)
+    assert publish_policy(app, options, True, merged).reconnects is None
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,7 @@ def test_nobody_s_retries_count_for_connecting(
     ids=["setting off", "option off", "Celery says so"],
 )
 def test_without_retry_a_message_is_sent_once(settings: Any, options: Any) -> None:
-    resending = Resending.of(app_with(**settings), options)
-    assert resending.resends(False, CELERYS) == 0
+    assert publish_policy(app_with(**settings), options, False, CELERYS).resends == 0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_so_has_a_callback(monkeypatch: pytest.MonkeyPatch, options: Any, resend
     # As Celery 5.7 does it; earlier versions publish a callback like any other task.
     sending = ContextVar("sending", default=True)
     monkeypatch.setattr(celery_amqp, "_callback_publish_retry", sending, raising=False)
-    assert Resending.of(app_with(), options).resends(False, CELERYS) == resends
+    assert publish_policy(app_with(), options, False, CELERYS).resends == resends
 
 
 @pytest.mark.parametrize(
@@ -101,4 +100,4 @@ def test_so_has_a_callback(monkeypatch: pytest.MonkeyPatch, options: Any, resend
     ],
 )
 def test_other_intervals_are_those_of_this_package(policy: Any, backoff: Any) -> None:
-    assert Resending.backoff(policy) == backoff
+    assert publish_policy(app_with(), {}, True, policy).backoff == backoff

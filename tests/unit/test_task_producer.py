@@ -24,7 +24,7 @@ class Recording(DelayedTaskProducer):
 
     failures = 0
 
-    def publish_delayed(self, *args: Any, **options: Any) -> None:
+    def publish_message(self, *args: Any, **options: Any) -> None:
         """Publish nothing."""
         if self.failures:
             self.failures -= 1

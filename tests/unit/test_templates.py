@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
@@ -51,6 +52,13 @@ class Sends:
             self.by_celery += 1
             return None
 
+        def acquire(app: Any, producer: Any = None) -> Any:
+            if producer is not None:
+                return nullcontext(producer)
+            plain = mock.MagicMock()
+            plain.publish = self._publish_at_once
+            return nullcontext(plain)
+
         def pipeline(_: Any, connection: Any) -> Any:
             block = mock.Mock()
             block.publish = lambda make, sent, policy: self.published.append(make(sent))
@@ -60,6 +68,10 @@ class Sends:
         monkeypatch.setattr(templates, "current_pipeline", pipeline)
         monkeypatch.setattr(templates.Templates, "_publish", publish)
         monkeypatch.setattr(TaskSending, "send", send)
+        monkeypatch.setattr(Celery, "producer_or_acquire", acquire)
+
+    def _publish_at_once(self, body: Any, **options: Any) -> None:
+        self.by_celery += 1
 
     def from_template(self, function: Callable[..., Any], *args: Any, **options: Any) -> bool:
         """Send a task; return whether it was sent from a template."""

@@ -179,7 +179,7 @@ def test_messages_show_their_arguments_as_we_show_them(app: Any) -> None:
     assert "task_serializer" in SETTING_KEYS, moved("app.defaults.SETTING_KEYS")
     args, kwargs = ([[[[["x" * 5000]]]]], 1), {"k": "y" * 5000}
     message = app.amqp.as_task_v2("id", "remind", args, kwargs)
-    sizes, levels = of_app.repr_sizes(app.amqp), of_app.repr_depth(app)
+    sizes, levels = of_app.repr_limits(app)
     for name, value, size in zip(("argsrepr", "kwargsrepr"), (args, kwargs), sizes, strict=True):
         shown = of_app.celerys_repr(value, size, levels)
         assert message.headers[name] == shown, moved(f"how a message shows {name}")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from kombu import Connection, Consumer, Exchange, Message, Producer, Queue, compression
-from kombu.resource import Resource
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.utils import json
 
@@ -120,26 +119,3 @@ def test_a_consumer_knows_the_tags_of_its_queues() -> None:
         assert internals.consumed_queue_name(consumer, "other") is None
         consumer.cancel()
         queue(connection.default_channel).delete()
-
-
-class Closable:
-    """Something that a pool holds."""
-
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_a_pool_makes_lends_and_closes_what_it_holds() -> None:
-    for name in ("setup", "collect_resource", "force_close_all", "acquire", "release"):
-        assert hasattr(Resource, name), moved(f"Resource.{name}")
-    pool: Any = internals.LazyPool(Closable, 1)
-    assert hasattr(pool, "_resource"), moved("Resource._resource")
-    first = pool.acquire()
-    assert isinstance(first, Closable), moved("Resource.setup or Resource._resource")
-    pool.release(first)
-    assert pool.acquire() is first, moved("Resource.release")
-    pool.release(first)
-    pool.force_close_all()
-    assert first.closed, moved("Resource.collect_resource")

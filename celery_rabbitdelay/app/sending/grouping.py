@@ -9,7 +9,8 @@ Opens no connection.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from celery_rabbitdelay.levels import wall_clock
@@ -34,23 +35,21 @@ MAX_WAIT_MS: Final = 10_000
 WAIT_DIVISOR: Final = 10
 
 
+@dataclass(slots=True)
 class Group:
     """Messages that are due in the same tick.
 
-    Args:
+    Attributes:
         due: When all of them are due.
         first: The first message, as it was added.
         items: The bytes of all messages, as they stand in an envelope.
         rows: The numbers of their rows.
     """
 
-    __slots__ = ("due", "first", "items", "rows")
-
-    def __init__(self, due: Due, first: Any, items: bytes = b"", rows: Iterable[int] = ()) -> None:
-        self.first = first
-        self.items = bytearray(items)
-        self.rows = array("Q", rows)
-        self.due = due
+    due: Due
+    first: Any
+    items: bytearray = field(default_factory=bytearray)
+    rows: MutableSequence[int] = field(default_factory=lambda: array("Q"))
 
 
 class Grouper:
@@ -98,7 +97,8 @@ class Grouper:
         # Due.remaining_ms leaves a relative delay as it is while little of it has passed. A rounded
         # due time must be exact, so it is an instant.
         is_instant = due.is_instant or due.tolerance_ms > 0
-        self._until_ns = min(self._until_ns, now_ns + self._wait_ms(due, is_instant) * NS_PER_MS)
+        wait_ms = min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS) if is_instant else 0
+        self._until_ns = min(self._until_ns, now_ns + max(wait_ms, self._tick_ms) * NS_PER_MS)
         ticks = self._shared_ticks(due)
         if len(item) >= self._max_bytes and ticks in self._groups:
             # A message of this size has a group of its own: an envelope may not hold more.
@@ -110,12 +110,6 @@ class Grouper:
         if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= self._max_bytes:
             ready.append(self._take(ticks))
         return ready
-
-    def _wait_ms(self, due: Due, is_instant: bool) -> int:
-        """How long a message may wait for others, in milliseconds."""
-        if not is_instant:
-            return self._tick_ms
-        return max(self._tick_ms, min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS))
 
     def _shared_ticks(self, due: Due) -> int:
         """The delay of a message's group, in ticks from the reference time."""

@@ -17,9 +17,7 @@ from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import (
     celerys_repr,
-    is_publishing_watched,
-    repr_depth,
-    repr_sizes,
+    repr_limits,
 )
 from celery_rabbitdelay.app.sending.task_messages import OWN_HEADERS, Call, CapturingProducer
 from celery_rabbitdelay.exceptions import InvalidEnvelope
@@ -52,28 +50,6 @@ ENVELOPE_HEADERS: Final = frozenset(
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
 
-def writer_for(
-    first: CapturingProducer,
-    call: Call,
-    options: Mapping[str, Any],
-    capture: Callable[[Call], CapturingProducer],
-) -> Writer:
-    """Return the writer of that call and of further ones.
-
-    If a receiver is connected to one of the signals of publishing, or the event that a task was
-    sent is on, each call goes through all of Celery.
-
-    Args:
-        first: The producer that has the message of one call.
-        call: That call.
-        options: Further options of ``apply_async``.
-        capture: Sends a call by Celery and returns the producer that has its message.
-    """
-    if is_publishing_watched(first.amqp.app):
-        return _CeleryWriter(first, call, options, capture)
-    return Writer(first, call, options)
-
-
 class Writer:
     """Writes the messages of calls like that of a first one, of Celery's message protocol 2.
 
@@ -95,10 +71,10 @@ class Writer:
         # The one that the caller has given, for all; None if each message has its task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
-        sizes = zip(("argsrepr", "kwargsrepr"), repr_sizes(first.amqp), strict=True)
+        sizes, self._repr_depth = repr_limits(first.amqp.app)
+        named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
         # Those that the caller has given are the same for all.
-        self._reprs = {name: size for name, size in sizes if not options.get(name)}
-        self._repr_depth = repr_depth(first.amqp.app)
+        self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
         own.update(call.headers)
         self._encoder = PropertiesEncoder(message, own | ({"root_id"} if self._has_root else set()))
@@ -162,14 +138,15 @@ class Writer:
         Raises:
             InvalidEnvelope: An envelope cannot express a header that all calls have.
         """
+        encoder, sign = self._envelope
         body, own = compressed(self._shared + items, COMPRESSION), {}
-        if self._sign_envelope is not None:
-            own[header_names.SIGNATURE] = self._sign_envelope(due_ms, None, body, {})
-        return Content(self._envelope.encode(own, due_ms, None), body)
+        if sign is not None:
+            own[header_names.SIGNATURE] = sign(due_ms, None, body, {})
+        return Content(encoder.encode(own, due_ms, None), body)
 
     @cached_property
-    def _envelope(self) -> PropertiesEncoder:
-        """Writes the properties of envelopes."""
+    def _envelope(self) -> tuple[PropertiesEncoder, Signer | None]:
+        """What writes the properties of envelopes, and what signs them."""
         shared = self._encoder.headers
         destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
         message = amqp.Message(
@@ -180,11 +157,8 @@ class Writer:
             delivery_mode=PERSISTENT,
             priority=self._encoder.properties.get("priority", 0),
         )
-        return PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
-
-    @cached_property
-    def _sign_envelope(self) -> Signer | None:
-        return self._signer(self._envelope)
+        encoder = PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
+        return encoder, self._signer(encoder)
 
     def _signer(self, encoder: PropertiesEncoder) -> Signer | None:
         """Return what signs the messages of an encoder; None without a key."""
@@ -204,10 +178,17 @@ class Writer:
         return shared_block(shared, {**properties, "correlation_id": self._correlation_id}, copied)
 
 
-class _CeleryWriter(Writer):
+class CeleryWriter(Writer):
     """Lets Celery build each message; all go to the destination of the first one.
 
-    The items of an envelope share nothing but that: each has all headers and properties.
+    For calls of which receivers of the signals of publishing are told. The items of an envelope
+    share nothing but the destination: each has all headers and properties.
+
+    Args:
+        first: As for :class:`Writer`.
+        call: As for :class:`Writer`.
+        options: As for :class:`Writer`.
+        capture: Sends a call by Celery and returns the producer that has its message.
     """
 
     can_write_again = False
@@ -236,9 +217,11 @@ class _CeleryWriter(Writer):
         )
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
+        """Return the message of a call, which Celery makes unless it has already."""
         return Content.of(self._message(call).amqp())
 
     def item(self, call: Call) -> bytes:
+        """Return that message as it stands in an envelope: two blocks."""
         message = self._message(call)
         headers = message.headers.to_headers()
         own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}

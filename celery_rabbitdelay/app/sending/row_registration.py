@@ -18,7 +18,7 @@ from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.registry.registry import Registration
 
 #: Rows that are registered in one round trip.
 BATCH: Final = 500
@@ -37,7 +37,7 @@ class RowRegistration:
     """Registers rows once the broker has confirmed them, many in one round trip.
 
     Args:
-        registry: The registry; asked for where a row needs it.
+        delays: The application's ``app.rabbitdelay``, whose registry is used where a row needs it.
         wanted: The options of the registry that all rows have.
         task_name: The task's name.
         fail: Called with the numbers of rows that cannot be sent, and the error.
@@ -45,12 +45,12 @@ class RowRegistration:
 
     def __init__(
         self,
-        registry: Callable[[], Registry],
+        delays: Any,
         wanted: RegistryOptions,
         task_name: str,
         fail: Callable[[Sequence[int], Exception], None],
     ) -> None:
-        self._registry = registry
+        self._delays = delays
         self._wanted = wanted
         self._task_name = task_name
         self._fail = fail
@@ -82,7 +82,7 @@ class RowRegistration:
         """
         job = self._wanted.job
         if job and due.at_ms > self._joined_until_ms:
-            state, self._job_id = self._registry().jobs.join(job, due.at_ms + MORE_MS)
+            state, self._job_id = self._delays.registry.jobs.join(job, due.at_ms + MORE_MS)
             if state is not JobState.OPEN:
                 raise JobClosed(job, "unknown" if state is None else state.value)
             self._joined_until_ms = due.at_ms + MORE_MS
@@ -116,7 +116,7 @@ class RowRegistration:
         calls = [call for _, call in batch]
         once = self._wanted.once
         try:
-            tickets = self._registry().ask(
+            tickets = self._delays.registry.ask(
                 [
                     (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
                     for call in calls
@@ -181,7 +181,7 @@ class RowRegistration:
             return
         self.wait()
         self._registering = self._thread.submit(
-            register_sent, self._registry(), list(batch.values())
+            register_sent, self._delays.registry, list(batch.values())
         )
 
     def wait(self) -> None:

@@ -14,9 +14,6 @@ import celery
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.utils.json import loads
 
-from celery_rabbitdelay.app import instruments
-from celery_rabbitdelay.app.instruments import Instrument
-from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
 from celery_rabbitdelay.exceptions import InvalidRow, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels import wall_clock
@@ -160,11 +157,13 @@ class Sending:
     Attributes:
         report: The report on what was sent.
         stops_taking: Whether no further rows are taken.
+        is_reporting: Whether ``progress`` is running, or has raised.
     """
 
     def __init__(self, progress: Callable[[Report], None] | None) -> None:
         self.report = Report()
         self.stops_taking = False
+        self.is_reporting = False
         self._progress = progress
         self._errors: dict[int, Exception] = {}
         self._taken = 0
@@ -208,7 +207,9 @@ class Sending:
         self._last_progress = time.monotonic()
         self.report.seconds = self._last_progress - self._began
         if self._progress is not None:
+            self.is_reporting = True
             self._progress(self.report)
+            self.is_reporting = False
 
     def end(self) -> Report:
         """Return the report, after a last call of ``progress``.
@@ -271,31 +272,3 @@ def send_one_by_one(
         if sending.progress_is_due:
             sending.report_progress()
     return sending.end()
-
-
-class RowCounts:
-    """Counts the rows of one ``send_many`` while it runs.
-
-    Args:
-        metrics: The metrics.
-        task: The task's name.
-        report: The report of the running ``send_many``.
-
-    Attributes:
-        queue: The label of the rows' queue, as soon as it is known.
-    """
-
-    def __init__(self, metrics: Metrics, task: str, report: Report) -> None:
-        self._metrics, self._task, self._report = metrics, task, report
-        self._counted: Counter[Instrument] = Counter()
-        self.queue = ""
-
-    def count(self, is_end: bool = False) -> None:
-        """Count the rows since the last time; in the end, those without a confirm are refused."""
-        sent, confirmed = self._report.sent, self._report.confirmed
-        present = Counter({instruments.SENT: sent, instruments.CONFIRMED: confirmed})
-        present[instruments.RESENT] = self._report.resent
-        present[instruments.REFUSED] = sent - confirmed if is_end else 0
-        if more := present - self._counted:
-            self._metrics.record(more, self._task, self.queue)
-        self._counted = present

@@ -6,7 +6,8 @@ Celery makes the message of the first row; those of the other rows are written l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -15,7 +16,9 @@ import celery
 from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app.celery_internals import argument_check
+from celery_rabbitdelay.app import instruments
+from celery_rabbitdelay.app.celery_internals import argument_check, is_publishing_watched
+from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
@@ -24,13 +27,12 @@ from celery_rabbitdelay.app.options import (
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
-from celery_rabbitdelay.app.sending.message_template import Writer, writer_for
+from celery_rabbitdelay.app.sending.message_template import CeleryWriter, Writer
 from celery_rabbitdelay.app.sending.row_registration import RowRegistration
 from celery_rabbitdelay.app.sending.rows import (
     Given,
     Report,
     Row,
-    RowCounts,
     Sending,
     WrittenRows,
     checked_row,
@@ -94,20 +96,24 @@ class RowSender(Sending):
             raise exceptions.NeedsDistribution("an envelope")
         self._publisher = publisher
         self._task = task
+        self._name = task if isinstance(task, str) else str(task.name)
         self._tolerance_ms = tolerance_ms
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
-        known = self._app.tasks.get(task) if isinstance(task, str) else task
-        wanted = RegistryOptions.of(self._settings, known, options, {})
+        #: None without a registry.
+        self._registration: RowRegistration | None = None
+        if self._settings.registry_url is not None:
+            known = self._app.tasks.get(task) if isinstance(task, str) else task
+            wanted = RegistryOptions.of(self._settings, known, options, {})
+            self._registration = RowRegistration(delays, wanted, self._name, self.fail)
         self._options = {
             name: each for name, each in options.items() if name not in REGISTRY_OPTIONS
         }
-        name = task if isinstance(task, str) else str(task.name)
-        self._registration = RowRegistration(lambda: delays.registry, wanted, name, self.fail)
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
-        self._counts = RowCounts(delays.recorder, name, self.report)
-        self._error_of_progress: exceptions.PublishError | None = None
+        #: The label of the rows' queue, as soon as it is known, and what the metrics have counted.
+        self._queue = ""
+        self._counted: Counter[Instrument] = Counter()
 
     def send(self, rows: Iterable[Given]) -> Report:
         """Send the task for each row.
@@ -116,25 +122,27 @@ class RowSender(Sending):
             RowsNotConfirmed: At least one row is not confirmed.
         """
         try:
-            self._send(self._registration.asked(self._calls(rows)))
+            self._send(self._calls(rows))
         finally:
-            self._registration.close()
-            self._counts.count(is_end=True)
+            if self._registration is not None:
+                self._registration.close()
+            self._count(is_end=True)
         return self.end()
 
     def _send(self, work: Iterator[tuple[int, Work]]) -> None:
-        def capture(call: Call) -> CapturingProducer:
-            return capture_message(
+        registration = self._registration
+        if registration is not None:
+            work = registration.asked(work)
+        for number, given in work:
+            first = given if isinstance(given, Call) else next(self._read(given))[0]
+            capture = partial(
+                capture_message,
                 self._app,
                 self._publisher,
                 self._task,
-                call,
-                self._options,
-                self._registration.shared_headers,
+                options=self._options,
+                headers=NO_HEADERS if registration is None else registration.shared_headers,
             )
-
-        for number, given in work:
-            first = given if isinstance(given, Call) else next(self._read(given))[0]
             try:
                 producer = capture(first)
             except (EncodeError, exceptions.MessageTooLarge) as error:
@@ -143,23 +151,25 @@ class RowSender(Sending):
                 break
         else:
             return
-        self._counts.queue = queue_label(producer.delayed)
-        self._producer = producer
-        self._writer = writer = writer_for(producer, first, self._options, capture)
+        self._producer, self._queue = producer, queue_label(producer.delayed)
+        if is_publishing_watched(self._app):
+            self._writer = CeleryWriter(producer, first, self._options, capture)
+        else:
+            self._writer = Writer(producer, first, self._options)
         if self._envelopes:
             try:
-                writer.envelope(b"", 0)
+                self._writer.envelope(b"", 0)
             except exceptions.InvalidEnvelope:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
-        work = chain([(number, given)], work)
-        publications = self._publications(work)
+        groups = self._groups(chain([(number, given)], work))
+        publications = filter(None, map(self._publication, groups))
         policy = producer.policy._replace(window=self._settings.max_unconfirmed)
         try:
             self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
         except exceptions.PublishError as error:
-            if error is self._error_of_progress:
-                raise
+            if self.is_reporting:
+                raise  # it is the caller's own
             # No further rows are taken; those that were taken and not sent yet have this error.
             self.stops_taking = True
             for publication in publications:
@@ -183,7 +193,8 @@ class RowSender(Sending):
         """Note that rows are due; who has written them has checked each."""
         due = written.due
         self._settings.check_delay(due)
-        self._registration.join_job(due)
+        if self._registration is not None:
+            self._registration.join_job(due)
         return written
 
     def _read(self, written: WrittenRows) -> Iterator[tuple[Call, bytes]]:
@@ -209,25 +220,27 @@ class RowSender(Sending):
             self._check_arguments(*args, **kwargs)
         if row.key is not None:
             refuse_without_registry({"key": row.key}, self._app)
-        self._registration.join_job(due)
+        if self._registration is not None:
+            self._registration.join_job(due)
         headers = NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = row.task_id is not None
         return Call(row.task_id or next(self._ids), args, kwargs, due, headers, has_id)
 
-    def _publications(self, work: Iterator[tuple[int, Work]]) -> Iterator[Publication]:
+    def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
+        """Yield the calls in groups; one that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._writer.item, max_bytes=max_bytes)
         for number, given in work:
             if isinstance(given, Call):
-                yield from self._call_publications(grouper, number, given)
+                yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
-                yield from self._group_publication(group)
+                yield group
             else:
-                calls = (call for call, _ in self._read(given))
-                for each, call in self._registration.asked(enumerate(calls, number)):
-                    yield from self._call_publications(grouper, each, call)
-        for group in grouper.flush():
-            yield from self._group_publication(group)
+                calls = enumerate((call for call, _ in self._read(given)), number)
+                asked = calls if self._registration is None else self._registration.asked(calls)
+                for each, call in asked:
+                    yield from self._add(grouper, each, call)
+        yield from grouper.flush()
 
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
         """Return rows that are written already as a group.
@@ -235,73 +248,63 @@ class RowSender(Sending):
         None if they do not stand in an envelope as this application writes them, which tracked ones
         never do, or if the bound of a message is lower than the bytes of a group.
         """
-        if not self._envelopes or not self._writer.can_write_again or self._registration.tracks:
+        if not self._envelopes or not self._writer.can_write_again:
+            return None
+        if self._registration is not None and self._registration.tracks:
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
         first, item = next(self._read(written))
         if self._writer.item(first) != item:
             return None
-        return Group(first.due, first, written.items, range(number, number + written.count))
+        numbers = list(range(number, number + written.count))
+        return Group(first.due, first, bytearray(written.items), numbers)
 
-    def _call_publications(
-        self, grouper: Grouper, number: int, call: Call
-    ) -> Iterator[Publication]:
-        """Publish a call by itself, or put it into a group; yield what waits no longer."""
-        if not self._envelopes:
-            yield from self._row_publication(number, call)
-            return
+    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
+        """Put a call into a group; return the groups that wait no longer."""
         try:
-            groups = grouper.add(number, call, call.due)
+            if not self._envelopes:
+                return [Group(call.due, call, rows=[number])]
+            ready = grouper.add(number, call, call.due)
         except exceptions.InvalidEnvelope:
-            yield from self._row_publication(number, call)
-            return
+            return [Group(call.due, call, rows=[number])]
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail([number], error)
-            return
-        content = partial(self._writer.content, call) if self._writer.can_write_again else None
-        self._registration.sent(number, call, content, self._producer.delayed)
-        for group in groups:
-            yield from self._group_publication(group)
+            return []
+        if self._registration is not None:
+            content = partial(self._writer.content, call) if self._writer.can_write_again else None
+            self._registration.sent(number, call, content, self._producer.delayed)
+        return ready
 
-    def _row_publication(self, row: int, call: Call) -> Iterator[Publication]:
+    def _publication(self, group: Group) -> Publication | None:
+        """Return the message of a group; None if there is none, which its rows have as an error."""
+        first, rows, due = group.first, group.rows, group.due
+        delayed = self._producer.delayed._replace(task_id=first.task_id)
+        is_alone = not group.items or (len(rows) == 1 and self._writer.can_write_again)
         try:
-            content = self._writer.content(call)
-            self._producer.check_size(
-                len(content.body), self._producer.delayed.destination, call.due
-            )
+            if is_alone:
+                due = first.due
+                content = self._writer.content(first)
+            else:
+                delayed = delayed._replace(destination=DISTRIBUTION)
+                content = self._writer.envelope(bytes(group.items), due.at_ms)
+            # If one is in an envelope, the bound applies to it.
+            size = len(content.body if is_alone or len(rows) > 1 else group.items)
+            self._producer.check_size(size, delayed.destination, due)
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
-            self.fail([row], error)
-            return
-        self.report.sent += 1
-        delayed = self._producer.delayed._replace(task_id=call.task_id)
-        self._registration.sent(row, call, lambda: content, delayed)
-        yield Publication(content, partial(self._producer.address, delayed, call.due), [row])
-
-    def _group_publication(self, group: Group) -> Iterator[Publication]:
-        if len(group.rows) == 1 and self._writer.can_write_again:
-            yield from self._row_publication(group.rows[0], group.first)
-            return
-        due = group.due
-        try:
-            content = self._writer.envelope(bytes(group.items), due.at_ms)
-            # For a single message, the bound applies to what is in the envelope.
-            size = len(group.items if len(group.rows) == 1 else content.body)
-            self._producer.check_size(size, DISTRIBUTION, due)
-        except (exceptions.InvalidEnvelope, exceptions.MessageTooLarge) as too_large:
-            self.fail(group.rows, too_large)
-            return
-        self.report.sent += len(group.rows)
-        delayed = self._producer.delayed._replace(
-            destination=DISTRIBUTION, task_id=group.first.task_id
-        )
-        yield Publication(content, partial(self._producer.address, delayed, due), group.rows)
+            self.fail(rows, error)
+            return None
+        self.report.sent += len(rows)
+        if is_alone and self._registration is not None:
+            self._registration.sent(rows[0], first, lambda: content, delayed)
+        return Publication(content, partial(self._producer.address, delayed, due), rows)
 
     def _done(self, publication: Publication) -> None:
         report = self.report
         report.resent += publication.resent
         rows = publication.context
-        self._registration.ended(rows, publication.error is None)
+        if self._registration is not None:
+            self._registration.ended(rows, publication.error is None)
         if publication.error is not None:
             self.fail(rows, publication.error)
         else:
@@ -309,17 +312,18 @@ class RowSender(Sending):
             report.messages += 1
             report.envelopes += len(rows) > 1
         if self.progress_is_due:
-            self._counts.count()
+            self._count()
             self.report_progress()
 
-    def report_progress(self) -> None:
-        """Call the caller's ``progress``."""
-        try:
-            super().report_progress()
-        except exceptions.PublishError as error:
-            # It is not an error of the rows, although it is of the same class.
-            self._error_of_progress = error
-            raise
+    def _count(self, is_end: bool = False) -> None:
+        """Count the rows since the last time; in the end, those without a confirm are refused."""
+        sent, confirmed = self.report.sent, self.report.confirmed
+        present = Counter({instruments.SENT: sent, instruments.CONFIRMED: confirmed})
+        present[instruments.RESENT] = self.report.resent
+        present[instruments.REFUSED] = sent - confirmed if is_end else 0
+        if more := present - self._counted:
+            self._delays.recorder.record(more, self._name, self._queue)
+        self._counted = present
 
 
 def _random_ids() -> Iterator[str]:

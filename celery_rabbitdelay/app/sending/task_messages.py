@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
 
 import celery
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.levels.delay import Due
@@ -18,7 +18,12 @@ from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import Declaration, PublishPolicy
+from celery_rabbitdelay.publishing.publication import (
+    BACKOFF,
+    RESENDS,
+    Declaration,
+    PublishPolicy,
+)
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -98,36 +103,25 @@ class CapturingProducer(DelayedTaskProducer):
     """Keeps the message of a task that Celery has made and routed, instead of publishing it.
 
     Attributes:
-        body: The task's body: arguments, keyword arguments, and callbacks, chain and chord.
-        options: The options with which kombu serializes the body.
-        delayed: The message.
         policy: How long and how often to try, by Celery's options.
         declares: The functions by which the publisher declares the destination.
     """
 
-    body: Any
-    options: dict[str, Any]
-    delayed: Delayed
     policy: PublishPolicy
     declares: dict[str, Declaration | None]
 
-    def publish_delayed(  # type: ignore[override]
+    def publish_message(
         self,
-        body: Any,
-        destination: Any,
-        due: Any,
+        delayed: Delayed,
+        due: Due,
         *,
-        declare: Iterable[Any] = (),
-        resends: int | None,
-        backoff: tuple[float, float, float],
-        **options: Any,
+        declare: Iterable[Exchange | Queue] = (),
+        resends: int | None = RESENDS,
+        backoff: tuple[float, float, float] = BACKOFF,
     ) -> None:
-        """Keep the message, and everything that publishing it takes."""
-        self.body = body
-        self.options = options
-        self.delayed = self.delayed_message(body, destination, due, **options)
+        """Keep everything that publishing the message takes."""
         self.policy = PublishPolicy(self.timeout, resends, backoff)
-        self.declares = self.declarations(self.delayed.queue, declare)
+        self.declares = self.declarations(delayed.queue, declare)
 
 
 def capture_message(

@@ -20,78 +20,47 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
+from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 
-class Resending(NamedTuple):
-    """Whether and how often a message is sent again, by the caller's options and the settings.
+def publish_policy(
+    app: celery.Celery, options: Mapping[str, Any], retry: bool, retry_policy: Mapping[str, Any]
+) -> PublishPolicy:
+    """Return how often a message is sent again, by the caller's options and the settings.
 
-    Attributes:
-        is_on: Whether a message is sent again at all: the option ``retry``, or the setting
-            ``task_publish_retry``.
-        is_counted: Whether somebody has given a number of retries: the caller in ``retry_policy``,
-            or ``task_publish_retry_policy``, if it is not Celery's default.
-        in_task: Whether a worker's task sends it, for which nobody waits.
+    Args:
+        app: The application.
+        options: The options of ``apply_async``, as the caller has given them.
+        retry: Whether Celery wants the message to be sent again.
+        retry_policy: Celery's retry policy: the setting, with what the caller has given.
     """
-
-    is_on: bool
-    is_counted: bool
-    in_task: bool
-
-    @classmethod
-    def of(cls, app: celery.Celery, options: Mapping[str, Any]) -> Resending:
-        """Return what the options of ``apply_async`` say.
-
-        Args:
-            app: The application.
-            options: The options, as the caller has given them.
-        """
-        retry = options.get("retry")
-        configured = app.conf.task_publish_retry_policy
-        return cls(
-            bool(app.conf.task_publish_retry if retry is None else retry),
-            configured != DEFAULTS["task_publish_retry_policy"]
-            or "max_retries" in (options.get("retry_policy") or {}),
-            app.current_worker_task is not None,
-        )
-
-    def resends(self, retry: bool, policy: Mapping[str, Any]) -> int | None:
-        """Return the maximum of resends; None for as many as the timeout allows.
-
-        Args:
-            retry: Whether Celery wants the message to be sent again.
-            policy: Celery's retry policy: the setting, with what the caller has given.
-        """
-        if not retry:
-            # Celery 5.7 counts the retries of a callback itself, and turns ours off.
-            uses_the_time = self.is_on and not self.is_counted and sends_a_callback()
-            return RESENDS if uses_the_time else 0
-        resends: int | None = policy.get("max_retries") if self.is_counted else RESENDS
-        return resends
-
-    def reconnects(self, policy: Mapping[str, Any]) -> int | None:
-        """Return the maximum of further attempts to connect; None for no limit of their own.
-
-        Connecting fails as fast as in Celery, for the sake of web requests.
-
-        Args:
-            policy: As for :meth:`resends`.
-        """
-        has_own = self.is_counted or self.in_task
-        reconnects: int | None = None if has_own else policy.get("max_retries")
-        return reconnects
-
-    @staticmethod
-    def backoff(policy: Mapping[str, Any]) -> tuple[float, float, float]:
-        """Return the seconds before the first resend, the step and the maximum."""
-        names = ("interval_start", "interval_step", "interval_max")
-        given = [policy.get(name) for name in names]
-        first, step, longest = (
-            default if value is None else float(value)
-            for value, default in zip(given, BACKOFF, strict=True)
-        )
-        return first, step, longest
+    # Whether somebody has given a number of retries: the caller, or a setting that is not Celery's.
+    configured = app.conf.task_publish_retry_policy
+    is_counted = configured != DEFAULTS["task_publish_retry_policy"] or "max_retries" in (
+        options.get("retry_policy") or {}
+    )
+    retries: int | None = retry_policy.get("max_retries")
+    if retry:
+        resends = retries if is_counted else RESENDS
+    else:
+        # Celery 5.7 counts the retries of a callback itself, and turns ours off.
+        given = options.get("retry")
+        is_on = app.conf.task_publish_retry if given is None else given
+        resends = RESENDS if is_on and not is_counted and sends_a_callback() else 0
+    # Connecting fails as fast as in Celery, for the sake of web requests. For a worker's task,
+    # nobody waits.
+    has_own = is_counted or app.current_worker_task is not None
+    intervals = [retry_policy.get(f"interval_{name}") for name in ("start", "step", "max")]
+    first, step, longest = (
+        default if value is None else float(value)
+        for value, default in zip(intervals, BACKOFF, strict=True)
+    )
+    return PublishPolicy(
+        resends=resends,
+        backoff=(first, step, longest),
+        reconnects=None if has_own else retries,
+    )
 
 
 #: Seconds that publishing has in any case, however long the wait for a publisher was.
@@ -113,7 +82,10 @@ class DelayedTaskProducer(DelayedProducer):
         waited: Seconds that were spent waiting for the publisher; they count towards the timeout.
 
     Attributes:
-        delayed: The task's message, once Celery has made it.
+        body: The task's body, once Celery has made it: arguments, keyword arguments, and callbacks,
+            chain and chord.
+        options: What kombu makes the message of besides.
+        delayed: The task's message.
         is_sent: Whether the broker has confirmed it.
     """
 
@@ -131,12 +103,12 @@ class DelayedTaskProducer(DelayedProducer):
         self.amqp: AMQP = app.amqp
         self._settings_timeout = self.timeout
         self._due = due
-        # A retry is sent to where the task came from.
-        self._is_retry = bool(options.get("retries"))
+        self._given = options
         self._came_from = came_from
         self._waited = waited
-        self._resending = Resending.of(app, options)
         self.is_sent = False
+        self.body: Any
+        self.options: dict[str, Any]
         self.delayed: Delayed
 
     def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
@@ -159,32 +131,26 @@ class DelayedTaskProducer(DelayedProducer):
         )
         if destination.queue is None and header_names.SCHEDULE in self.says.get("registry", ()):
             raise InvalidSchedule(str(destination), "takes a task that goes to one known queue")
-        retry = options.pop("retry", False)
-        policy = options.pop("retry_policy", None) or {}
+        retry, retry_policy = options.pop("retry", False), options.pop("retry_policy", None)
+        policy = publish_policy(self._app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)
         timeout = self._settings_timeout if given is None else checked("confirm_timeout", given)
-        self.timeout = max(timeout - self._waited, MIN_TIMEOUT)
-        self.reconnects = self._resending.reconnects(policy)
+        self.timeout, self.reconnects = max(timeout - self._waited, MIN_TIMEOUT), policy.reconnects
         options.pop("timeout", None)
         began = time.monotonic()
         try:
-            self.publish_delayed(
-                body,
-                destination,
+            self.body, self.options = body, options
+            self.delayed = self.delayed_message(body, destination, self._due, **options)
+            self.publish_message(
+                self.delayed,
                 self._due,
                 declare=declare,
-                resends=self._resending.resends(retry, policy),
-                backoff=self._resending.backoff(policy),
-                **options,
+                resends=policy.resends,
+                backoff=policy.backoff,
             )
         finally:
             self._waited += time.monotonic() - began
         self.is_sent = True
-
-    def delayed_message(self, *message: Any, **options: Any) -> Delayed:
-        """Return the message as :class:`DelayedProducer` makes it, and keep it as ``delayed``."""
-        self.delayed = super().delayed_message(*message, **options)
-        return self.delayed
 
     def _destination(
         self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any]
@@ -193,7 +159,8 @@ class DelayedTaskProducer(DelayedProducer):
         queues = self.amqp.queues
         routed_to = [entity for entity in declare if isinstance(entity, Queue)]
         known = [*routed_to, *queues.values()]
-        consumed = queues.consume_from if self._is_retry else ()
+        # A retry is sent to where the task came from.
+        consumed = queues.consume_from if self._given.get("retries") else ()
         return resolve(name, routing_key or "", known, consumed, self._came_from)
 
 

@@ -22,7 +22,7 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
 )
 from celery_rabbitdelay.app.metrics import Metrics, queue_label
-from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions, given_registry_options
+from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions
 from celery_rabbitdelay.app.sending.pipelines import (
     PipelinedProducer,
     TaskPipeline,
@@ -49,12 +49,15 @@ NS_PER_US: Final = 1000
 
 @dataclass
 class TaskSending:
-    """One call of ``Celery.send_task``, whose options and delay are checked.
+    """One call of ``Celery.send_task`` that has a delay, or an option of the registry.
+
+    Its options and its delay are checked.
 
     Attributes:
         app: The application, a :class:`.Celery`.
         by_celery: Celery's ``send_task`` for its name and arguments: takes countdown, eta, id,
-            producer, connection and further options.
+            producer, connection, ``more``, and options.
+        more: Celery's further positional arguments.
         name: The task's name.
         countdown: Seconds until it may start.
         eta: The instant at which it may start.
@@ -64,11 +67,13 @@ class TaskSending:
         producer: The caller's producer.
         connection: The caller's connection.
         options: Celery's options.
+        given: The options of the registry.
         former: The headers of this package that a retried task had.
     """
 
     app: Any
     by_celery: Callable[..., AsyncResult[Any]]
+    more: tuple[Any, ...]
     name: str
     countdown: float | None
     eta: datetime | str | None
@@ -78,40 +83,32 @@ class TaskSending:
     producer: Producer | None
     connection: Connection | None
     options: dict[str, Any]
+    given: Mapping[str, Any]
     former: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        taken = given_registry_options(self.options)
-        self._given = {name: self.options[name] for name in taken}
-        if taken:
-            self.options = {name: each for name, each in self.options.items() if name not in taken}
 
     def send(self) -> AsyncResult[Any]:
         """Send the task, to where these rules lead, the first one that applies.
 
-        - no delay, and no option of the registry: Celery's own path, unchanged
         - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
         - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
         - the delay is over by now: Celery's own path, at once
         - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
           distribution
         """
-        has_delay = self.delay is not None or self.countdown or self.eta
-        if not has_delay and not any(self._given.values()):
-            return self._send_by_celery(self.countdown, self.eta)
         self._has_id, self.task_id = self.task_id is not None, self.task_id or uuid()
         if not self.app.rabbitdelay.is_available(self._callers_connection):
             self._refuse_registry_options("the broker is not RabbitMQ")
             return self._send_to_other_broker()
         self.app.rabbitdelay.check_settings()
+        has_delay = self.delay is not None or self.countdown or self.eta
         if has_delay and not self._takes_over():
             self._refuse_registry_options("the task does not wait in the levels")
             return self._send_with_eta()
         due = self.app.rabbitdelay.due(self.delay, self.countdown, self.eta, self.tolerance_ms)
         wanted = RegistryOptions.of(
-            self.app.rabbitdelay.settings, self._task, self._given, self.former
+            self.app.rabbitdelay.settings, self._task, self.given, self.former
         )
-        if due.is_past and not any(self._given.values()):
+        if due.is_past and not any(self.given.values()):
             return self._send_by_celery()
         # Also without a delay: behind the levels, the registry is asked about it.
         began = time.monotonic()
@@ -123,7 +120,7 @@ class TaskSending:
             self.app.rabbitdelay.warn_blocked_loop(time.monotonic() - began)
 
     def _refuse_registry_options(self, why: str) -> None:
-        for name, value in self._given.items():
+        for name, value in self.given.items():
             if value is not False:
                 raise UnknownOption(name, value, f"{why}, so the registry cannot reach it")
 
@@ -305,7 +302,9 @@ class TaskSending:
         """Let Celery make, route and publish the message; with a producer, only make and route."""
         connection = self.connection if producer is None else None
         producer = self.producer if producer is None else producer
-        return self.by_celery(countdown, eta, self.task_id, producer, connection, **self.options)
+        return self.by_celery(
+            countdown, eta, self.task_id, producer, connection, *self.more, **self.options
+        )
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:

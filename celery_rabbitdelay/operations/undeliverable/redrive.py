@@ -33,7 +33,7 @@ from celery_rabbitdelay.operations.undeliverable import messages as undeliverabl
 from celery_rabbitdelay.operations.undeliverable.reader import Reader
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS, Redriving
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.destination import is_cluster, may_refuse
+from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import (
     DEFAULT_POLICY,
@@ -82,7 +82,7 @@ def redriving_for(
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
     settings = app.rabbitdelay.settings
-    on_cluster = is_cluster(app.connection_for_write())
+    connection = app.connection_for_write()
     topology: Topology = settings.topology
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and CHECK_IN not in settings.modules:
@@ -101,7 +101,7 @@ def redriving_for(
         modules=settings.modules,
         refuses=cache(
             lambda name: may_refuse(
-                queues.get(name) or Queue(name), settings.may_refuse, on_cluster
+                queues.get(name) or Queue(name), settings.may_refuse, connection
             )
         ),
         delay_ms=delay_ms,

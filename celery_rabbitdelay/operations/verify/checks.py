@@ -26,7 +26,7 @@ from celery_rabbitdelay.operations.verify.management import (
 )
 from celery_rabbitdelay.operations.verify.policies import check_bounds, check_policies
 from celery_rabbitdelay.publishing.declaration import connect, queue_counts
-from celery_rabbitdelay.publishing.destination import is_cluster, may_refuse
+from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 from celery_rabbitdelay.publishing.wire import Wire
 from celery_rabbitdelay.registry.schedules import HEALING_MS, Schedules
@@ -86,7 +86,7 @@ def verify(
 
     def refuses(name: str) -> bool:
         queue = known.get(name, Queue(name))
-        return may_refuse(queue, settings.may_refuse, is_cluster(connection))
+        return may_refuse(queue, settings.may_refuse, connection)
 
     def count(name: str) -> int | None:
         try:
