@@ -135,9 +135,9 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             f"its expiration is {shortened(expiration)}, not a number of milliseconds"
         )
     try:
-        content = Content.of(outgoing.message.amqp())
+        content = outgoing.message.content()
     except Exception as error:
-        # Values of wrong types make py-amqp raise errors of many kinds.
+        # Values of wrong types raise errors of many kinds.
         reason = f"a header or property cannot be written: {shortened(error)}"
         raise UnprocessableMessage(reason) from error
     size = len(content.properties)
