@@ -214,13 +214,6 @@ class EarlyHeader(NamedTuple):
         """Return whether the message is early because it could not wait for longer at once."""
         return 0 < self.until_ms <= now_ms + tolerated_ms
 
-    def tolerance_ms(self, tolerated_ms: int) -> int:
-        """Return how many milliseconds early the message may be: none if more of its delay is left.
-
-        The tolerance is for clocks that differ; see the setting ``rabbitdelay_early_tolerance``.
-        """
-        return 0 if self.until_ms else tolerated_ms
-
     def header(self) -> dict[str, dict[str, Any]]:
         """Return the header."""
         table = {
@@ -411,7 +404,8 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
             valid[name] = value
         elif value is not None:
             problems[name] = f"its header {name} is {shortened(value)}, not {kind[1]}"
-    _strip_nested(others)
+    if isinstance(nested := others.get(NESTED_HEADERS), Mapping):
+        others[NESTED_HEADERS] = strip(nested)
     get = valid.get
     has_failed = ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid
     parsed = DelayHeaders(
@@ -544,9 +538,18 @@ def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
     The user's own ``x-*`` stay. Nested headers, to which tracers copy the others, are stripped too.
     A name that is not UTF-8 is given in bytes, by py-amqp.
     """
-    kept = _without_removed(headers)
-    _strip_nested(kept)
-    return kept
+    # Not by recursion: anybody may have nested them a thousand deep.
+    outermost: dict[str, Any] = {NESTED_HEADERS: headers}
+    table = outermost
+    while isinstance(nested := table.get(NESTED_HEADERS), Mapping):
+        kept = {
+            name: value
+            for name, value in nested.items()
+            if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES
+        }
+        table[NESTED_HEADERS] = table = kept
+    stripped: dict[str, Any] = outermost[NESTED_HEADERS]
+    return stripped
 
 
 def drop_own(headers: dict[str, Any]) -> None:
@@ -556,20 +559,6 @@ def drop_own(headers: dict[str, Any]) -> None:
         for name in [name for name in table if name[:_PREFIX_LENGTH] in _PREFIXES]:
             del table[name]
         table = table.get(NESTED_HEADERS)
-
-
-def _strip_nested(headers: dict[str, Any]) -> None:
-    # Not by recursion: anybody may have nested them a thousand deep.
-    while isinstance(nested := headers.get(NESTED_HEADERS), Mapping):
-        headers[NESTED_HEADERS] = headers = _without_removed(nested)
-
-
-def _without_removed(headers: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in headers.items()
-        if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES
-    }
 
 
 def shortened(value: object) -> str:

@@ -16,12 +16,8 @@ NS_PER_MS: Final = 1_000_000
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def _system_ns() -> int:
-    return time.time_ns()
-
-
 #: Returns the nanoseconds since 1970-01-01 UTC.
-source: Callable[[], int] = _system_ns
+source: Callable[[], int] = time.time_ns
 
 
 def ns() -> int:

@@ -152,6 +152,7 @@ class Forwarder:
         frame_max: The bytes of a frame of the connection.
         silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
         bytes_in_flight: The bytes of the bodies that are published and not settled.
+        warning_limits: What bounds its warnings.
     """
 
     name: str
@@ -171,6 +172,7 @@ class Forwarder:
             WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
             for what in ("messages that a destination does not take", "undeliverable messages")
         )
+        self.warning_limits = self._not_taken, self._given_up
         self._later_version = LaterVersionWarning(logger)
 
     def note_slow(self, outgoing: Outgoing) -> None:
@@ -178,11 +180,6 @@ class Forwarder:
         destination = self._destination(outgoing)
         if destination is not None:
             self.answer_times.note_slow(destination)
-
-    def log_counts(self) -> None:
-        """Log how many warnings were left out; called every few seconds."""
-        for limit in (self._not_taken, self._given_up):
-            limit.log_count()
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
@@ -204,7 +201,15 @@ class Forwarder:
         received.pending += 1
         try:
             content = forwarding.encoded(outgoing, self.frame_max)
-            obstacle = outgoing.obstacle or self._obstacle(outgoing, destination, broker_silent_for)
+            obstacle = outgoing.obstacle or self.missing.why_missing(
+                outgoing.address[0], is_limited=destination is not None
+            )
+            if (
+                obstacle is None
+                and destination is not None
+                and self.answer_times.is_silent(destination, broker_silent_for)
+            ):
+                obstacle = f"{destination} does not answer, or too slowly"
         except exceptions.UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
         finally:
@@ -318,18 +323,6 @@ class Forwarder:
         )
         received.rejected, received.outgoing, received.held = True, iter(()), None
         return None
-
-    def _obstacle(
-        self, outgoing: Outgoing, destination: str | None, broker_silent_for: float
-    ) -> str | None:
-        """Return why a message should not be published at the moment; None if it should be."""
-        missing = self.missing.why_missing(outgoing.address[0], destination is not None)
-        if missing is not None:
-            return missing
-        if destination is None:
-            return None
-        silent = self.answer_times.is_silent(destination, broker_silent_for)
-        return f"{destination} does not answer, or too slowly" if silent else None
 
     def _destination(self, outgoing: Outgoing) -> str | None:
         """Return the queue or exchange that may not take a message; see :class:`_Origin`."""

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Final
 import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.publishing.incoming import seen_of
@@ -158,10 +157,6 @@ HEADER_EXPANSION: Final = 25
 #: Messages over which the largest one is remembered.
 REMEMBERED: Final = 100
 
-#: How much further ahead than ``max_delay`` the due time of a message may be that has left the
-#: levels, in milliseconds: a day. The clock of its sender or of the worker may be wrong.
-DUE_SLACK_MS: Final = 86_400_000
-
 _MS_PER_S: Final = 1000
 
 #: What AMQP's tables and arrays are in Python.
@@ -196,23 +191,6 @@ class Bounds:
                 f"{what} is {shortened(value)}, which is more than the longest delay ahead, "
                 f"{self.max_delay:,.0f} s"
             )
-
-    def check_due(self, due_ms: int | None, now_ms: int) -> None:
-        """Refuse the due time of a message that has left the levels, if it is too far ahead.
-
-        Whoever let it in has checked its delay. So this is no delay that somebody has asked for:
-        the due time is forged, and the message would go back into the levels for ever.
-
-        Args:
-            due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if nothing says it.
-            now_ms: The time, in milliseconds since 1970-01-01 UTC.
-
-        Raises:
-            UnprocessableMessage: It is more than ``max_delay`` and :data:`DUE_SLACK_MS` ahead.
-        """
-        if due_ms is not None:
-            ahead_ms = due_ms - now_ms - DUE_SLACK_MS
-            self.check_delay(header_names.DUE, due_ms, ahead_ms)
 
 
 #: The bounds where nobody has set others.
@@ -264,23 +242,21 @@ class HeldBytes:
         self._seen = 0
         self._largest = self._largest_before = 0
 
-    def has_room(self, cost: int) -> bool:
-        """Return whether a message may be held; one always may."""
-        return not self.held or self.held + cost <= self._budget
+    def take(self, cost: int) -> bool:
+        """Return whether a message that has arrived is held; a single one always is."""
+        self._largest = max(self._largest, cost)
+        self._seen += 1
+        if self._seen == REMEMBERED:
+            self._largest_before, self._largest, self._seen = self._largest, 0, 0
+        has_room = not self.held or self.held + cost <= self._budget
+        if has_room:
+            self.held += cost
+        return has_room
 
     @property
     def may_go_on(self) -> bool:
         """Whether half of the budget is free again."""
         return self.held * 2 <= self._budget
-
-    def note(self, cost: int) -> bool:
-        """Note the size of a message; return whether an earlier largest one is forgotten now."""
-        self._largest = max(self._largest, cost)
-        self._seen += 1
-        if self._seen < REMEMBERED:
-            return False
-        self._largest_before, self._largest, self._seen = self._largest, 0, 0
-        return True
 
     @property
     def fitting(self) -> int:

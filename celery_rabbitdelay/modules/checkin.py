@@ -121,7 +121,8 @@ class CheckIn:
                 f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
                 "since 1970, exceeds 64 bits"
             )
-        waiting = for_distribution(sent, due.at_ms, exchange, routing_key)
+        waiting = with_destination(sent, exchange, routing_key, due_ms=due.at_ms)
+        waiting = waiting.with_low_priority()
         if self.signing_keys is not None:
             waiting = self.signing_keys.sign(waiting)
         return into_levels(self.topology, waiting, due)
@@ -136,17 +137,3 @@ class CheckIn:
                 f"check-in may not reach {where_in_words(exchange, routing_key)}: "
                 "see rabbitdelay_checkin_allowed"
             )
-
-
-def for_distribution(
-    message: WaitingMessage, due_ms: int, exchange: str, routing_key: str
-) -> WaitingMessage:
-    """Return a message for distribution: headers carry everything that distribution restores.
-
-    Args:
-        message: The message, with the headers that its consumer is to see.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
-        exchange: The exchange that it goes to then.
-        routing_key: Its routing key.
-    """
-    return with_destination(message, exchange, routing_key, due_ms=due_ms).with_low_priority()

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Event
 from typing import Any, Final
@@ -31,6 +30,7 @@ from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, Wai
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
 from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +201,8 @@ class ModuleConsumer:
                 return False
             if stopping and deliveries.consuming:
                 deliveries.stop()
-                deliveries.give_back(received.message for received in self._waiting)
-                self._waiting.clear()
+                while self._waiting:
+                    deliveries.settle(self._waiting.popleft().message, REQUEUE)
             if stopping and not deliveries.unfinished:
                 deliveries.write()
                 return True
@@ -251,7 +251,7 @@ class ModuleConsumer:
         former = self._loop.channel
         self._loop.channel_closed(closed)
         former.close(self._module.timeout)
-        with self._answers():
+        with self._wire.answers_within(self._module.timeout):
             channel = ConfirmChannel(self._connection, self._loop.settled)
         channel.blocked = former.blocked
         self._loop.use(channel)
@@ -264,7 +264,7 @@ class ModuleConsumer:
         """Whether nothing is answered, and as many messages are taken or in flight as may be."""
         if self._growth >= MAX_GROWTH or self._loop.silent_for < SILENCE * self._growth:
             return False
-        taken = self._deliveries.unfinished >= self._module.prefetch * self._growth
+        taken = len(self._deliveries.unfinished) >= self._module.prefetch * self._growth
         return taken or self._loop.channel.in_flight >= self._loop.window
 
     def _take(self, growth: int) -> None:
@@ -272,10 +272,6 @@ class ModuleConsumer:
         self._growth = growth
         self._deliveries.take(self._module.prefetch * growth)
         self._loop.window = self._module.max_unconfirmed * growth
-
-    def _answers(self) -> AbstractContextManager[None]:
-        """Bound the wait for an answer, so that a silent broker does not hold the thread."""
-        return self._wire.answers_within(self._module.timeout)
 
     def _on_message(self, message: amqp.Message) -> None:
         self._statistics.received += 1
@@ -301,7 +297,7 @@ class ModuleConsumer:
             )
         self._statistics.undeliverable += 1
         self._statistics.finished += 1
-        self._deliveries.finish(message, rejected=True)
+        self._deliveries.settle(message, REJECT)
 
     def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         unreadable = seen_of(message).unreadable
@@ -385,7 +381,8 @@ class ModuleConsumer:
         return self._attempts.give_up(received, as_it_came, reason)
 
     def _exists(self, exchange: str) -> bool:
-        with self._answers(), self._connection.channel() as channel:
+        in_time = self._wire.answers_within(self._module.timeout)
+        with in_time, self._connection.channel() as channel:
             try:
                 return all(find_exchanges(channel, [exchange]))
             except AccessRefused as refused:
@@ -402,7 +399,7 @@ class ModuleConsumer:
 
     def _finish(self, received: Received) -> None:
         if received.unpacked and not received.pending:
-            self._deliveries.finish(received.message, received.rejected)
+            self._deliveries.settle(received.message, REJECT if received.rejected else ACK)
             self._statistics.finished += 1
 
     def _sample(self) -> None:
@@ -410,12 +407,12 @@ class ModuleConsumer:
         if channel.blocked is not None or time.monotonic() - self._sampled_at < SAMPLE_EVERY:
             return
         self._sampled_at = time.monotonic()
-        self._attempts.log_counts()
-        self._unread.log_count()
-        self._unreadable.log_count()
+        for limit in (*self._attempts.warning_limits, self._unread, self._unreadable):
+            limit.log_count()
+        declare = self._deliveries.channel.queue_declare
         try:
-            with self._answers():
-                ready = self._deliveries.ready()
+            with self._wire.answers_within(self._module.timeout):
+                ready = declare(self._module.queue.name, passive=True).message_count
         except TimeoutError:
             if channel.blocked is None:
                 raise

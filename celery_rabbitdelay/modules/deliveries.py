@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import amqp
@@ -11,7 +11,14 @@ from kombu import Connection
 
 from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.modules.bounds import HeldBytes, cost_of
-from celery_rabbitdelay.publishing.wire import Wire, ack_frames, reject_frames, requeue_frames
+from celery_rabbitdelay.publishing.wire import (
+    ACK,
+    REJECT,
+    REQUEUE,
+    Settlement,
+    Wire,
+    settle_frames,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +41,7 @@ class Deliveries:
         on_message: Called with each message that is taken.
 
     Attributes:
-        unfinished: How many messages were taken and are not settled.
+        unfinished: What each message costs that was taken and is not settled, by its delivery tag.
         consuming: Whether messages are to be taken.
         channel: The channel.
     """
@@ -46,7 +53,7 @@ class Deliveries:
         timeout: float,
         on_message: Callable[[amqp.Message], None],
     ) -> None:
-        self.unfinished = 0
+        self.unfinished: dict[int, int] = {}
         self.consuming = False
         self.channel = cast(Any, connection.channel())
         # Bodies stay bytes.
@@ -56,18 +63,13 @@ class Deliveries:
         self._timeout = timeout
         self._on_message = on_message
         self._held = HeldBytes()
-        #: What a message costs that is taken and not settled, by its delivery tag.
-        self._costs: dict[int, int] = {}
         #: The prefetch count that is wanted, and the one that is set, which fits the budget.
         self._wanted = self._prefetch = 1
         self._consumers = 0
         self._tag: str | None = None
         self._former_tag: str | None = None
-        self._is_raising = False
-        #: The delivery tags that are settled with the next :meth:`write`, by what settles them.
-        self._settled: dict[Callable[[int, Iterable[int]], bytes], list[int]] = {
-            frames_of: [] for frames_of in (ack_frames, reject_frames, requeue_frames)
-        }
+        #: The delivery tags that are settled with the next :meth:`write`, by how.
+        self._settled: dict[Settlement, list[int]] = {ACK: [], REJECT: [], REQUEUE: []}
 
     def take(self, prefetch: int) -> None:
         """Take at most this many messages ahead, from now on."""
@@ -84,46 +86,32 @@ class Deliveries:
         """Go on if there is room again; raise the prefetch count if the messages are smaller."""
         if not self.consuming:
             return
-        if self._tag is None and self._held.may_go_on:
-            self._consume()
-        elif self._tag is not None and self._is_raising:
-            self._is_raising = False
-            if min(self._wanted, self._held.fitting) >= min(self._prefetch * 2, self._wanted):
-                self._cancel()
+        doubled = min(self._prefetch * 2, self._wanted)
+        if self._tag is None:
+            if self._held.may_go_on:
                 self._consume()
+        elif self._prefetch < doubled <= self._held.fitting:
+            self._cancel()
+            self._consume()
 
-    def finish(self, message: amqp.Message, rejected: bool = False) -> None:
-        """Settle a message with the next :meth:`write`.
-
-        Args:
-            message: The message.
-            rejected: Whether the broker is to dead-letter it; otherwise it is acknowledged.
-        """
-        self._settle(message, reject_frames if rejected else ack_frames)
-
-    def give_back(self, messages: Iterable[amqp.Message]) -> None:
-        """Give messages back to the queue with the next :meth:`write`."""
-        for message in messages:
-            self._settle(message, requeue_frames)
+    def settle(self, message: amqp.Message, how: Settlement) -> None:
+        """Settle a message with the next :meth:`write`."""
+        tag = cast(int, message.delivery_tag)
+        self._held.held -= self.unfinished.pop(tag)
+        self._settled[how].append(tag)
 
     def write(self) -> None:
         """Write what was settled."""
         number, frames = self.channel.channel_id, b""
-        for frames_of, tags in self._settled.items():
+        for how, tags in self._settled.items():
             if tags:
-                frames += frames_of(number, tags)
+                frames += settle_frames(number, how, tags)
                 tags.clear()
         if frames:
             self._wire.write(frames, self._timeout)
 
-    def ready(self) -> int:
-        """Return how many messages are ready in the queue."""
-        count: int = self.channel.queue_declare(self._queue, passive=True).message_count
-        return count
-
     def _consume(self) -> None:
         self._prefetch = min(self._wanted, self._held.fitting)
-        self._is_raising = False
         with self._wire.answers_within(self._timeout):
             self.channel.basic_qos(0, self._prefetch, False)
             self._consumers += 1
@@ -141,30 +129,18 @@ class Deliveries:
 
     def _received(self, message: amqp.Message) -> None:
         cost, tag = cost_of(message), cast(int, message.delivery_tag)
-        if self._held.note(cost) and self._prefetch < self._wanted:
-            self._is_raising = True
-        if not self._held.has_room(cost):
-            if self._tag is not None:
-                logger.info(
-                    "%s: %s bytes of messages are held; the next ones are taken later.",
-                    self._queue,
-                    self._held.held,
-                )
-                # Without waiting for the answer, because frames are being read. Before the messages
-                # are given back, so that the broker does not deliver them here again.
-                self.channel.basic_cancel(self._tag, nowait=True)
-                self._former_tag, self._tag = self._tag, None
-            self._settled[requeue_frames].append(tag)
+        if self._held.take(cost):
+            self.unfinished[tag] = cost
+            self._on_message(message)
             return
-        self._costs[tag] = cost
-        self._held.held += cost
-        self.unfinished += 1
-        self._on_message(message)
-
-    def _settle(
-        self, message: amqp.Message, frames_of: Callable[[int, Iterable[int]], bytes]
-    ) -> None:
-        tag = cast(int, message.delivery_tag)
-        self._held.held -= self._costs.pop(tag)
-        self.unfinished -= 1
-        self._settled[frames_of].append(tag)
+        if self._tag is not None:
+            logger.info(
+                "%s: %s bytes of messages are held; the next ones are taken later.",
+                self._queue,
+                self._held.held,
+            )
+            # Without waiting for the answer, because frames are being read. Before the messages are
+            # given back, so that the broker does not deliver them here again.
+            self.channel.basic_cancel(self._tag, nowait=True)
+            self._former_tag, self._tag = self._tag, None
+        self._settled[REQUEUE].append(tag)

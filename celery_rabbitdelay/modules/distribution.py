@@ -30,6 +30,10 @@ from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 #: Seconds after which a job is confirmed again, if Redis was away.
 CONFIRM_AGAIN: Final = 5.0
 
+#: How much further ahead than the longest delay the due time of a message may be that has left the
+#: levels, in milliseconds: a day. The clock of its sender or of the worker may be wrong.
+DUE_SLACK_MS: Final = 86_400_000
+
 #: The last word of the routing keys of messages for distribution.
 DISTRIBUTION_WORD: Final = encode_destination(DISTRIBUTION)
 
@@ -91,7 +95,11 @@ class Distribution:
         headers, problems = header_names.parse(given)
         if problems:
             raise UnprocessableMessage("; ".join(problems.values()))
-        self.bounds.check_due(headers.due_ms, wall_clock.ms())
+        if headers.due_ms is not None:
+            # Whoever let it in has checked its delay. If that is too long now, the due time is
+            # forged, and the message would go back into the levels for ever.
+            ahead_ms = headers.due_ms - wall_clock.ms() - DUE_SLACK_MS
+            self.bounds.check_delay(header_names.DUE, headers.due_ms, ahead_ms)
         received = WaitingMessage.of(message, headers)
         key: str = (message.delivery_info or {}).get("routing_key", "")
         unrouted = self._queue_in_key(key)
@@ -99,7 +107,9 @@ class Distribution:
             queue = unrouted or str(headers.queue)
             yield self._returned(received, queue)._replace(is_authentic=False)
             return
-        is_authentic = self._is_authentic(received)
+        is_authentic = self.signing_keys is None or self.signing_keys.verifies(*received)
+        if self.is_signing_required and not is_authentic:
+            raise UnprocessableMessage(NOT_SIGNED)
         is_envelope = message.properties.get("content_type") == header_names.ENVELOPE
         if unrouted is not None:
             self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
@@ -124,17 +134,6 @@ class Distribution:
         except RegistryUnavailable:
             yield into_levels(self.topology, message, Due.after(CONFIRM_AGAIN))
 
-    def _is_authentic(self, message: WaitingMessage) -> bool:
-        """Return whether the sender of a message has shown that it has a key, if there is one.
-
-        Raises:
-            UnprocessableMessage: It has not, and a signature is required.
-        """
-        is_authentic = self.signing_keys is None or self.signing_keys.verifies(*message)
-        if self.is_signing_required and not is_authentic:
-            raise UnprocessableMessage(NOT_SIGNED)
-        return is_authentic
-
     def _outgoing(
         self, message: WaitingMessage, unrouted: str | None, is_authentic: bool
     ) -> Outgoing:
@@ -143,9 +142,7 @@ class Distribution:
         Args:
             message: The message.
             unrouted: The queue in its routing key, if it has not found this one.
-            is_authentic: Whether its signature is valid, if there is a key. For any other message,
-                nothing is signed: in the phase without required signatures, a stranger would get
-                valid ones.
+            is_authentic: Whether its signature is valid, if there is a key.
         """
         headers = message.headers
         if headers.exchange is None and unrouted:
@@ -155,21 +152,38 @@ class Distribution:
             left = headers.for_consumer()
         else:
             exchange, routing_key, left = "", headers.queue, headers.for_worker()
-        sent = WaitingMessage(message.body, message.properties, _marked_if_compressed(left))
-        restored = self._signed(_with_restored_properties(sent, headers), is_authentic)
+        sent = WaitingMessage(message.body, message.properties, left)
+        restored = self._restored(sent, headers, is_authentic)
         outgoing = Outgoing(exchange, routing_key, restored)
         return self._reached(outgoing, is_unrouted=unrouted is not None)
 
-    def _signed(self, message: WaitingMessage, is_authentic: bool) -> WaitingMessage:
-        """Return a message, signed if its worker verifies what it says.
+    def _restored(
+        self, message: WaitingMessage, kept: DelayHeaders, is_authentic: bool
+    ) -> WaitingMessage:
+        """Return a message as its consumer gets it, with what its headers have kept for it.
 
-        That is where the task came from, and what the registry is asked with.
+        Args:
+            message: The message, with the headers for its consumer.
+            kept: The headers that have kept its priority and its expiration.
+            is_authentic: Whether its signature is valid, if there is a key. For any other message,
+                nothing is signed: in the phase without required signatures, a stranger would get
+                valid ones.
         """
-        said = message.headers
+        body, properties, said = message
+        if kept.priority is not None:
+            properties = {**properties, "priority": kept.priority}
+        if kept.expiration is not None or "expiration" in properties:
+            properties = {**properties, "expiration": kept.expiration}
+        if said.due_ms is None and "compression" in said.others:
+            # A stranger may leave the due time out. By it, a worker tells that the message was in
+            # the levels, and decompresses it up to a bound.
+            said = said._replace(due_ms=wall_clock.ms())
+        restored = WaitingMessage(body, properties, said)
+        # Its worker verifies where the task came from, and what the registry is asked with.
         is_verified = said.queue is not None or said.early.exchange is not None or said.registry
         if self.signing_keys is None or not (is_authentic and is_verified):
-            return message
-        return self.signing_keys.sign(message)
+            return restored
+        return self.signing_keys.sign(restored)
 
     def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
         """Return a message with how it reaches its destination.
@@ -315,12 +329,12 @@ class Distribution:
             exchange, routing_key = _destination(headers)
             left = DelayHeaders(outer.due_ms, registry=inner.registry, others=inner.others)
             properties = item.properties_with(envelope.properties)
-            message = WaitingMessage(item.body, properties, _marked_if_compressed(left))
+            message = WaitingMessage(item.body, properties, left)
             if problems:
                 refused = Outgoing(exchange, routing_key, message)
                 yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
                 continue
-            restored = self._signed(_with_restored_properties(message, headers), is_authentic)
+            restored = self._restored(message, headers, is_authentic)
             yield self._reached(Outgoing(exchange, routing_key, restored))
 
 
@@ -329,16 +343,6 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     names = ("exchange", "routing_key", "priority", "expiration")
     own = {name: getattr(inner, name) for name in names}
     return outer._replace(**{name: value for name, value in own.items() if value is not None})
-
-
-def _marked_if_compressed(headers: DelayHeaders) -> DelayHeaders:
-    """Return the headers of a compressed message with a due time, which a stranger may leave out.
-
-    By it, a worker tells that the message was in the levels, and decompresses it up to a bound.
-    """
-    if headers.due_ms is not None or "compression" not in headers.others:
-        return headers
-    return headers._replace(due_ms=wall_clock.ms())
 
 
 def _named_by(headers: DelayHeaders) -> Any:
@@ -351,16 +355,6 @@ def _named_by(headers: DelayHeaders) -> Any:
         return headers.queue
     exchange, routing_key = headers.exchange, headers.routing_key
     return routing_key if exchange == "" else (exchange, routing_key)
-
-
-def _with_restored_properties(message: WaitingMessage, headers: DelayHeaders) -> WaitingMessage:
-    """Return a message with the priority and the expiration that its headers have kept."""
-    changes: dict[str, Any] = {}
-    if headers.priority is not None:
-        changes["priority"] = headers.priority
-    if headers.expiration is not None or "expiration" in message.properties:
-        changes["expiration"] = headers.expiration
-    return message.having(**changes) if changes else message
 
 
 def _destination(headers: DelayHeaders) -> tuple[str, str]:

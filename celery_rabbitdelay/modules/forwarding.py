@@ -135,9 +135,9 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             f"its expiration is {shortened(expiration)}, not a number of milliseconds"
         )
     try:
-        content = Content.of(outgoing.message.amqp())
+        content = outgoing.message.content()
     except Exception as error:
-        # Values of wrong types make py-amqp raise errors of many kinds.
+        # Values of wrong types raise errors of many kinds.
         reason = f"a header or property cannot be written: {shortened(error)}"
         raise UnprocessableMessage(reason) from error
     size = len(content.properties)
@@ -202,8 +202,7 @@ class EarlyMessages:
         the message again, when it is due.
         """
         now_ms, earlier = self.now_ms(), message.headers.early
-        tolerated_ms = earlier.tolerance_ms(self.tolerated_ms)
-        by_ms = early_ms(message.headers.due_ms, now_ms, tolerated_ms)
+        by_ms = early_ms(message.headers, now_ms, self.tolerated_ms)
         if by_ms is None:
             return None
         if not earlier.expects(now_ms, self.tolerated_ms):
@@ -216,17 +215,19 @@ class EarlyMessages:
         return into_levels(self.topology, message.saying(early=again), Due.after(pause / 1000))
 
 
-def early_ms(due_ms: int | None, now_ms: int, tolerated_ms: int) -> int | None:
+def early_ms(headers: DelayHeaders, now_ms: int, tolerated_ms: int = 0) -> int | None:
     """Return how many milliseconds early a message is; None if it is not, or is by too little.
 
     Args:
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC; None if nothing says it.
+        headers: What its headers say.
         now_ms: The time in milliseconds since 1970-01-01 UTC.
-        tolerated_ms: How many milliseconds early it may be.
+        tolerated_ms: How many milliseconds early it may be, for clocks that differ; none if it was
+            put back before for only a part of its delay.
     """
-    if due_ms is None:
+    if headers.due_ms is None:
         return None
-    return due_ms - now_ms if due_ms - now_ms > tolerated_ms else None
+    by_ms = headers.due_ms - now_ms
+    return by_ms if by_ms > (0 if headers.early.until_ms else tolerated_ms) else None
 
 
 def pause_ms(by_ms: int, topology: Topology) -> int:
@@ -340,7 +341,7 @@ class Redelivery:
             if left.headers.signature is not None or left.headers.priority is not None:
                 waiting = waiting._replace(headers=left.headers)
         now_ms = self.now_ns() // NS_PER_MS
-        by_ms = early_ms(left.headers.due_ms, now_ms, 0)
+        by_ms = early_ms(left.headers, now_ms)
         if by_ms is not None:
             due = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)
             return into_levels(self.topology, waiting, due, destination)

@@ -16,7 +16,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.wire import Wire, requeue_all_frame
+from celery_rabbitdelay.publishing.wire import REQUEUE, Wire, settle_frames
 
 #: How often the broker is asked something about the queues before the channel is closed, so that
 #: they have received all acknowledgements by then: a channel passes only 32 of them at a time to a
@@ -97,7 +97,8 @@ class ConsumerConnection:
         """
         # Where it keeps the order, because a closed channel may count as a failed delivery.
         if holds_some and self._last_tag and not ORDER_OF_REQUEUED.is_in(self.version):
-            self.write(requeue_all_frame(self.channel.channel_id, self._last_tag))
+            tags = [self._last_tag]
+            self.write(settle_frames(self.channel.channel_id, REQUEUE, tags, multiple=True))
         self.channel.close()
 
     def drop(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from typing import Any, Final, TypeAlias
 
@@ -31,7 +32,7 @@ NO_WAIT: Final = 0.001
 OnSettled: TypeAlias = Callable[[Publication], None]
 
 
-class Unconfirmed:
+class Unconfirmed(dict[int, Publication]):
     """The unsettled publications of one channel, by delivery tag. Opens no connection.
 
     Args:
@@ -39,47 +40,43 @@ class Unconfirmed:
     """
 
     def __init__(self, on_settled: OnSettled) -> None:
+        super().__init__()
         self.on_settled = on_settled
         self._last_tag = 0
-        self._by_tag: dict[int, Publication] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_tag)
 
     def add(self, publication: Publication) -> None:
         """Add a publication; the broker counts them in the order of sending, from 1."""
         self._last_tag += 1
-        self._by_tag[self._last_tag] = publication
+        self[self._last_tag] = publication
 
     def all(self) -> list[Publication]:
         """Return the publications in the order of sending."""
-        return list(self._by_tag.values())
+        return list(self.values())
 
     def all_but_the_last(self, number: int) -> list[Publication]:
         """Return the publications except those that were added last, ``number`` of them."""
         last_tag = self._last_tag - number
-        return [publication for tag, publication in self._by_tag.items() if tag <= last_tag]
+        return [publication for tag, publication in self.items() if tag <= last_tag]
 
     def first(self) -> Publication | None:
         """Return the one that was sent first; None if all are settled."""
-        return next(iter(self._by_tag.values()), None)
+        return next(iter(self.values()), None)
 
     def forget(self, publications: Collection[Publication]) -> None:
         """Stop waiting for some of them; later answers about them are ignored."""
-        gone = [tag for tag, each in self._by_tag.items() if each in publications]
+        gone = [tag for tag, each in self.items() if each in publications]
         for tag in gone:
-            del self._by_tag[tag]
+            del self[tag]
 
-    def ack(self, tag: int, multiple: bool) -> None:
-        """Handle ``basic.ack``; a returned publication keeps its error."""
-        for publication in self._pop(tag, multiple):
-            self.on_settled(publication)
-
-    def nack(self, tag: int, multiple: bool) -> None:
-        """Handle ``basic.nack``."""
-        for publication in self._pop(tag, multiple):
-            reason = "the broker nacked the message: a queue is full, or its leader is away"
-            publication.error = MessageNacked(publication.exchange, publication.routing_key, reason)
+    def settle(self, tag: int, multiple: bool, is_nack: bool = False) -> None:
+        """Handle ``basic.ack`` or ``basic.nack``; with an ack, a returned one keeps its error."""
+        # Tags grow, and a dict keeps the order in which they were added.
+        tags = list(takewhile(tag.__ge__, self)) if multiple else [tag]
+        for publication in [self.pop(each) for each in tags if each in self]:
+            if is_nack:
+                address = publication.exchange, publication.routing_key
+                reason = "the broker nacked the message: a queue is full, or its leader is away"
+                publication.error = MessageNacked(*address, reason)
             self.on_settled(publication)
 
     def returned(
@@ -93,7 +90,7 @@ class Unconfirmed:
         """
         candidates = [
             each
-            for each in self._by_tag.values()
+            for each in self.values()
             if each.error is None and (each.exchange, each.routing_key) == (exchange, routing_key)
         ]
         content = Content.of(message)
@@ -101,11 +98,6 @@ class Unconfirmed:
         publication = next(equal, next(iter(candidates), None))
         if publication is not None:
             publication.error = MessageReturned(exchange, routing_key, str(reply))
-
-    def _pop(self, tag: int, multiple: bool) -> list[Publication]:
-        # Tags grow, and a dict keeps the order in which they were added.
-        tags = list(takewhile(tag.__ge__, self._by_tag)) if multiple else [tag]
-        return [self._by_tag.pop(each) for each in tags if each in self._by_tag]
 
 
 class ConfirmChannel:
@@ -132,8 +124,8 @@ class ConfirmChannel:
         self._collected_bytes = 0
         channel: Any = connection.channel()
         channel.confirm_select()
-        channel.events["basic_ack"].add(self.unconfirmed.ack)
-        channel.events["basic_nack"].add(self.unconfirmed.nack)
+        channel.events["basic_ack"].add(self.unconfirmed.settle)
+        channel.events["basic_nack"].add(partial(self.unconfirmed.settle, is_nack=True))
         channel.events["basic_return"].add(self.unconfirmed.returned)
         self._channel = channel
         self._number: int = channel.channel_id
@@ -226,15 +218,15 @@ class ConfirmChannel:
         Raises:
             TimeoutError: No frame arrived.
         """
-        self._read_one(timeout)
-        with suppress(TimeoutError):
-            for _ in range(max_frames - 1):
-                self._read_one(0)
-
-    def _read_one(self, timeout: float) -> None:
-        ack = self.wire.read(timeout, self._number)
-        if ack is not None:
-            self.unconfirmed.ack(*ack)
+        for number in range(max_frames):
+            try:
+                ack = self.wire.read(0 if number else timeout, self._number)
+            except TimeoutError:
+                if not number:
+                    raise
+                return
+            if ack is not None:
+                self.unconfirmed.settle(*ack)
 
     def close(self, timeout: float) -> None:
         """Close the channel, and leave the connection's callbacks as they were."""

@@ -53,15 +53,19 @@ _ACKED: Final = struct.Struct(">Q?")
 #: The class of all methods that carry messages.
 BASIC: Final = 60
 
-#: Class and method of ``basic.ack``, ``basic.reject`` and ``basic.nack``.
-_ACK: Final = (60, 80)
-_REJECT: Final = (60, 90)
-_NACK: Final = (60, 120)
-_ACK_BYTES: Final = struct.pack(">HH", *_ACK)
+#: How a consumer settles a message: class and method of what it sends, and its bits.
+Settlement: TypeAlias = tuple[int, int, int]
 
-#: Bits of both methods: all messages up to this one; of ``basic.nack``: give it back to its queue.
-_MULTIPLE: Final = 1
-_REQUEUE: Final = 2
+ACK: Final[Settlement] = (60, 80, 0)
+
+#: The broker dead-letters the message.
+REJECT: Final[Settlement] = (60, 90, 0)
+
+#: The message goes back to its queue. With ``basic.nack``, which py-amqp cannot send; see
+#: :data:`.ONLY_REJECT_COUNTS`.
+REQUEUE: Final[Settlement] = (60, 120, 2)
+
+_ACK_BYTES: Final = struct.pack(">HH", *ACK[:2])
 
 #: Type, channel and payload.
 Frame: TypeAlias = tuple[int, int, Any]
@@ -138,37 +142,23 @@ def publish_frames(
     return b"".join(parts)
 
 
-def ack_frames(channel: int, tags: Iterable[int]) -> bytes:
-    """Return the frames that acknowledge messages, by their delivery tags."""
-    return _settle_frames(channel, _ACK, tags, 0)
+def settle_frames(
+    channel: int, how: Settlement, tags: Iterable[int], multiple: bool = False
+) -> bytes:
+    """Return the frames that settle messages.
 
-
-def ack_all_frame(channel: int, last_tag: int) -> bytes:
-    """Return the frame that acknowledges all messages up to a delivery tag."""
-    return _settle_frames(channel, _ACK, [last_tag], _MULTIPLE)
-
-
-def reject_frames(channel: int, tags: Iterable[int]) -> bytes:
-    """Return the frames that let the broker dead-letter messages, by their delivery tags."""
-    return _settle_frames(channel, _REJECT, tags, 0)
-
-
-def requeue_frames(channel: int, tags: Iterable[int]) -> bytes:
-    """Return the frames that give messages back to their queue, by their delivery tags.
-
-    With ``basic.nack``, which py-amqp cannot send; see :data:`.ONLY_REJECT_COUNTS`.
+    Args:
+        channel: The channel's number.
+        how: How they are settled.
+        tags: Their delivery tags.
+        multiple: Whether each tag stands for all messages up to it; they cannot be rejected so.
     """
-    return _settle_frames(channel, _NACK, tags, _REQUEUE)
-
-
-def requeue_all_frame(channel: int, last_tag: int) -> bytes:
-    """Return the frame that gives all messages up to a delivery tag back to their queues."""
-    return _settle_frames(channel, _NACK, [last_tag], _MULTIPLE | _REQUEUE)
-
-
-def _settle_frames(channel: int, method: tuple[int, int], tags: Iterable[int], bits: int) -> bytes:
+    class_id, method, bits = how
     return b"".join(
-        [_SETTLE.pack(METHOD_FRAME, channel, 13, *method, tag, bits) + _END for tag in tags]
+        [
+            _SETTLE.pack(METHOD_FRAME, channel, 13, class_id, method, tag, bits | multiple) + _END
+            for tag in tags
+        ]
     )
 
 
@@ -177,10 +167,14 @@ class Wire:
 
     Args:
         connection: A kombu connection by py-amqp; it is opened if it is not.
+
+    Attributes:
+        frame_max: The largest frame, in bytes.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._amqp: Any = connection.connection
+        self.frame_max: int = self._amqp.frame_max
         transport = self._amqp.transport
         if not isinstance(transport._quick_recv, partial):
             transport._quick_recv = partial(_receive, transport._quick_recv, 0)
@@ -194,12 +188,6 @@ class Wire:
         transport = self._amqp.transport
         receive, _ = transport._quick_recv.args
         transport._quick_recv = partial(_receive, receive, RECEIVED_AT_ONCE)
-
-    @property
-    def frame_max(self) -> int:
-        """The largest frame, in bytes."""
-        size: int = self._amqp.frame_max
-        return size
 
     def write(self, frames: bytes, timeout: float) -> None:
         """Write frames.

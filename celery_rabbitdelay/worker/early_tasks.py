@@ -257,8 +257,7 @@ class EarlyTasks(BatchThread[Early]):
         if waited is None:
             return None
         now_ms = wall_clock.ms()
-        tolerated_ms = waited.early.tolerance_ms(self._tolerated_ms)
-        by_ms = forwarding.early_ms(waited.due_ms, now_ms, tolerated_ms)
+        by_ms = forwarding.early_ms(waited, now_ms, self._tolerated_ms)
         if by_ms is None:
             return None
         return Due((now_ms + by_ms) * NS_PER_MS, by_ms, is_instant=True)

@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.entities import POISON_LIMIT
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.declaration import declare
-from celery_rabbitdelay.publishing.wire import Wire, requeue_frames
+from celery_rabbitdelay.publishing.wire import REQUEUE, Wire, settle_frames
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.modules import OPEN, Client, client
@@ -141,7 +141,8 @@ def test_messages_that_a_worker_gives_back_do_not_count_towards_the_limit(
     wait_until_waiting(connection, target.name, 2)
     given_back = channel.basic_get(target.name)
     rejected = channel.basic_get(target.name)
-    Wire(connection).write(requeue_frames(channel.channel_id, [given_back.delivery_tag]), 10)
+    frames = settle_frames(channel.channel_id, REQUEUE, [given_back.delivery_tag])
+    Wire(connection).write(frames, 10)
     channel.basic_reject(rejected.delivery_tag, requeue=True)
     wait_until_waiting(connection, target.name, 2)
     counts = sorted(

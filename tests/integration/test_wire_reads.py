@@ -60,7 +60,9 @@ def frames() -> list[Any]:
 @pytest.fixture
 def wire(pair: tuple[Any, socket.socket], frames: list[Any]) -> Wire:
     """A wire over that connection."""
-    connection = SimpleNamespace(transport=pair[0], on_inbound_frame=frames.append)
+    connection = SimpleNamespace(
+        transport=pair[0], frame_max=131_072, on_inbound_frame=frames.append
+    )
     return Wire(cast(Connection, SimpleNamespace(connection=connection)))
 
 

@@ -50,7 +50,7 @@ def test_each_answer_settles_what_it_means_once(
         meant = [n for n in left if (n < tag if multiple else n == tag - 1)]
         left = [n for n in left if n not in meant]
         before = len(settled)
-        waiting.ack(tag, multiple) if is_ack else waiting.nack(tag, multiple)
+        waiting.settle(tag, multiple, is_nack=not is_ack)
         assert settled[before:] == [sent[number] for number in meant]
         for each in settled[before:]:
             if is_ack:
@@ -68,7 +68,7 @@ def test_a_return_belongs_to_the_message_with_its_key() -> None:
     waiting, _ = unconfirmed(sent)
     for _ in range(2):
         waiting.returned(AMQPError("NO_ROUTE"), "exchange", "b", amqp.Message("x"))
-    waiting.ack(3, multiple=True)
+    waiting.settle(3, multiple=True)
     assert first.error is None
     assert isinstance(second.error, MessageReturned)
     assert isinstance(third.error, MessageReturned)

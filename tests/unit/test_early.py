@@ -14,7 +14,7 @@ from kombu import Message
 
 from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import ENVELOPE, EarlyHeader
+from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders, EarlyHeader
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.bounds import EarlyWarning
@@ -61,7 +61,7 @@ def early_messages(
     ],
 )
 def test_a_message_is_early_by_more_than_what_is_tolerated(due_ms: Any, expected: Any) -> None:
-    assert forwarding.early_ms(due_ms, NOW, 1000) == expected
+    assert forwarding.early_ms(DelayHeaders(due_ms), NOW, 1000) == expected
 
 
 def test_a_message_that_is_due_goes_on() -> None:
@@ -135,7 +135,7 @@ def test_wrong_clocks_delay_by_their_difference(
     now, passes = NOW + late_ms, 0
     while True:
         behind = data.draw(st.sampled_from(offsets))
-        by_ms = forwarding.early_ms(NOW, now - behind, 1000)
+        by_ms = forwarding.early_ms(DelayHeaders(NOW), now - behind, 1000)
         if by_ms is None:
             break
         pause = forwarding.pause_ms(by_ms, TOPOLOGY)
@@ -151,7 +151,7 @@ def test_wrong_clocks_delay_by_their_difference(
 def test_from_levels_that_are_too_short_it_comes_again(delay_ms: int, ttl_ms: int) -> None:
     now, passes = NOW, 0
     while True:
-        by_ms = forwarding.early_ms(NOW + delay_ms, now, 1000)
+        by_ms = forwarding.early_ms(DelayHeaders(NOW + delay_ms), now, 1000)
         if by_ms is None:
             break
         stops = TOPOLOGY.route(by_ms / 1000, "q").stops

@@ -122,10 +122,13 @@ def test_headers_cost_more_than_their_bytes() -> None:
 
 def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
     held = HeldBytes(100)
-    assert held.has_room(1_000)
+    assert held.take(1_000)
     held.held = 60
-    assert held.has_room(40)
-    assert not held.has_room(41)
+    assert not held.take(41)
+    assert held.take(40)
+    assert not held.take(1)
+    assert held.held == 100
+    held.held = 51
     assert not held.may_go_on
     held.held = 50
     assert held.may_go_on
@@ -134,18 +137,15 @@ def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
 @pytest.mark.parametrize(("size", "fitting"), [(0, 50), (1, 50), (5, 10), (26, 1), (1_000, 1)])
 def test_as_many_of_the_largest_fit_as_take_half_of_the_budget(size: int, fitting: int) -> None:
     held = HeldBytes(100)
-    held.note(size)
+    held.take(size)
     assert held.fitting == fitting
 
 
 def test_the_largest_message_is_forgotten_after_two_hundred_smaller_ones() -> None:
     held = HeldBytes(100)
-    held.note(50)
-    forgets = [held.note(1) for _ in range(2 * REMEMBERED)]
-    assert [number for number, forgotten in enumerate(forgets) if forgotten] == [98, 198]
-    assert held.fitting == 50
-    held = HeldBytes(100)
-    held.note(50)
-    for _ in range(2 * REMEMBERED - 2):
-        held.note(1)
-    assert held.fitting == 1
+    held.take(50)
+    fitting = []
+    for _ in range(2 * REMEMBERED):
+        held.take(1)
+        fitting.append(held.fitting)
+    assert fitting == [1] * 198 + [50] * 2

@@ -155,6 +155,6 @@ def test_a_single_attempt_is_not_sent_again_after_a_nack(single_attempt: bool) -
     nacked = publication()
     nacked.single_attempt = single_attempt
     loop.channel.send(nacked, 1.0)
-    loop.channel.unconfirmed.nack(1, False)
+    loop.channel.unconfirmed.settle(1, False, is_nack=True)
     assert done == ([nacked] if single_attempt else [])
     assert loop.has_more() is not single_attempt

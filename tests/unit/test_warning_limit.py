@@ -45,7 +45,8 @@ def test_the_log_is_finite(
         consumer.attempts.give_up(received, for_exchange(), f"reason {number}")
     assert len(caplog.messages) == 2 * LOGGED
     consumer.clock.now = 61.0
-    consumer.attempts.log_counts()
+    for limit in consumer.attempts.warning_limits:
+        limit.log_count()
     more = "295 more within 6{} s, without a warning each"
     assert caplog.messages[-2:] == [
         f"distribution: messages that a destination does not take: {more.format(1)}",

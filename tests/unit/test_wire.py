@@ -189,26 +189,26 @@ def test_a_header_of_a_decimal_keeps_its_digits() -> None:
     assert read(content)["application_headers"] == told
 
 
-def requeue_all_frames(channel: int, tags: list[int]) -> bytes:
-    return b"".join(wire.requeue_all_frame(channel, tag) for tag in tags)
-
-
 @pytest.mark.parametrize(
-    ("frames", "method", "bits"),
+    ("how", "multiple", "method", "bits"),
     [
-        (wire.ack_frames, spec.Basic.Ack, (False,)),
-        (wire.requeue_frames, spec.Basic.Nack, (False, True)),
-        (requeue_all_frames, spec.Basic.Nack, (True, True)),
+        (wire.ACK, False, spec.Basic.Ack, (False,)),
+        (wire.ACK, True, spec.Basic.Ack, (True,)),
+        (wire.REJECT, False, spec.Basic.Reject, (False,)),
+        (wire.REQUEUE, False, spec.Basic.Nack, (False, True)),
+        (wire.REQUEUE, True, spec.Basic.Nack, (True, True)),
     ],
-    ids=["ack", "nack", "nack-all"],
+    ids=["ack", "ack-all", "reject", "nack", "nack-all"],
 )
-def test_frames_settle_as_the_specification_says(frames: Any, method: Any, bits: Any) -> None:
+def test_frames_settle_as_the_specification_says(
+    how: wire.Settlement, multiple: bool, method: Any, bits: Any
+) -> None:
     tags = [1, 2**40]
     expected = b""
     for tag in tags:
         payload = struct.pack(">HH", *method) + dumps("L" + "b" * len(bits), (tag, *bits))
         expected += struct.pack(">BHI", 1, 7, len(payload)) + payload + b"\xce"
-    assert frames(7, tags) == expected
+    assert wire.settle_frames(7, how, tags, multiple) == expected
 
 
 @pytest.mark.parametrize("tag", [1, 200, 2**63])

@@ -14,7 +14,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.wire import ack_frames
+from celery_rabbitdelay.publishing.wire import ACK, settle_frames
 
 #: Seconds without a message until :meth:`Source.take` returns.
 SILENCE: Final = 0.2
@@ -91,7 +91,7 @@ class Source(ConsumerConnection):
         if not self.to_acknowledge:
             return
         with self._errors():
-            self.write(ack_frames(self.channel.channel_id, self.to_acknowledge))
+            self.write(settle_frames(self.channel.channel_id, ACK, self.to_acknowledge))
             # Answered behind them. What is on its way when a process is killed may be lost.
             self.channel.basic_qos(0, self._prefetch, False)
             self.to_acknowledge = []

@@ -31,7 +31,7 @@ from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.levels.quirks import SAME_CONSUMER_TAG
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
-from celery_rabbitdelay.publishing.wire import ack_all_frame, ack_frames
+from celery_rabbitdelay.publishing.wire import ACK, settle_frames
 
 #: Messages that the broker sends before the reader asks for more.
 AHEAD: Final = 1000
@@ -194,9 +194,10 @@ class Reader(ConsumerConnection):
         before = self._all_up_to
         while tags and tags[0] == self._all_up_to + 1:
             self._all_up_to = tags.popleft()
-        channel = self.channel.channel_id
-        first = ack_all_frame(channel, self._all_up_to) if self._all_up_to > before else b""
-        return first + ack_frames(channel, tags)
+        channel, first = self.channel.channel_id, b""
+        if self._all_up_to > before:
+            first = settle_frames(channel, ACK, [self._all_up_to], multiple=True)
+        return first + settle_frames(channel, ACK, tags)
 
     def _consume(self, wanted: int) -> None:
         if not self._restarts or self._of_consumer + wanted > MOST_OF_A_TAG:
