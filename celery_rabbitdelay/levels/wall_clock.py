@@ -16,8 +16,13 @@ NS_PER_MS: Final = 1_000_000
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
+def _system_ns() -> int:
+    # freezegun would replace the function itself as the source of another module.
+    return time.time_ns()
+
+
 #: Returns the nanoseconds since 1970-01-01 UTC.
-source: Callable[[], int] = time.time_ns
+source: Callable[[], int] = _system_ns
 
 
 def ns() -> int:
