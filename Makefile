@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants travel bench bench-absence bench-sends bench-levels bench-lateness \
-        bench-beside bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean
+        bench-beside journeys bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -135,6 +135,9 @@ bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confir
 bench-beside: $(VENV)/test.done  ## bench-modules and bench-sends of the version before and of this one, with a key too
 	$(BIN)/python -m tests.benchmarks.beside --signing modules
 	$(BIN)/python -m tests.benchmarks.beside --signing --turns 1 sends
+
+journeys: $(VENV)/test.done  ## How many functions one send, one write and one message in distribution go through
+	$(BIN)/python tests/benchmarks/journeys.py
 
 bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, an open job, listing a million
 	$(BIN)/python -m tests.benchmarks.registry
