@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeAlias
@@ -23,6 +24,7 @@ from pyspark.sql.types import ArrayType, DoubleType, StringType, StructType
 
 import celery_rabbitdelay
 from celery_rabbitdelay import Celery, Row
+from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.write import BatchWriter
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
@@ -80,17 +82,21 @@ def write(given: dict[str, str]) -> None:
     writer.commit([writer.write(iter([pa.RecordBatch.from_pydict(columns)]))])
 
 
+def has_finished(service: ModuleService, messages: int) -> bool:
+    return service.statistics.finished >= messages
+
+
 def distribute(app: Any, exchange: Exchange) -> set[Function]:
     """Return the functions by which distribution passes one message on, in a thread of its own."""
     counted = Counted()
     threading.setprofile(counted)
     service = _service(app, "distribution", WorkerDeclaration(app))
     service.start()
-    threading.setprofile(None)  # type: ignore[arg-type]  # threads that start later have none
-    for finished in range(1, 4):
+    threading.setprofile(None)  # threads that start later have none
+    for finished in range(3):
         counted.functions.clear()
         app.send_task("remind", ("order",), delay=0.3, exchange=exchange.name, routing_key="a.b")
-        wait_for(lambda number=finished: service.statistics.finished >= number, "the message")
+        wait_for(partial(has_finished, service, finished + 1), "the message")
     time.sleep(1)  # its acknowledgement is written
     functions = set(counted.functions)
     service.stop()
