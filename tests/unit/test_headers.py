@@ -35,6 +35,7 @@ put_backs = st.builds(
 )
 words: dict[str, Any] = {
     **dict.fromkeys((headers.COPY, headers.KEY, headers.JOB, headers.JOB_ID), texts),
+    headers.SCHEDULE: texts,
     **dict.fromkeys((headers.LIFE, headers.ORDER), st.integers(0, headers.MAX_EXACT).map(str)),
     headers.ONCE: st.just(True) | texts.filter(bool),
     **dict.fromkeys((headers.REDELIVERED, headers.COMMITTED), st.just(True)),
