@@ -1,4 +1,4 @@
-"""What operators do with ``rabbitmqctl``, by calls into the node.
+"""Changes that operators make with ``rabbitmqctl``, made by calls into the node.
 
 ``rabbitmqctl`` boots an Erlang VM each time, which takes seconds of processor time; Erlang's own
 ``erl_call`` is a small program that hands an expression to a node.
@@ -15,7 +15,7 @@ from typing import Final
 
 from celery_rabbitdelay.testing import RabbitMQServer
 
-#: Who changes something, as RabbitMQ's audit log would have it.
+#: The user whom RabbitMQ's own log names for a change.
 ACTOR: Final = '<<"tests">>'
 
 

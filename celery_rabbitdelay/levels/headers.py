@@ -2,9 +2,9 @@
 
 Anybody may have written the headers of a message that arrives: another client, another version, an
 attacker. What they may say, and what counts as invalid, is decided in this file and nowhere else.
-:func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`. What is
-invalid counts as missing: distribution refuses the message, and a worker takes the task without it.
-Who may say what:
+:func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`. An
+invalid header counts as missing: distribution refuses the message, and a worker ignores the header.
+These are the parties, and what each may set:
 
 - A client of check-in says :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
 - Whoever may publish to the levels says everything. If there is a signing key, three things have to

@@ -1,8 +1,8 @@
 """Where versions of RabbitMQ differ: what each quirk is, what we do, and the versions that have it.
 
-No other file compares versions, except with :data:`OLDEST`. What a quirk has no source for was
-measured on 3.10.8, 4.0.5 and 4.3.6. To add one, name it here; where code depends on the version, it
-asks ``NAME.is_in(version)``, and where all versions are treated alike, a comment names the quirk.
+No other file compares versions, except with :data:`OLDEST`. Quirks without a source were measured
+on 3.10.8, 4.0.5 and 4.3.6. To add one, name it here; where code depends on the version, it asks
+``NAME.is_in(version)``, and where all versions are treated alike, a comment names the quirk.
 """
 
 from __future__ import annotations

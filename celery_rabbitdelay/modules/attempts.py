@@ -152,7 +152,7 @@ class Forwarder:
         frame_max: The bytes of a frame of the connection.
         silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
         bytes_in_flight: The bytes of the bodies that are published and not settled.
-        warning_limits: What bounds its warnings.
+        warning_limits: Limits on how often its warnings are logged.
     """
 
     name: str

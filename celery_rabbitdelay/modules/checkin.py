@@ -21,7 +21,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import client_tasks
 from celery_rabbitdelay.modules.allowed import where_in_words
 from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_destination
+from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -121,11 +121,7 @@ class CheckIn:
                 f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
                 "since 1970, exceeds 64 bits"
             )
-        waiting = with_destination(sent, exchange, routing_key, due_ms=due.at_ms)
-        waiting = waiting.with_low_priority()
-        if self.signing_keys is not None:
-            waiting = self.signing_keys.sign(waiting)
-        return into_levels(self.topology, waiting, due)
+        return for_distribution(self.topology, sent, due, exchange, routing_key, self.signing_keys)
 
     def _check_destination(self, exchange: str, routing_key: str) -> None:
         if not exchange and not routing_key:

@@ -41,7 +41,7 @@ class Deliveries:
         on_message: Called with each message that is taken.
 
     Attributes:
-        unfinished: What each message costs that was taken and is not settled, by its delivery tag.
+        unfinished: The costs of the messages that were taken and are not settled, by delivery tag.
         consuming: Whether messages are to be taken.
         channel: The channel.
     """

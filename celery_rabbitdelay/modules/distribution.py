@@ -96,8 +96,8 @@ class Distribution:
         if problems:
             raise UnprocessableMessage("; ".join(problems.values()))
         if headers.due_ms is not None:
-            # Whoever let it in has checked its delay. If that is too long now, the due time is
-            # forged, and the message would go back into the levels for ever.
+            # The delay was checked when the message came in. A due time too far ahead is forged,
+            # and the message would go back into the levels for ever.
             ahead_ms = headers.due_ms - wall_clock.ms() - DUE_SLACK_MS
             self.bounds.check_delay(header_names.DUE, headers.due_ms, ahead_ms)
         received = WaitingMessage.of(message, headers)

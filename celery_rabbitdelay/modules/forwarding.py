@@ -113,6 +113,31 @@ def with_destination(
     return WaitingMessage(body, {**properties, "expiration": None}, told)
 
 
+def for_distribution(
+    topology: Topology,
+    message: WaitingMessage,
+    due: Due,
+    exchange: str,
+    routing_key: str,
+    signing_keys: SigningKeys | None,
+) -> Outgoing:
+    """Return what to publish so that distribution sends a message on when it is due.
+
+    Args:
+        topology: The levels.
+        message: The message, with the headers that its consumer is to see.
+        due: When it is due.
+        exchange: The exchange that it goes to then.
+        routing_key: Its routing key.
+        signing_keys: What signs it; None: nothing does.
+    """
+    waiting = with_destination(message, exchange, routing_key, due_ms=due.at_ms)
+    waiting = waiting.with_low_priority()
+    if signing_keys is not None:
+        waiting = signing_keys.sign(waiting)
+    return into_levels(topology, waiting, due)
+
+
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
     """Return a message as AMQP writes it.
 
@@ -219,7 +244,7 @@ def early_ms(headers: DelayHeaders, now_ms: int, tolerated_ms: int = 0) -> int |
     """Return how many milliseconds early a message is; None if it is not, or is by too little.
 
     Args:
-        headers: What its headers say.
+        headers: The message's headers.
         now_ms: The time in milliseconds since 1970-01-01 UTC.
         tolerated_ms: How many milliseconds early it may be, for clocks that differ; none if it was
             put back before for only a part of its delay.

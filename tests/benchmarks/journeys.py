@@ -97,7 +97,7 @@ def distribute(app: Any, exchange: Exchange) -> set[Function]:
         counted.functions.clear()
         app.send_task("remind", ("order",), delay=0.3, exchange=exchange.name, routing_key="a.b")
         wait_for(partial(has_finished, service, finished + 1), "the message")
-    time.sleep(1)  # its acknowledgement is written
+    time.sleep(1)  # nothing that all versions have says when its acknowledgement is written
     functions = set(counted.functions)
     service.stop()
     return functions

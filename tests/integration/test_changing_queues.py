@@ -307,7 +307,7 @@ def test_a_producer_that_fails_over_declares_where_it_sends_now(
 
 
 def everything(server: RabbitMQServer, prefix: str) -> set[str]:
-    """What stands under a prefix: exchanges, queues and bindings, a text each."""
+    """Return the exchanges, queues and bindings under a prefix, a text for each."""
     found = listed(
         server,
         '[rabbit_exchange:info(Each, [name, type]) || Each <- rabbit_exchange:list(<<"/">>)]'

@@ -473,7 +473,7 @@ def reloaded(tab: Tab, text: str) -> bool:
     return text in tab.text
 
 
-#: All pages but actions and files, and those of them that can be opened without a field.
+#: The pages that are neither actions nor files, and the addresses of those that need no field.
 READ = [each for each in pages.PAGES if not each.is_action and not each.file]
 PAGES = [f"/{each.path}" for each in READ if not any(field.is_needed for field in each.parameters)]
 

@@ -146,7 +146,7 @@ class Writer:
 
     @cached_property
     def _envelope(self) -> tuple[PropertiesEncoder, Signer | None]:
-        """What writes the properties of envelopes, and what signs them."""
+        """The encoder of the properties of envelopes, and their signer; None without a key."""
         shared = self._encoder.headers
         destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
         message = amqp.Message(

@@ -262,9 +262,9 @@ class RowSender(Sending):
 
     def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
         """Put a call into a group; return the groups that wait no longer."""
+        if not self._envelopes:
+            return [Group(call.due, call, rows=[number])]
         try:
-            if not self._envelopes:
-                return [Group(call.due, call, rows=[number])]
             ready = grouper.add(number, call, call.due)
         except exceptions.InvalidEnvelope:
             return [Group(call.due, call, rows=[number])]
@@ -277,7 +277,7 @@ class RowSender(Sending):
         return ready
 
     def _publication(self, group: Group) -> Publication | None:
-        """Return the message of a group; None if there is none, which its rows have as an error."""
+        """Return the message of a group; None if it cannot be made, and its rows have the error."""
         first, rows, due = group.first, group.rows, group.due
         delayed = self._producer.delayed._replace(task_id=first.task_id)
         is_alone = not group.items or (len(rows) == 1 and self._writer.can_write_again)

@@ -84,7 +84,7 @@ class DelayedTaskProducer(DelayedProducer):
     Attributes:
         body: The task's body, once Celery has made it: arguments, keyword arguments, and callbacks,
             chain and chord.
-        options: What kombu makes the message of besides.
+        options: The other options with which kombu makes the message.
         delayed: The task's message.
         is_sent: Whether the broker has confirmed it.
     """

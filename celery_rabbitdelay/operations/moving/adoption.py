@@ -25,7 +25,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, with_destination
+from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
@@ -274,11 +274,9 @@ class NServiceBusChain:
         due = key.due(_nservicebus_due(headers))
         sent = messages.WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
         exchange = f"{_nsb(self.version)}.delay-delivery"
-        waiting = with_destination(sent, exchange, key.routing_key, due_ms=due.at_ms)
-        waiting = waiting.with_low_priority()
-        if self.signing_keys is not None:
-            waiting = self.signing_keys.sign(waiting)
-        return into_levels(self.topology, waiting, due)
+        return for_distribution(
+            self.topology, sent, due, exchange, key.routing_key, self.signing_keys
+        )
 
 
 def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
