@@ -453,9 +453,8 @@ class RabbitDelay(WaitingTasks, Pausing):
                 self.app, task, rows, progress, {**options, "tolerance": tolerance}
             )
 
-        with self.publisher(connection) as publisher:
-            sender = RowSender(self, publisher, task, tolerance_ms, envelopes, progress, options)
-            return sender.send(rows)
+        sender = RowSender(self, connection, task, tolerance_ms, envelopes, progress, options)
+        return sender.send(rows)
 
     def due(
         self,

@@ -19,16 +19,17 @@ from celery import signals
 from celery.app.routes import MapRoute, prepare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 from kombu.exceptions import EncodeError
 
 import celery_rabbitdelay
-from celery_rabbitdelay import Celery, InvalidSetting, MessageTooLarge
+from celery_rabbitdelay import Celery, InvalidSetting, MessageTooLarge, Row
 from celery_rabbitdelay.app.sending import templates
 from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from tests.unit.clock import Clock, frozen
 from tests.unit.test_message_template import NOWHERE, json_able, read, texts
@@ -215,6 +216,69 @@ def test_a_plain_send_comes_from_a_template(sends: Sends, app: Any, options: Any
         assert sends.from_template(app.send_task, "unknown", **options)
 
 
+OTHER_OPTIONS = [
+    *[("expires", 900), ("headers", {"a": 1}), ("link", None), ("shadow", "x"), ("retry", True)],
+    *[("confirm_timeout", 5), ("once", True), ("key", "k"), ("reply_to", "x"), ("root_id", "r")],
+    *[("group_id", "g"), ("queue", Queue("own")), ("priority", 2.5), ("task_id", 7)],
+    *[("compression", "gzip"), ("a-stamp", 1)],
+]
+
+
+def of_rows(app: Any, task: Any = None, **options: Any) -> templates.Template | None:
+    """Return the template that the rows of a task are written from."""
+    call = Call("row", (1,), {}, Due.after(60))
+    made: templates.Template | None = app.rabbitdelay.templates.of_rows(
+        task or app.tasks["look"], call, options
+    )
+    return made
+
+
+@pytest.mark.parametrize("options", [{}, {"queue": "office", "priority": 4}])
+def test_the_next_rows_come_from_the_same_template(app: Any, options: Any) -> None:
+    kept = of_rows(app, **options)
+    assert kept is not None
+    assert of_rows(app, **options) is kept
+    assert of_rows(app, **options, serializer="yaml") not in (kept, None)
+    with frozen():
+        call = Call("next", (7,), {"a": "b"}, Due.after(60))
+        told = {**options, "task_id": "next", "eta": datetime.now(UTC) + timedelta(seconds=60)}
+        expected, _ = celerys(app, app.tasks["look"], call.args, call.kwargs, told)
+        assert read(kept.publication(call).content) == expected
+
+
+def test_the_rows_of_a_thread_have_its_address(app: Any) -> None:
+    made = [of_rows(app)]
+    thread = threading.Thread(target=lambda: made.append(of_rows(app)))
+    thread.start()
+    thread.join()
+    call = Call("row", (1,), {}, Due.after(60))
+    written = [each.publication(call).content for each in made if each is not None]
+    first, second = (read(each)[0]["reply_to"] for each in written)
+    assert first == app.thread_oid != second
+
+
+@pytest.mark.parametrize(("name", "value"), OTHER_OPTIONS)
+def test_rows_with_other_options_go_through_celery(app: Any, name: str, value: Any) -> None:
+    assert of_rows(app) is not None
+    assert of_rows(app, **{name: value}) is None
+
+
+def test_the_hosts_of_the_caller_s_connection_say_whether_a_queue_may_refuse(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[str] = []
+
+    def publish_all(_: Any, publications: Any, *__: Any, **___: Any) -> None:
+        keys.extend(each.address()[1] for each in publications)
+
+    monkeypatch.setattr(Publisher, "publish_all", publish_all)
+    cluster = Connection(f"{NOWHERE};{NOWHERE}")
+    for connection in (None, cluster, None):
+        rows = [Row(delay=60)]
+        app.rabbitdelay.send_many("look", rows, connection=connection, envelopes=False)
+    assert [key.rpartition(".")[2] == "celery" for key in keys] == [True, False, True]
+
+
 def test_the_members_of_a_group_come_from_a_template_after_the_first_ones(
     sends: Sends, app: Any
 ) -> None:
@@ -263,14 +327,6 @@ def test_an_event_loop_is_blocked_for_as_long_as_a_send_takes(
     monkeypatch.setattr(sends, "published", mock.Mock(append=lambda _: setattr(clock, "now", 1002)))
     app.tasks["look"].apply_async(delay=60)
     assert blocked == [2]
-
-
-OTHER_OPTIONS = [
-    *[("expires", 900), ("headers", {"a": 1}), ("link", None), ("shadow", "x"), ("retry", True)],
-    *[("confirm_timeout", 5), ("once", True), ("key", "k"), ("reply_to", "x"), ("root_id", "r")],
-    *[("group_id", "g"), ("queue", Queue("own")), ("priority", 2.5), ("task_id", 7)],
-    *[("compression", "gzip"), ("a-stamp", 1)],
-]
 
 
 @pytest.mark.parametrize(
@@ -352,12 +408,14 @@ def test_where_other_code_takes_part_celery_sends(
     app.conf.rabbitdelay_registry_url = "redis://127.0.0.1:1"
     apply_async = app.tasks["look"].apply_async
     assert sends.from_template(apply_async, delay=60)
+    assert of_rows(app) is not None
     with monkeypatch.context() as patch:
         try:
             OWN_CODE[what](app, patch)
             monkeypatch.setattr(celery.Task, "apply", lambda *_, **__: app.send_task("look"))
             for _ in range(2):
                 assert not sends.from_template(apply_async, delay=60)
+                assert of_rows(app) is None
         finally:
             for signal in (signals.before_task_publish, signals.after_task_publish):
                 signal.disconnect(receive)
@@ -385,6 +443,7 @@ def test_routers_subclasses_and_the_registry_send_through_celery(sends: Sends) -
         task = app.task(receive, name="own", shared=False)
         for _ in range(2):
             assert not sends.from_template(task.apply_async, delay=60)
+            assert of_rows(app, task) is None
 
 
 #: Changes of data after which Celery makes other messages of the same calls.
@@ -463,6 +522,7 @@ def test_what_overrides_ours_is_called_once_for_each_send(sends: Sends, app: Any
     for number in range(3):
         assert sends.from_template(task.apply_async, (number,))
     assert called == [(0,), (1,), (2,)]
+    assert of_rows(app, task) is None
     bodies = [json.loads(read(each.content)[1]) for each in sends.published]
     assert [body[0] for body in bodies] == [["first", number] for number in range(3)]
 
@@ -487,6 +547,7 @@ def test_a_worker_s_task_sends_through_celery(sends: Sends, app: Any) -> None:
     state._task_stack.push(task)
     try:
         assert not sends.from_template(task.apply_async, delay=60)
+        assert of_rows(app) is None
     finally:
         state._task_stack.pop()
         task.pop_request()

@@ -13,13 +13,13 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import celery
+from kombu import Connection
 from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import instruments
 from celery_rabbitdelay.app.celery_internals import argument_check, is_publishing_watched
 from celery_rabbitdelay.app.instruments import Instrument
-from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
@@ -27,7 +27,7 @@ from celery_rabbitdelay.app.options import (
     refuse_without_registry,
 )
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
-from celery_rabbitdelay.app.sending.message_template import CeleryWriter, Writer
+from celery_rabbitdelay.app.sending.message_template import CeleryWriter
 from celery_rabbitdelay.app.sending.row_registration import RowRegistration
 from celery_rabbitdelay.app.sending.rows import (
     Given,
@@ -40,9 +40,9 @@ from celery_rabbitdelay.app.sending.rows import (
 from celery_rabbitdelay.app.sending.task_messages import (
     NO_HEADERS,
     Call,
-    CapturingProducer,
     capture_message,
 )
+from celery_rabbitdelay.app.sending.templates import Template
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
@@ -59,15 +59,16 @@ Work: TypeAlias = "Call | WrittenRows"
 class RowSender(Sending):
     """Sends one task for many rows.
 
-    The first row goes through all of Celery: options, router, signals. The messages of the other
-    rows are copies of its message; only ids, arguments and the due time differ. If a receiver is
-    connected to one of the signals of publishing, each row goes through all of Celery.
+    Their messages are copies of a template; only ids, arguments and the due time differ. It is one
+    that earlier rows have left, or else the message of the first row, which goes through all of
+    Celery: options, router, signals. If a receiver is connected to one of the signals of
+    publishing, each row goes through all of Celery.
 
     A problem with one row is an error of that row alone.
 
     Args:
         delays: The application's ``app.rabbitdelay``.
-        publisher: Publishes the messages.
+        connection: The caller's own connection; None for one of the pool's.
         task: The task, or its name.
         tolerance_ms: How many milliseconds later each may start.
         envelopes: Whether rows that are due in the same tick travel in one message.
@@ -75,13 +76,12 @@ class RowSender(Sending):
         options: Further options of ``apply_async``, for all rows.
     """
 
-    _producer: CapturingProducer
-    _writer: Writer
+    _template: Template
 
     def __init__(
         self,
         delays: Any,
-        publisher: Publisher,
+        connection: Connection | None,
         task: celery.Task[Any, Any] | str,
         tolerance_ms: int,
         envelopes: bool,
@@ -94,7 +94,7 @@ class RowSender(Sending):
         self._settings: Settings = delays.settings
         if envelopes and DISTRIBUTE not in self._settings.modules:
             raise exceptions.NeedsDistribution("an envelope")
-        self._publisher = publisher
+        self._connection = connection
         self._task = task
         self._name = task if isinstance(task, str) else str(task.name)
         self._tolerance_ms = tolerance_ms
@@ -106,13 +106,10 @@ class RowSender(Sending):
             known = self._app.tasks.get(task) if isinstance(task, str) else task
             wanted = RegistryOptions.of(self._settings, known, options, {})
             self._registration = RowRegistration(delays, wanted, self._name, self.fail)
-        self._options = {
-            name: each for name, each in options.items() if name not in REGISTRY_OPTIONS
-        }
+        self._options = options
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
-        #: The label of the rows' queue, as soon as it is known, and what the metrics have counted.
-        self._queue = ""
+        #: What the metrics have counted.
         self._counted: Counter[Instrument] = Counter()
 
     def send(self, rows: Iterable[Given]) -> Report:
@@ -122,51 +119,43 @@ class RowSender(Sending):
             RowsNotConfirmed: At least one row is not confirmed.
         """
         try:
-            self._send(self._calls(rows))
+            with self._delays.publisher(self._connection) as publisher:
+                self._send(publisher, self._calls(rows))
         finally:
             if self._registration is not None:
                 self._registration.close()
             self._count(is_end=True)
         return self.end()
 
-    def _send(self, work: Iterator[tuple[int, Work]]) -> None:
+    def _send(self, publisher: Publisher, work: Iterator[tuple[int, Work]]) -> None:
         registration = self._registration
         if registration is not None:
             work = registration.asked(work)
         for number, given in work:
             first = given if isinstance(given, Call) else next(self._read(given))[0]
-            capture = partial(
-                capture_message,
-                self._app,
-                self._publisher,
-                self._task,
-                options=self._options,
-                headers=NO_HEADERS if registration is None else registration.shared_headers,
-            )
             try:
-                producer = capture(first)
+                self._template = self._template_of(publisher, first)
             except (EncodeError, exceptions.MessageTooLarge) as error:
                 self.fail([number], error)
             else:
                 break
         else:
             return
-        self._producer, self._queue = producer, queue_label(producer.delayed)
-        if is_publishing_watched(self._app):
-            self._writer = CeleryWriter(producer, first, self._options, capture)
-        else:
-            self._writer = Writer(producer, first, self._options)
         if self._envelopes:
             try:
-                self._writer.envelope(b"", 0)
+                self._template.writer.envelope(b"", 0)
             except exceptions.InvalidEnvelope:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
         groups = self._groups(chain([(number, given)], work))
         publications = filter(None, map(self._publication, groups))
-        policy = producer.policy._replace(window=self._settings.max_unconfirmed)
+        # Nobody waits for the answer to a request: connecting takes as long as it may.
+        policy = self._template.policy._replace(
+            window=self._settings.max_unconfirmed, reconnects=None
+        )
+        declares = self._template.producer.declares
         try:
-            self._publisher.publish_all(publications, policy, done=self._done, **producer.declares)
+            publisher.publish_all(publications, policy, done=self._done, **declares)
         except exceptions.PublishError as error:
             if self.is_reporting:
                 raise  # it is the caller's own
@@ -175,6 +164,29 @@ class RowSender(Sending):
             for publication in publications:
                 self.report.sent -= len(publication.context)
                 self.fail(publication.context, error.copy(may_have_arrived=False))
+
+    def _template_of(self, publisher: Publisher, first: Call) -> Template:
+        """Return the template of the rows: one that is kept, or one that the first row makes."""
+        if self._connection is None:
+            kept: Template | None = self._delays.templates.of_rows(self._task, first, self._options)
+            if kept is not None:
+                return kept
+        registration = self._registration
+        capture = partial(
+            capture_message,
+            self._app,
+            publisher,
+            self._task,
+            options={
+                name: each for name, each in self._options.items() if name not in REGISTRY_OPTIONS
+            },
+            headers=NO_HEADERS if registration is None else registration.shared_headers,
+        )
+        producer = capture(first)
+        template = Template.of(producer, first, self._options)
+        if not is_publishing_watched(self._app):
+            return template
+        return template._replace(writer=CeleryWriter(producer, first, self._options, capture))
 
     def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
@@ -229,7 +241,7 @@ class RowSender(Sending):
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
-        grouper = Grouper(layout, self._writer.item, max_bytes=max_bytes)
+        grouper = Grouper(layout, self._template.writer.item, max_bytes=max_bytes)
         for number, given in work:
             if isinstance(given, Call):
                 yield from self._add(grouper, number, given)
@@ -248,14 +260,15 @@ class RowSender(Sending):
         None if they do not stand in an envelope as this application writes them, which tracked ones
         never do, or if the bound of a message is lower than the bytes of a group.
         """
-        if not self._envelopes or not self._writer.can_write_again:
+        writer = self._template.writer
+        if not self._envelopes or not writer.can_write_again:
             return None
         if self._registration is not None and self._registration.tracks:
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
         first, item = next(self._read(written))
-        if self._writer.item(first) != item:
+        if writer.item(first) != item:
             return None
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
@@ -272,32 +285,36 @@ class RowSender(Sending):
             self.fail([number], error)
             return []
         if self._registration is not None:
-            content = partial(self._writer.content, call) if self._writer.can_write_again else None
-            self._registration.sent(number, call, content, self._producer.delayed)
+            writer = self._template.writer
+            content = partial(writer.content, call) if writer.can_write_again else None
+            self._registration.sent(number, call, content, self._template.producer.delayed)
         return ready
 
     def _publication(self, group: Group) -> Publication | None:
         """Return the message of a group; None if it cannot be made, and its rows have the error."""
         first, rows, due = group.first, group.rows, group.due
-        delayed = self._producer.delayed._replace(task_id=first.task_id)
-        is_alone = not group.items or (len(rows) == 1 and self._writer.can_write_again)
+        template, producer = self._template, self._template.producer
+        is_alone = not group.items or (len(rows) == 1 and template.writer.can_write_again)
         try:
             if is_alone:
-                due = first.due
-                content = self._writer.content(first)
+                publication = template.publication(first)
             else:
-                delayed = delayed._replace(destination=DISTRIBUTION)
-                content = self._writer.envelope(bytes(group.items), due.at_ms)
-            # If one is in an envelope, the bound applies to it.
-            size = len(content.body if is_alone or len(rows) > 1 else group.items)
-            self._producer.check_size(size, delayed.destination, due)
+                content = template.writer.envelope(bytes(group.items), due.at_ms)
+                # If one is in an envelope, the bound applies to it.
+                size = len(content.body if len(rows) > 1 else group.items)
+                producer.check_size(size, DISTRIBUTION, due)
+                envelope = producer.delayed._replace(
+                    task_id=first.task_id, destination=DISTRIBUTION
+                )
+                publication = Publication(content, partial(producer.address, envelope, due))
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail(rows, error)
             return None
+        publication.context = rows
         self.report.sent += len(rows)
         if is_alone and self._registration is not None:
-            self._registration.sent(rows[0], first, lambda: content, delayed)
-        return Publication(content, partial(self._producer.address, delayed, due), rows)
+            self._registration.sent(rows[0], first, lambda: publication.content, producer.delayed)
+        return publication
 
     def _done(self, publication: Publication) -> None:
         report = self.report
@@ -322,7 +339,7 @@ class RowSender(Sending):
         present[instruments.RESENT] = self.report.resent
         present[instruments.REFUSED] = sent - confirmed if is_end else 0
         if more := present - self._counted:
-            self._delays.recorder.record(more, self._name, self._queue)
+            self._delays.recorder.record(more, self._name, self._template.label)
         self._counted = present
 
 

@@ -1,10 +1,11 @@
-"""One send at the price of a row of ``send_many``.
+"""The message of a task's sends, of which the next is a copy.
 
 Two delayed sends of a task with the same options differ in their id, their arguments and their due
 time. The first goes through all of Celery; its message is the template of the next. A template is
-used while Celery would make the same message: no setting, queue, route, attribute of the task or
-receiver of a signal has changed, and no function but Celery's own has a part in it. It is for plain
-sends and members of groups, outside of a worker's task; all others go through Celery each time.
+kept while Celery would make the same message: no setting, queue, route, attribute of the task or
+receiver of a signal has changed, and no function but Celery's own has a part in it. That is for
+plain sends, rows and members of groups, outside of a worker's task; all others go through Celery
+each time.
 """
 
 from __future__ import annotations
@@ -90,15 +91,12 @@ class Template(NamedTuple):
             call: The call.
             options: The options of ``apply_async`` for all calls.
         """
-        writer, message = Writer(first, call, options), first.delayed.message
-        # The template is kept for long; the arguments of this call are not.
-        first.body = ((), {}, first.body[2])
-        first.delayed = first.delayed._replace(message=message._replace(body=b""))
         policy = first.policy._replace(reconnects=first.reconnects)
-        ignores_result = message.headers.others["ignore_result"]
+        ignores_result = first.delayed.message.headers.others.get("ignore_result")
+        writer = Writer(first, call, options)
         return cls(writer, first, policy, ignores_result, queue_label(first.delayed))
 
-    def publication(self, call: Call, reply_to: str | None) -> Publication:
+    def publication(self, call: Call, reply_to: str | None = None) -> Publication:
         """Return the message of a call, to be published.
 
         Args:
@@ -199,6 +197,29 @@ class Templates:
         result.ignored = template.ignores_result
         return result
 
+    def of_rows(
+        self, task: celery.Task[Any, Any] | str, first: Call, options: Mapping[str, Any]
+    ) -> Template | None:
+        """Return the template that rows are written from; None if Celery makes their message.
+
+        Args:
+            task: The task, or its name.
+            first: The call of the first row.
+            options: The options of ``apply_async`` for all rows.
+        """
+        app = self._delays.app
+        # What overrides it may change the options of a row.
+        sends = (Task.apply_async, celery.Task.apply_async)
+        if (
+            app.current_worker_task is not None
+            or not (isinstance(task, str) or getattr(task.apply_async, "__func__", None) in sends)
+            or not options.keys() <= set(SHARED)
+            or not all(type(each) in PLAIN_TYPES for each in options.values())
+        ):
+            return None
+        # Celery has an address for each thread, and an envelope one for all of its tasks.
+        return self._template(task, first, {**options, "reply_to": app.thread_oid}, {}, False)
+
     def _template(
         self,
         task: celery.Task[Any, Any] | str,
@@ -228,6 +249,10 @@ class Templates:
             send = None if isinstance(task, str) else partial(celery.Task.apply_async, task)
             first = capture_message(app, Publisher(connection), task, plain, options, send=send)
             template = Template.of(first, call, options)
+            # The template is kept for long; the arguments of this call are not.
+            first.body = ((), {}, first.body[2])
+            message = first.delayed.message._replace(body=b"")
+            first.delayed = first.delayed._replace(message=message)
         if len(self._templates) >= MAX_TEMPLATES:
             self._templates.clear()
         self._templates[key] = made_from, template
