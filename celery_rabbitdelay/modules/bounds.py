@@ -13,12 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
-import amqp
-
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
-from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 
 #: Warnings of a kind in a minute.
@@ -216,11 +213,6 @@ def check_depth(headers: Mapping[str, Any]) -> None:
     raise UnprocessableMessage(
         f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
     )
-
-
-def cost_of(message: amqp.Message) -> int:
-    """Return the bytes of memory that a received message takes at most."""
-    return len(message.body) + HEADER_EXPANSION * seen_of(message).properties_bytes
 
 
 class HeldBytes:

@@ -14,12 +14,14 @@ from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, Unp
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
-from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
+from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import MissingExchanges
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
+from celery_rabbitdelay.modules.module import ModuleStatistics
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
