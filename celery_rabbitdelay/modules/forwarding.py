@@ -30,7 +30,12 @@ from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, is_expirat
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.bounds import EarlyWarning
-from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage
+from celery_rabbitdelay.publishing.message import (
+    MAX_SHORTSTR_BYTES,
+    PERSISTENT,
+    WaitingMessage,
+)
+from celery_rabbitdelay.publishing.properties import encoded as encoded_properties
 from celery_rabbitdelay.publishing.publication import Address
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
@@ -139,7 +144,7 @@ def for_distribution(
 
 
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
-    """Return a message as AMQP writes it.
+    """Return a message as AMQP writes it, persistent.
 
     Args:
         outgoing: The message, with its exchange and key.
@@ -153,14 +158,17 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             raise UnprocessableMessage(
                 f"the {what} {shortened(word)} has more than {MAX_SHORTSTR_BYTES} bytes"
             )
-    expiration = outgoing.message.properties.get("expiration")
+    body, given, said = outgoing.message
+    expiration = given.get("expiration")
     if expiration is not None and not is_expiration(expiration):
         # The broker would close the channel, with all that is in flight on it.
         raise UnprocessableMessage(
             f"its expiration is {shortened(expiration)}, not a number of milliseconds"
         )
     try:
-        content = outgoing.message.content()
+        headers = said.to_headers()
+        properties = {**given, "delivery_mode": PERSISTENT, "application_headers": headers}
+        content = Content(encoded_properties(properties), body)
     except Exception as error:
         # Values of wrong types raise errors of many kinds.
         reason = f"a header or property cannot be written: {shortened(error)}"
