@@ -29,7 +29,7 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import EarlyWarning
+from celery_rabbitdelay.modules.bounds import EarlyWarning, RareWarning
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
@@ -226,7 +226,7 @@ class EarlyMessages:
     tolerated_ms: int
     now_ms: Callable[[], int] = lambda: wall_clock.ms()
     on_early: Callable[[], None] | None = None
-    warning: EarlyWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
+    warning: RareWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
