@@ -95,20 +95,16 @@ def into_levels(
     return Outgoing(*reroute(), message, reroute)
 
 
-def with_destination(
-    message: WaitingMessage, exchange: str, routing_key: str, **changes: Any
-) -> WaitingMessage:
+def with_destination(outgoing: Outgoing, **changes: Any) -> WaitingMessage:
     """Return a message whose headers say where distribution publishes it.
 
     What they say already stays: distribution has left it, because its consumer needs it.
 
     Args:
-        message: The message.
-        exchange: The exchange that it goes to then.
-        routing_key: Its routing key.
+        outgoing: The message, with the exchange and key that it goes to then.
         **changes: What else its headers say from now on; see :class:`.DelayHeaders`.
     """
-    body, properties, said = message
+    exchange, routing_key, (body, properties, said) = outgoing[:3]
     told = said._replace(
         exchange=exchange if said.exchange is None else said.exchange,
         routing_key=routing_key if said.routing_key is None else said.routing_key,
@@ -136,7 +132,7 @@ def for_distribution(
         routing_key: Its routing key.
         signing_keys: What signs it; None: nothing does.
     """
-    waiting = with_destination(message, exchange, routing_key, due_ms=due.at_ms)
+    waiting = with_destination(Outgoing(exchange, routing_key, message), due_ms=due.at_ms)
     waiting = waiting.with_low_priority()
     if signing_keys is not None:
         waiting = signing_keys.sign(waiting)
@@ -192,9 +188,8 @@ def to_undeliverable(
         reason: Why it cannot be delivered.
         redriven: How often the message was redriven that the module has received for it.
     """
-    exchange, routing_key, message = outgoing[:3]
-    left = with_destination(message, exchange, routing_key, reason=reason, redriven=redriven)
-    return Outgoing(undeliverable, routing_key, left)
+    left = with_destination(outgoing, reason=reason, redriven=redriven)
+    return Outgoing(undeliverable, outgoing.routing_key, left)
 
 
 def without_headers(undeliverable: str, outgoing: Outgoing) -> Outgoing:
@@ -327,12 +322,7 @@ class Redelivery:
             undeliverable = self.topology.module_queues.undeliverable.exchange.name
             return to_undeliverable(undeliverable, outgoing, given_up, received.redriven)
         message = with_destination(
-            outgoing.message,
-            outgoing.exchange,
-            outgoing.routing_key,
-            failures=failures,
-            reason=reason,
-            redriven=received.redriven,
+            outgoing, failures=failures, reason=reason, redriven=received.redriven
         )
         # Only distribution gives a priority back, and one of classic levels need not go there.
         if outgoing.obstacle is None or self.topology.queue_type == "quorum":
