@@ -18,7 +18,7 @@ from celery_rabbitdelay.modules.bounds import LaterVersionWarning, WarningLimit
 from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.module import ModuleStatistics
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import REJECT, Content
@@ -56,31 +56,31 @@ class Forwarder:
     ================================== ====================================================
 
     Attributes:
-        name: The module's name, for the log.
-        redelivery: Decides when a message is tried again.
-        undeliverable: The name of the exchange of undeliverable messages.
-        missing: Which exchanges do not exist.
+        module: The module.
         statistics: Where to count what is done.
-        timeout: Seconds without a confirm until an attempt has failed.
+        exists: Asks the broker whether an exchange exists.
         frame_max: The bytes of a frame of the connection.
         silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
         bytes_in_flight: The bytes of the bodies that are published and not settled.
         warning_limits: Limits on how often its warnings are logged.
     """
 
-    name: str
-    redelivery: forwarding.Redelivery
-    undeliverable: str
-    missing: MissingExchanges
+    module: Module
     statistics: ModuleStatistics
-    timeout: float
+    exists: Callable[[str], bool]
     frame_max: int
     silent: set[str | None]
     bytes_in_flight: int = 0
 
     def __post_init__(self) -> None:
         """Begin to note answers, and to count warnings."""
+        self.name, topology = self.module.name, self.module.topology
+        self.undeliverable = topology.module_queues.undeliverable.exchange.name
+        self.redelivery = forwarding.Redelivery(
+            topology, self.module.retry_for, signing_keys=self.module.signing_keys
+        )
         self.answer_times = AnswerTimes(silent=self.silent)
+        self.missing = MissingExchanges(self.exists, frozenset(("", self.undeliverable)))
         self.warning_limits = self._not_taken, self._given_up, self._unreadable = tuple(
             WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
             for what in (
@@ -254,7 +254,7 @@ class Forwarder:
         address = outgoing.address
         origin = _Origin(received, outgoing, destination)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
-        publication.deadline = time.monotonic() + self.timeout
+        publication.deadline = time.monotonic() + self.module.timeout
         publication.single_attempt = destination is not None
         received.pending += 1
         self.bytes_in_flight += len(content.body)

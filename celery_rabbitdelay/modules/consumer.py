@@ -15,8 +15,7 @@ from kombu import Connection
 from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.deliveries import Deliveries, Received
-from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
-from celery_rabbitdelay.modules.forwarding import Redelivery
+from celery_rabbitdelay.modules.destinations import SILENCE
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
@@ -114,14 +113,10 @@ class ModuleConsumer:
         self._published = 0
         #: Since when all of these wait for answers about their destinations.
         self._held_up_since: float | None = None
-        undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._attempts = Forwarder(
-            module.name,
-            Redelivery(module.topology, module.retry_for, signing_keys=module.signing_keys),
-            undeliverable,
-            MissingExchanges(self._exists, frozenset(("", undeliverable))),
+            module,
             statistics,
-            module.timeout,
+            self._exists,
             self._wire.frame_max,
             set() if silent is None else silent,
         )

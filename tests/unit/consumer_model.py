@@ -22,8 +22,8 @@ from celery_rabbitdelay.modules import attempts as attempts_module
 from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
-from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
-from celery_rabbitdelay.modules.module import ModuleStatistics
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from tests.unit.clock import Clock
@@ -68,21 +68,18 @@ class Consumer:
     ) -> None:
         self.clock = clock = Clock()
         monkeypatch.setattr(attempts_module, "time", clock)
-        monkeypatch.setattr(attempts_module, "AnswerTimes", partial(AnswerTimes, clock.monotonic))
+        for kind in (AnswerTimes, MissingExchanges):
+            timed = partial(kind, clock=clock.monotonic)
+            monkeypatch.setattr(attempts_module, kind.__name__, timed)
         self.exchanges = {"office", "rabbitdelay.seconds.x1"}
         self.asked: list[str] = []
         self.silent_for = 0.0
         self.statistics = ModuleStatistics()
-        self.attempts = Forwarder(
-            "distribution",
-            Redelivery(TOPOLOGY, seconds),
-            UNDELIVERABLE,
-            MissingExchanges(self._exists, {"", UNDELIVERABLE}, clock.monotonic),
-            self.statistics,
-            TIMEOUT,
-            frame_max,
-            set(silent),
+        queue = TOPOLOGY.module_queues.distribution
+        module = Module(
+            "distribution", TOPOLOGY, queue, lambda message: iter(()), 1, 1, TIMEOUT, seconds
         )
+        self.attempts = Forwarder(module, self.statistics, self._exists, frame_max, set(silent))
 
     def _exists(self, exchange: str) -> bool:
         self.asked.append(exchange)
