@@ -124,6 +124,7 @@ class ModuleConsumer:
         self._growth = 0
         self._sampled_at = 0.0
 
+    @unwrap_callers_errors()
     def serve(self) -> bool:
         """Consume until the service stops.
 
@@ -133,10 +134,7 @@ class ModuleConsumer:
         Returns:
             Whether everything that was begun is finished.
         """
-        with unwrap_callers_errors():
-            return self._serve(self._deliveries)
-
-    def _serve(self, deliveries: Deliveries) -> bool:
+        deliveries = self._deliveries
         deliveries.take(1)
         while True:
             silent_for = self._loop.silent_for
