@@ -197,10 +197,8 @@ class EarlyHeader(NamedTuple):
     routing_key: str | None = None
 
     @classmethod
-    def of(cls, table: object) -> Self:
-        """Read it from the header's value; what is invalid counts as missing."""
-        if not isinstance(table, Mapping):
-            return cls()
+    def of(cls, table: Mapping[str, Any]) -> Self:
+        """Read it from the header's table; what is invalid counts as missing."""
         times, until_ms = table.get("times"), table.get("until")
         exchange, routing_key = table.get("exchange"), table.get("routing-key")
         is_whole = isinstance(exchange, str) and isinstance(routing_key, str)

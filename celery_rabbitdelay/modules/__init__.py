@@ -6,8 +6,8 @@ kombu connections and know nothing of Celery, whose workers serve them.
 
 Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``allowed``, ``bounds``
 (what one message may cost), ``envelope``, ``forwarding`` (the messages to publish, and what goes
-back into the levels) and ``undeliverable``; then ``consumer`` (receive, publish, acknowledge) with
-``deliveries`` (how much is taken at a time), ``attempts`` (what becomes of a message that is not
-taken) and ``destinations`` (which ones do not answer); then ``service`` (the thread that
-reconnects).
+back into the levels) and ``undeliverable``; then ``module`` (what a worker serves, and counts),
+``consumer`` (receive, publish, acknowledge) with ``deliveries`` (how much is taken at a time; how
+each message is checked and settled), ``attempts`` (what becomes of a message that is not taken) and
+``destinations`` (which ones do not answer); then ``service`` (the thread that reconnects).
 """

@@ -4,113 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-import amqp
 from amqp.exceptions import NotFound
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.levels.headers import DelayHeaders, unopened
+from celery_rabbitdelay.levels.headers import DelayHeaders, shortened, unopened
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.bounds import LaterVersionWarning, WarningLimit
+from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import Content
-
-#: Seconds over which a rate is taken.
-RATE_SPAN: Final = 10.0
-
-
-@dataclass(eq=False)
-class ModuleStatistics:
-    """Counts what a module does.
-
-    Attributes:
-        received: How many messages the module has received.
-        finished: How many of these it has acknowledged.
-        published: How many messages it has published, confirmed.
-        redelivered: How many messages it has put into the levels because their destination did not
-            take them.
-        undeliverable: How many messages it has put into ``undeliverable``, confirmed.
-        backlog: How many messages were ready in its queue when it was last asked.
-    """
-
-    received: int = 0
-    finished: int = 0
-    published: int = 0
-    redelivered: int = 0
-    undeliverable: int = 0
-    backlog: int = 0
-    _samples: deque[tuple[float, int, int]] = field(
-        default_factory=lambda: deque([(time.monotonic(), 0, 0)]), repr=False
-    )
-
-    def sample(self, backlog: int) -> None:
-        """Note how many messages are ready, and all counts; called every few seconds."""
-        self.backlog = backlog
-        now = time.monotonic()
-        self._samples.append((now, self.received, self.published))
-        while len(self._samples) > 2 and now - self._samples[1][0] > RATE_SPAN:
-            self._samples.popleft()
-
-    def status(self) -> dict[str, float]:
-        """Return all counts, and the rates per second over the last ten seconds or so."""
-        (begin, received, published), (end, *_) = self._samples[0], self._samples[-1]
-        seconds = max(time.monotonic() - begin, 0.001) if end > begin else RATE_SPAN
-        return {
-            "received": self.received,
-            "published": self.published,
-            "redelivered": self.redelivered,
-            "undeliverable": self.undeliverable,
-            "backlog": self.backlog,
-            "received_per_second": round((self.received - received) / seconds, 1),
-            "published_per_second": round((self.published - published) / seconds, 1),
-        }
-
+from celery_rabbitdelay.publishing.wire import REJECT, Content
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Received:
-    """A received message, and what is left to do about it.
-
-    Attributes:
-        message: The message.
-        outgoing: The messages to publish for it.
-        held: The next message to publish, if it has to wait for its destination.
-        pending: How many messages were published for it and are not settled yet.
-        unpacked: Whether ``outgoing`` is exhausted.
-        rejected: Whether the broker is to put it into ``undeliverable``, which does not take it
-            from here.
-    """
-
-    message: amqp.Message
-    outgoing: Iterator[Outgoing]
-    held: Outgoing | None = None
-    pending: int = 0
-    unpacked: bool = False
-    rejected: bool = False
-
-    @property
-    def headers(self) -> DelayHeaders:
-        """What the headers of the message say."""
-        return unopened(headers_of(self.message))
-
-    def next_outgoing(self) -> Outgoing:
-        """Return the next message to publish.
-
-        Raises:
-            StopIteration: No message is left.
-        """
-        outgoing, self.held = self.held, None
-        return outgoing or next(self.outgoing)
 
 
 class _Origin(NamedTuple):
@@ -143,43 +56,40 @@ class Forwarder:
     ================================== ====================================================
 
     Attributes:
-        name: The module's name, for the log.
-        redelivery: Decides when a message is tried again.
-        undeliverable: The name of the exchange of undeliverable messages.
-        missing: Which exchanges do not exist.
+        module: The module.
         statistics: Where to count what is done.
-        timeout: Seconds without a confirm until an attempt has failed.
+        exists: Asks the broker whether an exchange exists.
         frame_max: The bytes of a frame of the connection.
         silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
         bytes_in_flight: The bytes of the bodies that are published and not settled.
         warning_limits: Limits on how often its warnings are logged.
     """
 
-    name: str
-    redelivery: forwarding.Redelivery
-    undeliverable: str
-    missing: MissingExchanges
+    module: Module
     statistics: ModuleStatistics
-    timeout: float
+    exists: Callable[[str], bool]
     frame_max: int
     silent: set[str | None]
     bytes_in_flight: int = 0
 
     def __post_init__(self) -> None:
         """Begin to note answers, and to count warnings."""
-        self.answer_times = AnswerTimes(silent=self.silent)
-        self._not_taken, self._given_up = (
-            WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
-            for what in ("messages that a destination does not take", "undeliverable messages")
+        self.name, topology = self.module.name, self.module.topology
+        self.undeliverable = topology.module_queues.undeliverable.exchange.name
+        self.redelivery = forwarding.Redelivery(
+            topology, self.module.retry_for, signing_keys=self.module.signing_keys
         )
-        self.warning_limits = self._not_taken, self._given_up
+        self.answer_times = AnswerTimes(silent=self.silent)
+        self.missing = MissingExchanges(self.exists, frozenset(("", self.undeliverable)))
+        self.warning_limits = self._not_taken, self._given_up, self._unreadable = tuple(
+            WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
+            for what in (
+                "messages that a destination does not take",
+                "undeliverable messages",
+                "messages that cannot be read",
+            )
+        )
         self._later_version = LaterVersionWarning(logger)
-
-    def note_slow(self, outgoing: Outgoing) -> None:
-        """Note that all other messages wait for a message's destination."""
-        destination = self._destination(outgoing)
-        if destination is not None:
-            self.answer_times.note_slow(destination)
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
@@ -194,26 +104,27 @@ class Forwarder:
         Returns:
             None if the message has to wait until its destination has answered others.
         """
-        destination = self._destination(outgoing)
-        if destination is not None and self.answer_times.is_full(destination, broker_silent_for):
+        destination, state = None, "ready"
+        if outgoing.reroute is None and outgoing.exchange != self.undeliverable:
+            destination = (
+                f"the exchange {outgoing.exchange!r}"
+                if outgoing.exchange
+                else f"the queue {outgoing.routing_key!r}"
+            )
+            state = self.answer_times.state_of(destination, broker_silent_for)
+        if state == "full":
+            received.held, received.waits_for = outgoing, destination
             return None
-        # Counted first: while the broker is asked for the exchange, other messages are settled.
-        received.pending += 1
+        received.held = received.waits_for = None
         try:
             content = forwarding.encoded(outgoing, self.frame_max)
-            obstacle = outgoing.obstacle or self.missing.why_missing(
-                outgoing.address[0], is_limited=destination is not None
-            )
-            if (
-                obstacle is None
-                and destination is not None
-                and self.answer_times.is_silent(destination, broker_silent_for)
-            ):
-                obstacle = f"{destination} does not answer, or too slowly"
         except exceptions.UnprocessableMessage as invalid:
             return self.give_up(received, outgoing, invalid.reason)
-        finally:
-            received.pending -= 1
+        obstacle = outgoing.obstacle or self.missing.why_missing(
+            outgoing.address[0], is_limited=destination is not None
+        )
+        if obstacle is None and state == "silent":
+            obstacle = f"{destination} does not answer, or too slowly"
         if obstacle is not None:
             return self._try_later(received, outgoing, destination, obstacle)
         return self._publication(received, outgoing, destination, content)
@@ -228,10 +139,8 @@ class Forwarder:
         error = publication.error
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
-        if isinstance(error, exceptions.ConfirmTimeout):
-            self.answer_times.timed_out(publication, destination)
-        else:
-            self.answer_times.answered(publication, destination)
+        in_time = not isinstance(error, exceptions.ConfirmTimeout)
+        self.answer_times.settled(publication, destination, in_time)
         if error is None:
             self.statistics.published += 1
             self.statistics.undeliverable += outgoing.exchange == self.undeliverable
@@ -271,7 +180,7 @@ class Forwarder:
         """
         if self._given_up.allows(reason):
             logger.warning("%s: a message is undeliverable: %s", self.name, reason)
-        redriven = received.headers.redriven
+        redriven = unopened(headers_of(received.message)).redriven
         refused = undeliverable or forwarding.to_undeliverable(
             self.undeliverable, outgoing, reason, redriven
         )
@@ -285,17 +194,32 @@ class Forwarder:
             content = forwarding.encoded(refused, self.frame_max)
         return self._publication(received, refused, None, content)
 
-    def until_upgraded(self, received: Received, outgoing: Outgoing, reason: str) -> Publication:
-        """Return the publication that leaves a message to a worker of a later version.
+    def refuse(self, received: Received, error: Exception) -> Publication:
+        """Return the publication of a message that the module cannot read, as it came.
+
+        It goes to ``undeliverable``; into the levels if a later version can read it.
 
         Args:
             received: The message.
-            outgoing: The same.
-            reason: Why this version cannot read it.
+            error: Why the module cannot read it.
         """
-        later = self.redelivery.until_upgraded(received.message, reason)
-        warn = partial(self._later_version.warn, f"A message in {self.name}", reason)
-        return self._put_back(received, outgoing, later, reason, warn)
+        received.outgoing, info = iter(()), cast(Any, received.message.delivery_info)
+        as_it_came = Outgoing(
+            info["exchange"],
+            info["routing_key"],
+            WaitingMessage.unopened(received.message),
+            is_authentic=False,
+        )
+        if isinstance(error, exceptions.LaterVersion):
+            later = self.redelivery.until_upgraded(received.message, error.reason)
+            warn = partial(self._later_version.warn, f"A message in {self.name}", error.reason)
+            return self._put_back(received, as_it_came, later, error.reason, warn)
+        if isinstance(error, exceptions.UnprocessableMessage):
+            return self.give_up(received, as_it_came, error.reason)
+        reason = shortened(error)
+        if self._unreadable.allows(reason):
+            logger.error("%s: a message cannot be read", self.name, exc_info=error)
+        return self.give_up(received, as_it_came, reason)
 
     def _refused_by_undeliverable(
         self, received: Received, outgoing: Outgoing, error: exceptions.MessageRefused
@@ -321,16 +245,8 @@ class Forwarder:
             self.undeliverable,
             error.reason,
         )
-        received.rejected, received.outgoing, received.held = True, iter(()), None
+        received.settlement, received.outgoing, received.held = REJECT, iter(()), None
         return None
-
-    def _destination(self, outgoing: Outgoing) -> str | None:
-        """Return the queue or exchange that may not take a message; see :class:`_Origin`."""
-        if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
-            return None
-        if outgoing.exchange:
-            return f"the exchange {outgoing.exchange!r}"
-        return f"the queue {outgoing.routing_key!r}"
 
     def _publication(
         self, received: Received, outgoing: Outgoing, destination: str | None, content: Content
@@ -338,7 +254,7 @@ class Forwarder:
         address = outgoing.address
         origin = _Origin(received, outgoing, destination)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
-        publication.deadline = time.monotonic() + self.timeout
+        publication.deadline = time.monotonic() + self.module.timeout
         publication.single_attempt = destination is not None
         received.pending += 1
         self.bytes_in_flight += len(content.body)
@@ -354,7 +270,8 @@ class Forwarder:
         makes_copies: bool = False,
     ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
-        later = self.redelivery.after_failure(outgoing, received.headers, reason, makes_copies)
+        said = unopened(headers_of(received.message))
+        later = self.redelivery.after_failure(outgoing, said, reason, makes_copies)
         warn = partial(self._warn, destination, reason)
         return self._put_back(received, outgoing, later, reason, warn)
 

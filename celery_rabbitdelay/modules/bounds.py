@@ -11,14 +11,12 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
-
-import amqp
+from functools import partial
+from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
-from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 
 #: Warnings of a kind in a minute.
@@ -84,15 +82,15 @@ class RareWarning:
 
     Attributes:
         every: Seconds until it is logged again.
-        text: The warning.
         short: The line.
+        text: The warning.
         logger: Where to.
         clock: Returns seconds, as :func:`time.monotonic`.
     """
 
-    every: ClassVar[float]
-    text: ClassVar[str]
-    short: ClassVar[str]
+    every: float
+    short: str
+    text: str
     logger: logging.Logger
     clock: Callable[[], float] = time.monotonic
     _warned_at: float = -math.inf
@@ -115,32 +113,27 @@ class RareWarning:
         self.logger.warning(self.text, *about)
 
 
-class LaterVersionWarning(RareWarning):
-    """A message of a later version: what it is and who has received it; and why it is of one."""
+#: A message of a later version: what it is and who has received it; and why it is of one.
+LaterVersionWarning: Final = partial(
+    RareWarning,
+    WARN_OF_LATER_EVERY,
+    "%s goes back into the delay levels: %s.",
+    "%s goes back into the delay levels, unopened: %s. A worker of the later version takes it from "
+    "there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
+    "celery_rabbitdelay on all workers. Others go back without a word for an hour.",
+)
 
-    every = WARN_OF_LATER_EVERY
-    short = "%s goes back into the delay levels: %s."
-    text = (
-        "%s goes back into the delay levels, unopened: %s. A worker of the later version takes it "
-        "from there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
-        "celery_rabbitdelay on all workers. Others go back without a word for an hour."
-    )
-
-
-class EarlyWarning(RareWarning):
-    """A message that is early: what it is, and by how many seconds. Reset on each connection."""
-
-    every = math.inf
-    short = "%s is %.1f s early and goes back."
-    text = (
-        "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes "
-        "back into them for the rest. Others that are early will do so without a word on this "
-        "connection. The likely causes: a policy whose message-ttl is shorter than the TTL of a "
-        "level's queue (see `rabbitmqctl list_policies`; with it, a task goes around the levels "
-        "until it is due), or clocks of producers, brokers and workers that differ (see `date -u` "
-        "on each)."
-    )
-
+#: A message that is early: what it is, and by how many seconds. Reset on each connection.
+EarlyWarning: Final = partial(
+    RareWarning,
+    math.inf,
+    "%s is %.1f s early and goes back.",
+    "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes back "
+    "into them for the rest. Others that are early will do so without a word on this connection. "
+    "The likely causes: a policy whose message-ttl is shorter than the TTL of a level's queue (see "
+    "`rabbitmqctl list_policies`; with it, a task goes around the levels until it is due), or "
+    "clocks of producers, brokers and workers that differ (see `date -u` on each).",
+)
 
 #: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
 #: message has more.
@@ -216,11 +209,6 @@ def check_depth(headers: Mapping[str, Any]) -> None:
     raise UnprocessableMessage(
         f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
     )
-
-
-def cost_of(message: amqp.Message) -> int:
-    """Return the bytes of memory that a received message takes at most."""
-    return len(message.body) + HEADER_EXPANSION * seen_of(message).properties_bytes
 
 
 class HeldBytes:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from threading import Event
-from typing import Any, Final
+from typing import Final
 
-import amqp
 from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError
-from kombu import Connection, Queue
+from kombu import Connection
 
-from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
-from celery_rabbitdelay.levels.headers import shortened
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
-from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES, WarningLimit
-from celery_rabbitdelay.modules.deliveries import Deliveries
-from celery_rabbitdelay.modules.destinations import SILENCE, MissingExchanges
-from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
+from celery_rabbitdelay.modules.attempts import Forwarder
+from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
+from celery_rabbitdelay.modules.deliveries import Deliveries, Received
+from celery_rabbitdelay.modules.destinations import SILENCE
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
-from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
-from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
-from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE
-
-logger = logging.getLogger(__name__)
 
 #: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
@@ -42,7 +30,7 @@ UNPACKED_AT_ONCE: Final = 4
 SMALL_UNPACKED_AT_ONCE: Final = 32
 SMALL_BYTES: Final = 16_384
 
-#: Messages of one envelope that are published before it is the next received message's turn.
+#: Messages that are published before it is the next received message's turn.
 MESSAGES_PER_TURN: Final = 100
 
 #: Seconds before a message for the levels, or for ``undeliverable``, is sent again after a nack,
@@ -61,40 +49,6 @@ READ_TIMEOUT: Final = 0.2
 
 #: Seconds between two samples of how many messages are ready.
 SAMPLE_EVERY: Final = 2.0
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module, as a worker serves it.
-
-    Attributes:
-        name: Its name.
-        topology: The topology that its queue belongs to.
-        queue: The queue.
-        receive: Takes a message; returns the messages to publish for it.
-        prefetch: How many messages are taken from the queue before the first is acknowledged.
-        max_unconfirmed: How many messages may be in flight, unconfirmed.
-        timeout: Seconds without any confirm until the connection is given up; and without the
-            confirm of one message until that one is put into the levels, to be tried again.
-        retry_for: Seconds during which a message that its destination does not take is tried
-            again; after that, it is undeliverable.
-        signing_keys: What signs the messages that wait to be tried again; None: nothing does.
-        max_bytes: The largest message that is read. The broker dead-letters a larger one to
-            ``undeliverable``; it never takes memory here.
-        admit: Removes from a received message what its sender may not say; None: it may say all.
-    """
-
-    name: str
-    topology: Topology
-    queue: Queue
-    receive: Callable[[amqp.Message], Iterator[Outgoing]]
-    prefetch: int
-    max_unconfirmed: int
-    timeout: float
-    retry_for: float
-    signing_keys: SigningKeys | None = None
-    max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    admit: Callable[[amqp.Message], None] | None = None
 
 
 class ConnectionStuck(Exception):
@@ -153,33 +107,24 @@ class ModuleConsumer:
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._wire.receive_ahead()
-        self._deliveries = Deliveries(
-            connection, module.queue.name, module.timeout, self._on_message
-        )
-        self._waiting: deque[Received] = deque()
+        self._deliveries = Deliveries(connection, module, statistics)
+        #: Received messages for which messages are published, in turns.
         self._unpacking: deque[Received] = deque()
-        self._turn_left = MESSAGES_PER_TURN
-        #: Whether there was nothing to publish when the loop last asked.
-        self._is_idle = False
-        #: Since when all messages that are unpacked wait for answers about their destinations.
+        self._published = 0
+        #: Since when all of these wait for answers about their destinations.
         self._held_up_since: float | None = None
-        undeliverable = module.topology.module_queues.undeliverable.exchange.name
         self._attempts = Forwarder(
-            module.name,
-            Redelivery(module.topology, module.retry_for, signing_keys=module.signing_keys),
-            undeliverable,
-            MissingExchanges(self._exists, frozenset(("", undeliverable))),
+            module,
             statistics,
-            module.timeout,
+            self._exists,
             self._wire.frame_max,
             set() if silent is None else silent,
         )
-        unread = f"{module.name}: messages above rabbitdelay_max_message_bytes"
-        self._unread = WarningLimit(logger, unread)
-        self._unreadable = WarningLimit(logger, f"{module.name}: messages that cannot be read")
-        self._growth = 1
+        #: What the module's prefetch and window are multiplied by; 0: one message at a time.
+        self._growth = 0
         self._sampled_at = 0.0
 
+    @unwrap_callers_errors()
     def serve(self) -> bool:
         """Consume until the service stops.
 
@@ -189,30 +134,25 @@ class ModuleConsumer:
         Returns:
             Whether everything that was begun is finished.
         """
-        with unwrap_callers_errors():
-            return self._serve(self._deliveries)
-
-    def _serve(self, deliveries: Deliveries) -> bool:
+        deliveries = self._deliveries
         deliveries.take(1)
-        careful = True
         while True:
-            stopping = self._stopping.is_set()
-            if stopping and self._loop.channel.blocked is not None:
-                return False
-            if stopping and deliveries.consuming:
-                deliveries.stop()
-                while self._waiting:
-                    deliveries.settle(self._waiting.popleft().message, REQUEUE)
-            if stopping and not deliveries.unfinished:
-                deliveries.write()
-                return True
-            if not stopping and careful and self._may_take_many():
-                careful = False
-                self._take(1)
-            elif not stopping and not careful and self._is_stuck():
-                self._take(self._growth * 2)
-            else:
-                deliveries.adapt()
+            silent_for = self._loop.silent_for
+            if silent_for >= SILENCE:
+                stuck = self._attempts.answer_times.give_up_if_stuck(silent_for)
+                if stuck:
+                    raise ConnectionStuck(stuck)
+            if self._stopping.is_set():
+                if self._loop.channel.blocked is not None:
+                    return False
+                if deliveries.consuming:
+                    deliveries.stop()
+                if not deliveries.unfinished:
+                    deliveries.write()
+                    return True
+            elif not self._growth or silent_for >= SILENCE:
+                self._grow(silent_for)
+            deliveries.adapt()
             try:
                 self._turn()
             except ChannelError as closed:
@@ -222,11 +162,10 @@ class ModuleConsumer:
     def _turn(self) -> None:
         """Publish what can be published, and read what the broker sends."""
         channel, began = self._loop.channel, time.monotonic()
-        self._is_idle = False
         self._loop.send()
         channel.flush(self._module.timeout)
         self._deliveries.write()
-        can_send = not self._is_idle and self._loop.has_room
+        can_send = self._loop.has_room and not self._loop.source_is_empty
         try:
             channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
         except TimeoutError:
@@ -238,13 +177,11 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
-            stuck = self._attempts.answer_times.give_up_if_stuck(self._loop.silent_for)
-            if stuck:
-                raise ConnectionStuck(stuck)
         else:
             # The end of the alarm is waited for, however long it takes.
             self._loop.excuse(time.monotonic() - began)
-        self._sample()
+        if time.monotonic() - self._sampled_at >= SAMPLE_EVERY and channel.blocked is None:
+            self._sample()
 
     def _after_close(self, closed: ChannelError) -> None:
         """Go on with another channel if the broker has closed the one that publishes."""
@@ -256,129 +193,76 @@ class ModuleConsumer:
         channel.blocked = former.blocked
         self._loop.use(channel)
 
-    def _may_take_many(self) -> bool:
-        """Whether no message is redelivered any more, or one was published and is not answered."""
-        return not self._careful or self._loop.silent_for >= SILENCE
+    def _grow(self, silent_for: float) -> None:
+        """Take as many messages as the module may; more if all of those get no answer.
 
-    def _is_stuck(self) -> bool:
-        """Whether nothing is answered, and as many messages are taken or in flight as may be."""
-        if self._growth >= MAX_GROWTH or self._loop.silent_for < SILENCE * self._growth:
-            return False
-        taken = len(self._deliveries.unfinished) >= self._module.prefetch * self._growth
-        return taken or self._loop.channel.in_flight >= self._loop.window
-
-    def _take(self, growth: int) -> None:
-        """Set prefetch and window."""
-        self._growth = growth
-        self._deliveries.take(self._module.prefetch * growth)
-        self._loop.window = self._module.max_unconfirmed * growth
-
-    def _on_message(self, message: amqp.Message) -> None:
-        self._statistics.received += 1
-        self._careful = self._careful and message.delivery_info["redelivered"]
-        seen = seen_of(message)
-        if seen.skipped_bytes is not None:
-            self._reject_unread(message, seen.skipped_bytes)
-            return
-        if self._module.admit is not None:
-            self._module.admit(message)
-        if seen.marks:
-            message.properties["application_headers"].update(seen.marks)
-        self._waiting.append(Received(message, self._receive(message)))
-
-    def _reject_unread(self, message: amqp.Message, size: int) -> None:
-        """Let the broker put a message into ``undeliverable`` whose body was not kept."""
-        if self._unread.allows(str(size)):
-            logger.warning(
-                "%s: a message of %s bytes is undeliverable: rabbitdelay_max_message_bytes is %s",
-                self._module.name,
-                f"{size:,}",
-                f"{self._module.max_bytes:,}",
+        While messages are redelivered, that begins with the first that gets no answer.
+        """
+        deliveries, growth = self._deliveries, self._growth
+        if not growth:
+            if self._careful and deliveries.are_redelivered and silent_for < SILENCE:
+                return
+        elif (
+            growth >= MAX_GROWTH
+            or silent_for < SILENCE * growth
+            or (
+                deliveries.unfinished < self._module.prefetch * growth
+                and self._loop.channel.in_flight < self._loop.window
             )
-        self._statistics.undeliverable += 1
-        self._statistics.finished += 1
-        self._deliveries.settle(message, REJECT)
-
-    def _receive(self, message: amqp.Message) -> Iterator[Outgoing]:
-        unreadable = seen_of(message).unreadable
-        if unreadable is not None:
-            raise UnprocessableMessage(unreadable)
-        yield from self._module.receive(message)
+        ):
+            return
+        self._growth = growth * 2 or 1
+        deliveries.take(self._module.prefetch * self._growth)
+        self._loop.window = self._module.max_unconfirmed * self._growth
 
     def _next(self) -> Publication | None:
         """Return the next message to publish: the source of the publish loop."""
-        waits = 0
-        while True:
-            if self._attempts.bytes_in_flight >= MAX_HELD_BYTES:
-                self._is_idle = True
-                return None
-            while self._waiting and self._may_unpack(self._waiting[0]):
-                self._unpacking.append(self._waiting.popleft())
-            if waits >= len(self._unpacking):
+        waiting, unpacking, waits = self._deliveries.waiting, self._unpacking, 0
+        while self._attempts.bytes_in_flight < MAX_HELD_BYTES:
+            while waiting:
+                is_small = len(waiting[0].message.body) <= SMALL_BYTES
+                if len(unpacking) >= (SMALL_UNPACKED_AT_ONCE if is_small else UNPACKED_AT_ONCE):
+                    break
+                unpacking.append(waiting.popleft())
+            if waits >= len(unpacking):
                 # No message is left, or each has to wait until its destination has answered others.
-                if not waits:
-                    self._held_up_since = None
-                elif self._held_up():
-                    waits = 0
-                    continue
-                self._is_idle = True
-                return None
-            if not self._turn_left:
-                self._next_turn()
-            self._turn_left -= 1
-            received = self._unpacking[0]
+                if not waits or not self._held_up():
+                    return None
+                waits = 0
+            received = unpacking[0]
             try:
-                outgoing = received.next_outgoing()
+                outgoing = received.held or next(received.outgoing)
             except StopIteration:
-                self._unpacking.popleft()
-                self._turn_left, waits = MESSAGES_PER_TURN, 0
-                received.unpacked = True
-                self._finish(received)
+                unpacking.popleft()
+                received.pending -= 1
+                self._deliveries.settle(received)
+                waits, self._held_up_since = 0, None
             except Exception as error:  # noqa: BLE001 - anybody may have written the message
-                return self._give_up(received, error)
+                return self._attempts.refuse(received, error)
             else:
                 publication = self._attempts.first(received, outgoing, self._loop.silent_for)
-                if publication is None:
-                    received.held = outgoing
-                    self._next_turn()
-                    waits += 1
-                    continue
-                self._held_up_since = None
-                return publication
+                if publication is not None:
+                    self._published += 1
+                    if self._published % MESSAGES_PER_TURN == 0:
+                        unpacking.rotate(-1)
+                    self._held_up_since = None
+                    return publication
+                unpacking.rotate(-1)
+                waits += 1
+        return None
 
     def _held_up(self) -> bool:
         """Note which destinations hold up all others; return whether they do for too long."""
         now = time.monotonic()
         if self._held_up_since is None:
             self._held_up_since = now
-        if now - self._held_up_since < SILENCE or not self._waiting:
+        if now - self._held_up_since < SILENCE or not self._deliveries.waiting:
             return False
         self._held_up_since = None
         for received in self._unpacking:
-            if received.held is not None:
-                self._attempts.note_slow(received.held)
+            if received.waits_for is not None:
+                self._attempts.answer_times.note_slow(received.waits_for)
         return True
-
-    def _may_unpack(self, received: Received) -> bool:
-        is_small = len(received.message.body) <= SMALL_BYTES
-        return len(self._unpacking) < (SMALL_UNPACKED_AT_ONCE if is_small else UNPACKED_AT_ONCE)
-
-    def _next_turn(self) -> None:
-        self._unpacking.rotate(-1)
-        self._turn_left = MESSAGES_PER_TURN
-
-    def _give_up(self, received: Received, error: Exception) -> Publication:
-        """Put a message into ``undeliverable``; into the levels if a later version can read it."""
-        received.outgoing, as_it_came = iter(()), _as_it_came(received.message)
-        if isinstance(error, LaterVersion):
-            return self._attempts.until_upgraded(received, as_it_came, error.reason)
-        if isinstance(error, UnprocessableMessage):
-            reason = error.reason
-        else:
-            reason = shortened(error)
-            if self._unreadable.allows(reason):
-                logger.exception("%s: a message cannot be read", self._module.name)
-        return self._attempts.give_up(received, as_it_came, reason)
 
     def _exists(self, exchange: str) -> bool:
         in_time = self._wire.answers_within(self._module.timeout)
@@ -395,32 +279,18 @@ class ModuleConsumer:
         in_its_place = self._attempts.settled(publication)
         if in_its_place is not None:
             self._loop.send_first(in_its_place)
-        self._finish(publication.context.received)
-
-    def _finish(self, received: Received) -> None:
-        if received.unpacked and not received.pending:
-            self._deliveries.settle(received.message, REJECT if received.rejected else ACK)
-            self._statistics.finished += 1
+        self._deliveries.settle(publication.context.received)
 
     def _sample(self) -> None:
-        channel = self._loop.channel
-        if channel.blocked is not None or time.monotonic() - self._sampled_at < SAMPLE_EVERY:
-            return
         self._sampled_at = time.monotonic()
-        for limit in (*self._attempts.warning_limits, self._unread, self._unreadable):
+        for limit in (*self._attempts.warning_limits, self._deliveries.unread):
             limit.log_count()
         declare = self._deliveries.channel.queue_declare
         try:
             with self._wire.answers_within(self._module.timeout):
                 ready = declare(self._module.queue.name, passive=True).message_count
         except TimeoutError:
-            if channel.blocked is None:
+            if self._loop.channel.blocked is None:
                 raise
         else:
             self._statistics.sample(ready)
-
-
-def _as_it_came(message: amqp.Message) -> Outgoing:
-    info: Any = message.delivery_info
-    left = WaitingMessage.unopened(message)
-    return Outgoing(info["exchange"], info["routing_key"], left, is_authentic=False)

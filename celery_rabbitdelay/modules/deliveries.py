@@ -1,16 +1,22 @@
-"""What a module takes from its queue: how many messages at a time, and how many bytes of them."""
+"""What a module takes from its queue: each message is checked, counted and settled here."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import amqp
 from kombu import Connection
 
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.entities import CONSUMER_TAG
-from celery_rabbitdelay.modules.bounds import HeldBytes, cost_of
+from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, HeldBytes, WarningLimit
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
+from celery_rabbitdelay.publishing.incoming import seen_of
 from celery_rabbitdelay.publishing.wire import (
     ACK,
     REJECT,
@@ -26,8 +32,32 @@ logger = logging.getLogger(__name__)
 MAX_PREFETCH: Final = 65_535
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class Received:
+    """A received message, and what is left to do about it.
+
+    Attributes:
+        message: The message.
+        outgoing: The messages to publish for it.
+        cost: The bytes of memory that it takes at most.
+        held: The next message to publish, if it has to wait for its destination.
+        waits_for: That destination.
+        pending: How many things have to happen before it is settled: each message that was
+            published for it has to be, and ``outgoing`` has to be exhausted.
+        settlement: How it is settled then.
+    """
+
+    message: amqp.Message
+    outgoing: Iterator[Outgoing]
+    cost: int = 0
+    held: Outgoing | None = None
+    waits_for: str | None = None
+    pending: int = 1
+    settlement: Settlement = ACK
+
+
 class Deliveries:
-    """Consumes a queue on a channel of its own, and settles what it has taken.
+    """Consumes a module's queue on a channel of its own, and settles what it has taken.
 
     If the messages that are held take more than the budget of bytes, further ones are given back at
     once, and the consumer is cancelled until half of the budget is free. It goes on with a prefetch
@@ -36,32 +66,34 @@ class Deliveries:
 
     Args:
         connection: A connection that is open.
-        queue: The name of the queue.
-        timeout: Seconds to wait for an answer of the broker.
-        on_message: Called with each message that is taken.
+        module: The module.
+        statistics: Where to count what is received and settled.
 
     Attributes:
-        unfinished: The costs of the messages that were taken and are not settled, by delivery tag.
+        waiting: The messages that were taken, and for which nothing was published yet.
+        unfinished: How many messages were taken and are not settled.
+        are_redelivered: Whether each message so far was delivered before.
         consuming: Whether messages are to be taken.
         channel: The channel.
+        unread: Limits how often a warning of a message that is too large is logged.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        queue: str,
-        timeout: float,
-        on_message: Callable[[amqp.Message], None],
+        self, connection: Connection, module: Module, statistics: ModuleStatistics
     ) -> None:
-        self.unfinished: dict[int, int] = {}
+        self.waiting: deque[Received] = deque()
+        self.unfinished = 0
+        self.are_redelivered = True
         self.consuming = False
         self.channel = cast(Any, connection.channel())
         # Bodies stay bytes.
         self.channel.auto_decode = False
+        self.unread = WarningLimit(
+            logger, f"{module.name}: messages above rabbitdelay_max_message_bytes"
+        )
         self._wire = Wire(connection)
-        self._queue = queue
-        self._timeout = timeout
-        self._on_message = on_message
+        self._module = module
+        self._statistics = statistics
         self._held = HeldBytes()
         #: The prefetch count that is wanted, and the one that is set, which fits the budget.
         self._wanted = self._prefetch = 1
@@ -78,9 +110,12 @@ class Deliveries:
         self._consume()
 
     def stop(self) -> None:
-        """Take no more messages."""
+        """Take no more messages, and give back those for which nothing was published yet."""
         self.consuming = False
         self._cancel()
+        self.unfinished -= len(self.waiting)
+        while self.waiting:
+            self._settled[REQUEUE].append(cast(int, self.waiting.popleft().message.delivery_tag))
 
     def adapt(self) -> None:
         """Go on if there is room again; raise the prefetch count if the messages are smaller."""
@@ -94,11 +129,14 @@ class Deliveries:
             self._cancel()
             self._consume()
 
-    def settle(self, message: amqp.Message, how: Settlement) -> None:
-        """Settle a message with the next :meth:`write`."""
-        tag = cast(int, message.delivery_tag)
-        self._held.held -= self.unfinished.pop(tag)
-        self._settled[how].append(tag)
+    def settle(self, received: Received) -> None:
+        """Settle a message with the next :meth:`write`, if nothing is pending for it any more."""
+        if received.pending:
+            return
+        self.unfinished -= 1
+        self._held.held -= received.cost
+        self._settled[received.settlement].append(cast(int, received.message.delivery_tag))
+        self._statistics.finished += 1
 
     def write(self) -> None:
         """Write what was settled."""
@@ -108,15 +146,17 @@ class Deliveries:
                 frames += settle_frames(number, how, tags)
                 tags.clear()
         if frames:
-            self._wire.write(frames, self._timeout)
+            self._wire.write(frames, self._module.timeout)
 
     def _consume(self) -> None:
         self._prefetch = min(self._wanted, self._held.fitting)
-        with self._wire.answers_within(self._timeout):
+        with self._wire.answers_within(self._module.timeout):
             self.channel.basic_qos(0, self._prefetch, False)
             self._consumers += 1
             tag = f"{CONSUMER_TAG}{self._consumers}"
-            self._tag = self.channel.basic_consume(self._queue, tag, callback=self._received)
+            self._tag = self.channel.basic_consume(
+                self._module.queue.name, tag, callback=self._received
+            )
         # py-amqp keeps the callback of a consumer that was cancelled without waiting.
         self.channel.callbacks.pop(self._former_tag, None)
 
@@ -124,23 +164,60 @@ class Deliveries:
         if self._tag is None:
             return
         tag, self._tag = self._tag, None
-        with self._wire.answers_within(self._timeout):
+        with self._wire.answers_within(self._module.timeout):
             self.channel.basic_cancel(tag)
 
     def _received(self, message: amqp.Message) -> None:
-        cost, tag = cost_of(message), cast(int, message.delivery_tag)
-        if self._held.take(cost):
-            self.unfinished[tag] = cost
-            self._on_message(message)
+        """Check a message that has arrived: it is held, given back, or rejected unread."""
+        module, seen = self._module, seen_of(message)
+        cost = len(message.body) + HEADER_EXPANSION * seen.properties_bytes
+        self.are_redelivered = self.are_redelivered and message.delivery_info["redelivered"]
+        if seen.skipped_bytes is not None:
+            self._reject_unread(message, seen.skipped_bytes)
             return
+        if not self._held.take(cost):
+            self._give_back(message)
+            return
+        self._statistics.received += 1
+        self.unfinished += 1
+        if module.admit is not None:
+            module.admit(message)
+        if seen.marks:
+            message.properties["application_headers"].update(seen.marks)
+        reason = seen.unreadable
+        outgoing = module.receive(message) if reason is None else _unreadable(reason)
+        self.waiting.append(Received(message, outgoing, cost))
+
+    def _reject_unread(self, message: amqp.Message, size: int) -> None:
+        """Let the broker put a message into ``undeliverable`` whose body was not kept."""
+        if self.unread.allows(str(size)):
+            logger.warning(
+                "%s: a message of %s bytes is undeliverable: rabbitdelay_max_message_bytes is %s",
+                self._module.name,
+                f"{size:,}",
+                f"{self._module.max_bytes:,}",
+            )
+        self._statistics.received += 1
+        self._statistics.undeliverable += 1
+        self._statistics.finished += 1
+        self._settled[REJECT].append(cast(int, message.delivery_tag))
+
+    def _give_back(self, message: amqp.Message) -> None:
+        """Give a message back that the budget does not hold, and take no more until it does."""
         if self._tag is not None:
             logger.info(
                 "%s: %s bytes of messages are held; the next ones are taken later.",
-                self._queue,
+                self._module.queue.name,
                 self._held.held,
             )
             # Without waiting for the answer, because frames are being read. Before the messages are
             # given back, so that the broker does not deliver them here again.
             self.channel.basic_cancel(self._tag, nowait=True)
             self._former_tag, self._tag = self._tag, None
-        self._settled[REQUEUE].append(tag)
+        self._settled[REQUEUE].append(cast(int, message.delivery_tag))
+
+
+def _unreadable(reason: str) -> Iterator[Outgoing]:
+    """Refuse a message when it is its turn."""
+    raise UnprocessableMessage(reason)
+    yield

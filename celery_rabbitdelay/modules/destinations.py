@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from celery_rabbitdelay.levels.headers import shortened
 
@@ -42,6 +42,10 @@ MAX_MISSING: Final = 20
 #: Names that are remembered, for each purpose: anybody may send messages for others.
 MAX_REMEMBERED: Final = 1000
 
+#: Whether a destination may get another message: if it is full, that one has to wait until others
+#: are answered; if it is silent, it should not be published at all.
+State: TypeAlias = Literal["ready", "full", "silent"]
+
 
 @dataclass(eq=False, repr=False)
 class AnswerTimes:
@@ -71,9 +75,15 @@ class AnswerTimes:
         """Note that a message is sent to a destination; None if it goes into the levels."""
         self._sent.setdefault(destination, {})[message] = self.clock()
 
-    def answered(self, message: Hashable, destination: str | None) -> None:
-        """Note that the broker has acked, nacked or returned a message."""
-        sent_at = self._remove(message, destination)
+    def settled(self, message: Hashable, destination: str | None, in_time: bool = True) -> None:
+        """Note that the broker has acked, nacked or returned a message; or that time is up."""
+        in_flight = self._sent[destination]
+        sent_at = in_flight.pop(message)
+        if not in_flight:
+            del self._sent[destination]
+        if not in_time:
+            self._note_silent(destination)
+            return
         self._answered_until = max(self._answered_until, sent_at)
         self.silent.discard(destination)
         if destination in self._limits:
@@ -83,13 +93,8 @@ class AnswerTimes:
             else:
                 del self._limits[destination]
 
-    def timed_out(self, message: Hashable, destination: str | None) -> None:
-        """Note that nobody waits for the answer any more."""
-        self._remove(message, destination)
-        self._note_silent(destination)
-
-    def is_silent(self, destination: str, broker_silent_for: float) -> bool:
-        """Return whether a destination does not answer, so that it should get no more messages.
+    def state_of(self, destination: str, broker_silent_for: float) -> State:
+        """Return whether a destination may get another message.
 
         If the broker is slow for all, answers come in the order of sending. So a destination is
         silent if a message that was sent a second later is answered; or if nothing at all was
@@ -99,14 +104,28 @@ class AnswerTimes:
             destination: The destination.
             broker_silent_for: For how many seconds the broker has answered nothing at all.
         """
-        oldest = next(iter(self._sent.get(destination, {}).values()), None)
-        if oldest is None:
-            return False
-        if destination in self.silent or self._is_slow(destination):
-            return True
-        if self.clock() - oldest < SILENCE:
-            return False
-        return broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
+        in_flight, now = self._sent.get(destination), self.clock()
+        if not in_flight:
+            return "ready"
+        oldest, is_small = next(iter(in_flight.values())), len(in_flight) < MAX_UNANSWERED
+        is_slow = not is_small and now < self._slow_until.get(destination, 0.0)
+        if destination in self.silent or is_slow:
+            return "silent"
+        if now - oldest >= SILENCE and (
+            broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
+        ):
+            return "silent"
+        if is_small:
+            return "ready"
+        full_at, limit = self._limits.get(destination, (now, MAX_UNANSWERED))
+        if now - full_at >= PROMPT:
+            limit = MAX_UNANSWERED
+        if len(in_flight) < limit:
+            return "ready"
+        if destination not in self._limits and len(self._limits) >= MAX_REMEMBERED:
+            _keep(self._limits, lambda entry: now - entry[0] < PROMPT)
+        self._limits[destination] = now, limit
+        return "full"
 
     def note_slow(self, destination: str) -> None:
         """Note that others wait for a destination, which has as many messages as it may have."""
@@ -114,31 +133,6 @@ class AnswerTimes:
         if len(self._slow_until) >= MAX_REMEMBERED:
             _keep(self._slow_until, lambda until: now < until)
         self._slow_until[destination] = now + SLOW_FOR
-
-    def _is_slow(self, destination: str) -> bool:
-        if self.clock() >= self._slow_until.get(destination, 0.0):
-            self._slow_until.pop(destination, None)
-            return False
-        return len(self._sent.get(destination, {})) >= MAX_UNANSWERED
-
-    def is_full(self, destination: str, broker_silent_for: float) -> bool:
-        """Return whether further messages for a destination have to wait for answers.
-
-        Not if it is silent: then they should not be published at all.
-        """
-        in_flight = self._sent.get(destination)
-        if in_flight is None or len(in_flight) < MAX_UNANSWERED:
-            return False
-        now = self.clock()
-        full_at, limit = self._limits.get(destination, (now, MAX_UNANSWERED))
-        if now - full_at >= PROMPT:
-            limit = MAX_UNANSWERED
-        if len(in_flight) < limit:
-            return False
-        if destination not in self._limits and len(self._limits) >= MAX_REMEMBERED:
-            _keep(self._limits, lambda entry: now - entry[0] < PROMPT)
-        self._limits[destination] = now, limit
-        return not self.is_silent(destination, broker_silent_for)
 
     def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
         """Return the destinations for which the broker may read nothing more; they count as silent.
@@ -162,14 +156,6 @@ class AnswerTimes:
             # Any other: if it is still silent, that is noted again after its next message.
             self.silent.pop()
         self.silent.add(destination)
-
-    def _remove(self, message: Hashable, destination: str | None) -> float:
-        """Return when the message was sent."""
-        in_flight = self._sent[destination]
-        at = in_flight.pop(message)
-        if not in_flight:
-            del self._sent[destination]
-        return at
 
 
 @dataclass(eq=False, repr=False)

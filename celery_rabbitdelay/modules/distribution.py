@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, RegistryUnavailable, 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
+from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
@@ -102,7 +102,11 @@ class Distribution:
             self.bounds.check_delay(header_names.DUE, headers.due_ms, ahead_ms)
         received = WaitingMessage.of(message, headers)
         key: str = (message.delivery_info or {}).get("routing_key", "")
-        unrouted = self._queue_in_key(key)
+        word, unrouted = key.rpartition(".")[2], None
+        if word != DISTRIBUTION_WORD and self.topology.keys.digits(key) is not None:
+            # The queue that the message has not found on leaving the levels; empty if the key holds
+            # only a hash of its name.
+            unrouted = decode_destination(word) or ""
         if unrouted is not None and self.topology.keys.has_no_digits(key):
             queue = unrouted or str(headers.queue)
             yield self._returned(received, queue)._replace(is_authentic=False)
@@ -112,11 +116,11 @@ class Distribution:
             raise UnprocessableMessage(NOT_SIGNED)
         is_envelope = message.properties.get("content_type") == header_names.ENVELOPE
         if unrouted is not None:
-            self._refuse_other_than_key(key, "an envelope" if is_envelope else _named_by(headers))
+            _refuse_other_than_key(word, "an envelope" if is_envelope else _named_by(headers))
         if header_names.COMMITTED in headers.registry:
             yield from self._confirmed(received)
             return
-        one = None if is_envelope else self._outgoing(received, unrouted, is_authentic)
+        one = None if is_envelope else self._outgoing(received, is_authentic, unrouted)
         single = self.put_back(received) or one
         found = self._unpacked(received, is_authentic) if single is None else iter([single])
         for outgoing in found:
@@ -135,14 +139,18 @@ class Distribution:
             yield into_levels(self.topology, message, Due.after(CONFIRM_AGAIN))
 
     def _outgoing(
-        self, message: WaitingMessage, unrouted: str | None, is_authentic: bool
+        self, message: WaitingMessage, is_authentic: bool, unrouted: str | None = None
     ) -> Outgoing:
-        """Return what to publish for a message that is no envelope.
+        """Return what to publish for a message that is no envelope, or is in one.
+
+        A queue that the application does not name is reached by its binding to the delivery
+        exchange. If the message comes from there, the queue is not bound at the moment: it waits,
+        and leaves the levels straight for its queue again.
 
         Args:
-            message: The message.
-            unrouted: The queue in its routing key, if it has not found this one.
+            message: The message, with all that its headers say.
             is_authentic: Whether its signature is valid, if there is a key.
+            unrouted: The queue in its routing key, if it has not found this one.
         """
         headers = message.headers
         if headers.exchange is None and unrouted:
@@ -152,52 +160,42 @@ class Distribution:
             left = headers.for_consumer()
         else:
             exchange, routing_key, left = "", headers.queue, headers.for_worker()
-        sent = WaitingMessage(message.body, message.properties, left)
-        restored = self._restored(sent, headers, is_authentic)
-        outgoing = Outgoing(exchange, routing_key, restored)
-        return self._reached(outgoing, is_unrouted=unrouted is not None)
+        outgoing = Outgoing(exchange, routing_key, self._restored(message, left, is_authentic))
+        if self.reach.names(exchange, routing_key):
+            return outgoing
+        delivery = self.topology.delivery.name
+        if unrouted is not None:
+            obstacle = f"no queue {shortened(routing_key)} is bound to {delivery}"
+            return outgoing._replace(obstacle=obstacle)
+        return outgoing._replace(via=(delivery, self.topology.keys.key_without_digits(routing_key)))
 
     def _restored(
-        self, message: WaitingMessage, kept: DelayHeaders, is_authentic: bool
+        self, message: WaitingMessage, left: DelayHeaders, is_authentic: bool
     ) -> WaitingMessage:
         """Return a message as its consumer gets it, with what its headers have kept for it.
 
         Args:
-            message: The message, with the headers for its consumer.
-            kept: The headers that have kept its priority and its expiration.
+            message: The message, whose headers have kept its priority and its expiration.
+            left: What its consumer gets of them.
             is_authentic: Whether its signature is valid, if there is a key. For any other message,
                 nothing is signed: in the phase without required signatures, a stranger would get
                 valid ones.
         """
-        body, properties, said = message
+        body, properties, kept = message
         if kept.priority is not None:
             properties = {**properties, "priority": kept.priority}
         if kept.expiration is not None or "expiration" in properties:
             properties = {**properties, "expiration": kept.expiration}
-        if said.due_ms is None and "compression" in said.others:
+        if left.due_ms is None and "compression" in left.others:
             # A stranger may leave the due time out. By it, a worker tells that the message was in
             # the levels, and decompresses it up to a bound.
-            said = said._replace(due_ms=wall_clock.ms())
-        restored = WaitingMessage(body, properties, said)
+            left = left._replace(due_ms=wall_clock.ms())
+        restored = WaitingMessage(body, properties, left)
         # Its worker verifies where the task came from, and what the registry is asked with.
-        is_verified = said.queue is not None or said.early.exchange is not None or said.registry
+        is_verified = left.queue is not None or left.early.exchange is not None or left.registry
         if self.signing_keys is None or not (is_authentic and is_verified):
             return restored
         return self.signing_keys.sign(restored)
-
-    def _reached(self, outgoing: Outgoing, *, is_unrouted: bool = False) -> Outgoing:
-        """Return a message with how it reaches its destination.
-
-        A queue that the application does not name is reached by its binding to the delivery
-        exchange. If the message comes from there, the queue is not bound at the moment: it waits,
-        and leaves the levels straight for its queue again.
-        """
-        if self.reach.names(outgoing.exchange, outgoing.routing_key):
-            return outgoing
-        queue, delivery = outgoing.routing_key, self.topology.delivery.name
-        if is_unrouted:
-            return outgoing._replace(obstacle=f"no queue {shortened(queue)} is bound to {delivery}")
-        return outgoing._replace(via=(delivery, self.topology.keys.key_without_digits(queue)))
 
     def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
@@ -243,41 +241,6 @@ class Distribution:
         for outgoing, decision in zip(unpacked, decisions, strict=True):
             if decision.verdict is not Verdict.EXPIRED:
                 yield outgoing
-
-    def _queue_in_key(self, key: str) -> str | None:
-        """Return the queue that a message has not found on leaving the levels.
-
-        None if its routing key is that of messages for distribution, and empty if the key holds
-        only a hash of the queue's name.
-        """
-        word = key.rpartition(".")[2]
-        if word == DISTRIBUTION_WORD or self.topology.keys.digits(key) is None:
-            return None
-        return decode_destination(word) or ""
-
-    def _refuse_other_than_key(self, key: str, named: Any) -> None:
-        """Refuse a message whose headers lead past the queue in its routing key.
-
-        The broker checks the key of each message against its sender's topic permissions, and
-        cannot check the headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
-
-        Args:
-            key: A key with a queue, which the message has not found.
-            named: What :func:`_named_by` returns.
-
-        Raises:
-            UnprocessableMessage: The headers name something else.
-        """
-        word = key.rpartition(".")[2]
-        queue = decode_destination(word)
-        if named is None or (isinstance(named, str) and named == queue):
-            return
-        if isinstance(named, str) and queue is None and encode_destination(named) == word:
-            return
-        raise UnprocessableMessage(
-            f"its routing key is for the queue {shortened(word if queue is None else queue)}, and "
-            f"it names {shortened(named)}"
-        )
 
     def _unpacked(self, message: WaitingMessage, is_authentic: bool) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
@@ -326,23 +289,46 @@ class Distribution:
         for item in envelope:
             inner, problems = header_names.parse({**envelope.headers, **item.headers})
             headers = _under(outer, inner)
-            exchange, routing_key = _destination(headers)
-            left = DelayHeaders(outer.due_ms, registry=inner.registry, others=inner.others)
             properties = item.properties_with(envelope.properties)
-            message = WaitingMessage(item.body, properties, left)
+            message = WaitingMessage(item.body, properties, headers)
             if problems:
-                refused = Outgoing(exchange, routing_key, message)
+                left = message._replace(headers=headers.for_consumer())
+                refused = Outgoing(*_destination(headers), left)
                 yield to_undeliverable(undeliverable, refused, "; ".join(problems.values()))
                 continue
-            restored = self._restored(message, headers, is_authentic)
-            yield self._reached(Outgoing(exchange, routing_key, restored))
+            yield self._outgoing(message, is_authentic)
 
 
 def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     """Return what the headers of a message in an envelope say, with what the envelope's say."""
     names = ("exchange", "routing_key", "priority", "expiration")
-    own = {name: getattr(inner, name) for name in names}
-    return outer._replace(**{name: value for name, value in own.items() if value is not None})
+    shared = {name: getattr(outer, name) for name in names if getattr(inner, name) is None}
+    own = inner._replace(**shared)
+    return own._replace(due_ms=outer.due_ms, queue=None, early=EarlyHeader())
+
+
+def _refuse_other_than_key(word: str, named: Any) -> None:
+    """Refuse a message whose headers lead past the queue in its routing key.
+
+    The broker checks the key of each message against its sender's topic permissions, and cannot
+    check the headers (https://www.rabbitmq.com/docs/access-control#topic-authorisation).
+
+    Args:
+        word: The last word of the key: a queue, which the message has not found.
+        named: What :func:`_named_by` returns.
+
+    Raises:
+        UnprocessableMessage: The headers name something else.
+    """
+    queue = decode_destination(word)
+    if named is None or (isinstance(named, str) and named == queue):
+        return
+    if isinstance(named, str) and queue is None and encode_destination(named) == word:
+        return
+    raise UnprocessableMessage(
+        f"its routing key is for the queue {shortened(word if queue is None else queue)}, and "
+        f"it names {shortened(named)}"
+    )
 
 
 def _named_by(headers: DelayHeaders) -> Any:

@@ -29,8 +29,13 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import EarlyWarning
-from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage
+from celery_rabbitdelay.modules.bounds import EarlyWarning, RareWarning
+from celery_rabbitdelay.publishing.message import (
+    MAX_SHORTSTR_BYTES,
+    PERSISTENT,
+    WaitingMessage,
+)
+from celery_rabbitdelay.publishing.properties import encoded as encoded_properties
 from celery_rabbitdelay.publishing.publication import Address
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
@@ -90,20 +95,16 @@ def into_levels(
     return Outgoing(*reroute(), message, reroute)
 
 
-def with_destination(
-    message: WaitingMessage, exchange: str, routing_key: str, **changes: Any
-) -> WaitingMessage:
+def with_destination(outgoing: Outgoing, **changes: Any) -> WaitingMessage:
     """Return a message whose headers say where distribution publishes it.
 
     What they say already stays: distribution has left it, because its consumer needs it.
 
     Args:
-        message: The message.
-        exchange: The exchange that it goes to then.
-        routing_key: Its routing key.
+        outgoing: The message, with the exchange and key that it goes to then.
         **changes: What else its headers say from now on; see :class:`.DelayHeaders`.
     """
-    body, properties, said = message
+    exchange, routing_key, (body, properties, said) = outgoing[:3]
     told = said._replace(
         exchange=exchange if said.exchange is None else said.exchange,
         routing_key=routing_key if said.routing_key is None else said.routing_key,
@@ -131,7 +132,7 @@ def for_distribution(
         routing_key: Its routing key.
         signing_keys: What signs it; None: nothing does.
     """
-    waiting = with_destination(message, exchange, routing_key, due_ms=due.at_ms)
+    waiting = with_destination(Outgoing(exchange, routing_key, message), due_ms=due.at_ms)
     waiting = waiting.with_low_priority()
     if signing_keys is not None:
         waiting = signing_keys.sign(waiting)
@@ -139,7 +140,7 @@ def for_distribution(
 
 
 def encoded(outgoing: Outgoing, frame_max: int) -> Content:
-    """Return a message as AMQP writes it.
+    """Return a message as AMQP writes it, persistent.
 
     Args:
         outgoing: The message, with its exchange and key.
@@ -153,14 +154,17 @@ def encoded(outgoing: Outgoing, frame_max: int) -> Content:
             raise UnprocessableMessage(
                 f"the {what} {shortened(word)} has more than {MAX_SHORTSTR_BYTES} bytes"
             )
-    expiration = outgoing.message.properties.get("expiration")
+    body, given, said = outgoing.message
+    expiration = given.get("expiration")
     if expiration is not None and not is_expiration(expiration):
         # The broker would close the channel, with all that is in flight on it.
         raise UnprocessableMessage(
             f"its expiration is {shortened(expiration)}, not a number of milliseconds"
         )
     try:
-        content = outgoing.message.content()
+        headers = said.to_headers()
+        properties = {**given, "delivery_mode": PERSISTENT, "application_headers": headers}
+        content = Content(encoded_properties(properties), body)
     except Exception as error:
         # Values of wrong types raise errors of many kinds.
         reason = f"a header or property cannot be written: {shortened(error)}"
@@ -184,9 +188,8 @@ def to_undeliverable(
         reason: Why it cannot be delivered.
         redriven: How often the message was redriven that the module has received for it.
     """
-    exchange, routing_key, message = outgoing[:3]
-    left = with_destination(message, exchange, routing_key, reason=reason, redriven=redriven)
-    return Outgoing(undeliverable, routing_key, left)
+    left = with_destination(outgoing, reason=reason, redriven=redriven)
+    return Outgoing(undeliverable, outgoing.routing_key, left)
 
 
 def without_headers(undeliverable: str, outgoing: Outgoing) -> Outgoing:
@@ -218,7 +221,7 @@ class EarlyMessages:
     tolerated_ms: int
     now_ms: Callable[[], int] = lambda: wall_clock.ms()
     on_early: Callable[[], None] | None = None
-    warning: EarlyWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
+    warning: RareWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
@@ -319,12 +322,7 @@ class Redelivery:
             undeliverable = self.topology.module_queues.undeliverable.exchange.name
             return to_undeliverable(undeliverable, outgoing, given_up, received.redriven)
         message = with_destination(
-            outgoing.message,
-            outgoing.exchange,
-            outgoing.routing_key,
-            failures=failures,
-            reason=reason,
-            redriven=received.redriven,
+            outgoing, failures=failures, reason=reason, redriven=received.redriven
         )
         # Only distribution gives a priority back, and one of classic levels need not go there.
         if outgoing.obstacle is None or self.topology.queue_type == "quorum":

@@ -12,8 +12,8 @@ from typing import Any, Final
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
-from celery_rabbitdelay.modules.attempts import ModuleStatistics
-from celery_rabbitdelay.modules.consumer import ConnectionStuck, Module, ModuleConsumer
+from celery_rabbitdelay.modules.consumer import ConnectionStuck, ModuleConsumer
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection

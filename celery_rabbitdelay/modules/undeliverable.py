@@ -15,7 +15,7 @@ from typing import Any, Final
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.entities import Binding
-from celery_rabbitdelay.levels.headers import UNREADABLE, later_version, shortened
+from celery_rabbitdelay.levels.headers import UNREADABLE, is_int, later_version, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
@@ -111,6 +111,11 @@ class _HeaderReader:
     def __init__(self, headers: Mapping[str, Any]) -> None:
         self._headers = headers
         self.unreadable: list[str] = []
+        deaths = headers.get("x-death")
+        newest = deaths[0] if isinstance(deaths, list) and deaths else None
+        self._newest_death: Mapping[str, Any] = newest if isinstance(newest, Mapping) else {}
+        if deaths and not isinstance(newest, Mapping):
+            self._note("x-death", deaths, "a list of tables")
 
     def text(self, name: str) -> str | None:
         """Return a header that should be a text; None if it is missing or something else."""
@@ -125,7 +130,7 @@ class _HeaderReader:
         value = self._headers.get(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LAST_MS:
+        if not is_int(value, 0, _LAST_MS):
             self._note(name, value, "an instant before the year 10000")
             return None
         return instant_of(value)
@@ -135,7 +140,7 @@ class _HeaderReader:
         failed = self.instant(header_names.FAILED_SINCE)
         if failed is not None:
             return failed
-        died = (self._newest_death() or {}).get("time")
+        died = self._newest_death.get("time")
         # py-amqp returns naive datetimes in UTC.
         return died.replace(tzinfo=UTC) if isinstance(died, datetime) else None
 
@@ -146,11 +151,7 @@ class _HeaderReader:
 
     def death(self) -> tuple[str | None, str | None, object]:
         """Return the queue that the message was dead-lettered from last, its key, and why."""
-        deaths, newest = self._headers.get("x-death"), self._newest_death()
-        if newest is None:
-            if deaths:
-                self._note("x-death", deaths, "a list of tables")
-            return None, None, None
+        newest = self._newest_death
         stop, keys = newest.get("queue"), newest.get("routing-keys")
         key = keys[0] if isinstance(keys, list) and keys else keys or None
         if not isinstance(stop, str | None) or not isinstance(key, str | None):
@@ -160,11 +161,6 @@ class _HeaderReader:
             self._note("x-death", key, "a routing key that AMQP can carry")
             key = None
         return stop or None, key, newest.get("reason")
-
-    def _newest_death(self) -> Mapping[str, Any] | None:
-        deaths = self._headers.get("x-death")
-        newest = deaths[0] if isinstance(deaths, list) and deaths else None
-        return newest if isinstance(newest, Mapping) else None
 
     def _note(self, name: str, value: object, expected: str) -> None:
         self.unreadable.append(f"its header {name} is {shortened(value)}, not {expected}")

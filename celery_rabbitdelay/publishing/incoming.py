@@ -93,42 +93,16 @@ def _frame_handler(
             own = seen.pop(channel, Seen())
             if not payload.isascii():
                 payload, unreadable = _readable_names(method, payload)
-                if unreadable is not None:
-                    headers = content.properties.setdefault("application_headers", {})
-                    if own.unreadable is None:
-                        own = own._replace(unreadable=unreadable, marks={UNREADABLE: unreadable})
-                        headers.update(own.marks)
+                if unreadable is not None and own.unreadable is None:
+                    own = own._replace(unreadable=unreadable, marks={UNREADABLE: unreadable})
+                    content.properties.setdefault("application_headers", {}).update(own.marks)
             content.rabbitdelay_seen = own
         callback(channel, method, payload, content)
 
     handle: Callable[[Frame], bool] = method_framing.frame_handler(connection, on_method)
 
-    def on_header(channel: int, payload: Any) -> bool:
-        class_id, _, size = _BEFORE_PROPERTIES.unpack_from(payload)
-        own = Seen(len(payload) - BEFORE_PROPERTIES)
-        if max_bytes is not None and size > max_bytes:
-            own = own._replace(skipped_bytes=size)
-            to_drop[channel] = size
-            before = _BEFORE_PROPERTIES.pack(class_id, 0, len(_NO_BODY))
-            payload = before + bytes(payload[BEFORE_PROPERTIES:])
-        seen[channel] = own
-        try:
-            return handle((HEADER_FRAME, channel, payload))
-        except Exception:
-            reason = _why_unreadable(payload)
-            if reason is None:
-                raise  # by a callback
-            before, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
-            marks = {UNREADABLE: reason, UNREADABLE_PROPERTIES: bytes(properties)}
-            why = f"its properties cannot be read: {reason}"
-            seen[channel] = own._replace(unreadable=why, marks=marks)
-            marked: Any = amqp.Message(application_headers=marks)
-            return handle((HEADER_FRAME, channel, bytes(before) + marked._serialize_properties()))
-
     def on_frame(frame: Frame) -> bool:
         kind, channel, payload = frame
-        if kind == HEADER_FRAME:
-            return on_header(channel, payload)
         if kind == BODY_FRAME and channel in to_drop:
             to_drop[channel] -= len(payload)
             if to_drop[channel] > 0:
@@ -136,7 +110,27 @@ def _frame_handler(
                 return False
             del to_drop[channel]
             return handle((BODY_FRAME, channel, _NO_BODY))
-        return handle(frame)
+        if kind != HEADER_FRAME:
+            return handle(frame)
+        class_id, _, size = _BEFORE_PROPERTIES.unpack_from(payload)
+        own = seen[channel] = Seen(len(payload) - BEFORE_PROPERTIES)
+        if max_bytes is not None and size > max_bytes:
+            own = seen[channel] = own._replace(skipped_bytes=size)
+            to_drop[channel] = size
+            before = _BEFORE_PROPERTIES.pack(class_id, 0, len(_NO_BODY))
+            payload = before + bytes(payload[BEFORE_PROPERTIES:])
+        try:
+            return handle((HEADER_FRAME, channel, payload))
+        except Exception:
+            reason = _why_unreadable(payload)
+            if reason is None:
+                raise  # by a callback
+        before, properties = payload[:BEFORE_PROPERTIES], payload[BEFORE_PROPERTIES:]
+        marks = {UNREADABLE: reason, UNREADABLE_PROPERTIES: bytes(properties)}
+        why = f"its properties cannot be read: {reason}"
+        seen[channel] = own._replace(unreadable=why, marks=marks)
+        marked: Any = amqp.Message(application_headers=marks)
+        return handle((HEADER_FRAME, channel, bytes(before) + marked._serialize_properties()))
 
     return on_frame
 

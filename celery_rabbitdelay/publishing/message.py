@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple, Self
 import amqp
 
 from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
-from celery_rabbitdelay.publishing.properties import encoded
-from celery_rabbitdelay.publishing.wire import Content
 
 #: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
@@ -91,12 +89,6 @@ class WaitingMessage(NamedTuple):
         """Return the message as py-amqp publishes it, persistent."""
         properties = {**self.properties, "delivery_mode": PERSISTENT}
         return amqp.Message(self.body, application_headers=self.headers.to_headers(), **properties)
-
-    def content(self) -> Content:
-        """Return the message as AMQP writes it, persistent; raises as :func:`.encoded`."""
-        properties = {**self.properties, "delivery_mode": PERSISTENT}
-        properties["application_headers"] = self.headers.to_headers()
-        return Content(encoded(properties), self.body)
 
 
 def body_of(message: amqp.Message) -> bytes:

@@ -15,9 +15,9 @@ from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import consumer as module_consumer
-from celery_rabbitdelay.modules.attempts import ModuleStatistics
-from celery_rabbitdelay.modules.consumer import Module, ModuleConsumer
+from celery_rabbitdelay.modules.consumer import ModuleConsumer
 from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges

@@ -19,9 +19,11 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
+from celery_rabbitdelay.modules.attempts import Forwarder
+from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
-from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
 from tests.unit.clock import Clock
@@ -66,21 +68,18 @@ class Consumer:
     ) -> None:
         self.clock = clock = Clock()
         monkeypatch.setattr(attempts_module, "time", clock)
-        monkeypatch.setattr(attempts_module, "AnswerTimes", partial(AnswerTimes, clock.monotonic))
+        for kind in (AnswerTimes, MissingExchanges):
+            timed = partial(kind, clock=clock.monotonic)
+            monkeypatch.setattr(attempts_module, kind.__name__, timed)
         self.exchanges = {"office", "rabbitdelay.seconds.x1"}
         self.asked: list[str] = []
         self.silent_for = 0.0
         self.statistics = ModuleStatistics()
-        self.attempts = Forwarder(
-            "distribution",
-            Redelivery(TOPOLOGY, seconds),
-            UNDELIVERABLE,
-            MissingExchanges(self._exists, {"", UNDELIVERABLE}, clock.monotonic),
-            self.statistics,
-            TIMEOUT,
-            frame_max,
-            set(silent),
+        queue = TOPOLOGY.module_queues.distribution
+        module = Module(
+            "distribution", TOPOLOGY, queue, lambda message: iter(()), 1, 1, TIMEOUT, seconds
         )
+        self.attempts = Forwarder(module, self.statistics, self._exists, frame_max, set(silent))
 
     def _exists(self, exchange: str) -> bool:
         self.asked.append(exchange)
@@ -90,7 +89,7 @@ class Consumer:
         """Whether a message is not published before its destination has answered others."""
         received = Received(outgoing.message.amqp(), iter(()))
         publication = self.attempts.first(received, outgoing, self.silent_for)
-        assert received.pending == (publication is not None)
+        assert received.pending == 1 + (publication is not None)
         return publication is None
 
     def publish(self, outgoing: Outgoing) -> Publication:
@@ -141,7 +140,7 @@ def for_undeliverable() -> Outgoing:
 def pending(publication: Publication) -> int:
     """How many publications are not settled of the message that it was received for."""
     received: Received = publication.context.received
-    return received.pending
+    return received.pending - 1  # that all its messages are known
 
 
 def headers(publication: Publication) -> dict[str, Any]:

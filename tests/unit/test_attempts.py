@@ -9,10 +9,10 @@ import pytest
 
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.modules.attempts import Received
+from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.wire import REJECT, Content
 from tests.unit.consumer_model import (
     FRAME_MAX,
     NACKED,
@@ -54,26 +54,28 @@ def test_a_message_goes_to_its_destination_and_is_tried_there_once(consumer: Con
 
 
 def test_the_messages_of_an_envelope_are_pending_until_each_is_settled(consumer: Consumer) -> None:
-    received = Received(amqp.Message(b"envelope"), iter([for_exchange(), for_queue()]))
-    first, second = (
-        consumer.attempts.first(received, received.next_outgoing(), 0.0) for _ in range(2)
-    )
+    received = Received(amqp.Message(b"envelope"), iter(()))
+    both = for_exchange(), for_queue()
+    first, second = (consumer.attempts.first(received, outgoing, 0.0) for outgoing in both)
     assert first is not None
     assert second is not None
-    with pytest.raises(StopIteration):
-        received.next_outgoing()
     consumer.confirm(second)
-    assert received.pending == 1
+    assert pending(first) == 1
     consumer.confirm(first)
-    assert received.pending == 0
+    assert pending(first) == 0
 
 
-def test_a_message_that_had_to_wait_for_its_destination_comes_before_the_next_one() -> None:
-    held, after = for_queue("full"), for_queue("free")
-    received = Received(amqp.Message(b"envelope"), iter([after]))
-    assert (received.pending, received.unpacked) == (0, False)
-    received.held = held
-    assert [received.next_outgoing() for _ in range(2)] == [held, after]
+def test_a_message_that_has_to_wait_for_its_destination_is_held_until_that_has_room(
+    consumer: Consumer,
+) -> None:
+    others = [consumer.publish(for_queue("full")) for _ in range(30)]
+    received, outgoing = Received(amqp.Message(b"envelope"), iter(())), for_queue("full")
+    assert consumer.attempts.first(received, outgoing, 0.0) is None
+    assert (received.held, received.waits_for) == (outgoing, "the queue 'full'")
+    assert received.pending == 1
+    consumer.confirm(others[0])
+    assert consumer.attempts.first(received, outgoing, 0.0) is not None
+    assert (received.held, received.waits_for, received.pending) == (None, None, 2)
 
 
 def test_a_refused_message_goes_back_and_its_attempts_are_counted(consumer: Consumer) -> None:
@@ -226,8 +228,8 @@ def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
     )
     bare.error = REFUSED
     assert consumer.attempts.settled(bare) is None
-    assert received.rejected
-    assert not received.pending
+    assert received.settlement == REJECT
+    assert not pending(bare)
     assert consumer.attempts.bytes_in_flight == 0
 
 

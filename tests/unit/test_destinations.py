@@ -38,12 +38,12 @@ def test_a_destination_is_silent_if_what_was_sent_a_second_later_is_answered(
     unanswered.sent("first", "lost")
     clock.now += 1.0
     unanswered.sent("second", other)
-    assert not unanswered.is_silent("lost", 0.0)
-    unanswered.answered("second", other)
-    assert unanswered.is_silent("lost", 0.0)
-    assert not unanswered.is_silent("sound", 0.0)
-    unanswered.answered("first", "lost")
-    assert not unanswered.is_silent("lost", 0.0)
+    assert unanswered.state_of("lost", 0.0) == "ready"
+    unanswered.settled("second", other)
+    assert unanswered.state_of("lost", 0.0) == "silent"
+    assert unanswered.state_of("sound", 0.0) == "ready"
+    unanswered.settled("first", "lost")
+    assert unanswered.state_of("lost", 0.0) == "ready"
 
 
 def test_where_the_broker_is_slow_for_all_no_destination_is_silent(
@@ -53,8 +53,8 @@ def test_where_the_broker_is_slow_for_all_no_destination_is_silent(
         unanswered.sent(number, "busy")
         clock.now += 1.0
     for number in range(9):
-        unanswered.answered(number, "busy")
-        assert not unanswered.is_silent("busy", 0.0)
+        unanswered.settled(number, "busy")
+        assert unanswered.state_of("busy", 0.0) == "ready"
 
 
 def test_if_nothing_at_all_is_answered_each_may_be_the_cause(
@@ -63,21 +63,21 @@ def test_if_nothing_at_all_is_answered_each_may_be_the_cause(
     clock.now = 5.0
     unanswered.sent("first", "lost")
     clock.now = 5.9
-    assert [unanswered.is_silent(name, 1.0) for name in ("lost", "other")] == [False, False]
+    assert [unanswered.state_of(name, 1.0) for name in ("lost", "other")] == ["ready", "ready"]
     clock.now = 6.0
-    assert not unanswered.is_silent("lost", 0.9)
-    assert [unanswered.is_silent(name, 1.0) for name in ("lost", "other")] == [True, False]
+    assert unanswered.state_of("lost", 0.9) == "ready"
+    assert [unanswered.state_of(name, 1.0) for name in ("lost", "other")] == ["silent", "ready"]
 
 
 def test_after_a_timeout_a_destination_gets_one_at_a_time(unanswered: AnswerTimes) -> None:
     unanswered.sent("first", "lost")
-    unanswered.timed_out("first", "lost")
-    assert not unanswered.is_silent("lost", 0.0)
+    unanswered.settled("first", "lost", in_time=False)
+    assert unanswered.state_of("lost", 0.0) == "ready"
     unanswered.sent("second", "lost")
-    assert unanswered.is_silent("lost", 0.0)
-    unanswered.answered("second", "lost")
+    assert unanswered.state_of("lost", 0.0) == "silent"
+    unanswered.settled("second", "lost")
     unanswered.sent("third", "lost")
-    assert not unanswered.is_silent("lost", 0.0)
+    assert unanswered.state_of("lost", 0.0) == "ready"
 
 
 def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing(
@@ -111,13 +111,13 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing(
 def test_a_destination_has_so_many_that_the_broker_goes_on_reading(unanswered: AnswerTimes) -> None:
     was_full = []
     for number in range(ROOM + 1):
-        was_full.append(unanswered.is_full("busy", 0.0))
+        was_full.append(unanswered.state_of("busy", 0.0) == "full")
         unanswered.sent(number, "busy")
     assert was_full == [False] * ROOM + [True]
-    assert not unanswered.is_full("other", 0.0)
+    assert unanswered.state_of("other", 0.0) == "ready"
     for number in range(2):
-        unanswered.answered(number, "busy")
-    assert not unanswered.is_full("busy", 0.0)
+        unanswered.settled(number, "busy")
+    assert unanswered.state_of("busy", 0.0) == "ready"
 
 
 def test_what_a_silent_destination_should_get_does_not_wait_for_it(
@@ -125,26 +125,24 @@ def test_what_a_silent_destination_should_get_does_not_wait_for_it(
 ) -> None:
     send(unanswered, "lost")
     clock.now += 1.0
-    assert unanswered.is_full("lost", 0.0)
-    assert not unanswered.is_full("lost", 1.0)
-    assert unanswered.is_silent("lost", 1.0)
+    assert unanswered.state_of("lost", 0.0) == "full"
+    assert unanswered.state_of("lost", 1.0) == "silent"
 
 
 def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while(
     unanswered: AnswerTimes, clock: Clock
 ) -> None:
     send(unanswered, "slow")
-    assert not unanswered.is_silent("slow", 0.0)
+    assert unanswered.state_of("slow", 0.0) == "full"
     unanswered.note_slow("slow")
-    assert unanswered.is_silent("slow", 0.0)
-    assert not unanswered.is_full("slow", 0.0)
-    unanswered.answered(0, "slow")
-    assert not unanswered.is_silent("slow", 0.0)
+    assert unanswered.state_of("slow", 0.0) == "silent"
+    unanswered.settled(0, "slow")
+    assert unanswered.state_of("slow", 0.0) == "ready"
     for number in range(1, ROOM):
-        unanswered.answered(number, "slow")
+        unanswered.settled(number, "slow")
     clock.now += 10.0
     send(unanswered, "slow")
-    assert unanswered.is_full("slow", 0.0)
+    assert unanswered.state_of("slow", 0.0) == "full"
 
 
 class Destination:
@@ -157,7 +155,7 @@ class Destination:
 
     def fill(self) -> int:
         """Send as many as may be; return how many are in flight."""
-        while not self._unanswered.is_full("busy", 0.0):
+        while self._unanswered.state_of("busy", 0.0) != "full":
             self._sent += 1
             self._unanswered.sent(self._sent, "busy")
             self._in_flight.append(self._sent)
@@ -165,7 +163,7 @@ class Destination:
 
     def answer(self, number: int) -> None:
         for _ in range(number):
-            self._unanswered.answered(self._in_flight.pop(0), "busy")
+            self._unanswered.settled(self._in_flight.pop(0), "busy")
 
 
 @pytest.fixture
@@ -207,7 +205,7 @@ def test_a_destination_that_was_prompt_a_while_ago_starts_anew(
     destination.answer(ROOM)
     clock.now += 0.1
     unanswered.sent("lone", "busy")
-    unanswered.answered("lone", "busy")
+    unanswered.settled("lone", "busy")
     assert destination.fill() == ROOM
 
 
@@ -225,7 +223,7 @@ def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_lon
     assert silent == {"lost"}
     on_another_connection = AnswerTimes(clock, silent)
     on_another_connection.sent("first", "lost")
-    assert on_another_connection.is_silent("lost", 0.0)
+    assert on_another_connection.state_of("lost", 0.0) == "silent"
 
 
 def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions(clock: Clock) -> None:
@@ -263,10 +261,10 @@ def test_what_is_known_of_destinations_does_not_grow_with_their_number(
     for number in range(1100):
         name = f"forged.{number}"
         send(unanswered, name)
-        assert unanswered.is_full(name, 0.0)
+        assert unanswered.state_of(name, 0.0) == "full"
         unanswered.note_slow(name)
         for message in range(ROOM):
-            unanswered.timed_out(message, name)
+            unanswered.settled(message, name, in_time=False)
         clock.now += 0.01
     assert len(unanswered.silent) <= 1000
     assert len(unanswered._limits) <= 1000

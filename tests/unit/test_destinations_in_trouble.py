@@ -108,9 +108,8 @@ def test_a_timeout_means_silence(consumer: Consumer, error: PublishError, is_sil
 
 def test_a_destination_that_holds_up_others_gets_what_it_answers(consumer: Consumer) -> None:
     first, *_ = fill(consumer)
-    consumer.attempts.note_slow(consumer_model.for_levels())
     assert consumer.has_to_wait(consumer_model.for_queue())
-    consumer.attempts.note_slow(consumer_model.for_queue())
+    consumer.attempts.answer_times.note_slow("the queue 'letters'")
     assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
     consumer.confirm(first)
     assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))

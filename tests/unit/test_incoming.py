@@ -10,7 +10,7 @@ import amqp
 import pytest
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES
-from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, REMEMBERED, HeldBytes, cost_of
+from celery_rabbitdelay.modules.bounds import REMEMBERED, HeldBytes
 from celery_rabbitdelay.publishing.incoming import Seen, _frame_handler, seen_of
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -110,14 +110,6 @@ def test_the_names_of_a_returned_message_are_made_readable() -> None:
     ((method, payload, message),) = line.came
     assert (method, payload) == ((60, 50), arguments.replace(b"\xff", b"?"))
     assert seen_of(message).unreadable == r"its exchange is b'\xff', which is not UTF-8"
-
-
-def test_headers_cost_more_than_their_bytes() -> None:
-    """A table of two-letter names without values is the largest once it is read."""
-    line = Line()
-    told = properties(a="b")
-    line.deliver(told, b"12345")
-    assert cost_of(line.came[0][2]) == 5 + HEADER_EXPANSION * len(told)
 
 
 def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:

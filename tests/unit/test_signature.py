@@ -14,12 +14,13 @@ from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, Unp
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
-from celery_rabbitdelay.modules.attempts import Forwarder, ModuleStatistics, Received
+from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.destinations import MissingExchanges
+from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
@@ -248,16 +249,9 @@ def test_what_is_let_through_without_a_signature_gets_none() -> None:
 def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
     early = EarlyMessages(TOPOLOGY, 1000, lambda: DUE - 60_000)
     put_back = distribution(is_signing_required=False, put_back=early.put_back)
-    attempts = Forwarder(
-        "distribution",
-        Redelivery(TOPOLOGY, 60, signing_keys=KEYS),
-        "undeliverable",
-        MissingExchanges(lambda exchange: True, set()),
-        ModuleStatistics(),
-        60,
-        131_072,
-        set(),
-    )
+    queue = TOPOLOGY.module_queues.distribution
+    module = Module("distribution", TOPOLOGY, queue, put_back.receive, 1, 1, 60, 60, KEYS)
+    attempts = Forwarder(module, ModuleStatistics(), lambda exchange: True, 131_072, set())
     message = delayed(sign=sign)
     for lenient in (distribution(is_signing_required=False), put_back):
         received = Received(message, iter(()))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.modules import attempts as statistics_module
-from celery_rabbitdelay.modules.attempts import ModuleStatistics
+from celery_rabbitdelay.modules import module as statistics_module
+from celery_rabbitdelay.modules.module import ModuleStatistics
 from tests.unit.clock import Clock
 
 

@@ -1,0 +1,107 @@
+"""What becomes of a message when it arrives, by what its frames said; the channel is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import amqp
+import pytest
+from kombu import Queue
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels.headers import UNREADABLE
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, MAX_HELD_BYTES
+from celery_rabbitdelay.modules.deliveries import Deliveries
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
+from celery_rabbitdelay.publishing.incoming import Seen
+from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE
+
+
+def receive(message: amqp.Message) -> Iterator[Outgoing]:
+    yield cast(Any, message)
+
+
+def admit(message: amqp.Message) -> None:
+    message.properties["application_headers"] = {}
+
+
+@pytest.fixture
+def deliveries() -> Deliveries:
+    channel = SimpleNamespace(basic_cancel=lambda tag, nowait: None)
+    transport = SimpleNamespace(_quick_recv=None)
+    connection: Any = SimpleNamespace(
+        channel=lambda: channel, connection=SimpleNamespace(frame_max=4096, transport=transport)
+    )
+    module = Module("m", Topology(), Queue("q"), receive, 9, 9, 9.0, 9.0, admit=admit)
+    return Deliveries(connection, module, ModuleStatistics())
+
+
+def arrive(deliveries: Deliveries, seen: Seen, tag: int = 1, redelivered: bool = False) -> None:
+    message = amqp.Message(b"12345", application_headers={"mine": 1, **seen.marks})
+    message.delivery_info = {"delivery_tag": tag, "redelivered": redelivered}
+    cast(Any, message).rabbitdelay_seen = seen
+    deliveries._received(message)
+
+
+def settled(deliveries: Deliveries) -> dict[Any, list[int]]:
+    return {how: tags for how, tags in deliveries._settled.items() if tags}
+
+
+def test_headers_cost_more_than_their_bytes(deliveries: Deliveries) -> None:
+    """A table of two-letter names without values is the largest once it is read."""
+    arrive(deliveries, Seen(properties_bytes=7))
+    assert [each.cost for each in deliveries.waiting] == [5 + HEADER_EXPANSION * 7]
+
+
+def test_a_message_is_settled_once_nothing_is_pending_for_it(deliveries: Deliveries) -> None:
+    arrive(deliveries, Seen())
+    (received,) = deliveries.waiting
+    received.pending += 1
+    for left in (1, 0):
+        assert (deliveries.unfinished, settled(deliveries)) == (1, {})
+        received.pending = left
+        deliveries.settle(received)
+    assert (deliveries.unfinished, settled(deliveries)) == (0, {ACK: [1]})
+    assert (deliveries._statistics.received, deliveries._statistics.finished) == (1, 1)
+
+
+def test_what_cannot_be_read_is_refused_when_it_is_its_turn_and_keeps_the_marks_of_its_frames(
+    deliveries: Deliveries,
+) -> None:
+    arrive(deliveries, Seen(unreadable="it is no text", marks={UNREADABLE: "why"}))
+    (received,) = deliveries.waiting
+    assert received.message.headers == {UNREADABLE: "why"}
+    with pytest.raises(UnprocessableMessage, match="it is no text"):
+        next(received.outgoing)
+
+
+def test_a_message_that_was_not_kept_is_rejected_and_counted(deliveries: Deliveries) -> None:
+    arrive(deliveries, Seen(skipped_bytes=6))
+    assert (deliveries.unfinished, settled(deliveries)) == (0, {REJECT: [1]})
+    counted = deliveries._statistics
+    assert (counted.received, counted.undeliverable, counted.finished) == (1, 1, 1)
+
+
+def test_what_the_budget_does_not_hold_is_given_back_and_not_counted(
+    deliveries: Deliveries,
+) -> None:
+    for tag in (1, 2):
+        arrive(deliveries, Seen(properties_bytes=MAX_HELD_BYTES // HEADER_EXPANSION), tag)
+    assert (deliveries.unfinished, settled(deliveries)) == (1, {REQUEUE: [2]})
+    assert deliveries._statistics.received == 1
+
+
+def test_at_the_end_it_gives_back_what_nobody_has_begun(deliveries: Deliveries) -> None:
+    for tag in (1, 2):
+        arrive(deliveries, Seen(), tag, redelivered=tag == 1)
+        assert deliveries.are_redelivered is (tag == 1)
+    begun = deliveries.waiting.popleft()
+    deliveries.stop()
+    assert (deliveries.unfinished, settled(deliveries)) == (1, {REQUEUE: [2]})
+    begun.pending = 0
+    deliveries.settle(begun)
+    assert (deliveries.unfinished, deliveries._statistics.finished) == (0, 1)
