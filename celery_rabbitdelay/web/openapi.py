@@ -47,8 +47,7 @@ def openapi(pages: Sequence[Page], base: str) -> dict[str, Any]:
 
 
 def _path(page: Page) -> dict[str, Any]:
-    summary = (inspect.getdoc(page.view) or page.title).partition("\n")[0]
-    operation = _operation(summary)
+    operation = _operation((inspect.getdoc(page.view) or "").partition("\n")[0])
     if not page.is_action:
         operation["parameters"] = [
             {
