@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from celery_rabbitdelay.exceptions import InvalidDelay, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
+from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.site import Site
@@ -42,34 +43,18 @@ class Wrong(HTTPException):
         super().__init__(400, f"{name}: {why}")
 
 
-class Away(HTTPException):
-    """What a page is about cannot be asked now.
-
-    Args:
-        why: Why, and what to do.
-    """
-
-    def __init__(self, why: str) -> None:
-        super().__init__(503, why)
-
-
 @contextmanager
-def servers_away(*but: type[Exception]) -> Iterator[None]:
-    """Raise :class:`Away` where Redis, or the broker, cannot be asked.
-
-    Args:
-        *but: Errors that go to the caller.
+def servers_away() -> Iterator[None]:
+    """Answer that Redis, or the broker, cannot be asked, where that is so.
 
     Raises:
-        Away: It cannot.
+        HTTPException: It cannot.
     """
     try:
         yield
-    except but:
-        raise
     except AWAY as error:
         what = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
-        raise Away(f"{what} cannot be asked: {why(error)}") from error
+        raise HTTPException(503, f"{what} cannot be asked: {why(error)}") from error
 
 
 class Fields:
@@ -114,11 +99,13 @@ class Fields:
     def number(self, name: str, default: int, most: int) -> int:
         """Return the value of a field that takes a whole number from 1 to a maximum."""
         value = self.text(name) or str(default)
-        if not (value.isascii() and value.isdigit() and len(value) <= len(str(most))):
-            raise Wrong(name, f"takes a number from 1 to {most:,}")
-        if not 1 <= int(value) <= most:
+        if not is_digits(value, most) or not int(value):
             raise Wrong(name, f"takes a number from 1 to {most:,}")
         return int(value)
+
+    def filter(self, names: Collection[str]) -> dict[str, str | None]:
+        """Return the values of the fields that choose tasks or messages, by their names."""
+        return {name: self.text(name) for name in names}
 
     def address(self, **changed: str | None) -> str:
         """Return the fields as the query of an address, some changed or, by None, left out."""

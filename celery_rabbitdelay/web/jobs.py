@@ -49,38 +49,36 @@ def _named(asked: Asked) -> dict[str, Any]:
 
 def open_job(asked: Asked) -> dict[str, Any]:
     """Open a job: the tasks that are sent with it wait until it is committed."""
-    check_registry(asked)
-    name, expires = asked.fields.needed("name"), asked.delay("expires")
+    expires = asked.delay("expires")
     if expires is None or expires <= 0:
         raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
-    try:
-        with servers_away(JobClosed, InvalidDelay):
-            asked.site.delays.open_job(name, expires=float(expires))
-    except JobClosed as closed:
-        raise HTTPException(409, str(closed)) from closed
-    except (InvalidDelay, OverflowError) as wrong:
-        raise Wrong("expires", "is too long") from wrong
-    log_action(asked.user, "opened the job", 1, name)
-    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}
+
+    def opened(own: Jobs, name: str) -> None:
+        try:
+            own.open_job(name, expires=float(expires))
+        except (InvalidDelay, OverflowError) as wrong:
+            raise Wrong("expires", "is too long") from wrong
+
+    return _changed(asked, opened, "opened the job")
 
 
 def commit(asked: Asked) -> dict[str, Any]:
     """Let all tasks of a job run, when they are due."""
-    return _ended(asked, Jobs.commit_job, "committed the job")
+    return _changed(asked, Jobs.commit_job, "committed the job")
 
 
 def abort(asked: Asked) -> dict[str, Any]:
     """Let no task of a job run."""
-    return _ended(asked, Jobs.abort_job, "aborted the job")
+    return _changed(asked, Jobs.abort_job, "aborted the job")
 
 
-def _ended(asked: Asked, end: Callable[[Jobs, str], object], what: str) -> dict[str, Any]:
+def _changed(asked: Asked, change: Callable[[Jobs, str], object], what: str) -> dict[str, Any]:
     check_registry(asked)
     name = asked.fields.needed("name")
-    try:
-        with servers_away(JobClosed):
-            end(asked.site.delays, name)
-    except JobClosed as closed:
-        raise HTTPException(409, str(closed)) from closed
+    with servers_away():
+        try:
+            change(asked.site.delays, name)
+        except JobClosed as closed:
+            raise HTTPException(409, str(closed)) from closed
     log_action(asked.user, what, 1, name)
-    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None)}"}
+    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}

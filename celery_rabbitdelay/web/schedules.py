@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, Final
-from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 
@@ -18,6 +17,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_delay
 from celery_rabbitdelay.levels.recurrence import INVALID
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import HORIZONS
 from celery_rabbitdelay.web.waiting import check_registry, masked
 from celery_rabbitdelay.web.work import log_action
@@ -30,6 +30,9 @@ MISSING: Final = 60.0
 
 #: How many runs of a schedule, and of all together, stand on the time line.
 MOST_RUNS, MOST_OF_ALL = 12, 200
+
+#: The answer to a name that no schedule has.
+UNKNOWN: Final = "There is no schedule of this name."
 
 #: How many next instants a schedule's own page has.
 NEXT: Final = 10
@@ -80,20 +83,26 @@ def _after(found: Schedule, instant: datetime) -> datetime | None:
 def schedule(asked: Asked) -> dict[str, Any]:
     """Return one schedule, and when it is due next."""
     check_registry(asked)
-    name, own = asked.fields.needed("name"), asked.site.delays.schedules
+    found = _known(asked)
     with servers_away():
-        found = own.get(name)
-        instants = own.next(name, NEXT) if found is not None else []
-    if found is None:
-        raise HTTPException(404, "There is no schedule of this name.")
+        instants = asked.site.delays.schedules.next(found.name, NEXT)
     return {"schedule": _told(asked, found), "next": instants}
+
+
+def _known(asked: Asked) -> Schedule:
+    """Return the schedule of the name that is asked for."""
+    name = asked.fields.needed("name")
+    with servers_away():
+        found = asked.site.delays.schedules.get(name)
+    if found is None:
+        raise HTTPException(404, UNKNOWN)
+    return found
 
 
 def edit(asked: Asked) -> dict[str, Any]:
     """Let a schedule be due at other times, or be paused; its task and arguments stay."""
     check_registry(asked)
-    fields, own = asked.fields, asked.site.delays.schedules
-    name = fields.needed("name")
+    fields = asked.fields
     changed: dict[str, Any] = {}
     if lines := [line for each in fields.all("when") for line in each.splitlines() if line.strip()]:
         changed["when"] = [_rule(line.strip()) for line in lines]
@@ -101,23 +110,20 @@ def edit(asked: Asked) -> dict[str, Any]:
         changed["timezone"] = fields.needed("timezone").strip()
     if "paused" in fields:
         changed["paused"] = fields.one_of("paused", ("yes", "no"), "no") == "yes"
-    with servers_away():
-        found = own.get(name)
-    if found is None:
-        raise HTTPException(404, "There is no schedule of this name.")
+    found = _known(asked)
     if not found.task:
         raise HTTPException(409, "Redis has lost the task: the application has to put it again.")
     # As an import of its export: what is not changed stays.
     (same,) = from_json(json.dumps({"schedules": [exported(found)]}))
-    try:
-        with servers_away(InvalidSchedule, InvalidDelay):
-            put = own.put(name, **{**same.given, **changed})
-    except (InvalidSchedule, InvalidDelay) as wrong:
-        raise Wrong("when", str(wrong)) from wrong
-    log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, name)
+    with servers_away():
+        try:
+            put = asked.site.delays.schedules.put(found.name, **{**same.given, **changed})
+        except (InvalidSchedule, InvalidDelay) as wrong:
+            raise Wrong("when", str(wrong)) from wrong
+    log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
     done = "edited the schedule" if put is not None else "ended the schedule: its end is over"
-    see = f"schedules/one?{urlencode({'name': name}, errors='surrogatepass')}"
-    return {"name": name, "done": done, "see": "schedules" if put is None else see}
+    see = "schedules" if put is None else f"schedules/one?name={quoted(found.name)}"
+    return {"name": found.name, "done": done, "see": see}
 
 
 def _rule(line: str) -> str | timedelta:
@@ -173,7 +179,7 @@ def _changed(asked: Asked, change: Callable[[Schedules, str], bool], what: str) 
     with servers_away():
         is_known = change(asked.site.delays.schedules, name)
     if not is_known:
-        raise HTTPException(404, "There is no schedule of this name.")
+        raise HTTPException(404, UNKNOWN)
     log_action(asked.user, what, 1, name)
     return {"name": name, "done": what, "see": f"schedules/one?{asked.fields.address(token=None)}"}
 

@@ -15,8 +15,9 @@ from celery_rabbitdelay.operations.undeliverable import messages as read
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
 from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
 from celery_rabbitdelay.operations.undeliverable.redrive import RemovalReport
-from celery_rabbitdelay.web.asked import Asked, Away, Wrong
-from celery_rabbitdelay.web.reading import AWAY, Broker, why
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.web.deciding import begin
+from celery_rabbitdelay.web.reading import Broker
 from celery_rabbitdelay.web.site import Kept
 from celery_rabbitdelay.web.waiting import masked
 from celery_rabbitdelay.web.work import Work, log_action
@@ -74,7 +75,7 @@ def export(asked: Asked) -> dict[str, Any]:
         raise HTTPException(403, "Bodies are hidden: the option shows_arguments shows them.")
     wanted, reading = _filter(asked), asked.site.undeliverable.latest()
     if reading.value is None:
-        raise Away(f"The broker cannot be asked: {reading.error}")
+        raise HTTPException(503, f"The broker cannot be asked: {reading.error}")
     messages = [
         _record(asked, number, each)
         for number, each in enumerate(reading.value, 1)
@@ -106,25 +107,23 @@ def _record(asked: Asked, number: int, kept: Kept) -> dict[str, Any]:
 def confirm(asked: Asked) -> dict[str, Any]:
     """Return how many messages match, and what would become of them: a dry run."""
     action = asked.fields.one_of("action", ACTIONS, "redrive")
-    try:
+    with servers_away():
         report = _remove(asked, action, dry_run=True)
-    except AWAY as error:
-        raise Away(f"The broker cannot be asked: {why(error)}") from error
-    return {"action": action, "report": vars(report), "filter": _told_filter(asked)}
+    return {"action": action, "report": vars(report), "filter": asked.fields.filter(FILTERS)}
 
 
 def decide(asked: Asked) -> dict[str, Any]:
     """Begin to redrive or to delete the messages that match, at most as many as were counted."""
     action = asked.fields.one_of("action", ACTIONS, "")
     count = asked.fields.number("count", 0, 10**9)
-    _filter(asked), _to(asked)  # what is wrong is said at once
+    _filter(asked)  # what is wrong is said at once
 
     def does(work: Work) -> None:
         report = RemovalReport()
 
         def watch() -> None:
             work.done = report.removed
-            if work.is_stopping:
+            if work.stopping.is_set():
                 report.stopped = STOPPED
 
         try:
@@ -135,10 +134,7 @@ def decide(asked: Asked) -> dict[str, Any]:
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
 
-    chosen = " ".join(f"{name}={value!r}" for name, value in _told_filter(asked).items() if value)
-    what = f"{ACTIONS[action]} undeliverable messages {f'with {chosen}' if chosen else ''}".strip()
-    work = asked.site.works.begin(asked.user, what, count, does)
-    return {"work": work.as_json(), "see": f"work?key={work.key}"}
+    return begin(asked, f"{ACTIONS[action]} undeliverable messages", FILTERS, count, does)
 
 
 def _remove(
@@ -179,7 +175,7 @@ def _remove(
                 )
             )
         try:
-            options = {"to": _to(asked), "delay": asked.delay("delay")}
+            options = {"to": asked.fields.text("to"), "delay": asked.delay("delay")}
             redriving = ApplicationRedrive(site.delays, dry_run=dry_run, **options)
         except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
             raise Wrong(action, str(wrong)) from wrong
@@ -187,10 +183,6 @@ def _remove(
             return broker.ask(
                 lambda connection: redriving.run(connection, matches, limit, report=report)
             )
-
-
-def _to(asked: Asked) -> str | None:
-    return asked.fields.text("to")
 
 
 def _filter(asked: Asked) -> read.UndeliverableFilter:
@@ -211,7 +203,3 @@ def _age(asked: Asked, name: str) -> timedelta | None:
         return None if seconds is None else timedelta(seconds=float(seconds))
     except OverflowError as wrong:
         raise Wrong(name, "is too long") from wrong
-
-
-def _told_filter(asked: Asked) -> dict[str, str | None]:
-    return {name: asked.fields.text(name) for name in FILTERS}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from starlette.exceptions import HTTPException
+
 from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import wall_clock
@@ -14,7 +16,7 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.waiting import Found, Place, count_at_least, search
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.web.asked import Asked, Away, Wrong, servers_away
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import why
 from celery_rabbitdelay.web.reasons import reasons
@@ -53,7 +55,7 @@ def waiting(asked: Asked) -> dict[str, Any]:
             if wanted.key_start is None:
                 count, is_least = count_at_least(delays, wanted)
         since = delays.pending_since()
-    names = _task_names(asked)
+    names = sorted(each for each in asked.site.app.tasks if not each.startswith("celery."))
     return {
         "count": count,
         "may_be_more": is_least,
@@ -66,11 +68,6 @@ def waiting(asked: Asked) -> dict[str, Any]:
         "task_names": names,
         "similar": _similar(names, wanted.task) if not count and wanted.task else [],
     }
-
-
-def _task_names(asked: Asked) -> list[str]:
-    """Return the names of the application's own tasks."""
-    return sorted(each for each in asked.site.app.tasks if not each.startswith("celery."))
 
 
 def _similar(names: Sequence[str], name: str) -> list[str]:
@@ -167,17 +164,18 @@ def check_registry(asked: Asked) -> None:
     """Refuse what needs a registry, if there is none.
 
     Raises:
-        Away: There is none.
+        HTTPException: There is none.
     """
     try:
         asked.site.delays.registry  # noqa: B018 - raises if there is none
     except RabbitDelayError as error:
-        raise Away(f"{NEEDS}. ({why(error)})") from error
+        raise HTTPException(503, f"{NEEDS}. ({why(error)})") from error
 
 
 def _place(asked: Asked) -> Place | None:
     text = asked.fields.text("after")
-    place = None if text is None else Place.of(text)
-    if text is not None and place is None:
+    if text is None:
+        return None
+    if (place := Place.of(text)) is None:
         raise Wrong("after", "takes what 'next' of the page before says")
     return place

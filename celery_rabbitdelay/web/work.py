@@ -24,13 +24,6 @@ MOST_AT_ONCE: Final = 4
 REMEMBERED: Final = 100
 
 
-class TooMuchWork(HTTPException):
-    """Too many long actions run already."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "So much goes on already; wait until some of it is done")
-
-
 class Work:
     """A long action.
 
@@ -38,10 +31,12 @@ class Work:
         user: Who has begun it.
         what: What it does, in the past: "cancelled".
         total: How many tasks it is about, as far as it is known.
-        does: Does it, counts in ``done``, and returns early if ``is_stopping``.
+        does: Does it, counts in ``done``, and returns early if it is stopping.
 
     Attributes:
         key: A random word that names it.
+        stopping: Set to stop it after the current batch or message.
+        thread: The thread that does it.
         began: When it was begun.
         done: How many are done.
         state: ``running``, ``done``, ``stopped`` or ``failed``.
@@ -57,32 +52,15 @@ class Work:
         self.done = 0
         self.state = "running"
         self.error: str | None = None
-        self._stopping = Event()
-        self._thread = Thread(
+        self.stopping = Event()
+        self.thread = Thread(
             target=self._run, args=(does,), name=f"rabbitdelay-web-{self.key}", daemon=True
         )
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether it has been asked to stop."""
-        return self._stopping.is_set()
-
-    def stop(self) -> None:
-        """Ask it to stop after the current batch or message."""
-        self._stopping.set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait for its end, at most this many seconds."""
-        self._thread.join(seconds)
 
     def _run(self, does: Does) -> None:
         try:
             does(self)
-            self.state = "stopped" if self.is_stopping else "done"
+            self.state = "stopped" if self.stopping.is_set() else "done"
         except AWAY as error:
             self.error = why(error)
         except Exception:
@@ -120,7 +98,7 @@ def in_batches(batches: Iterator[int]) -> Does:
     def does(work: Work) -> None:
         for number in batches:
             work.done += number
-            if work.is_stopping:
+            if work.stopping.is_set():
                 return
 
     return does
@@ -137,17 +115,17 @@ class Works:
         """Begin a long action.
 
         Raises:
-            TooMuchWork: Too many run already.
+            HTTPException: Too many run already.
         """
         work = Work(user, what, total, does)
         with self._lock:
             if sum(each.state == "running" for each in self._works.values()) >= MOST_AT_ONCE:
-                raise TooMuchWork
+                raise HTTPException(503, "So much goes on already; wait until some of it is done")
             ended = [key for key, each in self._works.items() if each.state != "running"]
             for key in ended[: max(len(self._works) - REMEMBERED + 1, 0)]:
                 del self._works[key]
             self._works[work.key] = work
-        work.start()
+        work.thread.start()
         return work
 
     def get(self, key: str) -> Work | None:
