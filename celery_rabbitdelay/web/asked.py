@@ -6,15 +6,15 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Final
+from datetime import datetime, timedelta
+from typing import Final
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from celery_rabbitdelay.exceptions import InvalidDelay, RegistryUnavailable
-from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
+from celery_rabbitdelay.levels.delay import milliseconds_of, parse_duration
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.reading import AWAY, why
@@ -146,15 +146,15 @@ class Asked:
             raise Wrong(name, "takes an instant such as 2030-01-31T09:00") from wrong
         return found
 
-    def delay(self, name: str) -> Any:
-        """Return the delay in a field, in seconds; None if it is missing.
+    def duration(self, name: str) -> timedelta | None:
+        """Return the length of time in a field; None if it is missing.
 
         Raises:
-            Wrong: It is no delay.
+            Wrong: It is no length of time.
         """
         value = self.fields.text(name)
         try:
-            return None if value is None else parse_delay(value, name)
+            return None if value is None else parse_duration(value, name)
         except InvalidDelay as wrong:
             raise Wrong(name, wrong.reason) from wrong
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from datetime import timedelta
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
@@ -176,13 +175,14 @@ def _until(asked: Asked, action: str) -> Until | None:
         return None
     if action == "run-now":
         return all_at(wall_clock.now())
-    by, until = asked.delay("by"), asked.instant("until")
-    if (by is None) == (until is None):
-        raise Wrong("by", "give a delay (90, 1h30m, 3d), or an instant as 'until'")
-    if by is not None and by <= 0:
-        raise Wrong("by", "takes a delay of more than 0")
+    by, until = asked.duration("by"), asked.instant("until")
+    if by and until is None:
+        return each_by(by)
+    if until is None or by is not None:
+        takes = "give a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
+        raise Wrong("by", takes)
     try:
-        check_max_delay(Due.after(by) if until is None else Due.at(until))
-        return all_at(until) if until is not None else each_by(timedelta(seconds=float(by)))
+        check_max_delay(Due.at(until))
+        return all_at(until)
     except (InvalidDelay, OverflowError) as wrong:
-        raise Wrong("by" if until is None else "until", "is too far away") from wrong
+        raise Wrong("until", "is too far away") from wrong

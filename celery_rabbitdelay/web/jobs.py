@@ -8,7 +8,7 @@ from typing import Any, Final
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.app.jobs import Jobs
-from celery_rabbitdelay.exceptions import InvalidDelay, JobClosed
+from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
@@ -49,17 +49,10 @@ def _named(asked: Asked) -> dict[str, Any]:
 
 def open_job(asked: Asked) -> dict[str, Any]:
     """Open a job: the tasks that are sent with it wait until it is committed."""
-    expires = asked.delay("expires")
-    if expires is None or expires <= 0:
+    expires = asked.duration("expires")
+    if not expires:
         raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
-
-    def opened(own: Jobs, name: str) -> None:
-        try:
-            own.open_job(name, expires=float(expires))
-        except (InvalidDelay, OverflowError) as wrong:
-            raise Wrong("expires", "is too long") from wrong
-
-    return _changed(asked, opened, "opened the job")
+    return _changed(asked, lambda own, name: own.open_job(name, expires=expires), "opened the job")
 
 
 def commit(asked: Asked) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from celery_rabbitdelay.app.schedule_imports import exported, from_json
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_delay
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_duration
 from celery_rabbitdelay.levels.recurrence import INVALID
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.shown import quoted
@@ -131,12 +131,11 @@ def _rule(line: str) -> str | timedelta:
     if not line.startswith(EVERY):
         return line
     text = line.removeprefix(EVERY)
+    if text.strip().replace(".", "").isdigit():
+        raise Wrong("when", "takes an interval with its unit, such as every 90s or every 1h30m")
     try:
-        seconds = parse_delay(text, "when")
-        if text.strip().replace(".", "").isdigit():
-            raise Wrong("when", "takes an interval with its unit, such as every 90s or every 1h30m")
-        return timedelta(seconds=float(seconds))
-    except (InvalidDelay, OverflowError) as wrong:
+        return parse_duration(text, "when")
+    except InvalidDelay as wrong:
         raise Wrong("when", f"takes an interval such as every 1h30m, not {text!r:.100}") from wrong
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from datetime import timedelta
 from typing import Any, Final
 
 from kombu.exceptions import OperationalError
@@ -175,7 +174,7 @@ def _remove(
                 )
             )
         try:
-            options = {"to": asked.fields.text("to"), "delay": asked.delay("delay")}
+            options = {"to": asked.fields.text("to"), "delay": asked.duration("delay")}
             redriving = ApplicationRedrive(site.delays, dry_run=dry_run, **options)
         except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
             raise Wrong(action, str(wrong)) from wrong
@@ -192,14 +191,6 @@ def _filter(asked: Asked) -> read.UndeliverableFilter:
         fields.all("queue"),
         fields.all("id"),
         fields.all("reason"),
-        _age(asked, "older_than"),
-        _age(asked, "newer_than"),
+        asked.duration("older_than"),
+        asked.duration("newer_than"),
     )
-
-
-def _age(asked: Asked, name: str) -> timedelta | None:
-    seconds = asked.delay(name)
-    try:
-        return None if seconds is None else timedelta(seconds=float(seconds))
-    except OverflowError as wrong:
-        raise Wrong(name, "is too long") from wrong
