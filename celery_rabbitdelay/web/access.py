@@ -89,7 +89,7 @@ class Access:
         known = (self._options.users or {}).get(session.name)
         if known is None or session.proof != self.sessions.proof(known["password"]):
             return None
-        return _user_of(session.name, known)
+        return User(session.name, "operator" if known.get("role") == "operator" else "viewer")
 
     def _named_by_proxy(self, request: Request, header: str) -> User | None:
         named = request.headers.getlist(header)
@@ -105,13 +105,11 @@ class Access:
             address in network for network in self._options.proxy_networks
         )
 
-    def signed_in(self, name: str, password: str, address: str) -> Session | None:
-        """Return the session of a user who signs in; None if name or password is wrong.
-
-        It takes some tenths of a second.
+    def signed_in(self, name: str, password: str, address: str) -> Session:
+        """Return the session of a user who signs in; it takes some tenths of a second.
 
         Raises:
-            TooManyAttempts: Too many passwords for the name were wrong lately.
+            NotSignedIn: Name or password is wrong, or too many passwords were wrong lately.
         """
         users = self._options.users or {}
         # All unknown names are one, so that they push nothing out of the memory.
@@ -119,18 +117,18 @@ class Access:
         since = time.monotonic() - WRONG_WITHIN
         wrong = [each for each in self._wrong if each[0] > since and each[1:] == (counted, address)]
         if len(wrong) >= MOST_WRONG:
-            raise TooManyAttempts
+            raise NotSignedIn("Too many attempts: wait a minute.")
         hashed = users[name]["password"] if name in users else NOBODY
         if not is_password(password, hashed) or name not in users:
             self._wrong.append((time.monotonic(), counted, address))
             logger.warning("A wrong password for %.100r from %s", name, address)
-            return None
+            raise NotSignedIn("Name or password is wrong.")
         logger.info("%r has signed in from %s", name, address)
         return Session.new(name, self.sessions.proof(hashed))
 
 
-class TooManyAttempts(Exception):
-    """Too many wrong passwords were given."""
+class NotSignedIn(Exception):
+    """Somebody cannot sign in, for the reason that is its text."""
 
 
 def is_loopback(address: IPv4Address | IPv6Address | None) -> bool:
@@ -160,7 +158,3 @@ def _identified(identify: Identify, scope: Mapping[str, Any]) -> User | None:
 def _client_of(scope: Mapping[str, Any]) -> IPv4Address | IPv6Address | None:
     client = scope.get("client")
     return address_of(client[0]) if client else None
-
-
-def _user_of(name: str, known: Mapping[str, str]) -> User:
-    return User(name, "operator" if known.get("role") == "operator" else "viewer")

@@ -10,9 +10,8 @@ import uvicorn
 
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.web.access import address_of, is_loopback
-from celery_rabbitdelay.web.asgi import Server
+from celery_rabbitdelay.web.asgi import application_for
 from celery_rabbitdelay.web.options import SETTING
-from celery_rabbitdelay.web.shield import Shield
 from celery_rabbitdelay.web.site import Site
 
 
@@ -40,7 +39,7 @@ def serve(app: celery.Celery, host: str, port: int, **options: Any) -> None:
     try:
         # Only the options say which proxy is trusted, so the client's own address is needed.
         uvicorn.run(
-            Shield(Server(site).starlette(), site.options),
+            application_for(site),
             host=host,
             port=port,
             proxy_headers=False,
