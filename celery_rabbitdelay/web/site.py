@@ -193,13 +193,8 @@ class Site:
         self._management = api, virtual_host  # it has answered; otherwise another node may
         # An exchange counts what is published to it, and not what is dead-lettered into it.
         levels = {exchange.name for exchange in self.delays.topology.level_exchanges}
-        return float(
-            sum(
-                each.get("message_stats", {}).get("publish_in_details", {}).get("rate", 0)
-                for each in found
-                if each["name"] in levels
-            )
-        )
+        counted = [each.get("message_stats", {}) for each in found if each["name"] in levels]
+        return float(sum(each.get("publish_in_details", {}).get("rate", 0) for each in counted))
 
     def _look_at_workers(self) -> Workers:
         answers = self._brokers[1].ask(
