@@ -113,7 +113,10 @@ class Server:
             asked = Asked(self._site, visitor.user, fields_of(request.url.query.encode()))
             if page.is_action:
                 form = await form_of(request)
-                self._check_action(request, visitor, form)
+                self._check_token(request, visitor, form)
+                if not visitor.user.may_act:
+                    name = shown.printable(visitor.user.name)
+                    raise HTTPException(403, f"The role of {name} is viewer.")
                 asked = replace(asked, fields=Fields([*form.pairs, *asked.fields.pairs]))
             told = await run_in_threadpool(self._polled.told, page, asked, request)
             if is_api(request):
@@ -127,18 +130,16 @@ class Server:
 
         return answer
 
-    def _check_action(self, request: Request, visitor: Visitor, form: Fields) -> None:
-        user = visitor.user
+    def _check_token(self, request: Request, visitor: Visitor, form: Fields) -> None:
         token = request.headers.get(TOKEN_HEADER) or form.text("token") or ""
-        if user is None or not self._access.sessions.is_token(token, visitor.session, user.name):
+        name = visitor.user.name if visitor.user else ""
+        if not self._access.sessions.is_token(token, visitor.session, name):
             raise HTTPException(
                 403,
                 "The token is not that of the cookie: take both from /api/session."
                 if is_api(request)
                 else "The form is too old: open its page again.",
             )
-        if not user.may_act:
-            raise HTTPException(403, f"The role of {shown.printable(user.name)} is viewer.")
 
     async def _first(self, request: Request) -> Response:
         return RedirectResponse(f"{base_of(request)}/now", 303)
@@ -178,10 +179,7 @@ class Server:
 
     async def _sign_out(self, request: Request) -> Response:
         visitor = await self._access.visitor(request)
-        form = await form_of(request)
-        name = visitor.user.name if visitor.user else ""
-        if not self._access.sessions.is_token(form.text("token") or "", visitor.session, name):
-            raise HTTPException(403, "The form is too old: open its page again.")
+        self._check_token(request, visitor, await form_of(request))
         response = RedirectResponse(f"{base_of(request)}/now", 303)
         response.delete_cookie(COOKIE, **self._cookie(request))
         return response

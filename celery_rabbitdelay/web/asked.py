@@ -13,12 +13,19 @@ from urllib.parse import parse_qsl, unquote, urlencode
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from celery_rabbitdelay.exceptions import InvalidDelay, RegistryUnavailable
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_duration
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.site import Site
+
+#: What single tasks need.
+NEEDS: Final = (
+    "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
+    "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
+)
 
 #: The most fields of a form, and its most bytes.
 MOST_FIELDS, MOST_BYTES = 2_000, 2**20
@@ -127,6 +134,19 @@ class Asked:
     site: Site
     user: User
     fields: Fields
+
+    @property
+    def with_registry(self) -> RabbitDelay:
+        """The application's delays, for what needs a registry.
+
+        Raises:
+            HTTPException: There is none.
+        """
+        try:
+            self.site.delays.registry  # noqa: B018 - raises if there is none
+        except RabbitDelayError as error:
+            raise HTTPException(503, f"{NEEDS}. ({why(error)})") from error
+        return self.site.delays
 
     def instant(self, name: str) -> datetime | None:
         """Return the instant in a field; without a time zone, it is in the application's.

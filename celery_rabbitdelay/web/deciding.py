@@ -24,7 +24,7 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.reading import AWAY, why
-from celery_rabbitdelay.web.waiting import FILTERS, check_registry, filter_of
+from celery_rabbitdelay.web.waiting import FILTERS, filter_of
 from celery_rabbitdelay.web.work import Does, Work, in_batches, log_action
 
 #: What can be decided, and how the log and the pages name it afterwards.
@@ -48,7 +48,6 @@ def run_now(asked: Asked) -> dict[str, Any]:
 
 def _decided(asked: Asked, action: str) -> dict[str, Any]:
     """Decide about the selected tasks, one after the other; an error ends that."""
-    check_registry(asked)
     decide = _decision(asked, _until(asked, action))
     ids = list(dict.fromkeys(asked.fields.all("id")))
     if not ids:
@@ -74,7 +73,7 @@ def _decided(asked: Asked, action: str) -> dict[str, Any]:
 
 def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
     """Return what cancels the task of an id, or, with ``until``, lets it run at another time."""
-    delays = asked.site.delays
+    delays = asked.with_registry
     if until is None:
         return lambda task_id: delays.cancel(task_id, also_future=False)
 
@@ -91,11 +90,10 @@ def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
 
 def confirm(asked: Asked) -> dict[str, Any]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
-    check_registry(asked)
-    action = asked.fields.one_of("action", ACTIONS, "cancel")
+    action, delays = asked.fields.one_of("action", ACTIONS, "cancel"), asked.with_registry
     with servers_away():
-        now = instant_of(asked.site.delays.registry.now_ms())
-        count, may_be_more = count_at_least(asked.site.delays, filter_of(asked))
+        now = instant_of(delays.registry.now_ms())
+        count, may_be_more = count_at_least(delays, filter_of(asked))
     return {
         "action": action,
         "sent_before": now,
@@ -107,9 +105,8 @@ def confirm(asked: Asked) -> dict[str, Any]:
 
 def decide_all(asked: Asked) -> dict[str, Any]:
     """Begin to decide about all tasks that match and were sent before an instant."""
-    check_registry(asked)
     action = asked.fields.one_of("action", ACTIONS, "")
-    delays, sent_before = asked.site.delays, asked.instant("sent_before")
+    delays, sent_before = asked.with_registry, asked.instant("sent_before")
     if sent_before is None:
         raise Wrong("sent_before", "takes what /api/waiting/all says")
     wanted = filter_of(asked)._replace(sent_before_ms=milliseconds_of(sent_before))

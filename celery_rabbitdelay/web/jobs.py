@@ -12,7 +12,6 @@ from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
-from celery_rabbitdelay.web.waiting import check_registry
 from celery_rabbitdelay.web.work import log_action
 
 #: How many open jobs are listed, those that expire first.
@@ -24,8 +23,7 @@ def jobs(asked: Asked) -> dict[str, Any]:
 
     Of each, also how many of its tracked tasks wait.
     """
-    check_registry(asked)
-    registry = asked.site.delays.registry
+    registry = asked.with_registry.registry
     with servers_away():
         opened = registry.jobs.opened(registry.now_ms(), MOST + 1)
         tasks = registry.index.counts([Filter(job=name) for name, _ in opened[:MOST]])
@@ -38,7 +36,7 @@ def jobs(asked: Asked) -> dict[str, Any]:
 
 def _named(asked: Asked) -> dict[str, Any]:
     """Return the state of the job of a name, and how many of its tracked tasks wait."""
-    registry, name = asked.site.delays.registry, asked.fields.text("name")
+    registry, name = asked.with_registry.registry, asked.fields.text("name")
     if name is None:
         return {"name": None, "state": None, "tasks": None}
     with servers_away():
@@ -66,11 +64,10 @@ def abort(asked: Asked) -> dict[str, Any]:
 
 
 def _changed(asked: Asked, change: Callable[[Jobs, str], object], what: str) -> dict[str, Any]:
-    check_registry(asked)
     name = asked.fields.needed("name")
     with servers_away():
         try:
-            change(asked.site.delays, name)
+            change(asked.with_registry, name)
         except JobClosed as closed:
             raise HTTPException(409, str(closed)) from closed
     log_action(asked.user, what, 1, name)

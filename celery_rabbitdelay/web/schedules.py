@@ -19,7 +19,7 @@ from celery_rabbitdelay.levels.recurrence import INVALID
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import HORIZONS
-from celery_rabbitdelay.web.waiting import check_registry, masked
+from celery_rabbitdelay.web.waiting import masked
 from celery_rabbitdelay.web.work import log_action
 
 #: The beginning of a rule that is an interval; behind it stand milliseconds.
@@ -40,10 +40,9 @@ NEXT: Final = 10
 
 def schedules(asked: Asked) -> dict[str, Any]:
     """Return all schedules, the one that is due next first, and their next runs in a time."""
-    check_registry(asked)
     horizon = asked.fields.one_of("horizon", HORIZONS, "day")
     with servers_away():
-        found = asked.site.delays.schedules.all()
+        found = asked.with_registry.schedules.all()
     found = sorted(found, key=lambda each: each.next_at)
     start, (length, _) = wall_clock.now(), HORIZONS[horizon]
     told, left = [], MOST_OF_ALL
@@ -82,10 +81,9 @@ def _after(found: Schedule, instant: datetime) -> datetime | None:
 
 def schedule(asked: Asked) -> dict[str, Any]:
     """Return one schedule, and when it is due next."""
-    check_registry(asked)
     found = _known(asked)
     with servers_away():
-        instants = asked.site.delays.schedules.next(found.name, NEXT)
+        instants = asked.with_registry.schedules.next(found.name, NEXT)
     return {"schedule": _told(asked, found), "next": instants}
 
 
@@ -93,7 +91,7 @@ def _known(asked: Asked) -> Schedule:
     """Return the schedule of the name that is asked for."""
     name = asked.fields.needed("name")
     with servers_away():
-        found = asked.site.delays.schedules.get(name)
+        found = asked.with_registry.schedules.get(name)
     if found is None:
         raise HTTPException(404, UNKNOWN)
     return found
@@ -101,7 +99,6 @@ def _known(asked: Asked) -> Schedule:
 
 def edit(asked: Asked) -> dict[str, Any]:
     """Let a schedule be due at other times, or be paused; its task and arguments stay."""
-    check_registry(asked)
     fields = asked.fields
     changed: dict[str, Any] = {}
     if lines := [line for each in fields.all("when") for line in each.splitlines() if line.strip()]:
@@ -117,7 +114,7 @@ def edit(asked: Asked) -> dict[str, Any]:
     (same,) = from_json(json.dumps({"schedules": [exported(found)]}))
     with servers_away():
         try:
-            put = asked.site.delays.schedules.put(found.name, **{**same.given, **changed})
+            put = asked.with_registry.schedules.put(found.name, **{**same.given, **changed})
         except (InvalidSchedule, InvalidDelay) as wrong:
             raise Wrong("when", str(wrong)) from wrong
     log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
@@ -173,10 +170,9 @@ def end(asked: Asked) -> dict[str, Any]:
 
 
 def _changed(asked: Asked, change: Callable[[Schedules, str], bool], what: str) -> dict[str, Any]:
-    check_registry(asked)
     name = asked.fields.needed("name")
     with servers_away():
-        is_known = change(asked.site.delays.schedules, name)
+        is_known = change(asked.with_registry.schedules, name)
     if not is_known:
         raise HTTPException(404, UNKNOWN)
     log_action(asked.user, what, 1, name)
