@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import NamedTuple
 
 from kombu import Queue
@@ -14,7 +13,7 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.reading import AWAY, Broker
+from celery_rabbitdelay.web.reading import AWAY, ask_once
 
 
 class Reason(NamedTuple):
@@ -88,9 +87,8 @@ def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
         yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
         return
     try:
-        with closing(Broker(asked.site.app)) as broker:
-            queue = Queue(task.queue)
-            counts = broker.ask(lambda connection: queue_counts(connection, [queue]))[queue.name]
+        queues = [Queue(task.queue)]
+        counts = ask_once(asked.site.app, lambda found: queue_counts(found, queues))[task.queue]
     except AWAY:
         return  # the page says that the broker cannot be asked
     if counts is None:
