@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
@@ -170,11 +170,8 @@ def travel(rabbitdelay_app: Any, _rabbitdelay_session: Session) -> Iterator[Trav
 
     See :class:`celery_rabbitdelay.testing.Travel`.
     """
-    traveller = _rabbitdelay_session.travel()
-    try:
+    with closing(_rabbitdelay_session.travel()) as traveller:
         yield traveller
-    finally:
-        traveller.close()
 
 
 @contextmanager

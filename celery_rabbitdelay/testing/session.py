@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 from uuid import uuid4
 
@@ -62,8 +61,10 @@ class Worker(Process):
         self._name = name
         self._options = options
 
-    def why_ended(self) -> str:
-        """Say that it has ended, with the end of its log."""
+    def why_ended(self) -> str | None:
+        """Say that it has ended, with the end of its log; None while it runs."""
+        if self.running:
+            return None
         return f"the worker has ended; the end of its log:\n{self.log[-3000:]}"
 
     def start(self) -> None:
@@ -93,8 +94,8 @@ class Worker(Process):
         (self.folder / WORKER).unlink(missing_ok=True)
 
     def _takes_tasks(self) -> bool:
-        if not self.running:
-            raise RuntimeError(self.why_ended())
+        if ended := self.why_ended():
+            raise RuntimeError(ended)
         return (self.folder / WORKER).exists()
 
 
@@ -149,8 +150,8 @@ class Session:
         if broker_url.startswith("amqp://"):
             settings["broker_use_ssl"] = False
         with ExitStack() as exits:
-            self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-"))
-            exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            folder = TemporaryDirectory(prefix="rabbitdelay-", ignore_cleanup_errors=True)
+            self.folder = Path(exits.enter_context(folder))
             (self.folder / SETTINGS).write_text(json.dumps(settings))
             self._clock = SharedClock(self.folder)
             for name in _PREFERRED:
@@ -225,9 +226,7 @@ class Session:
         """
 
         def why_ended() -> str | None:
-            if self._worker is None or self._worker.running:
-                return None
-            return self._worker.why_ended()
+            return None if self._worker is None else self._worker.why_ended()
 
         return Travel(self.app, self.folder, timeout, why_ended)
 
@@ -251,15 +250,13 @@ class Session:
         self._purge(self.app.rabbitdelay.topology.queues)
         self._purge(self.app.amqp.queues.values())
         if (self.folder / WORKER).exists():
-            travel = self.travel(LEFT_TIMEOUT)
             try:
-                travel.rest()
+                with closing(self.travel(LEFT_TIMEOUT)) as travel:
+                    travel.rest()
             except DidNotSettle:
                 if self._worker is None:
                     raise
                 self._worker.kill()
-            finally:
-                travel.close()
             self._purge(self.app.amqp.queues.values())
         if self.app.rabbitdelay.has_registry:
             forget(self.app.rabbitdelay.settings)

@@ -45,8 +45,8 @@ def undeliverable(asked: Asked) -> dict[str, Any]:
         if wanted.matches(each.message):
             summary.add(each.message)
             if len(messages) < LISTED:
-                size = {"size": each.body["size"]}
-                messages.append({**read.summary_of(number, each.message), **size})
+                told = read.summary_of(number, each.message)
+                messages.append({**told, "size": each.body["size"]})
     return {
         "taken": reading.taken,
         "error": reading.error,
