@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from threading import Event, Lock, Thread
 from typing import Any, Final, TypeAlias
 
@@ -24,51 +26,47 @@ MOST_AT_ONCE: Final = 4
 REMEMBERED: Final = 100
 
 
+@dataclass(eq=False)
 class Work:
     """A long action.
 
-    Args:
+    Attributes:
         user: Who has begun it.
         what: What it does, in the past: "cancelled".
         total: How many tasks it is about, as far as it is known.
         does: Does it, counts in ``done``, and returns early if it is stopping.
-
-    Attributes:
         key: A random word that names it.
-        stopping: Set to stop it after the current batch or message.
-        thread: The thread that does it.
         began: When it was begun.
+        stopping: Set to stop it after the current batch or message.
         done: How many are done.
         state: ``running``, ``done``, ``stopped`` or ``failed``.
         error: Why it has failed.
     """
 
-    def __init__(self, user: User, what: str, total: int, does: Does) -> None:
-        self.key = secrets.token_urlsafe(9)
-        self.user = user
-        self.what = what
-        self.total = total
-        self.began: datetime = wall_clock.now()
-        self.done = 0
-        self.state = "running"
-        self.error: str | None = None
-        self.stopping = Event()
-        self.thread = Thread(
-            target=self._run, args=(does,), name=f"rabbitdelay-web-{self.key}", daemon=True
-        )
+    user: User
+    what: str
+    total: int
+    does: Does
+    key: str = field(default_factory=partial(secrets.token_urlsafe, 9))
+    began: datetime = field(default_factory=wall_clock.now)
+    stopping: Event = field(default_factory=Event)
+    done: int = 0
+    state: str = "running"
+    error: str | None = None
 
-    def _run(self, does: Does) -> None:
+    def run(self) -> None:
+        """Do it to its end, and log how it ended."""
+        state = "failed"
         try:
-            does(self)
-            self.state = "stopped" if self.stopping.is_set() else "done"
+            self.does(self)
+            state = "stopped" if self.stopping.is_set() else "done"
         except AWAY as error:
             self.error = why(error)
         except Exception:
             self.error = "an unexpected error, which is in the log"
             logger.exception("The work %s has failed", self.key)
-        if self.state == "running":
-            self.state = "failed"
-        log_action(self.user, f"{self.what} ({self.state}, of {self.total})", self.done)
+        log_action(self.user, f"{self.what} ({state}, of {self.total})", self.done)
+        self.state = state
 
     def as_json(self) -> dict[str, Any]:
         """Return it as values of JSON."""
@@ -125,7 +123,7 @@ class Works:
             for key in ended[: max(len(self._works) - REMEMBERED + 1, 0)]:
                 del self._works[key]
             self._works[work.key] = work
-        work.thread.start()
+        Thread(target=work.run, name=f"rabbitdelay-web-{work.key}", daemon=True).start()
         return work
 
     def get(self, key: str) -> Work | None:
