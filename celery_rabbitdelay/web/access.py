@@ -81,9 +81,11 @@ class Access:
             return self._named_by_proxy(request, options.proxy_header)
         if options.identify is not None:
             return await run_in_threadpool(_identified, options.identify, request.scope)
-        is_here = is_loopback(_client_of(request.scope))
+        address = _client_of(request.scope)
         through_proxy = any(name in request.headers for name in OF_PROXIES)
-        return User("local", options.loopback_role) if is_here and not through_proxy else None
+        if address is None or not address.is_loopback or through_proxy:
+            return None
+        return User("local", options.loopback_role)
 
     def _signed_in(self, session: Session) -> User | None:
         known = (self._options.users or {}).get(session.name)
@@ -131,9 +133,10 @@ class NotSignedIn(Exception):
     """Somebody cannot sign in, for the reason that is its text."""
 
 
-def is_loopback(address: IPv4Address | IPv6Address | None) -> bool:
-    """Return whether an address reaches only this machine."""
-    return address is not None and address.is_loopback
+def is_here(name: str) -> bool:
+    """Return whether a name or an address reaches only this machine."""
+    address = address_of(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
 
 
 def address_of(text: str) -> IPv4Address | IPv6Address | None:
