@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,9 +32,6 @@ MOST_FIELDS, MOST_BYTES = 2_000, 2**20
 #: How the names of fields begin whose values are quoted once more: in the fields of a form,
 #: browsers change control characters.
 QUOTED: Final = "quoted-"
-
-#: Every % that begins no escape.
-_STRAY: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
 class Wrong(HTTPException):
@@ -185,11 +181,9 @@ def fields_of(encoded: bytes) -> Fields:
     Raises:
         HTTPException: It cannot be read, or has too many fields.
     """
-    text = _STRAY.sub("%25", encoded.decode("latin-1"))
+    text = encoded.decode("latin-1")
     try:
-        pairs = parse_qsl(
-            text, keep_blank_values=True, errors="surrogatepass", max_num_fields=MOST_FIELDS
-        )
+        pairs = parse_qsl(text, errors="surrogatepass", max_num_fields=MOST_FIELDS)
         return Fields([_unquoted(*each) for each in pairs])
     except ValueError as wrong:  # also bytes that are not UTF-8
         raise HTTPException(400, "The address or the form cannot be read.") from wrong
