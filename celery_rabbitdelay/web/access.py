@@ -94,18 +94,13 @@ class Access:
         return User(session.name, "operator" if known.get("role") == "operator" else "viewer")
 
     def _named_by_proxy(self, request: Request, header: str) -> User | None:
-        named = request.headers.getlist(header)
-        # Two of them: one may be a client's own.
-        if len(named) != 1 or not named[0].strip() or not self._is_proxy(request):
+        named, address = request.headers.getlist(header), _client_of(request.scope)
+        if address is None or not any(address in each for each in self._options.proxy_networks):
             return None
-        name = named[0].strip()
+        # Two of them: one may be a client's own.
+        if len(named) != 1 or not (name := named[0].strip()):
+            return None
         return User(name, "operator" if name in self._options.operators else "viewer")
-
-    def _is_proxy(self, request: Request) -> bool:
-        address = _client_of(request.scope)
-        return address is not None and any(
-            address in network for network in self._options.proxy_networks
-        )
 
     def signed_in(self, name: str, password: str, address: str) -> Session:
         """Return the session of a user who signs in; it takes some tenths of a second.

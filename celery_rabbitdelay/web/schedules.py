@@ -63,20 +63,15 @@ def schedules(asked: Asked) -> dict[str, Any]:
 
 def runs_until(found: Schedule, start: datetime, end: datetime, most: int) -> list[datetime]:
     """Return the first instants of a schedule within a time; one that is overdue is not in it."""
-    instants = list[datetime]()
-    next_at: datetime | None = found.next_at
+    instants, end_ms = list[datetime](), milliseconds_of(end)
     with suppress(*INVALID):  # the rules of a later version
+        at_ms: int | None = milliseconds_of(found.next_at)
         if found.next_at < start:
-            next_at = _after(found, start)
-        while next_at is not None and next_at < end and len(instants) < most:
-            instants.append(next_at)
-            next_at = _after(found, next_at)
+            at_ms = found.recurrence.after(milliseconds_of(start))
+        while at_ms is not None and at_ms < end_ms and len(instants) < most:
+            instants.append(instant_of(at_ms))
+            at_ms = found.recurrence.after(at_ms)
     return instants
-
-
-def _after(found: Schedule, instant: datetime) -> datetime | None:
-    instant_ms = found.recurrence.after(milliseconds_of(instant))
-    return None if instant_ms is None else instant_of(instant_ms)
 
 
 def schedule(asked: Asked) -> dict[str, Any]:
