@@ -70,18 +70,15 @@ class Rest(RabbitMQStep):
         self._taken = 0
         self._messages: list[Any] = []
         tasks = consumer.task_consumer
-        kombus: Any = tasks.channel.Message
-        step = self
+        make = tasks.channel.Message
 
-        class Counted(kombus):  # type: ignore[misc]
-            """A message that is counted when it comes."""
+        def counted(*args: Any, **options: Any) -> Any:
+            message = make(*args, **options)
+            self._taken += NUMBER not in message.headers
+            self._messages.append(message)
+            return message
 
-            def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **options)
-                step._taken += NUMBER not in self.headers
-                step._messages.append(self)
-
-        tasks.channel.Message = Counted
+        tasks.channel.Message = counted
         consumer.rabbitdelay_rest = self
         path = self.folder / WORKER
         written = path.with_suffix(f".{os.getpid()}")
