@@ -77,7 +77,7 @@ def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
     if until is None:
         return lambda task_id: delays.cancel(task_id, also_future=False)
 
-    def postpone(task_id: str) -> Outcome:
+    def postponed(task_id: str) -> Outcome:
         record = record_of(delays.registry, task_id)
         due = wall_clock.now()  # of what does not wait, the answer says what it is
         if record is not None and record.due_ms is not None:
@@ -85,7 +85,7 @@ def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
         eta = until(task_id, due) or due
         return delays.postpone(task_id, eta=eta, also_future=False)
 
-    return postpone
+    return postponed
 
 
 def confirm(asked: Asked) -> dict[str, Any]:
@@ -142,9 +142,8 @@ def begin(
 
 def work(asked: Asked) -> dict[str, Any]:
     """Return the progress of a long action; without a key, of all of them."""
-    if "key" not in asked.fields:
-        return {"works": [each.as_json() for each in asked.site.works.all()]}
-    return {"works": [_work(asked).as_json()]}
+    works = [_work(asked)] if "key" in asked.fields else asked.site.works.all()
+    return {"works": [each.as_json() for each in works]}
 
 
 def stop(asked: Asked) -> dict[str, Any]:
