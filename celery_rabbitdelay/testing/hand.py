@@ -11,7 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count, repeat
+from itertools import repeat
 from typing import Any, Final, NamedTuple, cast
 from uuid import uuid4
 
@@ -20,11 +20,10 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, DelayHeaders, parse
+from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, parse
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.modules.probe import PROBE_TYPE
-from celery_rabbitdelay.operations.consumer_connection import BARRIERS
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.operations.moving.source import Source
@@ -48,12 +47,12 @@ class Held(NamedTuple):
 
     Attributes:
         due_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC.
-        number: Its place among all that were taken.
+        tag: Its delivery tag, which grows from one that was taken to the next.
         message: The message.
     """
 
     due_ms: int
-    number: int
+    tag: int
     message: amqp.Message
 
 
@@ -80,7 +79,6 @@ class Hand:
         self._convert = Migration(topology, topology, lambda name: None, signing_keys).convert
         self._publisher = Publisher(like.clone(heartbeat=0))
         self._source = Source(like, TIMEOUT)
-        self._numbers = count()
         #: How often messages were published and have not come from their queues.
         self._on_their_way: Counter[object] = Counter()
         self._marks: set[str] = set()
@@ -93,14 +91,13 @@ class Hand:
 
     def _take_all(self) -> None:
         """Look at what is published, consume all queues, and wait until all that waited is here."""
-        modules, levels = self._topology.module_queues, self._topology.layout.levels
-        queues = [*(queue.name for queue in self._topology.digit_queues), modules.meditation.name]
+        topology, meditation = self._topology, self._topology.module_queues.meditation
+        queues = [*(queue.name for queue in topology.digit_queues), meditation.name]
         channel = self._source.channel
         self._tap = channel.queue_declare("", exclusive=True).queue
-        for level in levels:
-            exchange = f"{self._topology.prefix}.{level.name}"
-            channel.queue_bind(self._tap, exchange, "#", nowait=True)
-        channel.queue_bind(self._tap, modules.meditation.exchange.name, "")
+        for exchange in topology.level_exchanges:
+            channel.queue_bind(self._tap, exchange.name, "#", nowait=True)
+        channel.queue_bind(self._tap, meditation.exchange.name, "")
         channel.basic_consume(self._tap, TAP, no_ack=True, callback=self._seen)
         waiting = self._source.ready(queues)
         self._source.consume(queues, 0)
@@ -135,10 +132,7 @@ class Hand:
         self._publisher.close()
         with suppress(OSError, *self._source.errors):
             self._stop()
-            self._source.acknowledge()
-            for _ in range(BARRIERS):
-                self._source.ready([queue.name for queue in self._topology.digit_queues])
-        self._source.drop()
+        self._source.close()
 
     def _stop(self) -> None:
         """Take nothing more, and look at nothing more.
@@ -209,24 +203,22 @@ class Hand:
             self._on_their_way[_identity(message)] += 1
 
     def _take(self, message: amqp.Message) -> None:
-        kind = message.properties.get("type")
+        kind, tag = message.properties.get("type"), cast(int, message.delivery_tag)
         if kind == MARK:
             self._marks.discard(message.properties["message_id"])
         else:
             self._on_their_way[_identity(message)] -= 1
         if kind in (MARK, PROBE_TYPE):  # a probe measures the real time
-            self._source.to_acknowledge.append(cast(int, message.delivery_tag))
-            return
-        headers, _ = parse(headers_of(message))
-        heapq.heappush(
-            self.held, Held(self._leaves_at(message, headers), next(self._numbers), message)
-        )
+            self._source.to_acknowledge.append(tag)
+        else:
+            heapq.heappush(self.held, Held(self._leaves_at(message), tag, message))
 
-    def _leaves_at(self, message: amqp.Message, headers: DelayHeaders) -> int:
+    def _leaves_at(self, message: amqp.Message) -> int:
         """Return when a message leaves the levels, in milliseconds since 1970-01-01 UTC.
 
         That is when it is due, or the end of a pause after that, before it is tried again.
         """
+        headers, _ = parse(headers_of(message))
         now_ms, due_ms = wall_clock.ms(), headers.early.until_ms or headers.due_ms or 0
         info: Any = message.delivery_info
         digits = self._topology.keys.digits(info["routing_key"])

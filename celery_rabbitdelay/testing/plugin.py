@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pytest
@@ -64,10 +65,10 @@ def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServe
 
     url = _option(request.config, "broker")
     if url:
-        from celery_rabbitdelay.testing.virtual_host import VirtualHost
+        from celery_rabbitdelay.testing.virtual_host import own_virtual_host
 
-        with VirtualHost(url, _option(request.config, "management")) as named:
-            yield named
+        with own_virtual_host(url, _option(request.config, "management")) as own_url:
+            yield SimpleNamespace(url=own_url)
         return
     with _started(RabbitMQServer(), "--rabbitdelay-broker") as server:
         yield server
@@ -79,8 +80,6 @@ def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | 
 
     ``url`` is its URL.
     """
-    from types import SimpleNamespace
-
     from celery_rabbitdelay.testing.servers import RedisServer
 
     url = _option(request.config, "redis")
@@ -170,11 +169,8 @@ def travel(rabbitdelay_app: Any, _rabbitdelay_session: Session) -> Iterator[Trav
 
     See :class:`celery_rabbitdelay.testing.Travel`.
     """
-    traveller = _rabbitdelay_session.travel()
-    try:
+    with closing(_rabbitdelay_session.travel()) as traveller:
         yield traveller
-    finally:
-        traveller.close()
 
 
 @contextmanager

@@ -24,12 +24,7 @@ from celery_rabbitdelay.levels.delay import Due, instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import DUE, parse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import body_of, headers_of
-from celery_rabbitdelay.publishing.publication import (
-    DEFAULT_POLICY,
-    Declaration,
-    Publication,
-    PublishPolicy,
-)
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.testing.sent import Sent
@@ -168,11 +163,9 @@ class RecordingPublisher(Publisher):
     def publish_all(
         self,
         publications: Iterable[Publication],
-        policy: PublishPolicy = DEFAULT_POLICY,
-        *,
-        declare: Declaration | None = None,
-        redeclare: Declaration | None = None,
+        *args: Any,
         done: Callable[[Publication], None] | None = None,
+        **options: Any,
     ) -> None:
         """Take messages, as :meth:`.Publisher.publish_all` publishes them."""
         for publication in publications:

@@ -178,7 +178,77 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Server:
+class Process:
+    """A process of our own, which writes a log.
+
+    Args:
+        folder: Where its log is.
+    """
+
+    #: The name of the log in the folder.
+    log_name: ClassVar[str] = "server.log"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id.
+
+        Raises:
+            RuntimeError: It was never started.
+        """
+        if self._process is None:
+            raise RuntimeError("the process was never started")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """Everything that it has printed so far, over all its starts."""
+        path = self._log_path
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    @property
+    def _log_path(self) -> Path:
+        return self.folder / self.log_name
+
+    def _begin(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        with self._log_path.open("ab") as log:
+            # A session of its own: a Ctrl-C at the terminal reaches the parent alone, which then
+            # stops the process in order, and a signal to the group reaches its helpers too.
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+                **options,
+            )
+
+    def _end(self, signum: signal.Signals, send: Callable[[int, int], None] = os.killpg) -> None:
+        """End it with a signal to its group, or as ``send`` does; by force if that takes long."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+            send(process.pid, signum)
+        try:
+            process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Server(Process):
     """A server process of our own: its folder, its port, its log.
 
     Args:
@@ -197,10 +267,9 @@ class Server:
     greeting: ClassVar[tuple[bytes, bytes]]
 
     def __init__(self, certificates: Certificates | None = None) -> None:
+        super().__init__(Path(tempfile.mkdtemp(prefix="rabbitdelay-")))
         self.certificates = certificates
-        self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-"))
         self.port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -217,27 +286,6 @@ class Server:
     def url(self) -> str:
         """The URL that Celery and kombu take."""
         raise NotImplementedError
-
-    @property
-    def pid(self) -> int:
-        """The server's process id."""
-        assert self._process is not None, "the server was not started"
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the process is alive."""
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def log(self) -> str:
-        """Everything that the server has printed so far, over all its starts."""
-        path = self._log_path
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    @property
-    def _log_path(self) -> Path:
-        return self.folder / "server.log"
 
     def start(self) -> None:
         """Start the server and wait until it answers; data of an earlier run is kept.
@@ -282,40 +330,13 @@ class Server:
         """Let a suspended server go on (SIGCONT)."""
         os.killpg(self.pid, signal.SIGCONT)
 
-    def _end(self, signum: signal.Signals) -> None:
-        process = self._process
-        if process is None:
-            return
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGCONT)
-                os.killpg(process.pid, signum)
-            try:
-                process.wait(STOP_TIMEOUT)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         if shutil.which(command[0]) is None:
             raise ServerNotStarted(
                 f"{command[0]} is not installed: on Debian and Ubuntu, "
                 f"apt-get install {self.package}"
             )
-        with self._log_path.open("ab") as log:
-            # A session of its own: a Ctrl-C at the terminal reaches the parent alone, which then
-            # stops the server in order, and a signal to the group reaches its helpers too.
-            return subprocess.Popen(
-                command,
-                env=self._environment(),
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+        return self._begin(command, env=self._environment(), cwd=self.folder)
 
     def _command(self) -> list[str]:
         raise NotImplementedError

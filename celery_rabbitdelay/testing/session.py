@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 from uuid import uuid4
 
@@ -24,7 +22,7 @@ from celery_rabbitdelay.app.application import Celery as DelayingCelery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import worker as worker_module
-from celery_rabbitdelay.testing.servers import end_with_parent, wait_for
+from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Process, wait_for
 from celery_rabbitdelay.testing.shared_clock import SharedClock
 from celery_rabbitdelay.testing.travel import TIMEOUT, DidNotSettle, Travel, forget
 from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, confirm_all, taking_part
@@ -37,9 +35,8 @@ _PREFERRED: Final = (
     "CELERY_RESULT_BACKEND",
 )
 
-#: Seconds that a worker may take to start; and to end, before it is killed.
+#: Seconds that a worker may take to start.
 START_TIMEOUT: Final = 120.0
-STOP_TIMEOUT: Final = 20.0
 
 #: Seconds that tasks left by a test may run before their worker is killed.
 LEFT_TIMEOUT: Final = 10.0
@@ -48,7 +45,7 @@ LEFT_TIMEOUT: Final = 10.0
 OPTIONS: Final = ("--without-mingle", "--without-gossip", "--loglevel=INFO")
 
 
-class Worker:
+class Worker(Process):
     """A worker of the application, as a process: the fixture ``rabbitdelay_worker``.
 
     Args:
@@ -57,36 +54,17 @@ class Worker:
         options: Further options of ``celery worker``.
     """
 
+    log_name = "worker.log"
+
     def __init__(self, name: str, folder: Path, options: Sequence[str]) -> None:
+        super().__init__(folder)
         self._name = name
-        self._folder = folder
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def log(self) -> str:
-        """The output of the worker so far."""
-        path = self._folder / "worker.log"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    @property
-    def pid(self) -> int:
-        """Its process id.
-
-        Raises:
-            RuntimeError: It was never started.
-        """
-        if self._process is None:
-            raise RuntimeError("the worker was never started")
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the process runs."""
-        return self._process is not None and self._process.poll() is None
-
-    def why_ended(self) -> str:
-        """Say that it has ended, with the end of its log."""
+    def why_ended(self) -> str | None:
+        """Say that it has ended, with the end of its log; None while it runs."""
+        if self.running:
+            return None
         return f"the worker has ended; the end of its log:\n{self.log[-3000:]}"
 
     def start(self) -> None:
@@ -97,47 +75,28 @@ class Worker:
             TimeoutError: It takes no tasks.
         """
         if not self.running:
-            (self._folder / WORKER).unlink(missing_ok=True)
-            command = [sys.executable, "-m", worker_module.__name__, str(self._folder), self._name]
+            (self.folder / WORKER).unlink(missing_ok=True)
+            command = [sys.executable, "-m", worker_module.__name__, str(self.folder), self._name]
             # Two nodes of one name, of two applications on one broker, would disturb each other.
-            command += [*OPTIONS, f"--hostname={self._folder.name}@%h", *self._options]
-            with (self._folder / "worker.log").open("ab") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=end_with_parent,
-                )
+            command += [*OPTIONS, f"--hostname={self.folder.name}@%h", *self._options]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            self._process = self._begin(command, env=environment)
         wait_for(self._takes_tasks, "a worker that takes tasks", START_TIMEOUT)
 
     def kill(self) -> None:
         """Kill it, and its pool, without warning (SIGKILL)."""
         self._end(signal.SIGKILL)
-        (self._folder / WORKER).unlink(missing_ok=True)
+        (self.folder / WORKER).unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Stop it as a deployment does (SIGTERM): tasks that run are finished."""
-        self._end(signal.SIGTERM)
-        (self._folder / WORKER).unlink(missing_ok=True)
+        self._end(signal.SIGTERM, os.kill)  # not its pool, whose tasks are finished
+        (self.folder / WORKER).unlink(missing_ok=True)
 
     def _takes_tasks(self) -> bool:
-        if not self.running:
-            raise RuntimeError(self.why_ended())
-        return (self._folder / WORKER).exists()
-
-    def _end(self, signum: signal.Signals) -> None:
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        (os.killpg if signum == signal.SIGKILL else os.kill)(process.pid, signum)
-        try:
-            process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if ended := self.why_ended():
+            raise RuntimeError(ended)
+        return (self.folder / WORKER).exists()
 
 
 class Session:
@@ -191,8 +150,8 @@ class Session:
         if broker_url.startswith("amqp://"):
             settings["broker_use_ssl"] = False
         with ExitStack() as exits:
-            self.folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-"))
-            exits.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            folder = TemporaryDirectory(prefix="rabbitdelay-", ignore_cleanup_errors=True)
+            self.folder = Path(exits.enter_context(folder))
             (self.folder / SETTINGS).write_text(json.dumps(settings))
             self._clock = SharedClock(self.folder)
             for name in _PREFERRED:
@@ -267,9 +226,7 @@ class Session:
         """
 
         def why_ended() -> str | None:
-            if self._worker is None or self._worker.running:
-                return None
-            return self._worker.why_ended()
+            return None if self._worker is None else self._worker.why_ended()
 
         return Travel(self.app, self.folder, timeout, why_ended)
 
@@ -293,15 +250,13 @@ class Session:
         self._purge(self.app.rabbitdelay.topology.queues)
         self._purge(self.app.amqp.queues.values())
         if (self.folder / WORKER).exists():
-            travel = self.travel(LEFT_TIMEOUT)
             try:
-                travel.rest()
+                with closing(self.travel(LEFT_TIMEOUT)) as travel:
+                    travel.rest()
             except DidNotSettle:
                 if self._worker is None:
                     raise
                 self._worker.kill()
-            finally:
-                travel.close()
             self._purge(self.app.amqp.queues.values())
         if self.app.rabbitdelay.has_registry:
             forget(self.app.rabbitdelay.settings)

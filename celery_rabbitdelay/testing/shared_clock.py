@@ -7,22 +7,19 @@ counts on the machine's monotonic clock, which no library that fakes the time of
 from __future__ import annotations
 
 import mmap
-import struct
 import time
 from contextlib import AbstractContextManager
 from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from celery_rabbitdelay.levels import wall_clock
 
-_NUMBER: Final = struct.Struct("q")
-
-#: Where the numbers stand: what is added to the monotonic clock; the instant at which the clock
+#: Which of the numbers is what is added to the monotonic clock; the instant at which the clock
 #: stands, or 0; and whether the user's own code sees this time.
-_AHEAD, _STANDS_AT, _SHOWN = 0, 8, 16
+_AHEAD, _STANDS_AT, _SHOWN = range(3)
 
 
 class SharedClock:
@@ -37,50 +34,42 @@ class SharedClock:
         is_new = not path.exists()
         with path.open("a+b") as file:
             file.truncate(24)
-            self._numbers = mmap.mmap(file.fileno(), 24)
+            self._numbers = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
         if is_new:
             self.reset()
 
     def ns(self) -> int:
         """Return the time."""
-        return self._read(_STANDS_AT) or time.monotonic_ns() + self._read(_AHEAD)
+        return self._numbers[_STANDS_AT] or time.monotonic_ns() + self._numbers[_AHEAD]
 
     def reset(self) -> None:
         """Show the real time again."""
-        self._write(_AHEAD, time.time_ns() - time.monotonic_ns())
-        self._write(_STANDS_AT, 0)
-        self._write(_SHOWN, 0)
+        self._numbers[_AHEAD] = time.time_ns() - time.monotonic_ns()
+        self._numbers[_STANDS_AT] = 0
+        self._numbers[_SHOWN] = 0
 
     def stand_at(self, ns: int) -> None:
         """Stand still at an instant."""
-        self._write(_STANDS_AT, ns)
+        self._numbers[_STANDS_AT] = ns
 
     def go_on(self) -> None:
         """Go on from where it stands."""
-        stood_at = self._read(_STANDS_AT)
-        if stood_at:
-            self._write(_AHEAD, stood_at - time.monotonic_ns())
-            self._write(_STANDS_AT, 0)
+        if stood_at := self._numbers[_STANDS_AT]:
+            self._numbers[_AHEAD] = stood_at - time.monotonic_ns()
+            self._numbers[_STANDS_AT] = 0
 
     @property
     def is_shown(self) -> bool:
         """Whether the user's own code sees this time."""
-        return bool(self._read(_SHOWN))
+        return bool(self._numbers[_SHOWN])
 
     @is_shown.setter
     def is_shown(self, is_shown: bool) -> None:
-        self._write(_SHOWN, int(is_shown))
+        self._numbers[_SHOWN] = is_shown
 
     def install(self) -> None:
         """Let this process, and what it forks, go by this clock."""
         wall_clock.source = self.ns
-
-    def _read(self, place: int) -> int:
-        number: int = _NUMBER.unpack_from(self._numbers, place)[0]
-        return number
-
-    def _write(self, place: int, number: int) -> None:
-        _NUMBER.pack_into(self._numbers, place, number)
 
 
 def shown(instant: datetime) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -78,7 +78,7 @@ class Travel:
         self._connection: Connection
         # Not those of a test before, whose answers may come late.
         self._looks = time.monotonic_ns()
-        self._shown: Any = None
+        self._shown = ExitStack()
         self._forgot_at_ms = wall_clock.ms()
         #: How many messages distribution is to have received.
         self._handed = 0
@@ -250,13 +250,9 @@ class Travel:
 
     def _show(self) -> None:
         """Let the code in this process see the time, if it is to."""
-        if self._shown is not None:
-            self._shown.__exit__(None, None, None)
-            self._shown = None
+        self._shown.close()
         if self.clock.is_shown:
-            context = shown(self.now)
-            context.__enter__()
-            self._shown = context
+            self._shown.enter_context(shown(self.now))
 
     def _settle(self, hand: Hand) -> None:
         """Wait until all that was due has ended, and what it has sent is in the hand.

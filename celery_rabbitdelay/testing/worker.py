@@ -14,7 +14,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -68,33 +68,17 @@ class Rest(RabbitMQStep):
         """Count from now on, and say which queues are consumed."""
         self._consumer = consumer
         self._taken = 0
-        unsettled: set[int] = set()
-        self._unsettled = unsettled
+        self._messages: list[Any] = []
         tasks = consumer.task_consumer
-        kombus: Any = tasks.channel.Message
-        step = self
+        make = tasks.channel.Message
 
-        class Counted(kombus):  # type: ignore[misc]
-            """A message that counts as unsettled until it is acknowledged, rejected or requeued."""
+        def counted(*args: Any, **options: Any) -> Any:
+            message = make(*args, **options)
+            self._taken += NUMBER not in message.headers
+            self._messages.append(message)
+            return message
 
-            def __init__(self, *args: Any, **options: Any) -> None:
-                super().__init__(*args, **options)
-                step._taken += NUMBER not in self.headers
-                unsettled.add(self.delivery_tag)
-
-            def ack(self, *args: Any, **options: Any) -> None:
-                super().ack(*args, **options)
-                unsettled.discard(self.delivery_tag)
-
-            def reject(self, *args: Any, **options: Any) -> None:
-                super().reject(*args, **options)
-                unsettled.discard(self.delivery_tag)
-
-            def requeue(self) -> None:
-                super().requeue()
-                unsettled.discard(self.delivery_tag)
-
-        tasks.channel.Message = Counted
+        tasks.channel.Message = counted
         consumer.rabbitdelay_rest = self
         path = self.folder / WORKER
         written = path.with_suffix(f".{os.getpid()}")
@@ -107,8 +91,7 @@ class Rest(RabbitMQStep):
         if unfinished and checks < CHECKS:
             call_after(self._consumer, CHECK_EVERY, lambda: self.look(number, checks + 1))
             return
-        services = self._consumer.controller.rabbitdelay_services
-        served = {each.name: each.statistics.received for each in services if _is_module(each)}
+        served = {each.name: each.statistics.received for each in self._modules()}
         answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
             try:
@@ -124,19 +107,22 @@ class Rest(RabbitMQStep):
         requests = {*state.reserved_requests, *state.active_requests}
         names = Counter(request.name for request in requests)
         words = [f"{number} x the task {name}" for name, number in names.most_common(MOST_NAMED)]
-        if self._unsettled and not words:
-            words.append(f"{len(self._unsettled)} messages that are not acknowledged")
+        # What is acknowledged, rejected or requeued counts as acknowledged.
+        self._messages = [each for each in self._messages if not each.acknowledged]
+        if self._messages and not words:
+            words.append(f"{len(self._messages)} messages that are not acknowledged")
         for bucket in self._consumer.task_buckets.values():
             if bucket is not None and bucket.contents:
                 words.append(f"{len(bucket.contents)} tasks that wait for their rate limit")
-        for service in self._consumer.controller.rabbitdelay_services:
-            if _is_module(service) and service.statistics.received > service.statistics.finished:
-                words.append(f"messages in {service.name}")
+        for module in self._modules():
+            if module.statistics.received > module.statistics.finished:
+                words.append(f"messages in {module.name}")
         return words
 
-
-def _is_module(service: Any) -> bool:
-    return hasattr(service, "statistics")
+    def _modules(self) -> list[Any]:
+        """Return the services that count their messages."""
+        services = self._consumer.controller.rabbitdelay_services
+        return [each for each in services if hasattr(each, "statistics")]
 
 
 def confirm_all(app: Any) -> None:
@@ -154,16 +140,14 @@ def taking_part(app: Any, folder: Path) -> Iterator[None]:
         folder: Where the clock's file is.
     """
     clock = SharedClock(folder)
-    seen: list[AbstractContextManager[Any]] = []
+    seen = ExitStack()
 
     def begin(**_: Any) -> None:
         if clock.is_shown:
-            seen.append(shown(wall_clock.now()))
-            seen[-1].__enter__()
+            seen.enter_context(shown(wall_clock.now()))
 
     def end(**_: Any) -> None:
-        while seen:
-            seen.pop().__exit__(None, None, None)
+        seen.close()
 
     def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Any:
         def look(message: Any, body: Any, ack: Any, *args: Any) -> None:

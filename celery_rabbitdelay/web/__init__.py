@@ -43,8 +43,9 @@ def application(app: Celery, **options: Any) -> Any:
     """
     try:
         from celery_rabbitdelay.web.asgi import application_for  # needs the extra
+        from celery_rabbitdelay.web.site import Site
     except ImportError as missing:
         raise ImportError(
             f"the page needs {missing.name}: pip install 'celery-rabbitdelay[web]'"
         ) from missing
-    return application_for(app, options)
+    return application_for(Site(app, options))

@@ -81,37 +81,32 @@ class Access:
             return self._named_by_proxy(request, options.proxy_header)
         if options.identify is not None:
             return await run_in_threadpool(_identified, options.identify, request.scope)
-        is_here = is_loopback(_client_of(request.scope))
+        address = _client_of(request.scope)
         through_proxy = any(name in request.headers for name in OF_PROXIES)
-        return User("local", options.loopback_role) if is_here and not through_proxy else None
+        if address is None or not address.is_loopback or through_proxy:
+            return None
+        return User("local", options.loopback_role)
 
     def _signed_in(self, session: Session) -> User | None:
         known = (self._options.users or {}).get(session.name)
         if known is None or session.proof != self.sessions.proof(known["password"]):
             return None
-        return _user_of(session.name, known)
+        return User(session.name, "operator" if known.get("role") == "operator" else "viewer")
 
     def _named_by_proxy(self, request: Request, header: str) -> User | None:
-        named = request.headers.getlist(header)
-        # Two of them: one may be a client's own.
-        if len(named) != 1 or not named[0].strip() or not self._is_proxy(request):
+        named, address = request.headers.getlist(header), _client_of(request.scope)
+        if address is None or not any(address in each for each in self._options.proxy_networks):
             return None
-        name = named[0].strip()
+        # Two of them: one may be a client's own.
+        if len(named) != 1 or not (name := named[0].strip()):
+            return None
         return User(name, "operator" if name in self._options.operators else "viewer")
 
-    def _is_proxy(self, request: Request) -> bool:
-        address = _client_of(request.scope)
-        return address is not None and any(
-            address in network for network in self._options.proxy_networks
-        )
-
-    def signed_in(self, name: str, password: str, address: str) -> Session | None:
-        """Return the session of a user who signs in; None if name or password is wrong.
-
-        It takes some tenths of a second.
+    def signed_in(self, name: str, password: str, address: str) -> Session:
+        """Return the session of a user who signs in; it takes some tenths of a second.
 
         Raises:
-            TooManyAttempts: Too many passwords for the name were wrong lately.
+            NotSignedIn: Name or password is wrong, or too many passwords were wrong lately.
         """
         users = self._options.users or {}
         # All unknown names are one, so that they push nothing out of the memory.
@@ -119,23 +114,24 @@ class Access:
         since = time.monotonic() - WRONG_WITHIN
         wrong = [each for each in self._wrong if each[0] > since and each[1:] == (counted, address)]
         if len(wrong) >= MOST_WRONG:
-            raise TooManyAttempts
+            raise NotSignedIn("Too many attempts: wait a minute.")
         hashed = users[name]["password"] if name in users else NOBODY
         if not is_password(password, hashed) or name not in users:
             self._wrong.append((time.monotonic(), counted, address))
             logger.warning("A wrong password for %.100r from %s", name, address)
-            return None
+            raise NotSignedIn("Name or password is wrong.")
         logger.info("%r has signed in from %s", name, address)
         return Session.new(name, self.sessions.proof(hashed))
 
 
-class TooManyAttempts(Exception):
-    """Too many wrong passwords were given."""
+class NotSignedIn(Exception):
+    """Somebody cannot sign in, for the reason that is its text."""
 
 
-def is_loopback(address: IPv4Address | IPv6Address | None) -> bool:
-    """Return whether an address reaches only this machine."""
-    return address is not None and address.is_loopback
+def is_here(name: str) -> bool:
+    """Return whether a name or an address reaches only this machine."""
+    address = address_of(name)
+    return name == "localhost" or (address is not None and address.is_loopback)
 
 
 def address_of(text: str) -> IPv4Address | IPv6Address | None:
@@ -160,7 +156,3 @@ def _identified(identify: Identify, scope: Mapping[str, Any]) -> User | None:
 def _client_of(scope: Mapping[str, Any]) -> IPv4Address | IPv6Address | None:
     client = scope.get("client")
     return address_of(client[0]) if client else None
-
-
-def _user_of(name: str, known: Mapping[str, str]) -> User:
-    return User(name, "operator" if known.get("role") == "operator" else "viewer")

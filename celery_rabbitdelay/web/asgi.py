@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import celery
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -21,7 +20,7 @@ from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.access import Access, TooManyAttempts, Visitor
+from celery_rabbitdelay.web.access import Access, NotSignedIn, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
 from celery_rabbitdelay.web.openapi import TOKEN_HEADER, openapi
 from celery_rabbitdelay.web.pages import PAGES, Page
@@ -46,9 +45,8 @@ NOBODY: Final = (
 )
 
 
-def application_for(app: celery.Celery, given: Mapping[str, Any]) -> ASGIApp:
+def application_for(site: Site) -> ASGIApp:
     """Return the page as an ASGI application; see :func:`celery_rabbitdelay.web.application`."""
-    site = Site(app, given)
     return Shield(Server(site).starlette(), site.options)
 
 
@@ -60,6 +58,7 @@ class Server:
     """
 
     def __init__(self, site: Site) -> None:
+        zone: Any = site.app.timezone
         self._site = site
         self._access = Access(site.options)
         self._polled = Polled()
@@ -77,11 +76,11 @@ class Server:
             left=shown.left,
             fullness=shown.fullness,
             number=lambda value: f"{value:,}",
-            local=lambda instant: shown.local(instant, app_zone(site)),
+            local=lambda instant: shown.local(instant, zone),
         )
         self._templates.globals.update(
             package_version=__version__,
-            zone=str(app_zone(site)),
+            zone=str(zone),
             menu=[each for each in PAGES if each.in_menu],
             most_in_address=shown.MOST_IN_ADDRESS,
         )
@@ -97,10 +96,9 @@ class Server:
             Mount("/static", StaticFiles(packages=[("celery_rabbitdelay.web", "static")])),
         ]
         for page in PAGES:
-            methods = ["POST"] if page.is_action else ["GET"]
+            answer, methods = self._endpoint(page), ["POST"] if page.is_action else ["GET"]
             routes += [
-                Route(f"/{page.path}", self._endpoint(page), methods=methods),
-                Route(f"/api/{page.path}", self._endpoint(page), methods=methods),
+                Route(f"{base}/{page.path}", answer, methods=methods) for base in ("", "/api")
             ]
         return Starlette(
             routes=routes,
@@ -115,7 +113,10 @@ class Server:
             asked = Asked(self._site, visitor.user, fields_of(request.url.query.encode()))
             if page.is_action:
                 form = await form_of(request)
-                self._check_action(request, visitor, form)
+                self._check_token(request, visitor, form)
+                if not visitor.user.may_act:
+                    name = shown.printable(visitor.user.name)
+                    raise HTTPException(403, f"The role of {name} is viewer.")
                 asked = replace(asked, fields=Fields([*form.pairs, *asked.fields.pairs]))
             told = await run_in_threadpool(self._polled.told, page, asked, request)
             if is_api(request):
@@ -129,18 +130,16 @@ class Server:
 
         return answer
 
-    def _check_action(self, request: Request, visitor: Visitor, form: Fields) -> None:
-        user = visitor.user
+    def _check_token(self, request: Request, visitor: Visitor, form: Fields) -> None:
         token = request.headers.get(TOKEN_HEADER) or form.text("token") or ""
-        if user is None or not self._access.sessions.is_token(token, visitor.session, user.name):
+        name = visitor.user.name if visitor.user else ""
+        if not self._access.sessions.is_token(token, visitor.session, name):
             raise HTTPException(
                 403,
                 "The token is not that of the cookie: take both from /api/session."
                 if is_api(request)
                 else "The form is too old: open its page again.",
             )
-        if not user.may_act:
-            raise HTTPException(403, f"The role of {shown.printable(user.name)} is viewer.")
 
     async def _first(self, request: Request) -> Response:
         return RedirectResponse(f"{base_of(request)}/now", 303)
@@ -163,16 +162,14 @@ class Server:
             raise HTTPException(404)
         form, sessions = await form_of(request), self._access.sessions
         before = sessions.read(request.cookies.get(SIGN_IN_COOKIE))
-        if before is None or not sessions.is_token(form.text("token") or "", before, ""):
-            return self._unknown(request, "The form was too old.", form.text("next"))
         address = request.client.host if request.client else ""
         name, password = form.text("name") or "", form.text("password") or ""
         try:
+            if before is None or not sessions.is_token(form.text("token") or "", before, ""):
+                raise NotSignedIn("The form was too old.")
             session = await run_in_threadpool(self._access.signed_in, name, password, address)
-        except TooManyAttempts:
-            return self._unknown(request, "Too many attempts: wait a minute.", form.text("next"))
-        if session is None:
-            return self._unknown(request, "Name or password is wrong.", form.text("next"))
+        except NotSignedIn as wrong:
+            return self._unknown(request, str(wrong), form.text("next"))
         # Below our own path, wherever the form says.
         path = (form.text("next") or "").lstrip("/\\") or "now"
         response = RedirectResponse(f"{base_of(request)}/{path}", 303)
@@ -182,10 +179,7 @@ class Server:
 
     async def _sign_out(self, request: Request) -> Response:
         visitor = await self._access.visitor(request)
-        form = await form_of(request)
-        name = visitor.user.name if visitor.user else ""
-        if not self._access.sessions.is_token(form.text("token") or "", visitor.session, name):
-            raise HTTPException(403, "The form is too old: open its page again.")
+        self._check_token(request, visitor, await form_of(request))
         response = RedirectResponse(f"{base_of(request)}/now", 303)
         response.delete_cookie(COOKIE, **self._cookie(request))
         return response
@@ -197,9 +191,8 @@ class Server:
         if is_api(request):
             raise HTTPException(401, "Sign in first.")
         session = Session.new()
-        query = f"?{request.url.query}" if request.url.query else ""
         is_page = request.method in ("GET", "HEAD")  # an action is not done by signing in
-        next_page = f"{path_of(request).lstrip('/')}{query}" if is_page else "now"
+        next_page = here_of(request).lstrip("/") if is_page else "now"
         response = self._html(
             request,
             "sign_in.html",
@@ -236,10 +229,9 @@ class Server:
         status: int = 200,
         **values: Any,
     ) -> HTMLResponse:
-        query = f"?{request.url.query}" if request.url.query else ""
         shared = {
             "base": base_of(request),
-            "here": f"{base_of(request)}{path_of(request)}{query}",
+            "here": f"{base_of(request)}{here_of(request)}",
             "path": path_of(request),
             "visitor": visitor,
             "has_sign_in": self._access.has_sign_in,
@@ -267,11 +259,6 @@ class Server:
         return {"path": path, "secure": secure, "httponly": True, "samesite": "strict"}
 
 
-def app_zone(site: Site) -> Any:
-    """Return the time zone of the application, in which instants are shown."""
-    return site.app.timezone
-
-
 def base_of(request: Request) -> str:
     """Return the path that the application is mounted at, quoted; empty for none."""
     root: str = request.scope.get("root_path", "")
@@ -283,6 +270,12 @@ def path_of(request: Request) -> str:
     root: str = request.scope.get("root_path", "")
     path: str = request.scope["path"]
     return shown.quoted_path(path.removeprefix(root) or "/")
+
+
+def here_of(request: Request) -> str:
+    """Return the path below that, quoted, and the query."""
+    query = f"?{request.url.query}" if request.url.query else ""
+    return f"{path_of(request)}{query}"
 
 
 def is_api(request: Request) -> bool:

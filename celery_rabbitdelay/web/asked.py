@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Final
+from datetime import datetime, timedelta
+from typing import Final
 from urllib.parse import parse_qsl, unquote, urlencode
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from celery_rabbitdelay.exceptions import InvalidDelay, RegistryUnavailable
-from celery_rabbitdelay.levels.delay import milliseconds_of, parse_delay
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RegistryUnavailable
+from celery_rabbitdelay.levels.delay import milliseconds_of, parse_duration
+from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.site import Site
+
+#: What single tasks need.
+NEEDS: Final = (
+    "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
+    "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
+)
 
 #: The most fields of a form, and its most bytes.
 MOST_FIELDS, MOST_BYTES = 2_000, 2**20
@@ -25,9 +32,6 @@ MOST_FIELDS, MOST_BYTES = 2_000, 2**20
 #: How the names of fields begin whose values are quoted once more: in the fields of a form,
 #: browsers change control characters.
 QUOTED: Final = "quoted-"
-
-#: Every % that begins no escape.
-_STRAY: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
 
 class Wrong(HTTPException):
@@ -42,34 +46,18 @@ class Wrong(HTTPException):
         super().__init__(400, f"{name}: {why}")
 
 
-class Away(HTTPException):
-    """What a page is about cannot be asked now.
-
-    Args:
-        why: Why, and what to do.
-    """
-
-    def __init__(self, why: str) -> None:
-        super().__init__(503, why)
-
-
 @contextmanager
-def servers_away(*but: type[Exception]) -> Iterator[None]:
-    """Raise :class:`Away` where Redis, or the broker, cannot be asked.
-
-    Args:
-        *but: Errors that go to the caller.
+def servers_away() -> Iterator[None]:
+    """Answer that Redis, or the broker, cannot be asked, where that is so.
 
     Raises:
-        Away: It cannot.
+        HTTPException: It cannot.
     """
     try:
         yield
-    except but:
-        raise
     except AWAY as error:
         what = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
-        raise Away(f"{what} cannot be asked: {why(error)}") from error
+        raise HTTPException(503, f"{what} cannot be asked: {why(error)}") from error
 
 
 class Fields:
@@ -114,11 +102,13 @@ class Fields:
     def number(self, name: str, default: int, most: int) -> int:
         """Return the value of a field that takes a whole number from 1 to a maximum."""
         value = self.text(name) or str(default)
-        if not (value.isascii() and value.isdigit() and len(value) <= len(str(most))):
-            raise Wrong(name, f"takes a number from 1 to {most:,}")
-        if not 1 <= int(value) <= most:
+        if not is_digits(value, most) or not int(value):
             raise Wrong(name, f"takes a number from 1 to {most:,}")
         return int(value)
+
+    def filter(self, names: Collection[str]) -> dict[str, str | None]:
+        """Return the values of the fields that choose tasks or messages, by their names."""
+        return {name: self.text(name) for name in names}
 
     def address(self, **changed: str | None) -> str:
         """Return the fields as the query of an address, some changed or, by None, left out."""
@@ -141,6 +131,19 @@ class Asked:
     user: User
     fields: Fields
 
+    @property
+    def with_registry(self) -> RabbitDelay:
+        """The application's delays, for what needs a registry.
+
+        Raises:
+            HTTPException: There is none.
+        """
+        try:
+            self.site.delays.registry  # noqa: B018 - raises if there is none
+        except RabbitDelayError as error:
+            raise HTTPException(503, f"{NEEDS}. ({why(error)})") from error
+        return self.site.delays
+
     def instant(self, name: str) -> datetime | None:
         """Return the instant in a field; without a time zone, it is in the application's.
 
@@ -159,15 +162,15 @@ class Asked:
             raise Wrong(name, "takes an instant such as 2030-01-31T09:00") from wrong
         return found
 
-    def delay(self, name: str) -> Any:
-        """Return the delay in a field, in seconds; None if it is missing.
+    def duration(self, name: str) -> timedelta | None:
+        """Return the length of time in a field; None if it is missing.
 
         Raises:
-            Wrong: It is no delay.
+            Wrong: It is no length of time.
         """
         value = self.fields.text(name)
         try:
-            return None if value is None else parse_delay(value, name)
+            return None if value is None else parse_duration(value, name)
         except InvalidDelay as wrong:
             raise Wrong(name, wrong.reason) from wrong
 
@@ -178,11 +181,9 @@ def fields_of(encoded: bytes) -> Fields:
     Raises:
         HTTPException: It cannot be read, or has too many fields.
     """
-    text = _STRAY.sub("%25", encoded.decode("latin-1"))
+    text = encoded.decode("latin-1")
     try:
-        pairs = parse_qsl(
-            text, keep_blank_values=True, errors="surrogatepass", max_num_fields=MOST_FIELDS
-        )
+        pairs = parse_qsl(text, errors="surrogatepass", max_num_fields=MOST_FIELDS)
         return Fields([_unquoted(*each) for each in pairs])
     except ValueError as wrong:  # also bytes that are not UTF-8
         raise HTTPException(400, "The address or the form cannot be read.") from wrong

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 from starlette.exceptions import HTTPException
@@ -25,8 +24,8 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.record import record_of
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.reading import AWAY, why
-from celery_rabbitdelay.web.waiting import FILTERS, check_registry, filter_of
-from celery_rabbitdelay.web.work import Work, in_batches, log_action
+from celery_rabbitdelay.web.waiting import FILTERS, filter_of
+from celery_rabbitdelay.web.work import Does, Work, in_batches, log_action
 
 #: What can be decided, and how the log and the pages name it afterwards.
 ACTIONS: Final = {"cancel": "cancelled", "postpone": "postponed", "run-now": "run now"}
@@ -34,37 +33,22 @@ ACTIONS: Final = {"cancel": "cancelled", "postpone": "postponed", "run-now": "ru
 
 def cancel(asked: Asked) -> dict[str, Any]:
     """Cancel the selected tasks."""
-    delays = asked.site.delays
-    return _decided(asked, "cancel", lambda each: delays.cancel(each, also_future=False))
+    return _decided(asked, "cancel")
 
 
 def postpone(asked: Asked) -> dict[str, Any]:
     """Let the selected tasks run at another time."""
-    return _postponed(asked, "postpone")
+    return _decided(asked, "postpone")
 
 
 def run_now(asked: Asked) -> dict[str, Any]:
     """Let the selected tasks run now."""
-    return _postponed(asked, "run-now")
+    return _decided(asked, "run-now")
 
 
-def _postponed(asked: Asked, action: str) -> dict[str, Any]:
-    delays, until = asked.site.delays, _until(asked, action)
-
-    def postponed(task_id: str) -> Outcome:
-        record = record_of(delays.registry, task_id)
-        due = wall_clock.now()  # of what does not wait, the answer says what it is
-        if record is not None and record.due_ms is not None:
-            due = instant_of(max(record.due_ms, record.postponed_ms or 0))
-        eta = until(task_id, due) or due
-        return delays.postpone(task_id, eta=eta, also_future=False)
-
-    return _decided(asked, action, postponed)
-
-
-def _decided(asked: Asked, action: str, decide: Callable[[str], Outcome]) -> dict[str, Any]:
+def _decided(asked: Asked, action: str) -> dict[str, Any]:
     """Decide about the selected tasks, one after the other; an error ends that."""
-    check_registry(asked)
+    decide = _decision(asked, _until(asked, action))
     ids = list(dict.fromkeys(asked.fields.all("id")))
     if not ids:
         raise Wrong("id", "select at least one task")
@@ -87,73 +71,91 @@ def _decided(asked: Asked, action: str, decide: Callable[[str], Outcome]) -> dic
     }
 
 
+def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
+    """Return what cancels the task of an id, or, with ``until``, lets it run at another time."""
+    delays = asked.with_registry
+    if until is None:
+        return lambda task_id: delays.cancel(task_id, also_future=False)
+
+    def postponed(task_id: str) -> Outcome:
+        record = record_of(delays.registry, task_id)
+        due = wall_clock.now()  # of what does not wait, the answer says what it is
+        if record is not None and record.due_ms is not None:
+            due = instant_of(max(record.due_ms, record.postponed_ms or 0))
+        eta = until(task_id, due) or due
+        return delays.postpone(task_id, eta=eta, also_future=False)
+
+    return postponed
+
+
 def confirm(asked: Asked) -> dict[str, Any]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
-    check_registry(asked)
-    action = asked.fields.one_of("action", ACTIONS, "cancel")
+    action, delays = asked.fields.one_of("action", ACTIONS, "cancel"), asked.with_registry
     with servers_away():
-        now = instant_of(asked.site.delays.registry.now_ms())
-        count, may_be_more = count_at_least(asked.site.delays, filter_of(asked))
+        now = instant_of(delays.registry.now_ms())
+        count, may_be_more = count_at_least(delays, filter_of(asked))
     return {
         "action": action,
         "sent_before": now,
         "count": count,
         "may_be_more": may_be_more,
-        "filter": {name: asked.fields.text(name) for name in FILTERS},
+        "filter": asked.fields.filter(FILTERS),
     }
 
 
 def decide_all(asked: Asked) -> dict[str, Any]:
     """Begin to decide about all tasks that match and were sent before an instant."""
-    check_registry(asked)
     action = asked.fields.one_of("action", ACTIONS, "")
-    delays, sent_before = asked.site.delays, asked.instant("sent_before")
+    delays, sent_before = asked.with_registry, asked.instant("sent_before")
     if sent_before is None:
         raise Wrong("sent_before", "takes what /api/waiting/all says")
     wanted = filter_of(asked)._replace(sent_before_ms=milliseconds_of(sent_before))
-    until = None if action == "cancel" else _until(asked, action)
+    until = _until(asked, action)
     with servers_away():
         count, _ = count_at_least(delays, filter_of(asked))
     batches: Iterator[int]
     if wanted.key is not None:
-        batches = _of_key(asked, wanted, until)
+        batches = _of_key(asked, wanted, _decision(asked, until))
     elif until is None:
         batches = delays.cancel_batches(wanted)
     else:
         batches = postpone_batches(delays, wanted, until)
-    chosen = " ".join(
-        f"{name}={asked.fields.text(name)!r}" for name in FILTERS if name in asked.fields
-    )
-    what = f"{ACTIONS[action]} all with {chosen}" if chosen else f"{ACTIONS[action]} all"
-    work = asked.site.works.begin(asked.user, what, count, in_batches(batches))
-    return {"work": work.as_json(), "see": f"work?key={work.key}"}
+    return begin(asked, f"{ACTIONS[action]} all", FILTERS, count, in_batches(batches))
 
 
-def _of_key(asked: Asked, wanted: Filter, until: Until | None) -> Iterator[int]:
+def _of_key(asked: Asked, wanted: Filter, decide: Callable[[str], Outcome]) -> Iterator[int]:
     """Decide about the task of a key, which is found without reading all others."""
-    delays = asked.site.delays
-    for each in search(delays, wanted, 1).tasks:
-        if until is None:
-            outcome = delays.cancel(each.task_id, also_future=False)
-        else:
-            eta = until(each.task_id, each.due) or each.due
-            outcome = delays.postpone(each.task_id, eta=eta, also_future=False)
-        yield int(outcome is Outcome.DONE)
+    for each in search(asked.site.delays, wanted, 1).tasks:
+        yield int(decide(each.task_id) is Outcome.DONE)
+
+
+def begin(
+    asked: Asked, what: str, filters: Collection[str], total: int, does: Does
+) -> dict[str, Any]:
+    """Begin a long action, which is named by the fields that choose what it is about."""
+    chosen = " ".join(
+        f"{name}={value!r}" for name, value in asked.fields.filter(filters).items() if value
+    )
+    what = f"{what} with {chosen}" if chosen else what
+    return _seen(asked.site.works.begin(asked.user, what, total, does))
 
 
 def work(asked: Asked) -> dict[str, Any]:
     """Return the progress of a long action; without a key, of all of them."""
-    if "key" not in asked.fields:
-        return {"works": [each.as_json() for each in asked.site.works.all()]}
-    return {"works": [_work(asked).as_json()]}
+    works = [_work(asked)] if "key" in asked.fields else asked.site.works.all()
+    return {"works": [each.as_json() for each in works]}
 
 
 def stop(asked: Asked) -> dict[str, Any]:
     """Stop a long action after its current batch."""
     found = _work(asked)
-    found.stop()
+    found.stopping.set()
     log_action(asked.user, "stopped", 1, found.what)
-    return {"work": found.as_json(), "see": f"work?key={found.key}"}
+    return _seen(found)
+
+
+def _seen(work: Work) -> dict[str, Any]:
+    return {"work": work.as_json(), "see": f"work?key={work.key}"}
 
 
 def _work(asked: Asked) -> Work:
@@ -163,17 +165,20 @@ def _work(asked: Asked) -> Work:
     return found
 
 
-def _until(asked: Asked, action: str) -> Until:
-    """Return when tasks are to run: now, at an instant, or each of them later by as much."""
+def _until(asked: Asked, action: str) -> Until | None:
+    """Return when tasks are to run: never, now, at an instant, or each later by as much."""
+    if action == "cancel":
+        return None
     if action == "run-now":
         return all_at(wall_clock.now())
-    by, until = asked.delay("by"), asked.instant("until")
-    if (by is None) == (until is None):
-        raise Wrong("by", "give a delay (90, 1h30m, 3d), or an instant as 'until'")
-    if by is not None and by <= 0:
-        raise Wrong("by", "takes a delay of more than 0")
+    by, until = asked.duration("by"), asked.instant("until")
+    if by and until is None:
+        return each_by(by)
+    if until is None or by is not None:
+        takes = "give a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
+        raise Wrong("by", takes)
     try:
-        check_max_delay(Due.after(by) if until is None else Due.at(until))
-        return all_at(until) if until is not None else each_by(timedelta(seconds=float(by)))
+        check_max_delay(Due.at(until))
+        return all_at(until)
     except (InvalidDelay, OverflowError) as wrong:
-        raise Wrong("by" if until is None else "until", "is too far away") from wrong
+        raise Wrong("until", "is too far away") from wrong

@@ -19,15 +19,14 @@ NEEDS: Final = (
 def health(asked: Asked) -> dict[str, Any]:
     """Return what on the broker loses tasks, or makes them early or late."""
     reading = asked.site.findings.latest()
-    found = reading.value
-    number = Counter(each.severity for each in found.findings) if found is not None else None
+    told = {"taken": reading.taken, "error": reading.error, "needs": NEEDS}
+    if reading.value is None:
+        return {**told, "version": None, "counts": None, "findings": []}
+    findings = reading.value.findings
+    number = Counter(each.severity for each in findings)
     return {
-        "taken": reading.taken,
-        "error": reading.error,
-        "needs": NEEDS,
-        "version": None if found is None else found.version,
-        "counts": None
-        if number is None
-        else {severity: number[severity] for severity in get_args(Severity)},
-        "findings": [each._asdict() for each in found.findings] if found is not None else [],
+        **told,
+        "version": reading.value.version,
+        "counts": {severity: number[severity] for severity in get_args(Severity)},
+        "findings": [each._asdict() for each in findings],
     }

@@ -8,11 +8,10 @@ from typing import Any, Final
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.app.jobs import Jobs
-from celery_rabbitdelay.exceptions import InvalidDelay, JobClosed
+from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
-from celery_rabbitdelay.web.waiting import check_registry
 from celery_rabbitdelay.web.work import log_action
 
 #: How many open jobs are listed, those that expire first.
@@ -24,8 +23,7 @@ def jobs(asked: Asked) -> dict[str, Any]:
 
     Of each, also how many of its tracked tasks wait.
     """
-    check_registry(asked)
-    registry = asked.site.delays.registry
+    registry = asked.with_registry.registry
     with servers_away():
         opened = registry.jobs.opened(registry.now_ms(), MOST + 1)
         tasks = registry.index.counts([Filter(job=name) for name, _ in opened[:MOST]])
@@ -38,7 +36,7 @@ def jobs(asked: Asked) -> dict[str, Any]:
 
 def _named(asked: Asked) -> dict[str, Any]:
     """Return the state of the job of a name, and how many of its tracked tasks wait."""
-    registry, name = asked.site.delays.registry, asked.fields.text("name")
+    registry, name = asked.with_registry.registry, asked.fields.text("name")
     if name is None:
         return {"name": None, "state": None, "tasks": None}
     with servers_away():
@@ -49,38 +47,28 @@ def _named(asked: Asked) -> dict[str, Any]:
 
 def open_job(asked: Asked) -> dict[str, Any]:
     """Open a job: the tasks that are sent with it wait until it is committed."""
-    check_registry(asked)
-    name, expires = asked.fields.needed("name"), asked.delay("expires")
-    if expires is None or expires <= 0:
+    expires = asked.duration("expires")
+    if not expires:
         raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
-    try:
-        with servers_away(JobClosed, InvalidDelay):
-            asked.site.delays.open_job(name, expires=float(expires))
-    except JobClosed as closed:
-        raise HTTPException(409, str(closed)) from closed
-    except (InvalidDelay, OverflowError) as wrong:
-        raise Wrong("expires", "is too long") from wrong
-    log_action(asked.user, "opened the job", 1, name)
-    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}
+    return _changed(asked, lambda own, name: own.open_job(name, expires=expires), "opened the job")
 
 
 def commit(asked: Asked) -> dict[str, Any]:
     """Let all tasks of a job run, when they are due."""
-    return _ended(asked, Jobs.commit_job, "committed the job")
+    return _changed(asked, Jobs.commit_job, "committed the job")
 
 
 def abort(asked: Asked) -> dict[str, Any]:
     """Let no task of a job run."""
-    return _ended(asked, Jobs.abort_job, "aborted the job")
+    return _changed(asked, Jobs.abort_job, "aborted the job")
 
 
-def _ended(asked: Asked, end: Callable[[Jobs, str], object], what: str) -> dict[str, Any]:
-    check_registry(asked)
+def _changed(asked: Asked, change: Callable[[Jobs, str], object], what: str) -> dict[str, Any]:
     name = asked.fields.needed("name")
-    try:
-        with servers_away(JobClosed):
-            end(asked.site.delays, name)
-    except JobClosed as closed:
-        raise HTTPException(409, str(closed)) from closed
+    with servers_away():
+        try:
+            change(asked.with_registry, name)
+        except JobClosed as closed:
+            raise HTTPException(409, str(closed)) from closed
     log_action(asked.user, what, 1, name)
-    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None)}"}
+    return {**_named(asked), "see": f"jobs?{asked.fields.address(token=None, expires=None)}"}

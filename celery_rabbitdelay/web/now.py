@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.reading import Reading
-from celery_rabbitdelay.web.site import HORIZONS, Glance, Workers, modules_of
+from celery_rabbitdelay.web.site import HORIZONS, DueSoon, Glance, Workers, modules_of
 
 #: For how many minutes it is shown how late tasks came.
 MINUTES: Final = 10
@@ -50,7 +50,7 @@ def now(asked: Asked) -> dict[str, Any]:
         ],
         "missing": status.backlog.missing,
         "next_due": status.next_due,
-        "due_within": _seconds(status.due_within_ms),
+        "due_within": None if status.due_within_ms is None else status.due_within_ms / 1000,
         "paused": [each._asdict() for each in status.paused],
         "registry_error": status.registry_error,
     }
@@ -85,55 +85,46 @@ def _levels(asked: Asked, glance: Glance) -> Iterator[dict[str, Any]]:
 
 def _due(asked: Asked, horizon: str, glance: Glance | None) -> dict[str, Any]:
     """Return what falls due within each horizon: of the tracked tasks, and of all at least."""
-    site = asked.site
-    reading = site.due[horizon].latest() if site.delays.has_registry else None
-    soon = None if reading is None else reading.value
-    least = {
-        name: None
-        if glance is None
-        else due_at_least(site.delays.topology, glance.status.backlog, _milliseconds(length))
-        for name, (length, _) in HORIZONS.items()
-    }
+    delays = asked.site.delays
+    reading = asked.site.due[horizon].latest() if delays.has_registry else Reading[DueSoon]()
+    soon = reading.value
     length, number = HORIZONS[horizon]
-    start = None if soon is None else soon.start
+    horizons, steps = [], []
+    for name, (each, _) in HORIZONS.items():
+        tracked = least = None if soon is None else soon.totals[name]
+        if glance is not None:
+            within_ms = each // timedelta(milliseconds=1)
+            of_all = due_at_least(delays.topology, glance.status.backlog, within_ms)
+            least = max(of_all, tracked or 0)
+        horizons.append({"name": name, "tracked": tracked, "all_at_least": least})
+    if soon is not None:
+        steps = [
+            {"start": soon.start + length * step / number, "tracked": count}
+            for step, count in enumerate(soon.steps)
+        ]
     return {
-        "has_registry": site.delays.has_registry,
-        "error": None if reading is None else reading.error,
+        "has_registry": delays.has_registry,
+        "error": reading.error,
         "overdue": None if soon is None else soon.overdue,
         "later": None if soon is None else soon.later,
-        "horizons": [
-            {
-                "name": name,
-                "tracked": None if soon is None else soon.totals[name],
-                "all_at_least": _most(least[name], None if soon is None else soon.totals[name]),
-            }
-            for name in HORIZONS
-        ],
-        "steps": [
-            {"start": start + length * step / number, "tracked": count}
-            for step, count in enumerate(soon.steps if soon is not None else ())
-            if start is not None
-        ],
+        "horizons": horizons,
+        "steps": steps,
         "step": length / number,
     }
 
 
 def _workers(asked: Asked, broker_error: str | None) -> dict[str, Any]:
     """Return the lateness and the rate of arrivals, as the workers count them."""
-    if broker_error is not None:  # they are asked through the broker
-        reading = Reading[Workers](error=broker_error)
-    else:
+    reading = Reading[Workers](error=broker_error)  # they are asked through the broker
+    if broker_error is None:
         reading = asked.site.workers.latest()
-    found = reading.value
+    found = reading.value or Workers({}, None)
     return {
         "workers_taken": reading.taken,
         "workers_error": reading.error,
-        "arrivals": None if found is None else found.arrivals,
-        "late_by_minute": latest_by_minute(found.answers.values() if found is not None else ()),
-        "workers": [
-            _worker(name, modules)
-            for name, modules in sorted(found.answers.items() if found is not None else ())
-        ],
+        "arrivals": found.arrivals,
+        "late_by_minute": latest_by_minute(found.answers.values()),
+        "workers": [_worker(name, modules) for name, modules in sorted(found.answers.items())],
     }
 
 
@@ -148,35 +139,23 @@ def latest_by_minute(answers: Iterable[Mapping[str, Any]]) -> list[float | None]
     return [max((late for late in each if late is not None), default=None) for each in minutes]
 
 
-def _worker(name: str, modules: Mapping[str, Any]) -> dict[str, Any]:
+def _worker(name: str, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a worker answers: its error, or its modules, lateness and probes."""
-    arrivals, probe = modules.get(ARRIVALS) or {}, modules.get(PROBE) or {}
-    late = [*(probe.get("late") or {}).values()]
-    return {
-        "name": name,
-        "error": modules.get("error"),
-        "modules": modules_of(modules),
-        "received": arrivals.get("received"),
-        "latest": arrivals.get("latest"),
-        "probes": None
-        if not late
-        else {
+    arrivals, probe = answer.get(ARRIVALS) or {}, answer.get(PROBE) or {}
+    late, probes = (probe.get("late") or {}).values(), None
+    if late:
+        missing = sum((probe.get("missing") or {}).values())
+        probes = {
             "routes": len(late),
             "least": min(late),
             "most": max(late),
-            "missing": sum((probe.get("missing") or {}).values()),
-        },
+            "missing": missing,
+        }
+    return {
+        "name": name,
+        "error": answer.get("error"),
+        "modules": modules_of(answer),
+        "received": arrivals.get("received"),
+        "latest": arrivals.get("latest"),
+        "probes": probes,
     }
-
-
-def _most(*numbers: int | None) -> int | None:
-    """Return the largest number of those that are known."""
-    return max((each for each in numbers if each is not None), default=None)
-
-
-def _seconds(milliseconds: int | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
-
-
-def _milliseconds(length: timedelta) -> int:
-    return length // timedelta(milliseconds=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from celery_rabbitdelay import __version__
@@ -27,6 +27,12 @@ _ERRORS: Final = {
     "503": "a server cannot be asked, or an extra is missing; 'error' says why",
 }
 
+_ERROR: Final = {
+    "type": "object",
+    "properties": {"error": {"type": "string"}},
+    "required": ["error"],
+}
+
 
 def openapi(pages: Sequence[Page], base: str) -> dict[str, Any]:
     """Return the description.
@@ -47,8 +53,7 @@ def openapi(pages: Sequence[Page], base: str) -> dict[str, Any]:
 
 
 def _path(page: Page) -> dict[str, Any]:
-    summary = (inspect.getdoc(page.view) or page.title).partition("\n")[0]
-    operation = _operation(summary)
+    operation = _operation((inspect.getdoc(page.view) or "").partition("\n")[0])
     if not page.is_action:
         operation["parameters"] = [
             {
@@ -77,25 +82,17 @@ def _path(page: Page) -> dict[str, Any]:
 
 
 def _operation(summary: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"type": "object"}}}
-    error = {
-        "type": "object",
-        "properties": {"error": {"type": "string"}},
-        "required": ["error"],
-    }
     return {
         "summary": summary,
         "responses": {
-            "200": {"description": "what the page shows", "content": content},
-            **{
-                status: {
-                    "description": meaning,
-                    "content": {"application/json": {"schema": error}},
-                }
-                for status, meaning in _ERRORS.items()
-            },
+            "200": _answer("what the page shows", {"type": "object"}),
+            **{status: _answer(meaning, _ERROR) for status, meaning in _ERRORS.items()},
         },
     }
+
+
+def _answer(description: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def _schema(parameter: Parameter) -> dict[str, Any]:

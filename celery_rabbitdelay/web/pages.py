@@ -39,10 +39,10 @@ class Page(NamedTuple):
 
     Attributes:
         path: Its path, without a slash before it.
-        title: Its title.
         view: Returns what it shows.
-        template: The name of its template.
         parameters: What its address or its form takes.
+        title: Its title; empty for a file, and for an action that leads to another page.
+        template: The name of its template; empty likewise.
         is_action: Whether it changes something: an operator posts a form with a token.
         in_menu: Whether it stands in the menu.
         refresh: Seconds after which a page that is open is refreshed; 0 for never.
@@ -51,17 +51,24 @@ class Page(NamedTuple):
     """
 
     path: str
-    title: str
     view: View
-    template: str
     parameters: tuple[Parameter, ...] = ()
+    title: str = ""
+    template: str = ""
     is_action: bool = False
     in_menu: bool = False
     refresh: int = 0
     file: str = ""
 
 
+def _action(
+    path: str, view: View, parameters: tuple[Parameter, ...], title: str = "", template: str = ""
+) -> Page:
+    return Page(path, view, parameters, title, template, is_action=True)
+
+
 _INSTANT: Final = "ISO 8601; without a time zone in the application's"
+_HORIZON: Final = (Parameter("horizon", "how far the page looks ahead", tuple(HORIZONS)),)
 _ID: Final = Parameter("id", "the id of a task", is_needed=True)
 _IDS: Final = Parameter("id", "the ids of tasks", is_list=True, is_needed=True)
 _FILTERS: Final = (
@@ -71,22 +78,30 @@ _FILTERS: Final = (
     Parameter("due_after", f"only tasks that are due then or later; {_INSTANT}"),
     Parameter("due_before", f"only tasks that are due before; {_INSTANT}"),
 )
+_SEARCH: Final = (
+    Parameter("id", "only the task with this id"),
+    *_FILTERS,
+    Parameter("limit", f"how many, at most {waiting.MOST}"),
+    Parameter("after", "where the page begins: 'next' of the page before"),
+)
 _UNTIL: Final = (
     Parameter("by", "how much later each of them is to run: 90, 1h30m, 3d"),
     Parameter("until", f"instead: the instant at which all of them run; {_INSTANT}"),
 )
 _ACTION: Final = Parameter("action", "what to do", tuple(deciding.ACTIONS))
-_KEY: Final = Parameter("key", "the key that the answer had when it was begun")
-_JOB: Final = Parameter("name", "the name of a job")
-_NAME: Final = Parameter("name", "its name", is_needed=True)
-_COUNT: Final = Parameter("count", "at most so many", is_needed=True)
 _SENT: Final = Parameter(
     "sent_before",
     f"only tasks sent before this instant, which /api/waiting/all says; {_INSTANT}",
     is_needed=True,
 )
+_DECIDE_ALL: Final = (_ACTION._replace(is_needed=True), _SENT, *_FILTERS, *_UNTIL)
+_KEY: Final = Parameter("key", "the key that the answer had when it was begun")
+_NAME: Final = Parameter("name", "its name", is_needed=True)
+_JOB: Final = Parameter("name", "the name of a job")
+_EXPIRES: Final = Parameter("expires", "when it is aborted unless it is committed", is_needed=True)
 _REMOVE: Final = Parameter("action", "what to do", tuple(undeliverable.ACTIONS))
-_OF_MESSAGES: Final = (
+_COUNT: Final = Parameter("count", "at most so many", is_needed=True)
+_MESSAGES: Final = (
     Parameter("task", "only tasks of these names or patterns", is_list=True),
     Parameter("queue", "only for queues of these names or patterns", is_list=True),
     Parameter("id", "only the tasks with these ids", is_list=True),
@@ -95,141 +110,70 @@ _OF_MESSAGES: Final = (
     Parameter("newer_than", "undeliverable for at most so long"),
 )
 _REDRIVE: Final = (
+    *_MESSAGES,
     Parameter("to", "the queue that gets all of them, instead of their own"),
     Parameter("delay", "each waits for at least so long"),
+)
+_EDIT: Final = (
+    _NAME,
+    Parameter("when", "cron texts and intervals, one a line: every 1h30m", is_list=True),
+    Parameter("timezone", "the IANA name of the time zone of cron texts"),
+    Parameter("paused", "whether it is paused", ("yes", "no")),
 )
 
 #: All pages.
 PAGES: Final = (
-    Page(
-        "now",
-        "Now",
-        now,
-        "now.html",
-        (Parameter("horizon", "how far the histogram looks ahead", tuple(HORIZONS)),),
-        in_menu=True,
-        refresh=2,
-    ),
-    Page(
-        "waiting",
-        "Waiting",
-        waiting.waiting,
-        "waiting.html",
-        (
-            Parameter("id", "only the task with this id"),
-            *_FILTERS,
-            Parameter("limit", f"how many, at most {waiting.MOST}"),
-            Parameter("after", "where the page begins: 'next' of the page before"),
-        ),
-        in_menu=True,
-    ),
-    Page("waiting/task", "Task", waiting.story, "task.html", (_ID,), refresh=5),
-    Page("waiting/cancel", "Cancel", deciding.cancel, "decided.html", (_IDS,), is_action=True),
-    Page(
-        "waiting/postpone",
-        "Postpone",
-        deciding.postpone,
-        "decided.html",
-        (_IDS, *_UNTIL),
-        is_action=True,
-    ),
-    Page("waiting/run-now", "Run now", deciding.run_now, "decided.html", (_IDS,), is_action=True),
-    Page("waiting/all", "All that match", deciding.confirm, "confirm.html", (_ACTION, *_FILTERS)),
-    Page(
-        "waiting/decide-all",
-        "All that match",
-        deciding.decide_all,
-        "work.html",
-        (_ACTION._replace(is_needed=True), _SENT, *_FILTERS, *_UNTIL),
-        is_action=True,
-    ),
-    Page("work", "Progress", deciding.work, "work.html", (_KEY,), refresh=1),
-    Page(
-        "work/stop",
-        "Stop",
-        deciding.stop,
-        "work.html",
-        (_KEY._replace(is_needed=True),),
-        is_action=True,
-    ),
+    Page("now", now, _HORIZON, "Now", "now.html", in_menu=True, refresh=2),
+    Page("waiting", waiting.waiting, _SEARCH, "Waiting", "waiting.html", in_menu=True),
+    Page("waiting/task", waiting.story, (_ID,), "Task", "task.html", refresh=5),
+    _action("waiting/cancel", deciding.cancel, (_IDS,), "Cancel", "decided.html"),
+    _action("waiting/postpone", deciding.postpone, (_IDS, *_UNTIL), "Postpone", "decided.html"),
+    _action("waiting/run-now", deciding.run_now, (_IDS,), "Run now", "decided.html"),
+    Page("waiting/all", deciding.confirm, (_ACTION, *_FILTERS), "All that match", "confirm.html"),
+    _action("waiting/decide-all", deciding.decide_all, _DECIDE_ALL),
+    Page("work", deciding.work, (_KEY,), "Progress", "work.html", refresh=1),
+    _action("work/stop", deciding.stop, (_KEY._replace(is_needed=True),)),
     Page(
         "undeliverable",
-        "Undeliverable",
         undeliverable.undeliverable,
+        _MESSAGES,
+        "Undeliverable",
         "undeliverable.html",
-        _OF_MESSAGES,
         in_menu=True,
     ),
-    Page(
-        "undeliverable/export",
-        "Export",
-        undeliverable.export,
-        "",
-        _OF_MESSAGES,
-        file="undeliverable.jsonl",
-    ),
-    Page("undeliverable/message", "Message", undeliverable.message, "message.html", (_ID,)),
+    Page("undeliverable/export", undeliverable.export, _MESSAGES, file="undeliverable.jsonl"),
+    Page("undeliverable/message", undeliverable.message, (_ID,), "Message", "message.html"),
     Page(
         "undeliverable/all",
-        "All that match",
         undeliverable.confirm,
-        "undeliverable_confirm.html",
-        (_REMOVE, *_OF_MESSAGES, *_REDRIVE),
-    ),
-    Page(
-        "undeliverable/decide-all",
+        (_REMOVE, *_REDRIVE),
         "All that match",
+        "undeliverable_confirm.html",
+    ),
+    _action(
+        "undeliverable/decide-all",
         undeliverable.decide,
-        "work.html",
-        (_REMOVE._replace(is_needed=True), _COUNT, *_OF_MESSAGES, *_REDRIVE),
-        is_action=True,
+        (_REMOVE._replace(is_needed=True), _COUNT, *_REDRIVE),
     ),
-    Page("jobs", "Jobs", jobs.jobs, "jobs.html", (_JOB,), in_menu=True),
-    Page(
-        "jobs/open",
-        "Open",
-        jobs.open_job,
-        "jobs.html",
-        (
-            _NAME,
-            Parameter("expires", "when it is aborted unless it is committed", is_needed=True),
-        ),
-        is_action=True,
-    ),
-    Page("jobs/commit", "Commit", jobs.commit, "jobs.html", (_NAME,), is_action=True),
-    Page("jobs/abort", "Abort", jobs.abort, "jobs.html", (_NAME,), is_action=True),
+    Page("jobs", jobs.jobs, (_JOB,), "Jobs", "jobs.html", in_menu=True),
+    _action("jobs/open", jobs.open_job, (_NAME, _EXPIRES)),
+    _action("jobs/commit", jobs.commit, (_NAME,)),
+    _action("jobs/abort", jobs.abort, (_NAME,)),
     Page(
         "schedules",
-        "Schedules",
         schedules.schedules,
+        _HORIZON,
+        "Schedules",
         "schedules.html",
-        (Parameter("horizon", "how far the time line looks ahead", tuple(HORIZONS)),),
         in_menu=True,
         refresh=30,
     ),
-    Page("schedules/one", "Schedule", schedules.schedule, "schedule.html", (_NAME,)),
-    Page(
-        "schedules/edit",
-        "Edit",
-        schedules.edit,
-        "schedule.html",
-        (
-            _NAME,
-            Parameter("when", "cron texts and intervals, one a line: every 1h30m", is_list=True),
-            Parameter("timezone", "the IANA name of the time zone of cron texts"),
-            Parameter("paused", "whether it is paused", ("yes", "no")),
-        ),
-        is_action=True,
-    ),
-    *(
-        Page(f"schedules/{path}", title, view, "schedule.html", (_NAME,), is_action=True)
-        for path, title, view in (
-            ("pause", "Pause", schedules.pause),
-            ("resume", "Resume", schedules.resume),
-            ("trigger", "Run now", schedules.trigger),
-            ("end", "End", schedules.end),
-        )
-    ),
-    Page("workers", "Workers", workers, "workers.html", in_menu=True, refresh=10),
-    Page("health", "Health", health, "health.html", in_menu=True, refresh=30),
+    Page("schedules/one", schedules.schedule, (_NAME,), "Schedule", "schedule.html"),
+    _action("schedules/edit", schedules.edit, _EDIT),
+    _action("schedules/pause", schedules.pause, (_NAME,)),
+    _action("schedules/resume", schedules.resume, (_NAME,)),
+    _action("schedules/trigger", schedules.trigger, (_NAME,)),
+    _action("schedules/end", schedules.end, (_NAME,)),
+    Page("workers", workers, (), "Workers", "workers.html", in_menu=True, refresh=10),
+    Page("health", health, (), "Health", "health.html", in_menu=True, refresh=30),
 )

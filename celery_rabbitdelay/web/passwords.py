@@ -45,7 +45,10 @@ def is_password(password: str, hashed: str) -> bool:
     found = _HASH.fullmatch(hashed)
     if found is None:
         return False
-    cost, (salt, wanted) = map(int, found.groups()[:3]), map(_bytes, found.groups()[3:])
+    cost, (salt, wanted) = (
+        map(int, found.groups()[:3]),
+        map(base64.urlsafe_b64decode, found.groups()[3:]),
+    )
     with _one:
         return hmac.compare_digest(_hash(password, salt, *cost), wanted)
 
@@ -57,10 +60,6 @@ def _hash(password: str, salt: bytes, n: int = N, r: int = R, p: int = P) -> byt
 
 def _text(value: bytes) -> str:
     return base64.urlsafe_b64encode(value).decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.urlsafe_b64decode(text)
 
 
 #: The hash of a password that nobody has: an unknown name takes as long as a wrong password.

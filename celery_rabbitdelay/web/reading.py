@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 from threading import Condition, Thread
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -169,3 +169,9 @@ class Broker:
         if connection is not None:
             with suppress(*AWAY):
                 drop_connection(connection)
+
+
+def ask_once(app: celery.Celery, question: Callable[[Connection], _T]) -> _T:
+    """Ask an application's broker something over a connection of its own; see :class:`Broker`."""
+    with closing(Broker(app)) as broker:
+        return broker.ask(question)

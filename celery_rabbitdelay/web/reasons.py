@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kombu import Queue
 
@@ -14,7 +13,7 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.reading import AWAY, Broker
+from celery_rabbitdelay.web.reading import AWAY, ask_once
 
 
 class Reason(NamedTuple):
@@ -31,28 +30,27 @@ class Reason(NamedTuple):
     fields: str = ""
 
 
+#: What is said of a task that does not wait.
+ENDED: Final = {
+    TaskState.CANCELLED: "It was cancelled, and will not run.",
+    TaskState.ARRIVED: "It has arrived at a worker and may have run: the worker's log and the "
+    "result backend say how it ended.",
+    TaskState.NOTED: "It was postponed, but no message of it is known.",
+}
+
+
 def reasons(asked: Asked, task: KnownTask) -> list[Reason]:
     """Return why a task has not run, as far as the registry and the broker know it.
 
     Raises:
         RegistryUnavailable: Redis does not answer.
     """
-    match TaskState(task.state):
-        case TaskState.CANCELLED:
-            return [Reason("It was cancelled, and will not run.")]
-        case TaskState.SUPERSEDED:
-            newer = f"key={shown.quoted(task.key or '')}"
-            words = "A newer task was sent under its key: this one will not run."
-            return [Reason(words, "waiting", newer)]
-        case TaskState.ARRIVED:
-            return [
-                Reason(
-                    "It has arrived at a worker and may have run: the worker's log and the result "
-                    "backend say how it ended."
-                )
-            ]
-        case TaskState.NOTED:
-            return [Reason("It was postponed, but no message of it is known.")]
+    state = TaskState(task.state)
+    if state is TaskState.SUPERSEDED:
+        words = "A newer task was sent under its key: this one will not run."
+        return [Reason(words, "waiting", f"key={shown.quoted(task.key or '')}")]
+    if state is not TaskState.WAITING:
+        return [Reason(ENDED[state])]
     found = [*_held_back(asked, task)]
     if task.due is not None and task.due > wall_clock.now():
         again = ", because it was postponed" if task.postponed == task.due else ""
@@ -88,9 +86,8 @@ def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
         yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
         return
     try:
-        with closing(Broker(asked.site.app)) as broker:
-            queue = Queue(task.queue)
-            counts = broker.ask(lambda connection: queue_counts(connection, [queue]))[queue.name]
+        queues = [Queue(task.queue)]
+        counts = ask_once(asked.site.app, lambda found: queue_counts(found, queues))[task.queue]
     except AWAY:
         return  # the page says that the broker cannot be asked
     if counts is None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any, Final
-from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
 
@@ -15,11 +14,12 @@ from celery_rabbitdelay.app.schedule_imports import exported, from_json
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_delay
+from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_duration
 from celery_rabbitdelay.levels.recurrence import INVALID
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import HORIZONS
-from celery_rabbitdelay.web.waiting import check_registry, masked
+from celery_rabbitdelay.web.waiting import masked
 from celery_rabbitdelay.web.work import log_action
 
 #: The beginning of a rule that is an interval; behind it stand milliseconds.
@@ -31,16 +31,18 @@ MISSING: Final = 60.0
 #: How many runs of a schedule, and of all together, stand on the time line.
 MOST_RUNS, MOST_OF_ALL = 12, 200
 
+#: The answer to a name that no schedule has.
+UNKNOWN: Final = "There is no schedule of this name."
+
 #: How many next instants a schedule's own page has.
 NEXT: Final = 10
 
 
 def schedules(asked: Asked) -> dict[str, Any]:
     """Return all schedules, the one that is due next first, and their next runs in a time."""
-    check_registry(asked)
     horizon = asked.fields.one_of("horizon", HORIZONS, "day")
     with servers_away():
-        found = asked.site.delays.schedules.all()
+        found = asked.with_registry.schedules.all()
     found = sorted(found, key=lambda each: each.next_at)
     start, (length, _) = wall_clock.now(), HORIZONS[horizon]
     told, left = [], MOST_OF_ALL
@@ -61,39 +63,38 @@ def schedules(asked: Asked) -> dict[str, Any]:
 
 def runs_until(found: Schedule, start: datetime, end: datetime, most: int) -> list[datetime]:
     """Return the first instants of a schedule within a time; one that is overdue is not in it."""
-    instants = list[datetime]()
-    next_at: datetime | None = found.next_at
+    instants, end_ms = list[datetime](), milliseconds_of(end)
     with suppress(*INVALID):  # the rules of a later version
+        at_ms: int | None = milliseconds_of(found.next_at)
         if found.next_at < start:
-            next_at = _after(found, start)
-        while next_at is not None and next_at < end and len(instants) < most:
-            instants.append(next_at)
-            next_at = _after(found, next_at)
+            at_ms = found.recurrence.after(milliseconds_of(start))
+        while at_ms is not None and at_ms < end_ms and len(instants) < most:
+            instants.append(instant_of(at_ms))
+            at_ms = found.recurrence.after(at_ms)
     return instants
-
-
-def _after(found: Schedule, instant: datetime) -> datetime | None:
-    instant_ms = found.recurrence.after(milliseconds_of(instant))
-    return None if instant_ms is None else instant_of(instant_ms)
 
 
 def schedule(asked: Asked) -> dict[str, Any]:
     """Return one schedule, and when it is due next."""
-    check_registry(asked)
-    name, own = asked.fields.needed("name"), asked.site.delays.schedules
+    found = _known(asked)
     with servers_away():
-        found = own.get(name)
-        instants = own.next(name, NEXT) if found is not None else []
-    if found is None:
-        raise HTTPException(404, "There is no schedule of this name.")
+        instants = asked.with_registry.schedules.next(found.name, NEXT)
     return {"schedule": _told(asked, found), "next": instants}
+
+
+def _known(asked: Asked) -> Schedule:
+    """Return the schedule of the name that is asked for."""
+    name = asked.fields.needed("name")
+    with servers_away():
+        found = asked.with_registry.schedules.get(name)
+    if found is None:
+        raise HTTPException(404, UNKNOWN)
+    return found
 
 
 def edit(asked: Asked) -> dict[str, Any]:
     """Let a schedule be due at other times, or be paused; its task and arguments stay."""
-    check_registry(asked)
-    fields, own = asked.fields, asked.site.delays.schedules
-    name = fields.needed("name")
+    fields = asked.fields
     changed: dict[str, Any] = {}
     if lines := [line for each in fields.all("when") for line in each.splitlines() if line.strip()]:
         changed["when"] = [_rule(line.strip()) for line in lines]
@@ -101,23 +102,20 @@ def edit(asked: Asked) -> dict[str, Any]:
         changed["timezone"] = fields.needed("timezone").strip()
     if "paused" in fields:
         changed["paused"] = fields.one_of("paused", ("yes", "no"), "no") == "yes"
-    with servers_away():
-        found = own.get(name)
-    if found is None:
-        raise HTTPException(404, "There is no schedule of this name.")
+    found = _known(asked)
     if not found.task:
         raise HTTPException(409, "Redis has lost the task: the application has to put it again.")
     # As an import of its export: what is not changed stays.
     (same,) = from_json(json.dumps({"schedules": [exported(found)]}))
-    try:
-        with servers_away(InvalidSchedule, InvalidDelay):
-            put = own.put(name, **{**same.given, **changed})
-    except (InvalidSchedule, InvalidDelay) as wrong:
-        raise Wrong("when", str(wrong)) from wrong
-    log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, name)
+    with servers_away():
+        try:
+            put = asked.with_registry.schedules.put(found.name, **{**same.given, **changed})
+        except (InvalidSchedule, InvalidDelay) as wrong:
+            raise Wrong("when", str(wrong)) from wrong
+    log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
     done = "edited the schedule" if put is not None else "ended the schedule: its end is over"
-    see = f"schedules/one?{urlencode({'name': name}, errors='surrogatepass')}"
-    return {"name": name, "done": done, "see": "schedules" if put is None else see}
+    see = "schedules" if put is None else f"schedules/one?name={quoted(found.name)}"
+    return {"name": found.name, "done": done, "see": see}
 
 
 def _rule(line: str) -> str | timedelta:
@@ -125,12 +123,11 @@ def _rule(line: str) -> str | timedelta:
     if not line.startswith(EVERY):
         return line
     text = line.removeprefix(EVERY)
+    if text.strip().replace(".", "").isdigit():
+        raise Wrong("when", "takes an interval with its unit, such as every 90s or every 1h30m")
     try:
-        seconds = parse_delay(text, "when")
-        if text.strip().replace(".", "").isdigit():
-            raise Wrong("when", "takes an interval with its unit, such as every 90s or every 1h30m")
-        return timedelta(seconds=float(seconds))
-    except (InvalidDelay, OverflowError) as wrong:
+        return parse_duration(text, "when")
+    except InvalidDelay as wrong:
         raise Wrong("when", f"takes an interval such as every 1h30m, not {text!r:.100}") from wrong
 
 
@@ -168,12 +165,11 @@ def end(asked: Asked) -> dict[str, Any]:
 
 
 def _changed(asked: Asked, change: Callable[[Schedules, str], bool], what: str) -> dict[str, Any]:
-    check_registry(asked)
     name = asked.fields.needed("name")
     with servers_away():
-        is_known = change(asked.site.delays.schedules, name)
+        is_known = change(asked.with_registry.schedules, name)
     if not is_known:
-        raise HTTPException(404, "There is no schedule of this name.")
+        raise HTTPException(404, UNKNOWN)
     log_action(asked.user, what, 1, name)
     return {"name": name, "done": what, "see": f"schedules/one?{asked.fields.address(token=None)}"}
 

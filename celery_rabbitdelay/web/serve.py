@@ -9,10 +9,9 @@ import celery
 import uvicorn
 
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.web.access import address_of, is_loopback
-from celery_rabbitdelay.web.asgi import Server
+from celery_rabbitdelay.web.access import is_here
+from celery_rabbitdelay.web.asgi import application_for
 from celery_rabbitdelay.web.options import SETTING
-from celery_rabbitdelay.web.shield import Shield
 from celery_rabbitdelay.web.site import Site
 
 
@@ -30,7 +29,7 @@ def serve(app: celery.Celery, host: str, port: int, **options: Any) -> None:
             nobody is told from anybody else.
     """
     site = Site(app, options)
-    if site.options.is_open and host != "localhost" and not is_loopback(address_of(host)):
+    if site.options.is_open and not is_here(host):
         takes = (
             "without users, the page is served on this machine alone (127.0.0.1, ::1, localhost), "
             "not on this host: set users, proxy_header or identify"
@@ -40,7 +39,7 @@ def serve(app: celery.Celery, host: str, port: int, **options: Any) -> None:
     try:
         # Only the options say which proxy is trusted, so the client's own address is needed.
         uvicorn.run(
-            Shield(Server(site).starlette(), site.options),
+            application_for(site),
             host=host,
             port=port,
             proxy_headers=False,

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from celery_rabbitdelay.web.access import address_of, is_loopback
+from celery_rabbitdelay.web.access import is_here
 from celery_rabbitdelay.web.options import Options
 
 #: The headers of every answer. Nothing comes from elsewhere, no script or style stands in a page,
@@ -74,13 +74,13 @@ class Shield:
         name = _name_of(hosts[0])
         if self._options.hosts is not None:
             return name in {each.lower() for each in self._options.hosts}
-        return not self._options.is_open or _is_here(name)
+        return not self._options.is_open or is_here(name)
 
     def _is_secure(self, scope: Scope, headers: Headers) -> bool:
         if self._options.https or scope.get("scheme") == "https":
             return True
         name = _name_of(headers.get("host", ""))
-        return _is_here(name) or name.endswith(".localhost")
+        return is_here(name) or name.endswith(".localhost")
 
 
 def is_from_elsewhere(headers: Headers) -> bool:
@@ -98,10 +98,6 @@ def is_from_elsewhere(headers: Headers) -> bool:
         return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
     except ValueError:
         return True
-
-
-def _is_here(name: str) -> bool:
-    return name == "localhost" or is_loopback(address_of(name))
 
 
 def _name_of(host: str) -> str:

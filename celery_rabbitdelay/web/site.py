@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import celery
+from kombu import Connection
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -29,7 +29,7 @@ from celery_rabbitdelay.operations.verify.management import ManagementAPI, manag
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.reading import Broker, Readings
+from celery_rabbitdelay.web.reading import Broker, Readings, ask_once
 from celery_rabbitdelay.web.work import Works
 
 #: Seconds from one look to the next: at the queues, at the workers, at the tracked tasks, and for
@@ -193,13 +193,8 @@ class Site:
         self._management = api, virtual_host  # it has answered; otherwise another node may
         # An exchange counts what is published to it, and not what is dead-lettered into it.
         levels = {exchange.name for exchange in self.delays.topology.level_exchanges}
-        return float(
-            sum(
-                each.get("message_stats", {}).get("publish_in_details", {}).get("rate", 0)
-                for each in found
-                if each["name"] in levels
-            )
-        )
+        counted = [each.get("message_stats", {}) for each in found if each["name"] in levels]
+        return float(sum(each.get("publish_in_details", {}).get("rate", 0) for each in counted))
 
     def _look_at_workers(self) -> Workers:
         answers = self._brokers[1].ask(
@@ -226,24 +221,20 @@ class Site:
 
     def _verify(self) -> Verification:
         management = self.options.management
-        with closing(Broker(self.app)) as broker:
-            return broker.ask(
-                lambda connection: verify_application(self.delays, connection, management)
-            )
+        return ask_once(self.app, lambda found: verify_application(self.delays, found, management))
 
     def _read_undeliverable(self) -> list[Kept]:
-        with closing(Broker(self.app)) as broker:
-            return broker.ask(
-                lambda connection: [
-                    Kept(
-                        each if len(each.body) <= MOST_BODY else each._replace(body=b""),
-                        shown_body(each.body, SHOWN_BODY),
-                    )
-                    for each in undeliverable_messages(
-                        connection, self.delays.topology, MOST_UNDELIVERABLE
-                    )
-                ]
-            )
+        def kept(connection: Connection) -> list[Kept]:
+            topology = self.delays.topology
+            return [
+                Kept(
+                    each if len(each.body) <= MOST_BODY else each._replace(body=b""),
+                    shown_body(each.body, SHOWN_BODY),
+                )
+                for each in undeliverable_messages(connection, topology, MOST_UNDELIVERABLE)
+            ]
+
+        return ask_once(self.app, kept)
 
 
 _NO_BACKLOG: Final = Backlog({}, {}, {}, ())

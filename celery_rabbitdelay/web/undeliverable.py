@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
-from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 from kombu.exceptions import OperationalError
@@ -14,9 +13,10 @@ from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDes
 from celery_rabbitdelay.operations.undeliverable import messages as read
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
 from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
-from celery_rabbitdelay.operations.undeliverable.redrive import RemovalReport
-from celery_rabbitdelay.web.asked import Asked, Away, Wrong
-from celery_rabbitdelay.web.reading import AWAY, Broker, why
+from celery_rabbitdelay.operations.undeliverable.redrive import Matches, RemovalReport
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.web.deciding import begin
+from celery_rabbitdelay.web.reading import ask_once
 from celery_rabbitdelay.web.site import Kept
 from celery_rabbitdelay.web.waiting import masked
 from celery_rabbitdelay.web.work import Work, log_action
@@ -30,6 +30,9 @@ STOPPED: Final = "stopped on the page"
 #: What can be done, and how the log names it afterwards.
 ACTIONS: Final = {"redrive": "redriven", "purge": "deleted"}
 
+#: The headers that show a task's arguments.
+ARGUMENTS: Final = frozenset({"argsrepr", "kwargsrepr"})
+
 #: The fields that choose messages.
 FILTERS: Final = ("task", "queue", "id", "reason", "older_than", "newer_than")
 
@@ -42,8 +45,8 @@ def undeliverable(asked: Asked) -> dict[str, Any]:
         if wanted.matches(each.message):
             summary.add(each.message)
             if len(messages) < LISTED:
-                size = {"size": each.body["size"]}
-                messages.append({**read.summary_of(number, each.message), **size})
+                told = read.summary_of(number, each.message)
+                messages.append({**told, "size": each.body["size"]})
     return {
         "taken": reading.taken,
         "error": reading.error,
@@ -74,7 +77,7 @@ def export(asked: Asked) -> dict[str, Any]:
         raise HTTPException(403, "Bodies are hidden: the option shows_arguments shows them.")
     wanted, reading = _filter(asked), asked.site.undeliverable.latest()
     if reading.value is None:
-        raise Away(f"The broker cannot be asked: {reading.error}")
+        raise HTTPException(503, f"The broker cannot be asked: {reading.error}")
     messages = [
         _record(asked, number, each)
         for number, each in enumerate(reading.value, 1)
@@ -89,108 +92,83 @@ def _record(asked: Asked, number: int, kept: Kept) -> dict[str, Any]:
     record = read.as_record(number, kept.message)
     del record["amqp_properties"]  # for programs that send it again; it has the arguments, too
     record["envelope"] = read.Contents.of(kept.message).messages
-    if not asked.site.options.shows_arguments:
-        for name in ("argsrepr", "kwargsrepr"):
-            record["headers"].pop(name, None)
+    options, task, headers = asked.site.options, record["task"] or "", record["headers"]
+    if not options.shows_arguments:
+        for name in ARGUMENTS:
+            headers.pop(name, None)
         return {**record, "body": None}
-    for name in ("argsrepr", "kwargsrepr"):
-        if name in record["headers"]:
-            text = str(record["headers"][name])
-            record["headers"][name] = masked(asked.site.options, record["task"] or "", text)
-    body = dict(kept.body)
-    for name in ("text", "base64"):
-        body[name] = masked(asked.site.options, record["task"] or "", body[name])
-    return {**record, "body": body}
+    for name in headers.keys() & ARGUMENTS:
+        headers[name] = masked(options, task, str(headers[name]))
+    texts = {name: masked(options, task, kept.body[name]) for name in ("text", "base64")}
+    return {**record, "body": {**kept.body, **texts}}
 
 
 def confirm(asked: Asked) -> dict[str, Any]:
     """Return how many messages match, and what would become of them: a dry run."""
     action = asked.fields.one_of("action", ACTIONS, "redrive")
-    try:
-        report = _remove(asked, action, dry_run=True)
-    except AWAY as error:
-        raise Away(f"The broker cannot be asked: {why(error)}") from error
-    return {"action": action, "report": vars(report), "filter": _told_filter(asked)}
+    with servers_away():
+        report = _remove(asked, action, _filter(asked).matches, dry_run=True)
+    return {"action": action, "report": vars(report), "filter": asked.fields.filter(FILTERS)}
 
 
 def decide(asked: Asked) -> dict[str, Any]:
     """Begin to redrive or to delete the messages that match, at most as many as were counted."""
     action = asked.fields.one_of("action", ACTIONS, "")
     count = asked.fields.number("count", 0, 10**9)
-    _filter(asked), _to(asked)  # what is wrong is said at once
+    wanted = _filter(asked)
 
     def does(work: Work) -> None:
         report = RemovalReport()
 
-        def watch() -> None:
+        def matches(found: read.UndeliverableMessage) -> bool:
             work.done = report.removed
-            if work.is_stopping:
+            if work.stopping.is_set():
                 report.stopped = STOPPED
+            return wanted.matches(found)
 
         try:
-            _remove(asked, action, dry_run=False, limit=count, report=report, watch=watch)
+            _remove(asked, action, matches, dry_run=False, limit=count, report=report)
         finally:
             work.done = report.removed
             asked.site.undeliverable.outdate()
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
 
-    chosen = " ".join(f"{name}={value!r}" for name, value in _told_filter(asked).items() if value)
-    what = f"{ACTIONS[action]} undeliverable messages {f'with {chosen}' if chosen else ''}".strip()
-    work = asked.site.works.begin(asked.user, what, count, does)
-    return {"work": work.as_json(), "see": f"work?key={work.key}"}
+    return begin(asked, f"{ACTIONS[action]} undeliverable messages", FILTERS, count, does)
 
 
 def _remove(
     asked: Asked,
     action: str,
+    matches: Matches,
     *,
     dry_run: bool,
     limit: int | None = None,
     report: RemovalReport | None = None,
-    watch: Callable[[], None] = lambda: None,
 ) -> RemovalReport:
     """Remove the messages that match, or only count them.
 
     Args:
         asked: What is asked for.
         action: What becomes of them: one of :data:`ACTIONS`.
+        matches: Returns whether a message is chosen; called for each that is read.
         dry_run: Whether to count them only.
         limit: At most so many.
         report: What is counted in; see :func:`.redrive`.
-        watch: Called for each message that is read.
     """
-    site, wanted = asked.site, _filter(asked)
-
-    def matches(found: read.UndeliverableMessage) -> bool:
-        watch()
-        return wanted.matches(found)
-
-    with closing(Broker(site.app)) as broker:
-        if action == "purge":
-            return broker.ask(
-                lambda connection: removing.purge(
-                    connection,
-                    site.delays.topology,
-                    matches,
-                    limit=limit,
-                    dry_run=dry_run,
-                    report=report,
-                )
-            )
-        try:
-            options = {"to": _to(asked), "delay": asked.delay("delay")}
-            redriving = ApplicationRedrive(site.delays, dry_run=dry_run, **options)
-        except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
-            raise Wrong(action, str(wrong)) from wrong
-        with closing(redriving):
-            return broker.ask(
-                lambda connection: redriving.run(connection, matches, limit, report=report)
-            )
-
-
-def _to(asked: Asked) -> str | None:
-    return asked.fields.text("to")
+    site = asked.site
+    if action == "purge":
+        purge = partial(removing.purge, limit=limit, dry_run=dry_run, report=report)
+        return ask_once(site.app, lambda found: purge(found, site.delays.topology, matches))
+    delay = asked.duration("delay")
+    try:
+        redriving = ApplicationRedrive(
+            site.delays, dry_run=dry_run, to=asked.fields.text("to"), delay=delay
+        )
+    except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
+        raise Wrong(action, str(wrong)) from wrong
+    with closing(redriving):
+        return ask_once(site.app, lambda found: redriving.run(found, matches, limit, report=report))
 
 
 def _filter(asked: Asked) -> read.UndeliverableFilter:
@@ -200,18 +178,6 @@ def _filter(asked: Asked) -> read.UndeliverableFilter:
         fields.all("queue"),
         fields.all("id"),
         fields.all("reason"),
-        _age(asked, "older_than"),
-        _age(asked, "newer_than"),
+        asked.duration("older_than"),
+        asked.duration("newer_than"),
     )
-
-
-def _age(asked: Asked, name: str) -> timedelta | None:
-    seconds = asked.delay(name)
-    try:
-        return None if seconds is None else timedelta(seconds=float(seconds))
-    except OverflowError as wrong:
-        raise Wrong(name, "is too long") from wrong
-
-
-def _told_filter(asked: Asked) -> dict[str, str | None]:
-    return {name: asked.fields.text(name) for name in FILTERS}

@@ -8,15 +8,13 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from celery_rabbitdelay.app.known_task import KnownTask, known_task
-from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.waiting import Found, Place, count_at_least, search
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.web.asked import Asked, Away, Wrong, servers_away
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.reading import why
 from celery_rabbitdelay.web.reasons import reasons
 
 logger = logging.getLogger(__name__)
@@ -30,30 +28,22 @@ SIMILAR: Final = 5
 #: The fields that choose tasks.
 FILTERS: Final = ("task", "key", "job", "due_after", "due_before")
 
-#: What single tasks need.
-NEEDS: Final = (
-    "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
-    "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"
-)
-
 
 def waiting(asked: Asked) -> dict[str, Any]:
     """Return the tracked tasks that wait and match, the next one first."""
-    check_registry(asked)
-    fields, delays = asked.fields, asked.site.delays
+    fields, delays = asked.fields, asked.with_registry
     wanted, task_id = filter_of(asked), fields.text("id")
     most, after = fields.number("limit", PAGE, MOST), _place(asked)
     with servers_away():
         if task_id is not None:
             found = Found(delays.registry.index.tasks([task_id]), None)
-            count, is_least = len(found.tasks), False
         else:
             found = search(delays, wanted, most, after)
-            count, is_least = len(found.tasks), found.next is not None
-            if wanted.key_start is None:
-                count, is_least = count_at_least(delays, wanted)
+        count, is_least = len(found.tasks), found.next is not None
+        if task_id is None and wanted.key_start is None:
+            count, is_least = count_at_least(delays, wanted)
         since = delays.pending_since()
-    names = _task_names(asked)
+    names = sorted(each for each in asked.site.app.tasks if not each.startswith("celery."))
     return {
         "count": count,
         "may_be_more": is_least,
@@ -68,11 +58,6 @@ def waiting(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _task_names(asked: Asked) -> list[str]:
-    """Return the names of the application's own tasks."""
-    return sorted(each for each in asked.site.app.tasks if not each.startswith("celery."))
-
-
 def _similar(names: Sequence[str], name: str) -> list[str]:
     """Return the names of tasks that contain a text."""
     found = [each for each in names if each != name and name.lower() in each.lower()]
@@ -81,11 +66,8 @@ def _similar(names: Sequence[str], name: str) -> list[str]:
 
 def story(asked: Asked) -> dict[str, Any]:
     """Return all that is known of one task."""
-    check_registry(asked)
-    site, task_id = asked.site, asked.fields.needed("id")
-    glance = site.glance.latest()
-
-    layout = site.delays.topology.layout
+    site, delays, task_id = asked.site, asked.with_registry, asked.fields.needed("id")
+    glance, layout = site.glance.latest(), delays.topology.layout
 
     def backlog() -> Backlog:
         # The counts that all share; the page says so if there are none.
@@ -93,7 +75,7 @@ def story(asked: Asked) -> dict[str, Any]:
         return nothing if glance.value is None else glance.value.status.backlog
 
     with servers_away():
-        found = known_task(site.delays.registry, task_id, layout, backlog)
+        found = known_task(delays.registry, task_id, layout, backlog)
         why_not = [] if found is None else reasons(asked, found)
     return {
         "task_id": task_id,
@@ -163,21 +145,10 @@ def filter_of(asked: Asked) -> Filter:
     )
 
 
-def check_registry(asked: Asked) -> None:
-    """Refuse what needs a registry, if there is none.
-
-    Raises:
-        Away: There is none.
-    """
-    try:
-        asked.site.delays.registry  # noqa: B018 - raises if there is none
-    except RabbitDelayError as error:
-        raise Away(f"{NEEDS}. ({why(error)})") from error
-
-
 def _place(asked: Asked) -> Place | None:
     text = asked.fields.text("after")
-    place = None if text is None else Place.of(text)
-    if text is not None and place is None:
+    if text is None:
+        return None
+    if (place := Place.of(text)) is None:
         raise Wrong("after", "takes what 'next' of the page before says")
     return place

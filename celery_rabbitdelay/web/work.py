@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from threading import Event, Lock, Thread
 from typing import Any, Final, TypeAlias
 
@@ -24,73 +26,47 @@ MOST_AT_ONCE: Final = 4
 REMEMBERED: Final = 100
 
 
-class TooMuchWork(HTTPException):
-    """Too many long actions run already."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "So much goes on already; wait until some of it is done")
-
-
+@dataclass(eq=False)
 class Work:
     """A long action.
 
-    Args:
+    Attributes:
         user: Who has begun it.
         what: What it does, in the past: "cancelled".
         total: How many tasks it is about, as far as it is known.
-        does: Does it, counts in ``done``, and returns early if ``is_stopping``.
-
-    Attributes:
+        does: Does it, counts in ``done``, and returns early if it is stopping.
         key: A random word that names it.
         began: When it was begun.
+        stopping: Set to stop it after the current batch or message.
         done: How many are done.
         state: ``running``, ``done``, ``stopped`` or ``failed``.
         error: Why it has failed.
     """
 
-    def __init__(self, user: User, what: str, total: int, does: Does) -> None:
-        self.key = secrets.token_urlsafe(9)
-        self.user = user
-        self.what = what
-        self.total = total
-        self.began: datetime = wall_clock.now()
-        self.done = 0
-        self.state = "running"
-        self.error: str | None = None
-        self._stopping = Event()
-        self._thread = Thread(
-            target=self._run, args=(does,), name=f"rabbitdelay-web-{self.key}", daemon=True
-        )
+    user: User
+    what: str
+    total: int
+    does: Does
+    key: str = field(default_factory=partial(secrets.token_urlsafe, 9))
+    began: datetime = field(default_factory=wall_clock.now)
+    stopping: Event = field(default_factory=Event)
+    done: int = 0
+    state: str = "running"
+    error: str | None = None
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    @property
-    def is_stopping(self) -> bool:
-        """Whether it has been asked to stop."""
-        return self._stopping.is_set()
-
-    def stop(self) -> None:
-        """Ask it to stop after the current batch or message."""
-        self._stopping.set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait for its end, at most this many seconds."""
-        self._thread.join(seconds)
-
-    def _run(self, does: Does) -> None:
+    def run(self) -> None:
+        """Do it to its end, and log how it ended."""
+        state = "failed"
         try:
-            does(self)
-            self.state = "stopped" if self.is_stopping else "done"
+            self.does(self)
+            state = "stopped" if self.stopping.is_set() else "done"
         except AWAY as error:
             self.error = why(error)
         except Exception:
             self.error = "an unexpected error, which is in the log"
             logger.exception("The work %s has failed", self.key)
-        if self.state == "running":
-            self.state = "failed"
-        log_action(self.user, f"{self.what} ({self.state}, of {self.total})", self.done)
+        log_action(self.user, f"{self.what} ({state}, of {self.total})", self.done)
+        self.state = state
 
     def as_json(self) -> dict[str, Any]:
         """Return it as values of JSON."""
@@ -120,7 +96,7 @@ def in_batches(batches: Iterator[int]) -> Does:
     def does(work: Work) -> None:
         for number in batches:
             work.done += number
-            if work.is_stopping:
+            if work.stopping.is_set():
                 return
 
     return does
@@ -137,17 +113,17 @@ class Works:
         """Begin a long action.
 
         Raises:
-            TooMuchWork: Too many run already.
+            HTTPException: Too many run already.
         """
         work = Work(user, what, total, does)
         with self._lock:
             if sum(each.state == "running" for each in self._works.values()) >= MOST_AT_ONCE:
-                raise TooMuchWork
+                raise HTTPException(503, "So much goes on already; wait until some of it is done")
             ended = [key for key, each in self._works.items() if each.state != "running"]
             for key in ended[: max(len(self._works) - REMEMBERED + 1, 0)]:
                 del self._works[key]
             self._works[work.key] = work
-        work.start()
+        Thread(target=work.run, name=f"rabbitdelay-web-{work.key}", daemon=True).start()
         return work
 
     def get(self, key: str) -> Work | None:

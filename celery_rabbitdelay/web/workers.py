@@ -13,12 +13,14 @@ from celery_rabbitdelay.web.site import modules_of
 def workers(asked: Asked) -> dict[str, Any]:
     """Return the modules and versions of each worker, and the settings that differ."""
     reading = asked.site.workers.latest()
-    answers = dict(sorted((reading.value.answers if reading.value is not None else {}).items()))
+    answers = {} if reading.value is None else reading.value.answers
     about = {
         name: answer[ABOUT]
-        for name, answer in answers.items()
+        for name, answer in sorted(answers.items())
         if isinstance(answer.get(ABOUT), Mapping)
     }
+    versions = {name: _texts(each.get("versions")) for name, each in about.items()}
+    settings = {name: _texts(each.get("settings")) for name, each in about.items()}
     return {
         "taken": reading.taken,
         "error": reading.error,
@@ -27,30 +29,19 @@ def workers(asked: Asked) -> dict[str, Any]:
                 "name": name,
                 "error": answer.get("error"),
                 "modules": modules_of(answer),
-                "versions": _texts(about.get(name), "versions"),
-                "settings": _texts(about.get(name), "settings"),
+                "versions": versions.get(name, {}),
+                "settings": settings.get(name, {}),
             }
-            for name, answer in answers.items()
+            for name, answer in sorted(answers.items())
         ],
-        "differences": [
-            *differences(
-                {name: _texts(each, "versions") for name, each in about.items()}, "version"
-            ),
-            *differences(
-                {name: _texts(each, "settings") for name, each in about.items()}, "setting"
-            ),
-        ],
+        "differences": [*differences(versions, "version"), *differences(settings, "setting")],
     }
 
 
-def _texts(about: Any, kind: str) -> dict[str, str]:
+def _texts(found: object) -> dict[str, str]:
     """Return the versions or the settings of a worker; of later versions, only what is a text."""
-    found = about.get(kind) if about is not None else None
-    return {
-        str(name): value
-        for name, value in (found if isinstance(found, Mapping) else {}).items()
-        if isinstance(value, str)
-    }
+    told = found if isinstance(found, Mapping) else {}
+    return {str(name): value for name, value in told.items() if isinstance(value, str)}
 
 
 def differences(told: Mapping[str, Mapping[str, str]], kind: str) -> Iterator[dict[str, Any]]:

@@ -653,7 +653,7 @@ def test_axe_finds_nothing_on_any_page_and_nothing_scrolls_sideways(
     assert found == []
     assert {each.path for each in READ} <= seen
     templates = {each.template for each in pages.PAGES if each.path in seen}
-    assert {each.template for each in pages.PAGES if not each.file} == templates
+    assert {each.template for each in pages.PAGES if each.template} == templates
     assert tab.complaints(UNKNOWN, REFUSED, "status of 404", "status of 400") == []
 
 

@@ -34,7 +34,7 @@ from celery_rabbitdelay.web.reading import Reading, Readings
 from celery_rabbitdelay.web.schedules import written
 from celery_rabbitdelay.web.sessions import Session, Sessions
 from celery_rabbitdelay.web.site import Glance, Site, Workers
-from celery_rabbitdelay.web.work import MOST_AT_ONCE, TooMuchWork, Works, in_batches
+from celery_rabbitdelay.web.work import MOST_AT_ONCE, Work, Works, in_batches
 from celery_rabbitdelay.web.workers import differences
 from tests.browser import Browser, assert_harmless, read
 
@@ -275,10 +275,14 @@ def test_a_session_ends_after_some_hours(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sessions.read(cookie) is None
 
 
+def ended(work: Work) -> None:
+    wait_for(lambda: work.state != "running", "the end of the work", 10)
+
+
 def test_work_counts_what_is_done_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
         work = Works().begin(ADA, "cancelled all", 5, in_batches(iter([2, 3])))
-        work.wait(10)
+        ended(work)
     assert (work.done, work.state) == (5, "done")
     assert [each.getMessage() for each in caplog.records] == [
         "'ada' has cancelled all (done, of 5): 5"
@@ -291,7 +295,7 @@ def test_work_that_fails_says_why_and_how_much_was_done() -> None:
         raise OperationalError("redis://:secret@host is away")
 
     work = Works().begin(ADA, "cancelled all", 5, in_batches(batches()))
-    work.wait(10)
+    ended(work)
     assert (work.done, work.state, work.error) == (2, "failed", "redis://:**@host is away")
 
 
@@ -305,9 +309,9 @@ def test_work_stops_between_two_batches() -> None:
         yield 4
 
     work = Works().begin(ADA, "cancelled all", 7, in_batches(batches()))
-    work.stop()
+    work.stopping.set()
     may_go_on.set()
-    work.wait(10)
+    ended(work)
     assert (work.state, work.error) == ("stopped", None)
     assert work.done in (1, 3)
 
@@ -323,13 +327,13 @@ def test_so_much_work_goes_on_at_a_time_and_old_work_is_forgotten(
         yield 1
 
     going = [works.begin(ADA, "x", 1, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
-    with pytest.raises(TooMuchWork):
+    with pytest.raises(HTTPException, match="503: So much"):
         works.begin(ADA, "x", 1, in_batches(batches()))
     may_end.set()
     for each in going:
-        each.wait(10)
+        ended(each)
     for _ in range(20):
-        works.begin(ADA, "x", 1, in_batches(iter([1]))).wait(10)
+        ended(works.begin(ADA, "x", 1, in_batches(iter([1]))))
     assert len(works.all()) <= 6
 
 
