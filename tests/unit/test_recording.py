@@ -113,9 +113,11 @@ def shop(new_app: Callable[..., Any]) -> Any:
 def connections(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The addresses that were connected to, none of them unless a test clears the list."""
     tried: list[Any] = []
+    of_others = set(threading.enumerate()) - {threading.current_thread()}
 
     def connect(_: socket.socket, address: Any) -> None:
-        tried.append(address)
+        if threading.current_thread() not in of_others:
+            tried.append(address)
         raise ConnectionRefusedError
 
     monkeypatch.setattr(socket.socket, "connect", connect)
