@@ -61,7 +61,6 @@ def permissions(
     vhost: str | None,
     mode: str | None,
     topics: bool,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
@@ -84,7 +83,6 @@ def permissions(
     configure, write, read = needed.patterns(rights)
     told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
     shared.answer(
-        as_json,
         {**told, "topics": [each._asdict() for each in keys]},
         needed.commands(user, host, rights, keys),
     )
@@ -128,7 +126,6 @@ def export(
     output: Path | None,
     vhost: str | None,
     max_delay: Fraction | None,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Write the topology in another format. No broker is asked, and nothing is declared."""
@@ -142,7 +139,7 @@ def export(
     if output is not None:
         with shared.usage_errors(OSError, of="--output: "):
             output.write_text(text, encoding="utf-8")
-    if as_json:
+    if shared.as_json():
         found = {
             "format": format_name,
             "prefix": topology.prefix,
@@ -173,9 +170,7 @@ IDENTITY: Final = 2
     "--dry-run", is_flag=True, help="Only say what is missing; exit with 1 if anything is."
 )
 @shared.topology_options
-def declare(
-    context: CLIContext, /, with_queues: bool, dry_run: bool, as_json: bool, **options: Any
-) -> None:
+def declare(context: CLIContext, /, with_queues: bool, dry_run: bool, **options: Any) -> None:
     """Declare the levels on the broker, and say what was missing."""
     topology = shared.topology_of(context, options)
     # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
@@ -184,7 +179,7 @@ def declare(
         for queue in (context.app.amqp.queues.values() if with_queues else ())
         if not queue.exclusive and not isinstance(queue, Broadcast)
     ]
-    with shared.broker_of(context, as_json) as connection:
+    with shared.broker_of(context) as connection:
         declaration.check_layout(connection, topology)
         missing = declaration.missing(connection, topology)
         counts = declaration.queue_counts(connection, queues)
@@ -214,7 +209,7 @@ def declare(
         "missing_queues": missing_queues,
         "bound": bound,
     }
-    shared.answer(as_json, told, lines)
+    shared.answer(told, lines)
     if dry_run and (missing or missing_queues):
         raise SystemExit(shared.REFUSED)
 
@@ -236,7 +231,6 @@ def delete(
     yes: bool,
     dry_run: bool,
     management: str | None,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Delete the levels from the broker; the queues of tasks stay.
@@ -245,10 +239,10 @@ def delete(
     that a worker holds. Messages that dead-lettering holds, because the queue of a task refuses
     them, are seen only where the management API answers.
     """
-    if as_json and not (yes or dry_run):
+    if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
     topology = shared.topology_of(context, options)
-    connected = shared.broker_of(context, as_json)
+    connected = shared.broker_of(context)
     with shared.usage_errors(InvalidManagementURL), connected as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
         declaration.check_layout(connection, topology)
@@ -266,9 +260,9 @@ def delete(
         messages = sum(waiting.values())
         consumers = sum(each.consumers for each in counts.values())
         exists = bool(exchanges or counts)
-        if not as_json and not exists:
+        if not shared.as_json() and not exists:
             click.echo(f"Nothing of {topology.prefix} exists")
-        elif not as_json:
+        elif not shared.as_json():
             click.echo(f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues")
             if messages:
                 click.echo(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
@@ -282,7 +276,7 @@ def delete(
             _ask(topology.prefix, messages)
         if deleted:
             declaration.delete(connection, topology, force=force)
-    if as_json:
+    if shared.as_json():
         told = {
             "prefix": topology.prefix,
             "fingerprint": topology.identity.fingerprint,

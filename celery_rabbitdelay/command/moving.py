@@ -223,7 +223,7 @@ def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
         if missing := [name for name, found in counts.items() if found is None]:
             names = ", ".join(map(repr, missing))
             error = QueueNotFound(f"no such queue on the broker: {names}; nothing was moved")
-            shared.fail(error, error.args[0], shared.REFUSED, options["as_json"])
+            shared.fail(error, error.args[0], shared.REFUSED)
 
     adopting.run(queues, tasks.convert, expected, check=check, **options)
 
@@ -265,7 +265,6 @@ def _run(
     rate: float | None,
     dry_run: bool,
     follow: bool,
-    as_json: bool,
     check: Callable[[], None] = lambda: None,
     expected: Collection[str] = (),
 ) -> None:
@@ -281,7 +280,6 @@ def _run(
         rate: The most messages that are moved in a second; None for no limit.
         dry_run: Whether to count the messages, and move none.
         follow: Whether to keep running when the queues are empty, until Ctrl-C.
-        as_json: Whether to print one JSON object.
         check: Called first. It raises an error if nothing can be moved between these levels.
         expected: The reasons for which messages may stay.
     """
@@ -293,27 +291,27 @@ def _run(
             if dry_run:
                 found = mover.waiting()
                 told = {"waiting": sum(found.values()), "queues": found}
-                shared.answer(as_json, told, _waiting_lines(found))
+                shared.answer(told, _waiting_lines(found))
                 return
-            moved = _moved(mover, follow, as_json)
+            moved = _moved(mover, follow)
     except shared.BROKER_ERRORS as error:
-        shared.fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE, as_json)
+        shared.fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE)
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
-    shared.answer(as_json, told, _lines(moved, missing, unnamed))
+    shared.answer(told, _lines(moved, missing, unnamed))
     is_left = set(moved.left) - set(expected) or moved.undeliverable or not moved.finished
     if is_left or unnamed:
         raise SystemExit(MESSAGES_LEFT)
 
 
-def _moved(mover: Mover, follow: bool, as_json: bool) -> Moved:
+def _moved(mover: Mover, follow: bool) -> Moved:
     """Move the messages; if a broker fails meanwhile, print how many were moved until then."""
     try:
         with shared.set_by_ctrl_c(mover.stopping):
             return mover.move(follow=follow)
     except shared.BROKER_ERRORS as error:
         text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
-        shared.fail(error, text, EX_UNAVAILABLE, as_json)
+        shared.fail(error, text, EX_UNAVAILABLE)
 
 
 def _waiting_lines(found: Mapping[str, int]) -> Iterator[str]:

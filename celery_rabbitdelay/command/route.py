@@ -35,7 +35,6 @@ def route(
     queue: str | None,
     tolerance: timedelta,
     task_id: str,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Show in which queues a task waits that is sent with a DELAY. No broker is asked."""
@@ -45,7 +44,7 @@ def route(
         raise click.UsageError("--queue '': takes the name of a queue")
     found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
     modules = shared.delays_of(context).settings.modules
-    shared.answer(as_json, found, _lines(found, CHECK_IN in modules))
+    shared.answer(found, _lines(found, CHECK_IN in modules))
 
 
 def explain(

@@ -135,7 +135,6 @@ def send(
     tolerance: timedelta,
     envelopes: bool | None,
     by_name: bool,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Send TASK once for each line of ROWS, and wait until the broker has confirmed all of them.
@@ -156,10 +155,10 @@ def send(
         except RowsNotConfirmed as error:
             failed, report = error, error.report
         except QueueNotFound as error:
-            shared.fail(error, error.args[0], NOT_CONFIRMED, as_json)
+            shared.fail(error, error.args[0], NOT_CONFIRMED)
         except (RabbitDelayError, *shared.BROKER_ERRORS) as error:
-            shared.fail(error, str(error), NOT_CONFIRMED, as_json)
-    click.echo(_as_json(report, failed, lines) if as_json else _summary(report))
+            shared.fail(error, str(error), NOT_CONFIRMED)
+    click.echo(_as_json(report, failed, lines) if shared.as_json() else _summary(report))
     for line in _trouble(failed, lines):
         click.echo(line, err=True)
     if lines.stopped == INTERRUPTED:

@@ -36,10 +36,23 @@ from celery_rabbitdelay.publishing.permissions import missing_permission
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]
 
-#: Spelled as in Celery's own commands.
+#: Where click's context keeps whether the option ``--json`` is given.
+_JSON: Final = "celery_rabbitdelay.json"
+
+
+def _keep(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+    context.meta[_JSON] = is_given
+
+
+#: Spelled as in Celery's own commands. No command takes it as an argument; see :func:`as_json`.
 _json_option: Final = click.option(
-    "-j", "--json", "as_json", is_flag=True, help="Print one JSON object."
+    "-j", "--json", is_flag=True, expose_value=False, callback=_keep, help="Print one JSON object."
 )
+
+
+def as_json() -> bool:
+    """Return whether the command that runs prints one JSON object (``--json``)."""
+    return bool(click.get_current_context().meta[_JSON])
 
 
 class Commands(click.Group):
@@ -122,9 +135,9 @@ BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
-def answer(as_json: bool, found: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Print an object as JSON, or lines of text, if there are any."""
-    text = json.dumps(found) if as_json else "\n".join(lines)
+def answer(found: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Print an object as JSON where it is asked for, or lines of text, if there are any."""
+    text = json.dumps(found) if as_json() else "\n".join(lines)
     if text:
         click.echo(text)
 
@@ -198,7 +211,7 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 
 
 @contextmanager
-def broker_of(context: CLIContext, as_json: bool) -> Iterator[Connection]:
+def broker_of(context: CLIContext) -> Iterator[Connection]:
     """Connect to the broker that tasks are sent to, which may be another than the consumers'.
 
     The command ends with one line if the broker cannot be reached or refuses, or if it holds
@@ -213,12 +226,12 @@ def broker_of(context: CLIContext, as_json: bool) -> Iterator[Connection]:
         exceptions.TopologyInUse,
         exceptions.TopologyNotEmpty,
     ) as error:
-        fail(error, str(error).replace("force=True", "--force"), REFUSED, as_json)
+        fail(error, str(error).replace("force=True", "--force"), REFUSED)
     except exceptions.ManagementUnavailable as error:
-        fail(error, str(error), EX_UNAVAILABLE, as_json)
+        fail(error, str(error), EX_UNAVAILABLE)
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
+        fail(error, message, EX_UNAVAILABLE)
 
 
 def _ssl_elsewhere(broker_use_ssl: Any) -> Any:
@@ -318,8 +331,11 @@ duration_type: Final = ParameterType("duration", parse_duration)
 seconds_type: Final = ParameterType("duration", _seconds)
 
 
-def with_registry(context: CLIContext) -> RabbitDelay:
-    """Return the delays of the application, which have a registry.
+@contextmanager
+def registry_of(context: CLIContext) -> Iterator[RabbitDelay]:
+    """Yield the delays of the application, which have a registry.
+
+    The command ends with one line if Redis or the broker cannot be reached, or refuses.
 
     Raises:
         click.UsageError: They have none, or a setting is wrong.
@@ -327,34 +343,29 @@ def with_registry(context: CLIContext) -> RabbitDelay:
     delays = delays_of(context)
     with usage_errors(exceptions.RegistryRequired):
         delays.registry  # noqa: B018 - raises if there is none
-    return delays
-
-
-@contextmanager
-def registry_errors(as_json: bool) -> Iterator[None]:
-    """End the command with one line if Redis or the broker cannot be reached, or refuses."""
     try:
-        yield
+        yield delays
     except BROKER_ERRORS as error:
-        fail(error, str(error), EX_UNAVAILABLE, as_json)
+        fail(error, str(error), EX_UNAVAILABLE)
     except exceptions.RabbitDelayError as error:
-        fail(error, str(error), REFUSED, as_json)
+        fail(error, str(error), REFUSED)
 
 
-def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoReturn:
-    """End the command with one line on the standard error, and with JSON where it is asked for.
+def fail(error: Exception, message: str, exit_status: int) -> NoReturn:
+    """End the command with one line on the standard error.
+
+    Where JSON is asked for, it also prints an object with the key ``error``.
 
     Args:
         error: The cause.
         message: What to say.
         exit_status: The command's exit status.
-        as_json: Whether to print an object with the key ``error`` as well.
     """
     permission = missing_permission(error)
     if permission is not None:
         message = f"{message.removesuffix(str(error))}{permission}"
     line = shown_url.without_passwords(" ".join(message.split()))
-    if as_json:
+    if as_json():
         click.echo(json.dumps({"error": line}))
     raise CeleryCommandException(line, exit_status) from error
 

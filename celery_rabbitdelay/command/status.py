@@ -30,7 +30,7 @@ from celery_rabbitdelay.operations.verify.findings import Severity, Verification
 @rabbitdelay.command()
 @shared.management_option
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
-def verify(context: CLIContext, /, as_json: bool, management: str | None, strict: bool) -> None:
+def verify(context: CLIContext, /, management: str | None, strict: bool) -> None:
     """Find what on the broker loses tasks, or makes them early or late.
 
     Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
@@ -38,14 +38,14 @@ def verify(context: CLIContext, /, as_json: bool, management: str | None, strict
     """
     delays = shared.delays_of(context)
     prefix = delays.settings.prefix
-    connected = shared.broker_of(context, as_json)
+    connected = shared.broker_of(context)
     with shared.usage_errors(InvalidManagementURL), connected as connection:
         report = verify_application(delays, connection, management)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
     findings = [finding._asdict() for finding in report.findings]
     told = {"version": report.version, "prefix": prefix, **counts, "findings": findings}
-    shared.answer(as_json, told, _report_lines(report, prefix, counts))
+    shared.answer(told, _report_lines(report, prefix, counts))
     if counts["danger"] or (strict and counts["warning"]):
         raise SystemExit(1)
 
@@ -101,20 +101,19 @@ MAX_REASONS_NAMED: Final = 20
 def status(
     context: CLIContext,
     /,
-    as_json: bool,
     timeout: float,
     with_digits: bool,
     most_reasons: int,
     watch: float | None,
 ) -> None:
     """Show how many messages wait in each level, and what the workers' modules do."""
-    if as_json and watch is not None:
+    if shared.as_json() and watch is not None:
         raise click.UsageError("--json prints one object: it cannot be used with --watch")
     delays = shared.delays_of(context)
     last: Status | None = None
     stopping = Event()
     watching = nullcontext() if watch is None else shared.set_by_ctrl_c(stopping)
-    with shared.broker_of(context, as_json) as connection, watching:
+    with shared.broker_of(context) as connection, watching:
         while True:
             before, last = last, status_of(delays, connection, timeout, most_reasons)
             rates = None if before is None else rates_between(before, last)
@@ -122,7 +121,7 @@ def status(
             if watch is not None:
                 click.clear()  # on a terminal only
                 lines = chain([time.strftime("%Y-%m-%d %H:%M:%S")], lines, [""])
-            shared.answer(as_json, _as_json(last), lines)
+            shared.answer(_as_json(last), lines)
             if watch is None or stopping.wait(watch):
                 break
     if last.backlog.missing:

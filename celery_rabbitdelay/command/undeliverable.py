@@ -55,35 +55,34 @@ _filter_options: Final = shared.options(
 
 
 @contextmanager
-def _broker(context: CLIContext, as_json: bool) -> Iterator[tuple[Connection, Topology]]:
+def _broker(context: CLIContext) -> Iterator[tuple[Connection, Topology]]:
     """Connect to the broker; a failure, or a missing queue, ends the command with one line."""
     topology = shared.delays_of(context).topology
-    with shared.broker_of(context, as_json) as connection:
+    with shared.broker_of(context) as connection:
         try:
             yield connection, topology
         except NotFound as error:
             name = topology.module_queues.undeliverable.name
             message = f"the queue {name} does not exist: declare the levels"
-            shared.fail(error, message, shared.REFUSED, as_json)
+            shared.fail(error, message, shared.REFUSED)
         except exceptions.RabbitDelayError as error:
-            shared.fail(error, str(error), shared.REFUSED, as_json)
+            shared.fail(error, str(error), shared.REFUSED)
 
 
-def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool, as_json: bool) -> None:
+def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool) -> None:
     """Print a report; end the command with status 1 if it is not complete.
 
     Args:
         report: The report.
         done: The action, as a participle: "deleted" or "redriven".
         dry_run: Whether the action was left out.
-        as_json: Whether to print JSON.
     """
     would = "would be " if dry_run else ""
     line = (
         f"{report.removed:,} of {report.matched:,} messages {would}{done} in "
         f"{report.seconds:.1f} s ({report.examined:,} read)"
     )
-    shared.answer(as_json, {**vars(report), "dry_run": dry_run}, [line])
+    shared.answer({**vars(report), "dry_run": dry_run}, [line])
     for line in _trouble(report):
         click.echo(line, err=True)
     raise SystemExit(0 if report.is_complete else INCOMPLETE)
@@ -118,11 +117,9 @@ def undeliverable() -> None:
 
 
 @contextmanager
-def _messages(
-    context: CLIContext, as_json: bool
-) -> Iterator[Iterator[tuple[int, read.UndeliverableMessage]]]:
+def _messages(context: CLIContext) -> Iterator[Iterator[tuple[int, read.UndeliverableMessage]]]:
     """Yield an iterator over the messages with their numbers, from 1."""
-    with _broker(context, as_json) as (connection, topology):
+    with _broker(context) as (connection, topology):
         yield enumerate(read.undeliverable_messages(connection, topology), start=1)
 
 
@@ -142,14 +139,12 @@ def _messages(
     help="Print the messages with their headers and the beginning of their bodies, at most "
     f"{FULL_MESSAGES} unless -n says more.",
 )
-def list_messages(
-    context: CLIContext, /, most: int | None, full: bool, as_json: bool, **filters: Any
-) -> None:
+def list_messages(context: CLIContext, /, most: int | None, full: bool, **filters: Any) -> None:
     """Count the messages by the reason why they could not be delivered."""
     wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
     most = most or (FULL_MESSAGES if full else 0)
     examined, shown = 0, list[dict[str, Any]]()
-    with _messages(context, as_json) as messages:
+    with _messages(context) as messages:
         for examined, message in messages:
             if wanted.matches(message):
                 summary.add(message)
@@ -157,8 +152,8 @@ def list_messages(
                     shown.append((_full if full else read.summary_of)(examined, message))
     told = _listed(examined, summary, shown)
     lines = _details(shown) if full else _lines(shown) if most else _reasons(summary)
-    shared.answer(as_json, told, lines)
-    if not as_json:
+    shared.answer(told, lines)
+    if not shared.as_json():
         more = "" if summary.count == examined else f" of {examined:,}"
         click.echo(f"{summary.count:,}{more} undeliverable messages")
 
@@ -229,19 +224,19 @@ def _fields(fields: dict[str, Any], indent: str = "") -> Iterator[str]:
 @undeliverable.command()
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @_filter_options
-def export(context: CLIContext, /, file: Path, as_json: bool, **filters: Any) -> None:
+def export(context: CLIContext, /, file: Path, **filters: Any) -> None:
     """Write the messages as lines of JSON to FILE, or to the standard output ("-")."""
     to_output = str(file) == "-"
-    if to_output and as_json:
+    if to_output and shared.as_json():
         raise click.UsageError("--json prints one object, and - prints the messages")
     if not to_output and file.exists():
         raise click.UsageError(f"{file} exists already")
     wanted = read.UndeliverableFilter(**filters)
-    with _messages(context, as_json) as messages:
+    with _messages(context) as messages:
         chosen = ((number, each) for number, each in messages if wanted.matches(each))
         with nullcontext(sys.stdout) if to_output else read.new_file(file) as written:
             count = read.write_records(written, chosen)
-    if as_json:
+    if shared.as_json():
         click.echo(json.dumps({"file": str(file), "count": count}))
     else:
         click.echo(f"{count:,} undeliverable messages written to {file}", err=to_output)
@@ -258,22 +253,21 @@ def purge(
     limit: int | None,
     dry_run: bool,
     yes: bool,
-    as_json: bool,
     **filters: Any,
 ) -> None:
     """Delete messages."""
-    if as_json and not (yes or dry_run):
+    if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     matches = read.UndeliverableFilter(**filters).matches
-    with _broker(context, as_json) as (connection, topology):
+    with _broker(context) as (connection, topology):
         if not (yes or dry_run):
             found = removing.purge(connection, topology, matches, limit=limit, dry_run=True)
             limit = found.removed
             if not limit:
-                _tell_removal(found, "deleted", False, False)
+                _tell_removal(found, "deleted", False)
             click.confirm(f"Delete {limit:,} undeliverable messages?", abort=True)
         report = removing.purge(connection, topology, matches, limit=limit, dry_run=dry_run)
-    _tell_removal(report, "deleted", dry_run, as_json)
+    _tell_removal(report, "deleted", dry_run)
 
 
 @undeliverable.command()
@@ -313,7 +307,6 @@ def redrive(
     limit: int | None,
     rate: float | None,
     dry_run: bool,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Publish messages into the levels again, and take them out of the queue."""
@@ -324,7 +317,7 @@ def redrive(
     ):
         # The other options are arguments of the same names.
         redriving = ApplicationRedrive(delays, dry_run=dry_run, **options)
-    with closing(redriving), _broker(context, as_json) as (connection, _):
+    with closing(redriving), _broker(context) as (connection, _):
         matches = read.UndeliverableFilter(**filters).matches
         report = redriving.run(connection, matches, limit, rate)
-    _tell_removal(report, "redriven", dry_run, as_json)
+    _tell_removal(report, "redriven", dry_run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -37,7 +36,6 @@ def web(
     port: int,
     management: str | None,
     hash_password: bool,
-    as_json: bool,
 ) -> None:
     """Serve a page that shows what waits, and lets operators act on it.
 
@@ -46,9 +44,9 @@ def web(
     """
     delays = shared.delays_of(context)
     if hash_password:
-        _print_hash(as_json)
+        _print_hash()
         return
-    if as_json:
+    if shared.as_json():
         raise click.UsageError("--json prints one object: it is for --hash-password")
     try:
         from celery_rabbitdelay.web.serve import serve  # an extra
@@ -61,7 +59,7 @@ def web(
         serve(delays.app, host, port, **options)
 
 
-def _print_hash(as_json: bool) -> None:
+def _print_hash() -> None:
     from celery_rabbitdelay.web.passwords import hash_password
 
     if sys.stdin.isatty():
@@ -71,4 +69,4 @@ def _print_hash(as_json: bool) -> None:
     if not password:
         raise click.UsageError("the password is empty")
     hashed = hash_password(password)
-    click.echo(json.dumps({"password": hashed}) if as_json else hashed)
+    shared.answer({"password": hashed}, [hashed])
