@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final, cast
 
@@ -141,7 +141,7 @@ def _migrate(
         check_source(source)
 
     queues = [queue.name for queue in topology.queues]
-    _run(there, queues, target, migration.convert, destinations, check=check, **options)
+    _run(destinations, queues, migration.convert, source=there, check=check, **options)
 
 
 def _target(context: CLIContext) -> Place:
@@ -179,9 +179,10 @@ def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
     Deploy producers that use the levels first; tasks that others still send are adopted by
     --follow.
     """
-    adopting = _Adopting(context)
-    chain = adoption.NativeChain(adopting.tasks, adopting.queues.values())
-    adopting.run(adoption.native_queues(chain_prefix), chain.convert, **options)
+    queues = context.app.amqp.queues
+    destinations = Destinations(_target(context), queues)
+    convert = adoption.native_chain(_tasks(context, destinations), queues.values())
+    _run(destinations, adoption.native_queues(chain_prefix), convert, **options)
 
 
 @adopt.command()
@@ -201,8 +202,9 @@ def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
     settings = shared.delays_of(context).settings
     if DISTRIBUTE not in settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    chain = adoption.NServiceBusChain(settings.topology, version, settings.signing_keys)
-    _Adopting(context).run(adoption.nservicebus_queues(version), chain.convert, **options)
+    convert = adoption.nservicebus_chain(settings.topology, version, settings.signing_keys)
+    destinations = Destinations(_target(context), context.app.amqp.queues)
+    _run(destinations, adoption.nservicebus_queues(version), convert, **options)
 
 
 @adopt.command()
@@ -214,76 +216,60 @@ def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
     A worker of this application does so whenever it receives one; use this for queues that have no
     worker at the moment. Other tasks stay in their queue, behind those that arrive meanwhile.
     """
-    adopting, expected = _Adopting(context), (adoption.KEEPS_OWN, adoption.NOT_DELAYED)
-    tasks = adoption.EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues)
+    target, known = _target(context), context.app.amqp.queues
+    destinations = Destinations(target, known)
+    convert = adoption.eta_tasks(_tasks(context, destinations), target.topology, known)
 
     def check() -> None:
-        with adopting.target.connection.clone(heartbeat=0) as own:
+        with target.connection.clone(heartbeat=0) as own:
             counts = queue_counts(own, [Queue(name) for name in queues])
         if missing := [name for name, found in counts.items() if found is None]:
             names = ", ".join(map(repr, missing))
             error = QueueNotFound(f"no such queue on the broker: {names}; nothing was moved")
             shared.fail(error, error.args[0], shared.REFUSED)
 
-    adopting.run(queues, tasks.convert, expected, check=check, **options)
+    _run(destinations, queues, convert, check=check, **options)
 
 
-class _Adopting:
-    """The application's levels, and what makes delayed tasks for them."""
-
-    def __init__(self, context: CLIContext) -> None:
-        settings, tasks = shared.delays_of(context).settings, context.app.tasks
-        self.target = _target(context)
-        self.queues: dict[str, Queue] = context.app.amqp.queues
-        self.destinations = Destinations(self.target, self.queues)
-        self.tasks = adoption.TaskMessages(
-            DelayedProducer(Publisher(self.target.connection), **settings.for_producer),
-            context.app.timezone,
-            self.destinations.ensure,
-            lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
-        )
-
-    def run(
-        self,
-        queues: Sequence[str],
-        convert: Convert,
-        expected: Collection[str] = (adoption.KEEPS_OWN,),
-        **options: Any,
-    ) -> None:
-        there, target, destinations = self.target.connection, self.target, self.destinations
-        _run(there, queues, target, convert, destinations, expected=expected, **options)
+def _tasks(context: CLIContext, destinations: Destinations) -> adoption.TaskMessages:
+    """Return what makes delayed tasks of this application."""
+    settings, tasks = shared.delays_of(context).settings, context.app.tasks
+    return adoption.TaskMessages(
+        DelayedProducer(Publisher(destinations.target.connection), **settings.for_producer),
+        context.app.timezone,
+        destinations.ensure,
+        lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
+    )
 
 
 def _run(
-    source: Connection,
-    queues: Sequence[str],
-    target: Place,
-    convert: Convert,
     destinations: Destinations,
+    queues: Sequence[str],
+    convert: Convert,
     *,
+    source: Connection | None = None,
+    check: Callable[[], None] = lambda: None,
     timeout: float,
     rate: float | None,
     dry_run: bool,
     follow: bool,
-    check: Callable[[], None] = lambda: None,
-    expected: Collection[str] = (),
 ) -> None:
     """Move the messages, or count them, and print the result.
 
     Args:
-        source: The broker that they are on.
-        queues: The names of their queues.
-        target: Where they go.
+        destinations: Binds the queues that the messages are for, at the target; closed at the end.
+        queues: The names of the queues that are emptied.
         convert: Returns what to publish for a message.
-        destinations: Binds the queues that the messages are for; closed at the end.
+        source: The broker that these are on; None for the target's.
+        check: Called first. It raises an error if nothing can be moved between these levels.
         timeout: Seconds in which a broker has to answer, or to come back.
         rate: The most messages that are moved in a second; None for no limit.
         dry_run: Whether to count the messages, and move none.
         follow: Whether to keep running when the queues are empty, until Ctrl-C.
-        check: Called first. It raises an error if nothing can be moved between these levels.
-        expected: The reasons for which messages may stay.
     """
-    mover = Mover(source, queues, target, convert, timeout=timeout, rate=rate)
+    target = destinations.target
+    there = target.connection if source is None else source
+    mover = Mover(there, queues, target, convert, timeout=timeout, rate=rate)
     refused = shared.usage_errors(SameTopology, LayoutConflict, TopologyIncomplete)
     try:
         with closing(destinations), refused:
@@ -299,8 +285,8 @@ def _run(
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
     shared.answer(told, _lines(moved, missing, unnamed))
-    is_left = set(moved.left) - set(expected) or moved.undeliverable or not moved.finished
-    if is_left or unnamed:
+    is_left = moved.left.keys() - {adoption.KEEPS_OWN, adoption.NOT_DELAYED}
+    if is_left or moved.undeliverable or unnamed or not moved.finished:
         raise SystemExit(MESSAGES_LEFT)
 
 

@@ -65,6 +65,7 @@ class Destinations:
             a routing key, and what is bound to the levels can be reached by every producer.
 
     Attributes:
+        target: The target.
         missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
             deliver their messages when they are due.
         unnamed: Destination queues that may not be bound. Their messages wait until the queue is
@@ -78,8 +79,8 @@ class Destinations:
         known: Mapping[str, Queue],
         may_bind: Callable[[str], bool] = lambda name: True,
     ) -> None:
+        self.target = target
         self._connection = target.connection.clone(heartbeat=0)
-        self._target = target
         self._known = known
         self._may_bind = may_bind
         self._seen: set[str] = set()
@@ -93,14 +94,14 @@ class Destinations:
             OSError: The broker cannot be reached.
             amqp.exceptions.AccessRefused: The user lacks a permission.
         """
-        if name in self._seen or not self._target.may_declare:
+        if name in self._seen or not self.target.may_declare:
             return
         if name not in self._known and not self._may_bind(name):
             self.unnamed.add(name)
             return
         declaration.connect(self._connection)
         queue = self._known.get(name)
-        declaration.declare_if_missing(self._connection, self._target.topology)
+        declaration.declare_if_missing(self._connection, self.target.topology)
         is_bound = (
             queue is not None
             and not getattr(queue, "no_declare", False)
@@ -114,7 +115,7 @@ class Destinations:
     def _try(self, declare: Callable[..., None]) -> bool:
         """Declare or bind a queue; return whether the broker has accepted it."""
         try:
-            declare(self._connection, self._target.topology)
+            declare(self._connection, self.target.topology)
         except amqp.ChannelError as refused:
             if isinstance(refused, AccessRefused):
                 raise
