@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import Any, Final, cast
 
 import click
-from celery.bin.base import CLIContext
 from celery.exceptions import QueueNotFound
 from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
@@ -62,9 +61,7 @@ _source_options: Final = shared.options(
     ),
     click.option("--from-prefix", help="Their rabbitdelay_prefix."),
     click.option(
-        "--from-layout",
-        type=shared.layout_type,
-        help="Their rabbitdelay_layout: a name, or JSON.",
+        "--from-layout", type=shared.layout_type, help="Their rabbitdelay_layout: a name, or JSON."
     ),
     click.option("--from-tick", type=shared.seconds_type, help="Their rabbitdelay_tick."),
     click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
@@ -76,17 +73,17 @@ _source_options: Final = shared.options(
 @_source_options
 @click.option("--from-vhost", help="Their virtual host.")
 @_move_options
-def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> None:
+def migrate(from_vhost: str | None, **options: Any) -> None:
     """Move all messages that wait in other levels of this broker into the application's.
 
     The --from options describe the levels that are emptied; omitted ones default to the
     application's settings. Producers and workers may run meanwhile. The command can be ended at any
     time and started again.
     """
-    shared.delays_of(context)  # checks the application
-    here = context.app.connection_for_write()
+    shared.delays()  # checks the application
+    here = shared.app().connection_for_write()
     there = here if from_vhost is None else here.clone(virtual_host=from_vhost)
-    _migrate(context, there, **options)
+    _migrate(there, **options)
 
 
 @rabbitdelay.command()
@@ -99,32 +96,26 @@ def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> N
 )
 @_source_options
 @_move_options
-def transfer(context: CLIContext, /, from_url: str, **options: Any) -> None:
+def transfer(from_url: str, **options: Any) -> None:
     """Move all messages that wait on another broker into the application's levels.
 
     Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
     an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
     """
-    shared.delays_of(context)  # checks the application
-    _migrate(context, shared.broker_at(context, from_url), **options)
+    shared.delays()  # checks the application
+    _migrate(shared.broker_at(shared.app(), from_url), **options)
 
 
 def _migrate(
-    context: CLIContext,
-    there: Connection,
-    *,
-    ignore_registry: bool,
-    allow: tuple[str, ...],
-    sign: bool,
-    **options: Any,
+    there: Connection, *, ignore_registry: bool, allow: tuple[str, ...], sign: bool, **options: Any
 ) -> None:
     given = {name: options.pop(name) for name in list(options) if name.startswith("from_")}
-    topology = shared.topology_of(context, given, of="of the levels that are emptied: ")
-    source, target = Place(there, topology), _target(context)
-    settings = shared.delays_of(context).settings
+    topology = shared.topology(given, of="of the levels that are emptied: ")
+    source, target = Place(there, topology), _target()
+    settings = shared.delays().settings
     if not ignore_registry:
         _check_registry(settings, topology.prefix)
-    app = cast(Celery, context.app)  # it has delays
+    app = cast(Celery, shared.app())  # it has delays
     app.loader.import_default_modules()
     named = configured_destinations(app)
     allowed = dataclasses.replace(named, patterns=(*named.patterns, *allow))
@@ -144,10 +135,10 @@ def _migrate(
     _run(destinations, queues, migration.convert, source=there, check=check, **options)
 
 
-def _target(context: CLIContext) -> Place:
-    delays = shared.delays_of(context)
+def _target() -> Place:
+    delays = shared.delays()
     may_declare = delays.settings.declare == "auto"
-    return Place(context.app.connection_for_write(), delays.topology, may_declare)
+    return Place(shared.app().connection_for_write(), delays.topology, may_declare)
 
 
 def _check_registry(settings: Settings, prefix: str) -> None:
@@ -173,15 +164,15 @@ def adopt() -> None:
 @adopt.command()
 @click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
 @_move_options
-def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
+def native(chain_prefix: str, **options: Any) -> None:
     """Adopt the tasks in Celery's native delayed delivery.
 
     Deploy producers that use the levels first; tasks that others still send are adopted by
     --follow.
     """
-    queues = context.app.amqp.queues
-    destinations = Destinations(_target(context), queues)
-    convert = adoption.native_chain(_tasks(context, destinations), queues.values())
+    queues = shared.app().amqp.queues
+    destinations = Destinations(_target(), queues)
+    convert = adoption.native_chain(_tasks(destinations), queues.values())
     _run(destinations, adoption.native_queues(chain_prefix), convert, **options)
 
 
@@ -194,31 +185,31 @@ def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
     help="Of NServiceBus's delay infrastructure: nsb.delay-level-* or nsb.v2.delay-level-*.",
 )
 @_move_options
-def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
+def nservicebus(version: int, **options: Any) -> None:
     """Adopt the messages in NServiceBus's delay infrastructure.
 
     They reach the same queues, through workers that serve distribution.
     """
-    settings = shared.delays_of(context).settings
+    settings = shared.delays().settings
     if DISTRIBUTE not in settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
     convert = adoption.nservicebus_chain(settings.topology, version, settings.signing_keys)
-    destinations = Destinations(_target(context), context.app.amqp.queues)
+    destinations = Destinations(_target(), shared.app().amqp.queues)
     _run(destinations, adoption.nservicebus_queues(version), convert, **options)
 
 
 @adopt.command()
 @click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
 @_move_options
-def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
+def eta(queues: Sequence[str], **options: Any) -> None:
     """Adopt tasks with an eta that sit in task queues.
 
     A worker of this application does so whenever it receives one; use this for queues that have no
     worker at the moment. Other tasks stay in their queue, behind those that arrive meanwhile.
     """
-    target, known = _target(context), context.app.amqp.queues
+    target, known = _target(), shared.app().amqp.queues
     destinations = Destinations(target, known)
-    convert = adoption.eta_tasks(_tasks(context, destinations), target.topology, known)
+    convert = adoption.eta_tasks(_tasks(destinations), target.topology, known)
 
     def check() -> None:
         with target.connection.clone(heartbeat=0) as own:
@@ -231,12 +222,12 @@ def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
     _run(destinations, queues, convert, check=check, **options)
 
 
-def _tasks(context: CLIContext, destinations: Destinations) -> adoption.TaskMessages:
+def _tasks(destinations: Destinations) -> adoption.TaskMessages:
     """Return what makes delayed tasks of this application."""
-    settings, tasks = shared.delays_of(context).settings, context.app.tasks
+    settings, tasks = shared.delays().settings, shared.app().tasks
     return adoption.TaskMessages(
         DelayedProducer(Publisher(destinations.target.connection), **settings.for_producer),
-        context.app.timezone,
+        shared.app().timezone,
         destinations.ensure,
         lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
     )

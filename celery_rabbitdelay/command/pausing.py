@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
@@ -24,20 +23,20 @@ _names: Final = shared.options(
 
 @rabbitdelay.command()
 @_names
-def pause(context: CLIContext, /, task: str | None, queue: str | None) -> None:
+def pause(task: str | None, queue: str | None) -> None:
     """Hold back the due tasks of a name, or for a queue."""
     _check(task, queue)
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue))
     shared.answer(paused_as_json(paused), [paused_line(paused)])
 
 
 @rabbitdelay.command()
 @_names
-def resume(context: CLIContext, /, task: str | None, queue: str | None) -> None:
+def resume(task: str | None, queue: str | None) -> None:
     """Let the tasks of a name, or for a queue, run again."""
     _check(task, queue)
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         was_paused = delays.resume(task=task, queue=queue)
     told = "resumed" if was_paused else "was not paused"
     answer = {"task": task, "queue": queue, "was_paused": was_paused}

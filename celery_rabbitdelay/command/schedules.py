@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app import beat, schedule_imports
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
@@ -33,9 +32,9 @@ def schedules() -> None:
 
 
 @schedules.command("list")
-def list_all(context: CLIContext, /) -> None:
+def list_all() -> None:
     """List all schedules, and when they are due next."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         found = delays.schedules.all()
     lines = [_line(each) for each in found] or ["there are no schedules"]
     shared.answer({"schedules": [_as_json(each) for each in found]}, lines)
@@ -44,9 +43,9 @@ def list_all(context: CLIContext, /) -> None:
 @schedules.command("next")
 @_name
 @click.option("--number", default=5, show_default=True, help="How many instants.")
-def show_next(context: CLIContext, /, name: str, number: int) -> None:
+def show_next(name: str, number: int) -> None:
     """Show when a schedule is due next."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         instants = delays.schedules.next(name, number)
     answer = {"name": name, "next": [each.isoformat() for each in instants]}
     _answer(answer, name, [shared.local(each) for each in instants])
@@ -54,9 +53,9 @@ def show_next(context: CLIContext, /, name: str, number: int) -> None:
 
 @schedules.command()
 @_name
-def show(context: CLIContext, /, name: str) -> None:
+def show(name: str) -> None:
     """Show a schedule, and what became of its last occurrence."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         found = delays.schedules.get(name)
     lines = [] if found is None else [_line(found), *_facts(found)]
     answer = {"name": name, "schedule": None if found is None else _as_json(found)}
@@ -67,25 +66,25 @@ def show(context: CLIContext, /, name: str) -> None:
 @_name
 @click.option("--since", type=shared.date_time_type, required=True, help="The begin of the time.")
 @click.option("--until", type=shared.date_time_type, help="Its end; by default now.")
-def backfill(context: CLIContext, /, name: str, since: datetime, until: datetime | None) -> None:
+def backfill(name: str, since: datetime, until: datetime | None) -> None:
     """Send the task of a schedule for each instant of a time that is over and has not run.
 
     A time without a time zone is in that of the application (Celery's timezone).
     """
     begin, end = (
-        each if each.tzinfo else each.replace(tzinfo=context.app.timezone)
+        each if each.tzinfo else each.replace(tzinfo=shared.app().timezone)
         for each in (since, until or wall_clock.now())
     )
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         number = delays.schedules.backfill(name, begin, end)
     lines = [f"{name}: {number} occurrences sent"]
     shared.answer({"name": name, "sent": number}, lines)
 
 
 @schedules.command("export")
-def export_all(context: CLIContext, /) -> None:
+def export_all() -> None:
     """Print all schedules as JSON, for import."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         found = delays.schedules.all()
     answer = {"schedules": [schedule_imports.exported(each) for each in found if each.task]}
     shared.answer(answer, [json.dumps(answer, indent=2)])
@@ -98,21 +97,14 @@ def export_all(context: CLIContext, /) -> None:
 @click.option("--redbeat", is_flag=True, help="Those of RedBeat, from its Redis.")
 @click.option("--redbeat-url", help="The URL of that Redis; by default as its settings say.")
 @click.option("--django", is_flag=True, help="Those in the tables of django-celery-beat.")
-def import_all(
-    context: CLIContext,
-    /,
-    file: str | None,
-    redbeat: bool,
-    redbeat_url: str | None,
-    django: bool,
-) -> None:
+def import_all(file: str | None, redbeat: bool, redbeat_url: str | None, django: bool) -> None:
     """Put the schedules of an export, of RedBeat or of django-celery-beat.
 
     FILE is what export has printed; - is standard input. To import again changes nothing.
     """
     if [file is not None, redbeat or redbeat_url is not None, django].count(True) != 1:
         raise click.UsageError("give one of a file, --redbeat and --django")
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         if file is not None:
             found = _read(file)
         elif django:
@@ -134,33 +126,29 @@ def _read(file: str) -> Iterable[schedule_imports.Foreign]:
 
 
 def _imported(told: schedule_imports.Imported) -> str:
-    notes = "".join(f", {each}" for each in told.notes)
-    return (
-        f"{told.name}: not imported: {told.error}"
-        if told.error
-        else f"{told.name}: imported{notes}"
-    )
+    outcome = ", ".join(("imported", *told.notes))
+    return f"{told.name}: {f'not imported: {told.error}' if told.error else outcome}"
 
 
 @schedules.command()
 @_name
-def pause(context: CLIContext, /, name: str) -> None:
+def pause(name: str) -> None:
     """Let the occurrences of a schedule come and not run."""
-    _change(context, name, Schedules.pause, "paused")
+    _change(name, Schedules.pause, "paused")
 
 
 @schedules.command()
 @_name
-def resume(context: CLIContext, /, name: str) -> None:
+def resume(name: str) -> None:
     """Let the occurrences of a schedule run again."""
-    _change(context, name, Schedules.resume, "resumed")
+    _change(name, Schedules.resume, "resumed")
 
 
 @schedules.command()
 @_name
-def trigger(context: CLIContext, /, name: str) -> None:
+def trigger(name: str) -> None:
     """Send the task of a schedule now."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         sent = delays.schedules.trigger(name)
     task_id = None if sent is None else sent.id
     lines = [] if sent is None else [f"{name}: sent as {task_id}"]
@@ -169,18 +157,18 @@ def trigger(context: CLIContext, /, name: str) -> None:
 
 @schedules.command()
 @_name
-def delete(context: CLIContext, /, name: str) -> None:
+def delete(name: str) -> None:
     """End a schedule."""
-    _change(context, name, Schedules.delete, "deleted")
+    _change(name, Schedules.delete, "deleted")
 
 
 @schedules.command("put-beat")
 @click.option("--end", is_flag=True, help="End what was put, because beat runs it again.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be put, changed and ended.")
-def put_beat(context: CLIContext, /, end: bool, dry_run: bool) -> None:
+def put_beat(end: bool, dry_run: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
-    with shared.registry_of(context) as delays:
-        rehearsal = beat.Rehearsal(context.app)
+    with shared.with_registry() as delays:
+        rehearsal = beat.Rehearsal(shared.app())
         schedules = rehearsal if dry_run else delays.schedules
         if end:
             beat.end_beat(schedules)
@@ -194,14 +182,9 @@ def put_beat(context: CLIContext, /, end: bool, dry_run: bool) -> None:
     shared.answer({"schedules": [_as_json(each) for each in found]}, map(_line, found))
 
 
-def _change(
-    context: CLIContext,
-    name: str,
-    change: Callable[[Schedules, str], bool],
-    word: str,
-) -> None:
+def _change(name: str, change: Callable[[Schedules, str], bool], word: str) -> None:
     """Change a schedule, and say in a word what became of it."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         is_known = change(delays.schedules, name)
     _answer({"name": name, word: is_known}, name, [f"{name}: {word}"] * is_known)
 

@@ -13,7 +13,6 @@ from typing import IO, Any, Final
 
 import celery
 import click
-from celery.bin.base import CLIContext
 from celery.exceptions import QueueNotFound
 
 from celery_rabbitdelay.app.sending.rows import Report
@@ -128,8 +127,6 @@ def _row(line: bytes) -> Any:
 @click.option("--priority", type=click.IntRange(0, 255), help="The priority of all tasks.")
 @click.option("--by-name", is_flag=True, help="Send a task that this application does not have.")
 def send(
-    context: CLIContext,
-    /,
     task: str,
     rows: IO[bytes],
     tolerance: timedelta,
@@ -143,8 +140,8 @@ def send(
     args, kwargs, delay or eta (in UTC if it is naive), and task_id, all of them optional. Ctrl-C
     takes no further lines and waits for the confirms of the others.
     """
-    delays = shared.delays_of(context)
-    target = task if by_name else _registered_task(context.app, task)
+    delays = shared.delays()
+    target = task if by_name else _registered_task(shared.app(), task)
     given = {name: value for name, value in options.items() if value is not None}
     lines, failed = Lines(rows), None
     with lines.stopped_by_ctrl_c():

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from threading import Event
 from typing import Any, Final, NoReturn, TypeAlias
 
 import amqp
+import celery
 import click
 from celery.bin.base import CLIContext
 from celery.exceptions import CeleryCommandException
@@ -55,8 +57,14 @@ def as_json() -> bool:
     return bool(click.get_current_context().meta[_JSON])
 
 
+def app() -> celery.Celery:
+    """Return the application that ``celery -A`` names, for the command that runs."""
+    context: CLIContext = click.get_current_context().obj
+    return context.app
+
+
 class Commands(click.Group):
-    """A group of commands that take Celery's context and ``--json``.
+    """A group of commands that take ``--json``.
 
     It hides passwords in errors: those of click repeat arguments that it cannot make sense of.
     """
@@ -68,7 +76,7 @@ class Commands(click.Group):
     ) -> Callable[[_Function], click.Command]:
         """Add a command, as in click."""
         add: Callable[[Any], click.Command] = super().command(*args, **attributes)
-        return lambda function: add(_json_option(click.pass_obj(function)))
+        return lambda function: add(_json_option(function))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that is named."""
@@ -168,27 +176,27 @@ def usage_errors(*kinds: type[Exception], of: str = "") -> Iterator[None]:
         raise click.UsageError(f"{of}{error}") from error
 
 
-def delays_of(context: CLIContext) -> RabbitDelay:
-    """Return the delays of the application that ``celery -A`` names.
+def delays() -> RabbitDelay:
+    """Return the delays of the application.
 
     Raises:
         click.UsageError: Its delays do not wait in RabbitMQ, or a ``rabbitdelay_*`` setting is
             wrong.
     """
-    delays = getattr(context.app, "rabbitdelay", None)
-    if not isinstance(delays, RabbitDelay):
+    found = getattr(app(), "rabbitdelay", None)
+    if not isinstance(found, RabbitDelay):
         raise click.UsageError(
-            f"the delays of {context.app!r} are not in RabbitMQ: make it a "
+            f"the delays of {app()!r} are not in RabbitMQ: make it a "
             "celery_rabbitdelay.Celery, or call celery_rabbitdelay.install(app)"
         )
-    _check(lambda: context.app.connection_for_write(), f"the broker_url of {context.app!r}")
+    _check(app().connection_for_write, f"the broker_url of {app()!r}")
     with usage_errors(exceptions.InvalidSetting):
-        if delays.has_registry:  # the settings are read, and so checked
-            delays.registry  # noqa: B018 - made, and so its own are checked
-    return delays
+        if found.has_registry:  # the settings are read, and so checked
+            found.registry  # noqa: B018 - made, and so its own are checked
+    return found
 
 
-def broker_at(context: CLIContext, url: str) -> Connection:
+def broker_at(application: celery.Celery, url: str) -> Connection:
     """Return a connection to another broker than the application's; it is not opened.
 
     To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, but checks the certificate
@@ -200,8 +208,8 @@ def broker_at(context: CLIContext, url: str) -> Connection:
     shown = shown_url.without_password(url)
     if "@" in url and "://" not in url:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
-    ssl = _ssl_elsewhere(context.app.conf.broker_use_ssl) if url.startswith("amqps:") else False
-    return _check(lambda: context.app.connection_for_write(url=url, ssl=ssl), repr(shown))
+    ssl = _ssl_elsewhere(application.conf.broker_use_ssl) if url.startswith("amqps:") else False
+    return _check(partial(application.connection_for_write, url, ssl=ssl), repr(shown))
 
 
 def first_of(names: Sequence[str], most: int = 5) -> str:
@@ -211,13 +219,13 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 
 
 @contextmanager
-def broker_of(context: CLIContext) -> Iterator[Connection]:
+def broker() -> Iterator[Connection]:
     """Connect to the broker that tasks are sent to, which may be another than the consumers'.
 
     The command ends with one line if the broker cannot be reached or refuses, or if it holds
     another layout, messages or consumers where the command wants to declare or delete.
     """
-    connection = context.app.connection_for_write()
+    connection = app().connection_for_write()
     try:
         with connection:
             yield connection
@@ -332,7 +340,7 @@ seconds_type: Final = ParameterType("duration", _seconds)
 
 
 @contextmanager
-def registry_of(context: CLIContext) -> Iterator[RabbitDelay]:
+def with_registry() -> Iterator[RabbitDelay]:
     """Yield the delays of the application, which have a registry.
 
     The command ends with one line if Redis or the broker cannot be reached, or refuses.
@@ -340,11 +348,11 @@ def registry_of(context: CLIContext) -> Iterator[RabbitDelay]:
     Raises:
         click.UsageError: They have none, or a setting is wrong.
     """
-    delays = delays_of(context)
+    found = delays()
     with usage_errors(exceptions.RegistryRequired):
-        delays.registry  # noqa: B018 - raises if there is none
+        found.registry  # noqa: B018 - raises if there is none
     try:
-        yield delays
+        yield found
     except BROKER_ERRORS as error:
         fail(error, str(error), EX_UNAVAILABLE)
     except exceptions.RabbitDelayError as error:
@@ -383,7 +391,7 @@ def _layout(text: str, what: str) -> Any:
 layout_type: Final = ParameterType("layout", _layout)
 
 
-#: The options that describe another topology; the command hands them to :func:`topology_of`.
+#: The options that describe another topology; the command hands them to :func:`topology`.
 topology_options: Final = options(
     click.option("--prefix", help="The first part of all names."),
     click.option(
@@ -397,11 +405,10 @@ topology_options: Final = options(
 )
 
 
-def topology_of(context: CLIContext, options: Mapping[str, Any], of: str = "") -> Topology:
+def topology(options: Mapping[str, Any], of: str = "") -> Topology:
     """Return the application's topology, with what the options replace.
 
     Args:
-        context: Celery's.
         options: Settings by their names, which may begin with "from_"; None where the application's
             value counts.
         of: The subject of the options, for errors.
@@ -409,7 +416,7 @@ def topology_of(context: CLIContext, options: Mapping[str, Any], of: str = "") -
     Raises:
         click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.
     """
-    settings = delays_of(context).settings
+    settings = delays().settings
     given = {
         name.removeprefix("from_"): value for name, value in options.items() if value is not None
     }

@@ -11,7 +11,6 @@ from threading import Event
 from typing import Any, Final, get_args
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.command import shared
@@ -30,15 +29,15 @@ from celery_rabbitdelay.operations.verify.findings import Severity, Verification
 @rabbitdelay.command()
 @shared.management_option
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
-def verify(context: CLIContext, /, management: str | None, strict: bool) -> None:
+def verify(management: str | None, strict: bool) -> None:
     """Find what on the broker loses tasks, or makes them early or late.
 
     Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
     if something is a danger.
     """
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     prefix = delays.settings.prefix
-    connected = shared.broker_of(context)
+    connected = shared.broker()
     with shared.usage_errors(InvalidManagementURL), connected as connection:
         report = verify_application(delays, connection, management)
     number = Counter(finding.severity for finding in report.findings)
@@ -98,22 +97,15 @@ MAX_REASONS_NAMED: Final = 20
     metavar="[DURATION]",
     help="Look again and again until Ctrl-C, with rates; every two seconds without a duration.",
 )
-def status(
-    context: CLIContext,
-    /,
-    timeout: float,
-    with_digits: bool,
-    most_reasons: int,
-    watch: float | None,
-) -> None:
+def status(timeout: float, with_digits: bool, most_reasons: int, watch: float | None) -> None:
     """Show how many messages wait in each level, and what the workers' modules do."""
     if shared.as_json() and watch is not None:
         raise click.UsageError("--json prints one object: it cannot be used with --watch")
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     last: Status | None = None
     stopping = Event()
     watching = nullcontext() if watch is None else shared.set_by_ctrl_c(stopping)
-    with shared.broker_of(context) as connection, watching:
+    with shared.broker() as connection, watching:
         while True:
             before, last = last, status_of(delays, connection, timeout, most_reasons)
             rates = None if before is None else rates_between(before, last)

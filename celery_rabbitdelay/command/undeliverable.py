@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import click
 from amqp.exceptions import NotFound
-from celery.bin.base import CLIContext
 from kombu import Connection
 
 from celery_rabbitdelay import exceptions
@@ -55,10 +55,10 @@ _filter_options: Final = shared.options(
 
 
 @contextmanager
-def _broker(context: CLIContext) -> Iterator[tuple[Connection, Topology]]:
+def _broker() -> Iterator[tuple[Connection, Topology]]:
     """Connect to the broker; a failure, or a missing queue, ends the command with one line."""
-    topology = shared.delays_of(context).topology
-    with shared.broker_of(context) as connection:
+    topology = shared.delays().topology
+    with shared.broker() as connection:
         try:
             yield connection, topology
         except NotFound as error:
@@ -117,9 +117,9 @@ def undeliverable() -> None:
 
 
 @contextmanager
-def _messages(context: CLIContext) -> Iterator[Iterator[tuple[int, read.UndeliverableMessage]]]:
+def _messages() -> Iterator[Iterator[tuple[int, read.UndeliverableMessage]]]:
     """Yield an iterator over the messages with their numbers, from 1."""
-    with _broker(context) as (connection, topology):
+    with _broker() as (connection, topology):
         yield enumerate(read.undeliverable_messages(connection, topology), start=1)
 
 
@@ -139,23 +139,21 @@ def _messages(context: CLIContext) -> Iterator[Iterator[tuple[int, read.Undelive
     help="Print the messages with their headers and the beginning of their bodies, at most "
     f"{FULL_MESSAGES} unless -n says more.",
 )
-def list_messages(context: CLIContext, /, most: int | None, full: bool, **filters: Any) -> None:
+def list_messages(most: int | None, full: bool, **filters: Any) -> None:
     """Count the messages by the reason why they could not be delivered."""
     wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
     most = most or (FULL_MESSAGES if full else 0)
     examined, shown = 0, list[dict[str, Any]]()
-    with _messages(context) as messages:
+    with _messages() as messages:
         for examined, message in messages:
             if wanted.matches(message):
                 summary.add(message)
                 if len(shown) < most:
                     shown.append((_full if full else read.summary_of)(examined, message))
-    told = _listed(examined, summary, shown)
     lines = _details(shown) if full else _lines(shown) if most else _reasons(summary)
-    shared.answer(told, lines)
-    if not shared.as_json():
-        more = "" if summary.count == examined else f" of {examined:,}"
-        click.echo(f"{summary.count:,}{more} undeliverable messages")
+    more = "" if summary.count == examined else f" of {examined:,}"
+    last = f"{summary.count:,}{more} undeliverable messages"
+    shared.answer(_listed(examined, summary, shown), chain(lines, [last]))
 
 
 def _full(number: int, message: read.UndeliverableMessage) -> dict[str, Any]:
@@ -224,7 +222,7 @@ def _fields(fields: dict[str, Any], indent: str = "") -> Iterator[str]:
 @undeliverable.command()
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @_filter_options
-def export(context: CLIContext, /, file: Path, **filters: Any) -> None:
+def export(file: Path, **filters: Any) -> None:
     """Write the messages as lines of JSON to FILE, or to the standard output ("-")."""
     to_output = str(file) == "-"
     if to_output and shared.as_json():
@@ -232,7 +230,7 @@ def export(context: CLIContext, /, file: Path, **filters: Any) -> None:
     if not to_output and file.exists():
         raise click.UsageError(f"{file} exists already")
     wanted = read.UndeliverableFilter(**filters)
-    with _messages(context) as messages:
+    with _messages() as messages:
         chosen = ((number, each) for number, each in messages if wanted.matches(each))
         with nullcontext(sys.stdout) if to_output else read.new_file(file) as written:
             count = read.write_records(written, chosen)
@@ -247,19 +245,12 @@ def export(context: CLIContext, /, file: Path, **filters: Any) -> None:
 @_limit_option
 @click.option("--dry-run", is_flag=True, help="Only count them.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def purge(
-    context: CLIContext,
-    /,
-    limit: int | None,
-    dry_run: bool,
-    yes: bool,
-    **filters: Any,
-) -> None:
+def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
     """Delete messages."""
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     matches = read.UndeliverableFilter(**filters).matches
-    with _broker(context) as (connection, topology):
+    with _broker() as (connection, topology):
         if not (yes or dry_run):
             found = removing.purge(connection, topology, matches, limit=limit, dry_run=True)
             limit = found.removed
@@ -295,29 +286,19 @@ def purge(
 )
 @_limit_option
 @click.option(
-    "--rate",
-    type=shared.POSITIVE,
-    metavar="NUMBER",
-    help="At most this many messages a second.",
+    "--rate", type=shared.POSITIVE, metavar="NUMBER", help="At most this many messages a second."
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def redrive(
-    context: CLIContext,
-    /,
-    limit: int | None,
-    rate: float | None,
-    dry_run: bool,
-    **options: Any,
-) -> None:
+def redrive(limit: int | None, rate: float | None, dry_run: bool, **options: Any) -> None:
     """Publish messages into the levels again, and take them out of the queue."""
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
     with shared.usage_errors(
         exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
     ):
         # The other options are arguments of the same names.
         redriving = ApplicationRedrive(delays, dry_run=dry_run, **options)
-    with closing(redriving), _broker(context) as (connection, _):
+    with closing(redriving), _broker() as (connection, _):
         matches = read.UndeliverableFilter(**filters).matches
         report = redriving.run(connection, matches, limit, rate)
     _tell_removal(report, "redriven", dry_run)

@@ -7,12 +7,11 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.known_task import KnownTask
@@ -53,9 +52,9 @@ _due_after: Final = click.option(
     show_default=True,
     help="At most this many.",
 )
-def pending(context: CLIContext, /, limit: int, **filters: Any) -> None:
+def pending(limit: int, **filters: Any) -> None:
     """List the tracked tasks that wait, the next one first."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
@@ -63,10 +62,10 @@ def pending(context: CLIContext, /, limit: int, **filters: Any) -> None:
         {**each._asdict(), "due": each.due.isoformat(), "sent": each.sent and each.sent.isoformat()}
         for each in shown
     ]
-    shared.answer({"count": count, "since": since.isoformat(), "tasks": told}, _table(shown))
-    if not shared.as_json():
-        more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
-        click.echo(f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}")
+    more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
+    last = f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}"
+    found = {"count": count, "since": since.isoformat(), "tasks": told}
+    shared.answer(found, chain(_table(shown), [last]))
 
 
 def _table(tasks: Sequence[Pending]) -> Iterator[str]:
@@ -81,11 +80,11 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
 @rabbitdelay.command()
 @click.argument("task", required=False)
 @click.option("--key", help="The task that was sent with this key, instead of an id.")
-def show(context: CLIContext, /, task: str | None, key: str | None) -> None:
+def show(task: str | None, key: str | None) -> None:
     """Show what is known of one task, by its id or by its key."""
     if (task is None) == (key is None):
         raise click.UsageError("give the id of a task, or --key")
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         found = delays.show(task, key=key)
     if found is None:
         shared.answer({"task": None}, [f"{task or key}: unknown"])
@@ -131,9 +130,9 @@ def _facts(found: KnownTask) -> Iterator[str]:
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG)."
 )
-def forecast(context: CLIContext, /, step: float, plot: Path | None, **filters: Any) -> None:
+def forecast(step: float, plot: Path | None, **filters: Any) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         steps = list(delays.forecast(step, **filters))
     if plot is not None:
         _draw(steps, step, plot)
@@ -198,16 +197,11 @@ _meant: Final = shared.options(
 
 
 def _decide(
-    context: CLIContext,
-    tasks: Sequence[str],
-    key: str | None,
-    decide: Callable[..., Outcome],
-    hint: str = HINT,
+    tasks: Sequence[str], key: str | None, decide: Callable[..., Outcome], hint: str = HINT
 ) -> None:
     """Decide about tasks, by their ids or by their key, and print the outcomes.
 
     Args:
-        context: Celery's.
         tasks: The ids.
         key: The key, instead of ids.
         decide: A method of the application's delays.
@@ -215,7 +209,7 @@ def _decide(
     """
     if bool(tasks) == (key is not None):
         raise click.UsageError("give the ids of tasks, or --key")
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         if key is not None:
             outcomes = {key: decide(delays, key=key)}
         else:
@@ -237,8 +231,6 @@ def _decide(
 @click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask whether to cancel them.")
 def cancel(
-    context: CLIContext,
-    /,
     tasks: tuple[str, ...],
     key: str | None,
     also_future: bool,
@@ -250,13 +242,13 @@ def cancel(
     if not any(filters.values()):
         if dry_run:
             raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
-        _decide(context, tasks, key, partial(RabbitDelay.cancel, also_future=also_future))
+        _decide(tasks, key, partial(RabbitDelay.cancel, also_future=also_future))
         return
     if tasks or key is not None or also_future:
         raise click.UsageError("a filter takes neither ids nor --key or --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         count = delays.count(**filters)
         if count and not (yes or dry_run):
             click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)
@@ -269,10 +261,10 @@ def cancel(
 
 @rabbitdelay.command()
 @_meant
-def run_now(context: CLIContext, /, tasks: tuple[str, ...], key: str | None) -> None:
+def run_now(tasks: tuple[str, ...], key: str | None) -> None:
     """Let tracked tasks that wait run now, by their ids or by their key."""
     postponed = partial(RabbitDelay.postpone, delay=0, also_future=False)
-    _decide(context, tasks, key, postponed, hint="")
+    _decide(tasks, key, postponed, hint="")
 
 
 @rabbitdelay.command()
@@ -281,8 +273,6 @@ def run_now(context: CLIContext, /, tasks: tuple[str, ...], key: str | None) -> 
 @click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
 @_also_future
 def postpone(
-    context: CLIContext,
-    /,
     tasks: tuple[str, ...],
     key: str | None,
     delay: Fraction | None,
@@ -293,7 +283,7 @@ def postpone(
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
     given: Any = {"delay": delay, "eta": eta, "also_future": also_future}
-    _decide(context, tasks, key, partial(RabbitDelay.postpone, **given))
+    _decide(tasks, key, partial(RabbitDelay.postpone, **given))
 
 
 @rabbitdelay.command()
@@ -306,9 +296,9 @@ def postpone(
     show_default=True,
     help="After which time an open job turns aborted.",
 )
-def job(context: CLIContext, /, action: str, name: str, expires: float) -> None:
+def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
-    with shared.registry_of(context) as delays:
+    with shared.with_registry() as delays:
         if action == "open":
             delays.open_job(name, expires=expires)
         elif action == "commit":

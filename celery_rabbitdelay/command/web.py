@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
@@ -29,20 +28,13 @@ from celery_rabbitdelay.exceptions import InvalidSetting
     help="Only print what rabbitdelay_web has for a password, which is asked for, or read from the "
     "standard input.",
 )
-def web(
-    context: CLIContext,
-    /,
-    host: str,
-    port: int,
-    management: str | None,
-    hash_password: bool,
-) -> None:
+def web(host: str, port: int, management: str | None, hash_password: bool) -> None:
     """Serve a page that shows what waits, and lets operators act on it.
 
     The setting rabbitdelay_web says who may see it and act. Without it, only this machine may see
     it, and nobody may act.
     """
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     if hash_password:
         _print_hash()
         return
