@@ -116,13 +116,6 @@ def undeliverable() -> None:
     """Messages that could not be delivered."""
 
 
-@contextmanager
-def _messages() -> Iterator[Iterator[tuple[int, read.UndeliverableMessage]]]:
-    """Yield an iterator over the messages with their numbers, from 1."""
-    with _broker() as (connection, topology):
-        yield enumerate(read.undeliverable_messages(connection, topology), start=1)
-
-
 @undeliverable.command("list")
 @_filter_options
 @click.option(
@@ -144,8 +137,9 @@ def list_messages(most: int | None, full: bool, **filters: Any) -> None:
     wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
     most = most or (FULL_MESSAGES if full else 0)
     examined, shown = 0, list[dict[str, Any]]()
-    with _messages() as messages:
-        for examined, message in messages:
+    with _broker() as (connection, topology):
+        messages = read.undeliverable_messages(connection, topology)
+        for examined, message in enumerate(messages, start=1):
             if wanted.matches(message):
                 summary.add(message)
                 if len(shown) < most:
@@ -230,7 +224,8 @@ def export(file: Path, **filters: Any) -> None:
     if not to_output and file.exists():
         raise click.UsageError(f"{file} exists already")
     wanted = read.UndeliverableFilter(**filters)
-    with _messages() as messages:
+    with _broker() as (connection, topology):
+        messages = enumerate(read.undeliverable_messages(connection, topology), start=1)
         chosen = ((number, each) for number, each in messages if wanted.matches(each))
         with nullcontext(sys.stdout) if to_output else read.new_file(file) as written:
             count = read.write_records(written, chosen)

@@ -143,9 +143,10 @@ class TaskMessages:
     ensure: Callable[[str], None]
     keeps_own: Callable[[str], bool] = lambda name: False
 
-    def eta(self, message: amqp.Message) -> datetime | None:
-        """Return a task's eta; None if it has none, or is not of Celery's protocol 2."""
-        return eta_of(messages.headers_of(message).get("eta"), self.timezone)
+    def due(self, message: amqp.Message) -> Due | None:
+        """Return when a task is due; None if it has no eta, or is not of Celery's protocol 2."""
+        eta = eta_of(messages.headers_of(message).get("eta"), self.timezone)
+        return None if eta is None else Due.at(eta)
 
     def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
         """Return the message that waits in the levels.
@@ -191,8 +192,7 @@ def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Convert:
 
     def convert(message: amqp.Message, queue: str) -> Outgoing:
         key = _ChainKey.of(message, queue)
-        eta = tasks.eta(message)
-        due = key.due(None if eta is None else Due.at(eta))
+        due = key.due(tasks.due(message))
         return tasks.delayed(message, _destination(bound, key.routing_key), due)
 
     return convert
@@ -293,8 +293,7 @@ def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queu
     """
 
     def delayed(message: amqp.Message, queue: str) -> Outgoing:
-        eta = tasks.eta(message)
-        due = None if eta is None else Due.at(eta)
+        due = tasks.due(message)
         if due is None or due.delay_ms <= topology.layout.tick_ms:
             raise Stay(NOT_DELAYED)
         info: Any = message.delivery_info

@@ -311,7 +311,7 @@ def _removal(
             try:
                 reader.finish()
             except reader.errors as error:
-                report.uncertain += reader.not_acknowledged
+                report.uncertain += len(reader.to_acknowledge)
                 removal.stop(f"the messages cannot be acknowledged: {error}")
             report.seconds = time.monotonic() - began
 
