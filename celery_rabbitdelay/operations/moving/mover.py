@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Event
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -105,17 +104,17 @@ class Destinations:
         is_bound = (
             queue is not None
             and not getattr(queue, "no_declare", False)
-            and self._try(partial(declaration.declare_destination, queue=queue))
+            and self._try(declaration.declare_destination, queue)
         )
         # It may exist with other arguments than the application gives it.
-        if not is_bound and not self._try(partial(declaration.bind_destination, queue_name=name)):
+        if not is_bound and not self._try(declaration.bind_destination, name):
             self.missing.add(name)
         self._seen.add(name)
 
-    def _try(self, declare: Callable[..., None]) -> bool:
+    def _try(self, declare: Callable[..., None], queue: Queue | str) -> bool:
         """Declare or bind a queue; return whether the broker has accepted it."""
         try:
-            declare(self._connection, self.target.topology)
+            declare(self._connection, self.target.topology, queue)
         except amqp.ChannelError as refused:
             if isinstance(refused, AccessRefused):
                 raise

@@ -208,10 +208,7 @@ class Reader(ConsumerConnection):
         with self._answers():
             self.channel.basic_qos(0, self._of_consumer + wanted, False)
             self.channel.basic_consume(
-                self._queue,
-                self._tag,
-                callback=self.receive,
-                arguments={"x-priority": PRIORITY},
+                self._queue, self._tag, callback=self.receive, arguments={"x-priority": PRIORITY}
             )
         self._is_consuming = True
 
