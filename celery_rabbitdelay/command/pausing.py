@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -28,7 +28,7 @@ def pause(task: str | None, queue: str | None) -> None:
     _check(task, queue)
     with shared.with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue))
-    shared.answer(paused_as_json(paused), [paused_line(paused)])
+    shared.answer(paused._asdict(), [paused_line(paused)])
 
 
 @rabbitdelay.command()
@@ -48,11 +48,6 @@ def resume(task: str | None, queue: str | None) -> None:
 def _check(task: str | None, queue: str | None) -> None:
     if bool(task) == bool(queue):
         raise click.UsageError("give --task, or --queue")
-
-
-def paused_as_json(paused: Paused) -> dict[str, Any]:
-    """Return what is paused as an object of JSON."""
-    return {**paused._asdict(), "since": paused.since.isoformat()}
 
 
 def paused_line(paused: Paused) -> str:

@@ -47,8 +47,7 @@ def show_next(name: str, number: int) -> None:
     """Show when a schedule is due next."""
     with shared.with_registry() as delays:
         instants = delays.schedules.next(name, number)
-    answer = {"name": name, "next": [each.isoformat() for each in instants]}
-    _answer(answer, name, [shared.local(each) for each in instants])
+    _answer({"name": name, "next": instants}, name, [shared.local(each) for each in instants])
 
 
 @schedules.command()
@@ -197,14 +196,8 @@ def _answer(answer: dict[str, Any], name: str, lines: list[str]) -> None:
 
 
 def _as_json(schedule: Schedule) -> dict[str, Any]:
-    last = schedule.last
-    return {
-        **schedule_imports.exported(schedule),
-        "next_at": schedule.next_at.isoformat(),
-        "last": None
-        if last is None
-        else {"due": last[0].isoformat(), "came": last[1].isoformat(), "fate": last[2]},
-    }
+    last = schedule.last and dict(zip(("due", "came", "fate"), schedule.last, strict=True))
+    return {**schedule_imports.exported(schedule), "next_at": schedule.next_at, "last": last}
 
 
 def _facts(schedule: Schedule) -> list[str]:

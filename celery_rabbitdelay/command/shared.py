@@ -144,8 +144,13 @@ POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
 def answer(found: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Print an object as JSON where it is asked for, or lines of text, if there are any."""
-    text = json.dumps(found) if as_json() else "\n".join(lines)
+    """Print an object as JSON where it is asked for, or lines of text, if there are any.
+
+    Args:
+        found: The object, in values of JSON and instants, which are written by ISO 8601.
+        lines: The text.
+    """
+    text = json.dumps(found, default=datetime.isoformat) if as_json() else "\n".join(lines)
     if text:
         click.echo(text)
 

@@ -14,7 +14,7 @@ import click
 
 from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.pausing import paused_as_json, paused_line
+from celery_rabbitdelay.command.pausing import paused_line
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels import wall_clock
@@ -127,11 +127,11 @@ def _as_json(found: Status) -> dict[str, Any]:
         **backlog._asdict(),
         "others": {name: counts._asdict() for name, counts in backlog.others.items()},
         "next_due": {
-            "tracked": None if found.next_due is None else found.next_due.isoformat(),
+            "tracked": found.next_due,
             "within_ms": found.due_within_ms,
             "registry_error": found.registry_error,
         },
-        "paused": [paused_as_json(each) for each in found.paused],
+        "paused": [each._asdict() for each in found.paused],
         "undeliverable": read,
         "workers": found.workers,
     }

@@ -147,7 +147,9 @@ def list_messages(most: int | None, full: bool, **filters: Any) -> None:
     lines = _details(shown) if full else _lines(shown) if most else _reasons(summary)
     more = "" if summary.count == examined else f" of {examined:,}"
     last = f"{summary.count:,}{more} undeliverable messages"
-    shared.answer(_listed(examined, summary, shown), chain(lines, [last]))
+    reasons = [{"reason": reason, **vars(group)} for reason, group in summary.by_count()]
+    told = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
+    shared.answer(told, chain(lines, [last]))
 
 
 def _full(number: int, message: read.UndeliverableMessage) -> dict[str, Any]:
@@ -155,23 +157,6 @@ def _full(number: int, message: read.UndeliverableMessage) -> dict[str, Any]:
         **read.as_record(number, message),
         "envelope": read.Contents.of(message).messages,
         "body": read.shown_body(message.body, FULL_BODY),
-    }
-
-
-def _listed(examined: int, summary: read.UndeliverableSummary, shown: list[Any]) -> dict[str, Any]:
-    return {
-        "examined": examined,
-        "count": summary.count,
-        "reasons": [
-            {
-                "reason": reason,
-                "count": group.count,
-                "oldest": group.oldest and group.oldest.isoformat(),
-                "newest": group.newest and group.newest.isoformat(),
-            }
-            for reason, group in summary.by_count()
-        ],
-        "messages": shown,
     }
 
 

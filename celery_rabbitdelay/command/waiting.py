@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
@@ -58,13 +57,9 @@ def pending(limit: int, **filters: Any) -> None:
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
-    told = [
-        {**each._asdict(), "due": each.due.isoformat(), "sent": each.sent and each.sent.isoformat()}
-        for each in shown
-    ]
     more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
     last = f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}"
-    found = {"count": count, "since": since.isoformat(), "tasks": told}
+    found = {"count": count, "since": since, "tasks": [each._asdict() for each in shown]}
     shared.answer(found, chain(_table(shown), [last]))
 
 
@@ -89,10 +84,7 @@ def show(task: str | None, key: str | None) -> None:
     if found is None:
         shared.answer({"task": None}, [f"{task or key}: unknown"])
         raise SystemExit(NOT_FOUND)
-    told = asdict(found)
-    for name in ("due", "postponed", "sent"):
-        told[name] = told[name] and told[name].isoformat()
-    shared.answer({"task": told}, _facts(found))
+    shared.answer({"task": vars(found)}, _facts(found))
 
 
 def _facts(found: KnownTask) -> Iterator[str]:
@@ -136,7 +128,7 @@ def forecast(step: float, plot: Path | None, **filters: Any) -> None:
         steps = list(delays.forecast(step, **filters))
     if plot is not None:
         _draw(steps, step, plot)
-    told = [{"start": at.isoformat(), "tasks": count} for at, count in steps]
+    told = [{"start": at, "tasks": count} for at, count in steps]
     total = sum(count for _, count in steps)
     shared.answer({"tasks": total, "steps": told}, _bars(steps, total))
 
