@@ -193,7 +193,7 @@ def declare(with_queues: bool, dry_run: bool, **options: Any) -> None:
     }
     shared.answer(told, lines)
     if dry_run and (missing or missing_queues):
-        raise SystemExit(shared.REFUSED)
+        raise SystemExit(shared.FAILED)
 
 
 @rabbitdelay.command()

@@ -26,9 +26,6 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 
-#: The exit status if messages are left, or wait for a queue that is not bound.
-MESSAGES_LEFT: Final = 1
-
 #: How many reasons and queues the text names; ``--json`` names all of them.
 MAX_NAMED: Final = 10
 
@@ -217,7 +214,7 @@ def eta(queues: Sequence[str], **options: Any) -> None:
         if missing := [name for name, found in counts.items() if found is None]:
             names = ", ".join(map(repr, missing))
             error = QueueNotFound(f"no such queue on the broker: {names}; nothing was moved")
-            shared.fail(error, error.args[0], shared.REFUSED)
+            shared.fail(error, error.args[0])
 
     _run(destinations, queues, convert, check=check, **options)
 
@@ -278,7 +275,7 @@ def _run(
     shared.answer(told, _lines(moved, missing, unnamed))
     is_left = moved.left.keys() - {adoption.KEEPS_OWN, adoption.NOT_DELAYED}
     if is_left or moved.undeliverable or unnamed or not moved.finished:
-        raise SystemExit(MESSAGES_LEFT)
+        raise SystemExit(shared.FAILED)
 
 
 def _moved(mover: Mover, follow: bool) -> Moved:

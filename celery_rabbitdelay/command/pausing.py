@@ -12,9 +12,6 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.registry.pauses import Paused
 
-#: The exit status where what is resumed was not paused.
-NOT_PAUSED: Final = 1
-
 _names: Final = shared.options(
     click.option("--task", help="The tasks of this name."),
     click.option("--queue", help="The tasks that arrive at this queue."),
@@ -42,7 +39,7 @@ def resume(task: str | None, queue: str | None) -> None:
     answer = {"task": task, "queue": queue, "was_paused": was_paused}
     shared.answer(answer, [f"{_name(task, queue)}: {told}"])
     if not was_paused:
-        raise SystemExit(NOT_PAUSED)
+        raise SystemExit(shared.FAILED)
 
 
 def _check(task: str | None, queue: str | None) -> None:

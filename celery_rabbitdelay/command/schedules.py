@@ -17,9 +17,6 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
 
-#: The exit status where there is no schedule of the name.
-UNKNOWN: Final = 1
-
 #: Seconds after which it is said of an occurrence that it has not come.
 MISSING: Final = 60.0
 
@@ -113,7 +110,7 @@ def import_all(file: str | None, redbeat: bool, redbeat_url: str | None, django:
         told = [*schedule_imports.put_all(delays.schedules, found)]
     shared.answer({"imported": [each._asdict() for each in told]}, map(_imported, told))
     if any(each.error for each in told):
-        raise SystemExit(1)
+        raise SystemExit(shared.FAILED)
 
 
 def _read(file: str) -> Iterable[schedule_imports.Foreign]:
@@ -192,7 +189,7 @@ def _answer(answer: dict[str, Any], name: str, lines: list[str]) -> None:
     """Print an answer, which has no line where there is no such schedule."""
     shared.answer(answer, lines or [f"{name}: there is no such schedule"])
     if not lines:
-        raise SystemExit(UNKNOWN)
+        raise SystemExit(shared.FAILED)
 
 
 def _as_json(schedule: Schedule) -> dict[str, Any]:

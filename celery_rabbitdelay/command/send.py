@@ -27,9 +27,6 @@ MAX_LINES_NAMED: Final = 20
 #: Characters of a line's error that are shown.
 MAX_REASON_LENGTH: Final = 500
 
-#: The exit status where nothing could be sent, or a line is not confirmed.
-NOT_CONFIRMED: Final = 1
-
 #: The exit status after Ctrl-C: 128 and the number of the signal, as shells have it.
 STOPPED_BY_CTRL_C: Final = 130
 
@@ -152,16 +149,16 @@ def send(
         except RowsNotConfirmed as error:
             failed, report = error, error.report
         except QueueNotFound as error:
-            shared.fail(error, error.args[0], NOT_CONFIRMED)
+            shared.fail(error, error.args[0])
         except (RabbitDelayError, *shared.BROKER_ERRORS) as error:
-            shared.fail(error, str(error), NOT_CONFIRMED)
-    click.echo(_as_json(report, failed, lines) if shared.as_json() else _summary(report))
+            shared.fail(error, str(error))
+    shared.answer(_as_json(report, failed, lines), [_summary(report)])
     for line in _trouble(failed, lines):
         click.echo(line, err=True)
     if lines.stopped == INTERRUPTED:
         raise SystemExit(STOPPED_BY_CTRL_C)
     if failed is not None or lines.stopped is not None:
-        raise SystemExit(NOT_CONFIRMED)
+        raise SystemExit(shared.FAILED)
 
 
 def _registered_task(app: celery.Celery, name: str) -> celery.Task[Any, Any]:
@@ -184,18 +181,16 @@ def _summary(report: Report) -> str:
     )
 
 
-def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> str:
+def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> dict[str, Any]:
     errors = {} if failed is None else failed.errors
-    return json.dumps(
-        {
-            **vars(report),
-            "rate": report.rate,
-            "not_confirmed": {_line(row): _reason(error) for row, error in errors.items()},
-            "may_have_arrived": [] if failed is None else [_line(row) for row in failed.uncertain],
-            "not_taken_from": _first_line_not_taken(failed, lines),
-            "stopped": lines.stopped,
-        }
-    )
+    return {
+        **vars(report),
+        "rate": report.rate,
+        "not_confirmed": {_line(row): _reason(error) for row, error in errors.items()},
+        "may_have_arrived": [] if failed is None else [_line(row) for row in failed.uncertain],
+        "not_taken_from": _first_line_not_taken(failed, lines),
+        "stopped": lines.stopped,
+    }
 
 
 def _trouble(failed: RowsNotConfirmed | None, lines: Lines) -> Iterator[str]:

@@ -132,9 +132,9 @@ class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
             self.fail(str(wrong), param, ctx)
 
 
-#: The exit status where what was asked for is not allowed: by the registry or a job, or by what the
-#: broker holds.
-REFUSED: Final = 1
+#: The exit status where what was asked for is not allowed, or not done in full, and where something
+#: is wrong, missing or unknown.
+FAILED: Final = 1
 
 #: Raised where the broker cannot be reached, or refuses what it is asked.
 BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
@@ -239,7 +239,7 @@ def broker() -> Iterator[Connection]:
         exceptions.TopologyInUse,
         exceptions.TopologyNotEmpty,
     ) as error:
-        fail(error, str(error).replace("force=True", "--force"), REFUSED)
+        fail(error, str(error).replace("force=True", "--force"))
     except exceptions.ManagementUnavailable as error:
         fail(error, str(error), EX_UNAVAILABLE)
     except BROKER_ERRORS as error:
@@ -361,10 +361,10 @@ def with_registry() -> Iterator[RabbitDelay]:
     except BROKER_ERRORS as error:
         fail(error, str(error), EX_UNAVAILABLE)
     except exceptions.RabbitDelayError as error:
-        fail(error, str(error), REFUSED)
+        fail(error, str(error))
 
 
-def fail(error: Exception, message: str, exit_status: int) -> NoReturn:
+def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
     """End the command with one line on the standard error.
 
     Where JSON is asked for, it also prints an object with the key ``error``.

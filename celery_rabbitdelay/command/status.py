@@ -46,7 +46,7 @@ def verify(management: str | None, strict: bool) -> None:
     told = {"version": report.version, "prefix": prefix, **counts, "findings": findings}
     shared.answer(told, _report_lines(report, prefix, counts))
     if counts["danger"] or (strict and counts["warning"]):
-        raise SystemExit(1)
+        raise SystemExit(shared.FAILED)
 
 
 def _report_lines(report: Verification, prefix: str, counts: Mapping[str, int]) -> Iterator[str]:
@@ -58,9 +58,6 @@ def _report_lines(report: Verification, prefix: str, counts: Mapping[str, int]) 
     all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
     yield f"RabbitMQ {report.version}, {prefix}: {all_counts}"
 
-
-#: The exit status where a queue is missing.
-QUEUES_MISSING: Final = 1
 
 #: Seconds from one look to the next, and the messages that are read, unless the option says it.
 WATCH, REASONS = 2.0, 1000
@@ -117,7 +114,7 @@ def status(timeout: float, with_digits: bool, most_reasons: int, watch: float | 
             if watch is None or stopping.wait(watch):
                 break
     if last.backlog.missing:
-        raise SystemExit(QUEUES_MISSING)
+        raise SystemExit(shared.FAILED)
 
 
 def _as_json(found: Status) -> dict[str, Any]:

@@ -24,9 +24,6 @@ from celery_rabbitdelay.operations.undeliverable import redrive as removing
 from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS
 
-#: The exit status if chosen messages stay.
-INCOMPLETE: Final = 1
-
 #: The most reasons that the text names; ``--json`` names all of them.
 MOST_REASONS: Final = 20
 
@@ -64,9 +61,9 @@ def _broker() -> Iterator[tuple[Connection, Topology]]:
         except NotFound as error:
             name = topology.module_queues.undeliverable.name
             message = f"the queue {name} does not exist: declare the levels"
-            shared.fail(error, message, shared.REFUSED)
+            shared.fail(error, message)
         except exceptions.RabbitDelayError as error:
-            shared.fail(error, str(error), shared.REFUSED)
+            shared.fail(error, str(error))
 
 
 def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool) -> None:
@@ -85,7 +82,7 @@ def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool) -> N
     shared.answer({**vars(report), "dry_run": dry_run}, [line])
     for line in _trouble(report):
         click.echo(line, err=True)
-    raise SystemExit(0 if report.is_complete else INCOMPLETE)
+    raise SystemExit(0 if report.is_complete else shared.FAILED)
 
 
 def _trouble(report: removing.RemovalReport) -> Iterator[str]:

@@ -83,7 +83,7 @@ def show(task: str | None, key: str | None) -> None:
         found = delays.show(task, key=key)
     if found is None:
         shared.answer({"task": None}, [f"{task or key}: unknown"])
-        raise SystemExit(NOT_FOUND)
+        raise SystemExit(shared.FAILED)
     shared.answer({"task": vars(found)}, _facts(found))
 
 
@@ -172,9 +172,6 @@ def _brief(length: timedelta) -> str:
 #: A hint that follows the outcome of an unknown id, in commands with the option --also-future.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
 
-#: The exit status where a task has arrived already, or a job or what waits under a name is unknown.
-NOT_FOUND: Final = 1
-
 _also_future: Final = click.option(
     "--also-future",
     is_flag=True,
@@ -212,7 +209,7 @@ def _decide(
         (f"{name}: {WORDS[each]}{hints.get(each, '')}" for name, each in outcomes.items()),
     )
     if not {Outcome.RELEASED, Outcome.UNKNOWN}.isdisjoint(outcomes.values()):
-        raise SystemExit(NOT_FOUND)
+        raise SystemExit(shared.FAILED)
 
 
 @rabbitdelay.command()
@@ -301,4 +298,4 @@ def job(action: str, name: str, expires: float) -> None:
     told = state.value if state is not None else "unknown"
     shared.answer({"job": name, "state": told}, [f"{name}: {told}"])
     if state is None:
-        raise SystemExit(NOT_FOUND)
+        raise SystemExit(shared.FAILED)

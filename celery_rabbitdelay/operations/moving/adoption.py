@@ -84,47 +84,31 @@ def _nsb(version: int) -> str:
     return "nsb" if version == 1 else f"nsb.v{version}"
 
 
-class _ChainKey(NamedTuple):
-    """The routing key of a message in a chain.
+def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[Due, str]:
+    """Return when a message leaves its chain, and the routing key of its destination.
 
-    Attributes:
-        least: The shortest time that it still waits, in seconds.
-        longest: The longest time that it still waits, in seconds.
-        routing_key: The routing key of its destination.
+    Args:
+        message: The message.
+        queue: The queue of the chain that it was in, whose name ends with its level.
+        due: The due time that its headers give. It counts unless it is earlier than the shortest
+            time that the chain can take; if it does not count, the longest time does.
+
+    Raises:
+        Stay: The routing key is not one of a chain, or the message cannot be read.
     """
-
-    least: int
-    longest: int
-    routing_key: str
-
-    def due(self, due: Due | None) -> Due:
-        """Return the due time that the headers give, or that of the chain if it is later."""
-        if due is None or due.delay_ms < self.least * 1000 - SLACK_MS:
-            return Due.after(self.longest)
-        return due
-
-    @classmethod
-    def of(cls, message: amqp.Message, queue: str) -> _ChainKey:
-        """Read the routing key of a message.
-
-        Args:
-            message: The message.
-            queue: The queue of the chain that it was in, whose name ends with its level.
-
-        Raises:
-            Stay: The routing key is not one of a chain, or the message cannot be read.
-        """
-        if UNREADABLE in messages.headers_of(message):
-            raise Stay("its properties cannot be read")
-        info: Any = message.delivery_info
-        found = _BITS.fullmatch(info["routing_key"])
-        if found is None:
-            raise Stay("its routing key does not begin with 28 bits")
-        level = int(re.split("[_-]", queue)[-1])
-        # The higher levels are behind it.
-        lower = found[1].replace(".", "")[-(level + 1) :]
-        longest = int(lower, 2)
-        return cls(max(longest - 2**level, 0), longest, found[2])
+    if UNREADABLE in messages.headers_of(message):
+        raise Stay("its properties cannot be read")
+    info: Any = message.delivery_info
+    found = _BITS.fullmatch(info["routing_key"])
+    if found is None:
+        raise Stay("its routing key does not begin with 28 bits")
+    level = int(re.split("[_-]", queue)[-1])
+    # The higher levels are behind it.
+    longest = int(found[1].replace(".", "")[-(level + 1) :], 2)
+    least = max(longest - 2**level, 0)
+    if due is None or due.delay_ms < least * 1000 - SLACK_MS:
+        due = Due.after(longest)
+    return due, found[2]
 
 
 @dataclass(frozen=True)
@@ -191,9 +175,8 @@ def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Convert:
     bound = list(_bound_to_chain(queues))
 
     def convert(message: amqp.Message, queue: str) -> Outgoing:
-        key = _ChainKey.of(message, queue)
-        due = key.due(tasks.due(message))
-        return tasks.delayed(message, _destination(bound, key.routing_key), due)
+        due, key = _end_of_chain(message, queue, tasks.due(message))
+        return tasks.delayed(message, _destination(bound, key), due)
 
     return convert
 
@@ -256,14 +239,13 @@ def nservicebus_chain(
     exchange = f"{_nsb(version)}.delay-delivery"
 
     def convert(message: amqp.Message, queue: str) -> Outgoing:
-        key = _ChainKey.of(message, queue)
         headers = messages.headers_of(message)
+        # A delayed retry has the time at which the message was sent first.
+        due, key = _end_of_chain(message, queue, _nservicebus_due(headers))
         if any(name in headers for name in header_names.SENDER_SELECTED):
             raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
-        # A delayed retry has the time at which the message was sent first.
-        due = key.due(_nservicebus_due(headers))
         sent = messages.WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
-        return for_distribution(topology, sent, due, exchange, key.routing_key, signing_keys)
+        return for_distribution(topology, sent, due, exchange, key, signing_keys)
 
     return convert
 
