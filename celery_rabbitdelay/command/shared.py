@@ -24,14 +24,7 @@ from kombu.transport import pyamqp
 
 from celery_rabbitdelay import __version__, exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.levels import shown_url
-from celery_rabbitdelay.levels.delay import (
-    TAKES,
-    TAKES_DURATION,
-    TAKES_INSTANT,
-    parse_delay,
-    parse_duration,
-)
+from celery_rabbitdelay.levels import delay, shown_url
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.permissions import missing_permission
 
@@ -90,8 +83,8 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    epilog=f"A DELAY or DURATION {TAKES}. An INSTANT is ISO 8601; without a time zone, it is in "
-    "that of this machine.",
+    epilog=f"A DELAY or DURATION {delay.TAKES}. An INSTANT is ISO 8601; without a time zone, it is "
+    "in that of this machine.",
 )
 @click.version_option(__version__, prog_name="celery-rabbitdelay")
 def rabbitdelay() -> None:
@@ -310,7 +303,7 @@ def _instant(text: str, what: str) -> datetime:
     try:
         return instant.astimezone()
     except (OverflowError, ValueError) as wrong:  # at the ends of the calendar
-        raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
+        raise exceptions.InvalidDelay(text, delay.TAKES_INSTANT, what) from wrong
 
 
 def _date_time(text: str, what: str) -> datetime:
@@ -318,14 +311,14 @@ def _date_time(text: str, what: str) -> datetime:
     try:
         return datetime.fromisoformat(text)
     except ValueError as wrong:
-        raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
+        raise exceptions.InvalidDelay(text, delay.TAKES_INSTANT, what) from wrong
 
 
 def _seconds(text: str, what: str) -> float:
     """Read a length of time above 0, in seconds."""
-    seconds = parse_duration(text, what).total_seconds()
+    seconds = delay.parse_duration(text, what).total_seconds()
     if not seconds:
-        raise exceptions.InvalidDelay(text, TAKES_DURATION.replace("from", "above"), what)
+        raise exceptions.InvalidDelay(text, delay.TAKES_DURATION.replace("from", "above"), what)
     return seconds
 
 
@@ -335,10 +328,10 @@ instant_type: Final = ParameterType("instant", _instant)
 date_time_type: Final = ParameterType("instant", _date_time)
 
 #: A negative one means now.
-delay_type: Final = ParameterType("delay", parse_delay)
+delay_type: Final = ParameterType("delay", delay.parse_delay)
 
 #: A timedelta.
-duration_type: Final = ParameterType("duration", parse_duration)
+duration_type: Final = ParameterType("duration", delay.parse_duration)
 
 #: A duration above 0, in seconds.
 seconds_type: Final = ParameterType("duration", _seconds)
