@@ -16,7 +16,7 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
-from celery_rabbitdelay.exceptions import DelayTooLong, InvalidManagementURL, ManagementUnavailable
+from celery_rabbitdelay.exceptions import DelayTooLong, ManagementUnavailable
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import permissions as needed
 from celery_rabbitdelay.operations.export import definitions
@@ -216,8 +216,7 @@ def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **opti
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
     topology = shared.topology(options)
-    connected = shared.broker()
-    with shared.usage_errors(InvalidManagementURL), connected as connection:
+    with shared.broker() as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
         declaration.check_layout(connection, topology)
         missing = declaration.missing_exchanges(connection, topology)

@@ -222,19 +222,24 @@ def broker() -> Iterator[Connection]:
 
     The command ends with one line if the broker cannot be reached or refuses, or if it holds
     another layout, messages or consumers where the command wants to declare or delete.
+
+    Raises:
+        click.UsageError: The URL of the management API is malformed.
     """
     connection = app().connection_for_write()
     try:
         with connection:
             yield connection
+    except exceptions.InvalidManagementURL as error:
+        raise click.UsageError(str(error)) from error
+    except exceptions.ManagementUnavailable as error:
+        fail(error, str(error), EX_UNAVAILABLE)
     except (
         exceptions.LayoutConflict,
         exceptions.TopologyInUse,
         exceptions.TopologyNotEmpty,
     ) as error:
         fail(error, str(error).replace("force=True", "--force"))
-    except exceptions.ManagementUnavailable as error:
-        fail(error, str(error), EX_UNAVAILABLE)
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
         fail(error, message, EX_UNAVAILABLE)

@@ -16,7 +16,6 @@ from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.pausing import paused_line
 from celery_rabbitdelay.command.shared import rabbitdelay
-from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.entities import PROBE
@@ -37,8 +36,7 @@ def verify(management: str | None, strict: bool) -> None:
     """
     delays = shared.delays()
     prefix = delays.settings.prefix
-    connected = shared.broker()
-    with shared.usage_errors(InvalidManagementURL), connected as connection:
+    with shared.broker() as connection:
         report = verify_application(delays, connection, management)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}

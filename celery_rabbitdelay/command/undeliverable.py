@@ -60,8 +60,7 @@ def _broker() -> Iterator[tuple[Connection, Topology]]:
             yield connection, topology
         except NotFound as error:
             name = topology.module_queues.undeliverable.name
-            message = f"the queue {name} does not exist: declare the levels"
-            shared.fail(error, message)
+            shared.fail(error, f"the queue {name} does not exist: declare the levels")
         except exceptions.RabbitDelayError as error:
             shared.fail(error, str(error))
 
