@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -12,17 +11,12 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import click
-from celery.bin.base import CLIContext
 from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
-from celery_rabbitdelay.exceptions import (
-    DelayTooLong,
-    InvalidManagementURL,
-    ManagementUnavailable,
-)
+from celery_rabbitdelay.exceptions import DelayTooLong, ManagementUnavailable
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations import permissions as needed
 from celery_rabbitdelay.operations.export import definitions
@@ -54,15 +48,7 @@ from celery_rabbitdelay.publishing.declaration import Counts
 )
 @shared.topology_options
 def permissions(
-    context: CLIContext,
-    /,
-    role: needed.Role,
-    user: str,
-    vhost: str | None,
-    mode: str | None,
-    topics: bool,
-    as_json: bool,
-    **options: Any,
+    role: needed.Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: Any
 ) -> None:
     """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
 
@@ -70,8 +56,8 @@ def permissions(
     """
     if topics and role != "producer":
         raise click.UsageError("--topics is for the role producer")
-    settings, app = shared.delays_of(context).settings, context.app
-    topology = shared.topology_of(context, options)
+    settings, app = shared.delays().settings, shared.app()
+    topology = shared.topology(options)
     queues = list(app.amqp.Queues(app.conf.task_queues).values())
     may_declare = (mode or settings.declare) == "auto"
     rights = list(
@@ -84,7 +70,6 @@ def permissions(
     configure, write, read = needed.patterns(rights)
     told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
     shared.answer(
-        as_json,
         {**told, "topics": [each._asdict() for each in keys]},
         needed.commands(user, host, rights, keys),
     )
@@ -122,40 +107,34 @@ FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
 )
 @shared.topology_options
 def export(
-    context: CLIContext,
-    /,
     format_name: str,
     output: Path | None,
     vhost: str | None,
     max_delay: Fraction | None,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Write the topology in another format. No broker is asked, and nothing is declared."""
-    topology = shared.topology_of(context, options)
+    topology = shared.topology(options)
     whole = topology.layout
     if max_delay is not None:
         with shared.usage_errors(DelayTooLong, of="--max-delay: "):
             topology = replace(topology, layout=definitions.cut(whole, max_delay))
-    host = context.app.connection_for_write().virtual_host or "/" if vhost is None else vhost
+    host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
     text = FORMATS[format_name](topology, host)
     if output is not None:
         with shared.usage_errors(OSError, of="--output: "):
             output.write_text(text, encoding="utf-8")
-    if as_json:
-        found = {
-            "format": format_name,
-            "prefix": topology.prefix,
-            "vhost": host,
-            "fingerprint": topology.identity.fingerprint,
-            "layout": definitions.as_setting(topology.layout),
-            "capacity_ms": topology.layout.capacity_ms,
-            "output": None if output is None else str(output),
-            "text": text if output is None else None,
-        }
-        click.echo(json.dumps(found))
-    elif output is None:
-        click.echo(text, nl=False)
+    found = {
+        "format": format_name,
+        "prefix": topology.prefix,
+        "vhost": host,
+        "fingerprint": topology.identity.fingerprint,
+        "layout": definitions.as_setting(topology.layout),
+        "capacity_ms": topology.layout.capacity_ms,
+        "output": None if output is None else str(output),
+        "text": text if output is None else None,
+    }
+    shared.answer(found, [text.removesuffix("\n")] if output is None else [])
     if topology.layout != whole:
         setting = definitions.as_setting(topology.layout)
         click.echo(f"The applications need rabbitdelay_layout = {setting!r}", err=True)
@@ -173,18 +152,16 @@ IDENTITY: Final = 2
     "--dry-run", is_flag=True, help="Only say what is missing; exit with 1 if anything is."
 )
 @shared.topology_options
-def declare(
-    context: CLIContext, /, with_queues: bool, dry_run: bool, as_json: bool, **options: Any
-) -> None:
+def declare(with_queues: bool, dry_run: bool, **options: Any) -> None:
     """Declare the levels on the broker, and say what was missing."""
-    topology = shared.topology_of(context, options)
+    topology = shared.topology(options)
     # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
     queues = [
         queue
-        for queue in (context.app.amqp.queues.values() if with_queues else ())
+        for queue in (shared.app().amqp.queues.values() if with_queues else ())
         if not queue.exclusive and not isinstance(queue, Broadcast)
     ]
-    with shared.broker_of(context, as_json) as connection:
+    with shared.broker() as connection:
         declaration.check_layout(connection, topology)
         missing = declaration.missing(connection, topology)
         counts = declaration.queue_counts(connection, queues)
@@ -214,9 +191,9 @@ def declare(
         "missing_queues": missing_queues,
         "bound": bound,
     }
-    shared.answer(as_json, told, lines)
+    shared.answer(told, lines)
     if dry_run and (missing or missing_queues):
-        raise SystemExit(shared.REFUSED)
+        raise SystemExit(shared.FAILED)
 
 
 @rabbitdelay.command()
@@ -229,27 +206,17 @@ def declare(
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @shared.management_option
 @shared.topology_options
-def delete(
-    context: CLIContext,
-    /,
-    force: bool,
-    yes: bool,
-    dry_run: bool,
-    management: str | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **options: Any) -> None:
     """Delete the levels from the broker; the queues of tasks stay.
 
     Stop producers and workers first: a message that is published meanwhile is lost, and so is one
     that a worker holds. Messages that dead-lettering holds, because the queue of a task refuses
     them, are seen only where the management API answers.
     """
-    if as_json and not (yes or dry_run):
+    if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json cannot ask: give --yes or --dry-run")
-    topology = shared.topology_of(context, options)
-    connected = shared.broker_of(context, as_json)
-    with shared.usage_errors(InvalidManagementURL), connected as connection:
+    topology = shared.topology(options)
+    with shared.broker() as connection:
         # Another layout under the prefix shares the queues of the modules with this one.
         declaration.check_layout(connection, topology)
         missing = declaration.missing_exchanges(connection, topology)
@@ -266,9 +233,9 @@ def delete(
         messages = sum(waiting.values())
         consumers = sum(each.consumers for each in counts.values())
         exists = bool(exchanges or counts)
-        if not as_json and not exists:
+        if not shared.as_json() and not exists:
             click.echo(f"Nothing of {topology.prefix} exists")
-        elif not as_json:
+        elif not shared.as_json():
             click.echo(f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues")
             if messages:
                 click.echo(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
@@ -282,20 +249,17 @@ def delete(
             _ask(topology.prefix, messages)
         if deleted:
             declaration.delete(connection, topology, force=force)
-    if as_json:
-        told = {
-            "prefix": topology.prefix,
-            "fingerprint": topology.identity.fingerprint,
-            "dry_run": dry_run,
-            "deleted": deleted,
-            "exchanges": exchanges,
-            "queues": len(counts),
-            "waiting": waiting,
-            "consumers": consumers,
-        }
-        click.echo(json.dumps(told))
-    elif deleted:
-        click.echo("Deleted")
+    told = {
+        "prefix": topology.prefix,
+        "fingerprint": topology.identity.fingerprint,
+        "dry_run": dry_run,
+        "deleted": deleted,
+        "exchanges": exchanges,
+        "queues": len(counts),
+        "waiting": waiting,
+        "consumers": consumers,
+    }
+    shared.answer(told, ["Deleted"] if deleted else [])
 
 
 def _with_held(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Final, cast
 
 import click
-from celery.bin.base import CLIContext
 from celery.exceptions import QueueNotFound
 from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
@@ -26,9 +25,6 @@ from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Mo
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-
-#: The exit status if messages are left, or wait for a queue that is not bound.
-MESSAGES_LEFT: Final = 1
 
 #: How many reasons and queues the text names; ``--json`` names all of them.
 MAX_NAMED: Final = 10
@@ -62,9 +58,7 @@ _source_options: Final = shared.options(
     ),
     click.option("--from-prefix", help="Their rabbitdelay_prefix."),
     click.option(
-        "--from-layout",
-        type=shared.layout_type,
-        help="Their rabbitdelay_layout: a name, or JSON.",
+        "--from-layout", type=shared.layout_type, help="Their rabbitdelay_layout: a name, or JSON."
     ),
     click.option("--from-tick", type=shared.seconds_type, help="Their rabbitdelay_tick."),
     click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
@@ -76,17 +70,17 @@ _source_options: Final = shared.options(
 @_source_options
 @click.option("--from-vhost", help="Their virtual host.")
 @_move_options
-def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> None:
+def migrate(from_vhost: str | None, **options: Any) -> None:
     """Move all messages that wait in other levels of this broker into the application's.
 
     The --from options describe the levels that are emptied; omitted ones default to the
     application's settings. Producers and workers may run meanwhile. The command can be ended at any
     time and started again.
     """
-    shared.delays_of(context)  # checks the application
-    here = context.app.connection_for_write()
+    shared.delays()  # checks the application
+    here = shared.app().connection_for_write()
     there = here if from_vhost is None else here.clone(virtual_host=from_vhost)
-    _migrate(context, there, **options)
+    _migrate(there, **options)
 
 
 @rabbitdelay.command()
@@ -99,32 +93,26 @@ def migrate(context: CLIContext, /, from_vhost: str | None, **options: Any) -> N
 )
 @_source_options
 @_move_options
-def transfer(context: CLIContext, /, from_url: str, **options: Any) -> None:
+def transfer(from_url: str, **options: Any) -> None:
     """Move all messages that wait on another broker into the application's levels.
 
     Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
     an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
     """
-    shared.delays_of(context)  # checks the application
-    _migrate(context, shared.broker_at(context, from_url), **options)
+    shared.delays()  # checks the application
+    _migrate(shared.broker_at(shared.app(), from_url), **options)
 
 
 def _migrate(
-    context: CLIContext,
-    there: Connection,
-    *,
-    ignore_registry: bool,
-    allow: tuple[str, ...],
-    sign: bool,
-    **options: Any,
+    there: Connection, *, ignore_registry: bool, allow: tuple[str, ...], sign: bool, **options: Any
 ) -> None:
     given = {name: options.pop(name) for name in list(options) if name.startswith("from_")}
-    topology = shared.topology_of(context, given, of="of the levels that are emptied: ")
-    source, target = Place(there, topology), _target(context)
-    settings = shared.delays_of(context).settings
+    topology = shared.topology(given, of="of the levels that are emptied: ")
+    source, target = Place(there, topology), _target()
+    settings = shared.delays().settings
     if not ignore_registry:
         _check_registry(settings, topology.prefix)
-    app = cast(Celery, context.app)  # it has delays
+    app = cast(Celery, shared.app())  # it has delays
     app.loader.import_default_modules()
     named = configured_destinations(app)
     allowed = dataclasses.replace(named, patterns=(*named.patterns, *allow))
@@ -141,13 +129,13 @@ def _migrate(
         check_source(source)
 
     queues = [queue.name for queue in topology.queues]
-    _run(there, queues, target, migration.convert, destinations, check=check, **options)
+    _run(destinations, queues, migration.convert, source=there, check=check, **options)
 
 
-def _target(context: CLIContext) -> Place:
-    delays = shared.delays_of(context)
+def _target() -> Place:
+    delays = shared.delays()
     may_declare = delays.settings.declare == "auto"
-    return Place(context.app.connection_for_write(), delays.topology, may_declare)
+    return Place(shared.app().connection_for_write(), delays.topology, may_declare)
 
 
 def _check_registry(settings: Settings, prefix: str) -> None:
@@ -173,15 +161,16 @@ def adopt() -> None:
 @adopt.command()
 @click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
 @_move_options
-def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
+def native(chain_prefix: str, **options: Any) -> None:
     """Adopt the tasks in Celery's native delayed delivery.
 
     Deploy producers that use the levels first; tasks that others still send are adopted by
     --follow.
     """
-    adopting = _Adopting(context)
-    chain = adoption.NativeChain(adopting.tasks, adopting.queues.values())
-    adopting.run(adoption.native_queues(chain_prefix), chain.convert, **options)
+    queues = shared.app().amqp.queues
+    destinations = Destinations(_target(), queues)
+    convert = adoption.native_chain(_tasks(destinations), queues.values())
+    _run(destinations, adoption.native_queues(chain_prefix), convert, **options)
 
 
 @adopt.command()
@@ -193,99 +182,82 @@ def native(context: CLIContext, /, chain_prefix: str, **options: Any) -> None:
     help="Of NServiceBus's delay infrastructure: nsb.delay-level-* or nsb.v2.delay-level-*.",
 )
 @_move_options
-def nservicebus(context: CLIContext, /, version: int, **options: Any) -> None:
+def nservicebus(version: int, **options: Any) -> None:
     """Adopt the messages in NServiceBus's delay infrastructure.
 
     They reach the same queues, through workers that serve distribution.
     """
-    settings = shared.delays_of(context).settings
+    settings = shared.delays().settings
     if DISTRIBUTE not in settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    chain = adoption.NServiceBusChain(settings.topology, version, settings.signing_keys)
-    _Adopting(context).run(adoption.nservicebus_queues(version), chain.convert, **options)
+    convert = adoption.nservicebus_chain(settings.topology, version, settings.signing_keys)
+    destinations = Destinations(_target(), shared.app().amqp.queues)
+    _run(destinations, adoption.nservicebus_queues(version), convert, **options)
 
 
 @adopt.command()
 @click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
 @_move_options
-def eta(context: CLIContext, /, queues: Sequence[str], **options: Any) -> None:
+def eta(queues: Sequence[str], **options: Any) -> None:
     """Adopt tasks with an eta that sit in task queues.
 
     A worker of this application does so whenever it receives one; use this for queues that have no
     worker at the moment. Other tasks stay in their queue, behind those that arrive meanwhile.
     """
-    adopting, expected = _Adopting(context), (adoption.KEEPS_OWN, adoption.NOT_DELAYED)
-    tasks = adoption.EtaTasks(adopting.tasks, adopting.target.topology, adopting.queues)
+    target, known = _target(), shared.app().amqp.queues
+    destinations = Destinations(target, known)
+    convert = adoption.eta_tasks(_tasks(destinations), target.topology, known)
 
     def check() -> None:
-        with adopting.target.connection.clone(heartbeat=0) as own:
+        with target.connection.clone(heartbeat=0) as own:
             counts = queue_counts(own, [Queue(name) for name in queues])
         if missing := [name for name, found in counts.items() if found is None]:
             names = ", ".join(map(repr, missing))
             error = QueueNotFound(f"no such queue on the broker: {names}; nothing was moved")
-            shared.fail(error, error.args[0], shared.REFUSED, options["as_json"])
+            shared.fail(error, error.args[0])
 
-    adopting.run(queues, tasks.convert, expected, check=check, **options)
+    _run(destinations, queues, convert, check=check, **options)
 
 
-class _Adopting:
-    """The application's levels, and what makes delayed tasks for them."""
-
-    def __init__(self, context: CLIContext) -> None:
-        settings, tasks = shared.delays_of(context).settings, context.app.tasks
-        self.target = _target(context)
-        self.queues: dict[str, Queue] = context.app.amqp.queues
-        self.destinations = Destinations(self.target, self.queues)
-        self.tasks = adoption.TaskMessages(
-            DelayedProducer(Publisher(self.target.connection), **settings.for_producer),
-            context.app.timezone,
-            self.destinations.ensure,
-            lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
-        )
-
-    def run(
-        self,
-        queues: Sequence[str],
-        convert: Convert,
-        expected: Collection[str] = (adoption.KEEPS_OWN,),
-        **options: Any,
-    ) -> None:
-        there, target, destinations = self.target.connection, self.target, self.destinations
-        _run(there, queues, target, convert, destinations, expected=expected, **options)
+def _tasks(destinations: Destinations) -> adoption.TaskMessages:
+    """Return what makes delayed tasks of this application."""
+    settings, tasks = shared.delays().settings, shared.app().tasks
+    return adoption.TaskMessages(
+        DelayedProducer(Publisher(destinations.target.connection), **settings.for_producer),
+        shared.app().timezone,
+        destinations.ensure,
+        lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
+    )
 
 
 def _run(
-    source: Connection,
-    queues: Sequence[str],
-    target: Place,
-    convert: Convert,
     destinations: Destinations,
+    queues: Sequence[str],
+    convert: Convert,
     *,
+    source: Connection | None = None,
+    check: Callable[[], None] = lambda: None,
     timeout: float,
     rate: float | None,
     dry_run: bool,
     follow: bool,
-    as_json: bool,
-    check: Callable[[], None] = lambda: None,
-    expected: Collection[str] = (),
 ) -> None:
     """Move the messages, or count them, and print the result.
 
     Args:
-        source: The broker that they are on.
-        queues: The names of their queues.
-        target: Where they go.
+        destinations: Binds the queues that the messages are for, at the target; closed at the end.
+        queues: The names of the queues that are emptied.
         convert: Returns what to publish for a message.
-        destinations: Binds the queues that the messages are for; closed at the end.
+        source: The broker that these are on; None for the target's.
+        check: Called first. It raises an error if nothing can be moved between these levels.
         timeout: Seconds in which a broker has to answer, or to come back.
         rate: The most messages that are moved in a second; None for no limit.
         dry_run: Whether to count the messages, and move none.
         follow: Whether to keep running when the queues are empty, until Ctrl-C.
-        as_json: Whether to print one JSON object.
-        check: Called first. It raises an error if nothing can be moved between these levels.
-        expected: The reasons for which messages may stay.
     """
-    mover = Mover(source, queues, target, convert, timeout=timeout, rate=rate)
+    target = destinations.target
+    there = target.connection if source is None else source
+    mover = Mover(there, queues, target, convert, timeout=timeout, rate=rate)
     refused = shared.usage_errors(SameTopology, LayoutConflict, TopologyIncomplete)
     try:
         with closing(destinations), refused:
@@ -293,27 +265,27 @@ def _run(
             if dry_run:
                 found = mover.waiting()
                 told = {"waiting": sum(found.values()), "queues": found}
-                shared.answer(as_json, told, _waiting_lines(found))
+                shared.answer(told, _waiting_lines(found))
                 return
-            moved = _moved(mover, follow, as_json)
+            moved = _moved(mover, follow)
     except shared.BROKER_ERRORS as error:
-        shared.fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE, as_json)
+        shared.fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE)
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
-    shared.answer(as_json, told, _lines(moved, missing, unnamed))
-    is_left = set(moved.left) - set(expected) or moved.undeliverable or not moved.finished
-    if is_left or unnamed:
-        raise SystemExit(MESSAGES_LEFT)
+    shared.answer(told, _lines(moved, missing, unnamed))
+    is_left = moved.left.keys() - {adoption.KEEPS_OWN, adoption.NOT_DELAYED}
+    if is_left or moved.undeliverable or unnamed or not moved.finished:
+        raise SystemExit(shared.FAILED)
 
 
-def _moved(mover: Mover, follow: bool, as_json: bool) -> Moved:
+def _moved(mover: Mover, follow: bool) -> Moved:
     """Move the messages; if a broker fails meanwhile, print how many were moved until then."""
     try:
         with shared.set_by_ctrl_c(mover.stopping):
             return mover.move(follow=follow)
     except shared.BROKER_ERRORS as error:
         text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
-        shared.fail(error, text, EX_UNAVAILABLE, as_json)
+        shared.fail(error, text, EX_UNAVAILABLE)
 
 
 def _waiting_lines(found: Mapping[str, int]) -> Iterator[str]:

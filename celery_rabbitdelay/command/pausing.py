@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import click
-from celery.bin.base import CLIContext
 
-from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.registry.pauses import Paused
-
-#: The exit status where what is resumed was not paused.
-NOT_PAUSED: Final = 1
 
 _names: Final = shared.options(
     click.option("--task", help="The tasks of this name."),
@@ -25,37 +20,31 @@ _names: Final = shared.options(
 
 @rabbitdelay.command()
 @_names
-def pause(context: CLIContext, /, task: str | None, queue: str | None, as_json: bool) -> None:
+def pause(task: str | None, queue: str | None) -> None:
     """Hold back the due tasks of a name, or for a queue."""
-    delays = _checked(context, task, queue)
-    with shared.registry_errors(as_json):
+    _check(task, queue)
+    with shared.with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue))
-    shared.answer(as_json, paused_as_json(paused), [paused_line(paused)])
+    shared.answer(paused._asdict(), [paused_line(paused)])
 
 
 @rabbitdelay.command()
 @_names
-def resume(context: CLIContext, /, task: str | None, queue: str | None, as_json: bool) -> None:
+def resume(task: str | None, queue: str | None) -> None:
     """Let the tasks of a name, or for a queue, run again."""
-    delays = _checked(context, task, queue)
-    with shared.registry_errors(as_json):
+    _check(task, queue)
+    with shared.with_registry() as delays:
         was_paused = delays.resume(task=task, queue=queue)
     told = "resumed" if was_paused else "was not paused"
     answer = {"task": task, "queue": queue, "was_paused": was_paused}
-    shared.answer(as_json, answer, [f"{_name(task, queue)}: {told}"])
+    shared.answer(answer, [f"{_name(task, queue)}: {told}"])
     if not was_paused:
-        raise SystemExit(NOT_PAUSED)
+        raise SystemExit(shared.FAILED)
 
 
-def _checked(context: CLIContext, task: str | None, queue: str | None) -> RabbitDelay:
+def _check(task: str | None, queue: str | None) -> None:
     if bool(task) == bool(queue):
         raise click.UsageError("give --task, or --queue")
-    return shared.with_registry(context)
-
-
-def paused_as_json(paused: Paused) -> dict[str, Any]:
-    """Return what is paused as an object of JSON."""
-    return {**paused._asdict(), "since": paused.since.isoformat()}
 
 
 def paused_line(paused: Paused) -> str:

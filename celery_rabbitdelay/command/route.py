@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
@@ -29,32 +28,20 @@ from celery_rabbitdelay.levels.topology import Topology
 @click.option("--task-id", default="", help="With several shards, it determines the shard.")
 @shared.topology_options
 def route(
-    context: CLIContext,
-    /,
-    delay: Fraction,
-    queue: str | None,
-    tolerance: timedelta,
-    task_id: str,
-    as_json: bool,
-    **options: Any,
+    delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: Any
 ) -> None:
     """Show in which queues a task waits that is sent with a DELAY. No broker is asked."""
-    topology = shared.topology_of(context, options)
-    destination = context.app.conf.task_default_queue if queue is None else queue
+    topology = shared.topology(options)
+    destination = shared.app().conf.task_default_queue if queue is None else queue
     if not destination:
         raise click.UsageError("--queue '': takes the name of a queue")
     found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
-    modules = shared.delays_of(context).settings.modules
-    shared.answer(as_json, found, _lines(found, CHECK_IN in modules))
+    modules = shared.delays().settings.modules
+    shared.answer(found, _lines(found, CHECK_IN in modules))
 
 
 def explain(
-    topology: Topology,
-    delay: Delay,
-    destination: str,
-    *,
-    tolerance: Delay = 0,
-    task_id: str = "",
+    topology: Topology, delay: Delay, destination: str, *, tolerance: Delay = 0, task_id: str = ""
 ) -> dict[str, Any]:
     """Return the route of a message, meditation included, as the option ``--json`` prints it.
 

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app import beat, schedule_imports
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
-
-#: The exit status where there is no schedule of the name.
-UNKNOWN: Final = 1
 
 #: Seconds after which it is said of an occurrence that it has not come.
 MISSING: Final = 60.0
@@ -33,69 +29,61 @@ def schedules() -> None:
 
 
 @schedules.command("list")
-def list_all(context: CLIContext, /, as_json: bool) -> None:
+def list_all() -> None:
     """List all schedules, and when they are due next."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         found = delays.schedules.all()
     lines = [_line(each) for each in found] or ["there are no schedules"]
-    shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, lines)
+    shared.answer({"schedules": [_as_json(each) for each in found]}, lines)
 
 
 @schedules.command("next")
 @_name
 @click.option("--number", default=5, show_default=True, help="How many instants.")
-def show_next(context: CLIContext, /, name: str, number: int, as_json: bool) -> None:
+def show_next(name: str, number: int) -> None:
     """Show when a schedule is due next."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         instants = delays.schedules.next(name, number)
-    answer = {"name": name, "next": [each.isoformat() for each in instants]}
-    _answer(as_json, answer, name, [shared.local(each) for each in instants])
+    _answer({"name": name, "next": instants}, name, [shared.local(each) for each in instants])
 
 
 @schedules.command()
 @_name
-def show(context: CLIContext, /, name: str, as_json: bool) -> None:
+def show(name: str) -> None:
     """Show a schedule, and what became of its last occurrence."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         found = delays.schedules.get(name)
     lines = [] if found is None else [_line(found), *_facts(found)]
     answer = {"name": name, "schedule": None if found is None else _as_json(found)}
-    _answer(as_json, answer, name, lines)
+    _answer(answer, name, lines)
 
 
 @schedules.command()
 @_name
 @click.option("--since", type=shared.date_time_type, required=True, help="The begin of the time.")
 @click.option("--until", type=shared.date_time_type, help="Its end; by default now.")
-def backfill(
-    context: CLIContext, /, name: str, since: datetime, until: datetime | None, as_json: bool
-) -> None:
+def backfill(name: str, since: datetime, until: datetime | None) -> None:
     """Send the task of a schedule for each instant of a time that is over and has not run.
 
     A time without a time zone is in that of the application (Celery's timezone).
     """
-    delays = shared.with_registry(context)
     begin, end = (
-        each if each.tzinfo else each.replace(tzinfo=context.app.timezone)
+        each if each.tzinfo else each.replace(tzinfo=shared.app().timezone)
         for each in (since, until or wall_clock.now())
     )
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         number = delays.schedules.backfill(name, begin, end)
     lines = [f"{name}: {number} occurrences sent"]
-    shared.answer(as_json, {"name": name, "sent": number}, lines)
+    shared.answer({"name": name, "sent": number}, lines)
 
 
 @schedules.command("export")
-def export_all(context: CLIContext, /, as_json: bool) -> None:
+def export_all() -> None:
     """Print all schedules as JSON, for import."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         found = delays.schedules.all()
     answer = {"schedules": [schedule_imports.exported(each) for each in found if each.task]}
-    shared.answer(as_json, answer, [json.dumps(answer, indent=2)])
+    shared.answer(answer, [json.dumps(answer, indent=2)])
 
 
 @schedules.command("import")
@@ -105,23 +93,14 @@ def export_all(context: CLIContext, /, as_json: bool) -> None:
 @click.option("--redbeat", is_flag=True, help="Those of RedBeat, from its Redis.")
 @click.option("--redbeat-url", help="The URL of that Redis; by default as its settings say.")
 @click.option("--django", is_flag=True, help="Those in the tables of django-celery-beat.")
-def import_all(
-    context: CLIContext,
-    /,
-    file: str | None,
-    redbeat: bool,
-    redbeat_url: str | None,
-    django: bool,
-    as_json: bool,
-) -> None:
+def import_all(file: str | None, redbeat: bool, redbeat_url: str | None, django: bool) -> None:
     """Put the schedules of an export, of RedBeat or of django-celery-beat.
 
     FILE is what export has printed; - is standard input. To import again changes nothing.
     """
     if [file is not None, redbeat or redbeat_url is not None, django].count(True) != 1:
         raise click.UsageError("give one of a file, --redbeat and --django")
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         if file is not None:
             found = _read(file)
         elif django:
@@ -129,9 +108,9 @@ def import_all(
         else:
             found = schedule_imports.from_redbeat(delays.app, redbeat_url)
         told = [*schedule_imports.put_all(delays.schedules, found)]
-    shared.answer(as_json, {"imported": [each._asdict() for each in told]}, map(_imported, told))
+    shared.answer({"imported": [each._asdict() for each in told]}, map(_imported, told))
     if any(each.error for each in told):
-        raise SystemExit(1)
+        raise SystemExit(shared.FAILED)
 
 
 def _read(file: str) -> Iterable[schedule_imports.Foreign]:
@@ -143,98 +122,79 @@ def _read(file: str) -> Iterable[schedule_imports.Foreign]:
 
 
 def _imported(told: schedule_imports.Imported) -> str:
-    notes = "".join(f", {each}" for each in told.notes)
-    return (
-        f"{told.name}: not imported: {told.error}"
-        if told.error
-        else f"{told.name}: imported{notes}"
-    )
+    outcome = ", ".join(("imported", *told.notes))
+    return f"{told.name}: {f'not imported: {told.error}' if told.error else outcome}"
 
 
 @schedules.command()
 @_name
-def pause(context: CLIContext, /, name: str, as_json: bool) -> None:
+def pause(name: str) -> None:
     """Let the occurrences of a schedule come and not run."""
-    _change(context, name, as_json, Schedules.pause, "paused")
+    _change(name, Schedules.pause, "paused")
 
 
 @schedules.command()
 @_name
-def resume(context: CLIContext, /, name: str, as_json: bool) -> None:
+def resume(name: str) -> None:
     """Let the occurrences of a schedule run again."""
-    _change(context, name, as_json, Schedules.resume, "resumed")
+    _change(name, Schedules.resume, "resumed")
 
 
 @schedules.command()
 @_name
-def trigger(context: CLIContext, /, name: str, as_json: bool) -> None:
+def trigger(name: str) -> None:
     """Send the task of a schedule now."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         sent = delays.schedules.trigger(name)
     task_id = None if sent is None else sent.id
     lines = [] if sent is None else [f"{name}: sent as {task_id}"]
-    _answer(as_json, {"name": name, "task_id": task_id}, name, lines)
+    _answer({"name": name, "task_id": task_id}, name, lines)
 
 
 @schedules.command()
 @_name
-def delete(context: CLIContext, /, name: str, as_json: bool) -> None:
+def delete(name: str) -> None:
     """End a schedule."""
-    _change(context, name, as_json, Schedules.delete, "deleted")
+    _change(name, Schedules.delete, "deleted")
 
 
 @schedules.command("put-beat")
 @click.option("--end", is_flag=True, help="End what was put, because beat runs it again.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be put, changed and ended.")
-def put_beat(context: CLIContext, /, end: bool, dry_run: bool, as_json: bool) -> None:
+def put_beat(end: bool, dry_run: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
-    delays = shared.with_registry(context)
-    rehearsal = beat.Rehearsal(context.app)
-    schedules = rehearsal if dry_run else delays.schedules
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
+        rehearsal = beat.Rehearsal(shared.app())
+        schedules = rehearsal if dry_run else delays.schedules
         if end:
             beat.end_beat(schedules)
         else:
             beat.put_beat(schedules, is_forced=True)
         if dry_run:
             lines = [f"{name}: would be {word}" for name, word in rehearsal.told.items()]
-            shared.answer(as_json, {"planned": rehearsal.told}, lines or ["nothing would change"])
+            shared.answer({"planned": rehearsal.told}, lines or ["nothing would change"])
             return
         found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
-    shared.answer(as_json, {"schedules": [_as_json(each) for each in found]}, map(_line, found))
+    shared.answer({"schedules": [_as_json(each) for each in found]}, map(_line, found))
 
 
-def _change(
-    context: CLIContext,
-    name: str,
-    as_json: bool,
-    change: Callable[[Schedules, str], bool],
-    word: str,
-) -> None:
+def _change(name: str, change: Callable[[Schedules, str], bool], word: str) -> None:
     """Change a schedule, and say in a word what became of it."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         is_known = change(delays.schedules, name)
-    _answer(as_json, {"name": name, word: is_known}, name, [f"{name}: {word}"] * is_known)
+    _answer({"name": name, word: is_known}, name, [f"{name}: {word}"] * is_known)
 
 
-def _answer(as_json: bool, answer: dict[str, Any], name: str, lines: list[str]) -> None:
+def _answer(answer: dict[str, Any], name: str, lines: list[str]) -> None:
     """Print an answer, which has no line where there is no such schedule."""
-    shared.answer(as_json, answer, lines or [f"{name}: there is no such schedule"])
+    shared.answer(answer, lines or [f"{name}: there is no such schedule"])
     if not lines:
-        raise SystemExit(UNKNOWN)
+        raise SystemExit(shared.FAILED)
 
 
 def _as_json(schedule: Schedule) -> dict[str, Any]:
-    last = schedule.last
-    return {
-        **schedule_imports.exported(schedule),
-        "next_at": schedule.next_at.isoformat(),
-        "last": None
-        if last is None
-        else {"due": last[0].isoformat(), "came": last[1].isoformat(), "fate": last[2]},
-    }
+    last = schedule.last and dict(zip(("due", "came", "fate"), schedule.last, strict=True))
+    return {**schedule_imports.exported(schedule), "next_at": schedule.next_at, "last": last}
 
 
 def _facts(schedule: Schedule) -> list[str]:

@@ -13,7 +13,6 @@ from typing import IO, Any, Final
 
 import celery
 import click
-from celery.bin.base import CLIContext
 from celery.exceptions import QueueNotFound
 
 from celery_rabbitdelay.app.sending.rows import Report
@@ -27,9 +26,6 @@ MAX_LINES_NAMED: Final = 20
 
 #: Characters of a line's error that are shown.
 MAX_REASON_LENGTH: Final = 500
-
-#: The exit status where nothing could be sent, or a line is not confirmed.
-NOT_CONFIRMED: Final = 1
 
 #: The exit status after Ctrl-C: 128 and the number of the signal, as shells have it.
 STOPPED_BY_CTRL_C: Final = 130
@@ -128,14 +124,11 @@ def _row(line: bytes) -> Any:
 @click.option("--priority", type=click.IntRange(0, 255), help="The priority of all tasks.")
 @click.option("--by-name", is_flag=True, help="Send a task that this application does not have.")
 def send(
-    context: CLIContext,
-    /,
     task: str,
     rows: IO[bytes],
     tolerance: timedelta,
     envelopes: bool | None,
     by_name: bool,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Send TASK once for each line of ROWS, and wait until the broker has confirmed all of them.
@@ -144,8 +137,8 @@ def send(
     args, kwargs, delay or eta (in UTC if it is naive), and task_id, all of them optional. Ctrl-C
     takes no further lines and waits for the confirms of the others.
     """
-    delays = shared.delays_of(context)
-    target = task if by_name else _registered_task(context.app, task)
+    delays = shared.delays()
+    target = task if by_name else _registered_task(shared.app(), task)
     given = {name: value for name, value in options.items() if value is not None}
     lines, failed = Lines(rows), None
     with lines.stopped_by_ctrl_c():
@@ -156,16 +149,16 @@ def send(
         except RowsNotConfirmed as error:
             failed, report = error, error.report
         except QueueNotFound as error:
-            shared.fail(error, error.args[0], NOT_CONFIRMED, as_json)
+            shared.fail(error, error.args[0])
         except (RabbitDelayError, *shared.BROKER_ERRORS) as error:
-            shared.fail(error, str(error), NOT_CONFIRMED, as_json)
-    click.echo(_as_json(report, failed, lines) if as_json else _summary(report))
+            shared.fail(error, str(error))
+    shared.answer(_as_json(report, failed, lines), [_summary(report)])
     for line in _trouble(failed, lines):
         click.echo(line, err=True)
     if lines.stopped == INTERRUPTED:
         raise SystemExit(STOPPED_BY_CTRL_C)
     if failed is not None or lines.stopped is not None:
-        raise SystemExit(NOT_CONFIRMED)
+        raise SystemExit(shared.FAILED)
 
 
 def _registered_task(app: celery.Celery, name: str) -> celery.Task[Any, Any]:
@@ -188,18 +181,16 @@ def _summary(report: Report) -> str:
     )
 
 
-def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> str:
+def _as_json(report: Report, failed: RowsNotConfirmed | None, lines: Lines) -> dict[str, Any]:
     errors = {} if failed is None else failed.errors
-    return json.dumps(
-        {
-            **vars(report),
-            "rate": report.rate,
-            "not_confirmed": {_line(row): _reason(error) for row, error in errors.items()},
-            "may_have_arrived": [] if failed is None else [_line(row) for row in failed.uncertain],
-            "not_taken_from": _first_line_not_taken(failed, lines),
-            "stopped": lines.stopped,
-        }
-    )
+    return {
+        **vars(report),
+        "rate": report.rate,
+        "not_confirmed": {_line(row): _reason(error) for row, error in errors.items()},
+        "may_have_arrived": [] if failed is None else [_line(row) for row in failed.uncertain],
+        "not_taken_from": _first_line_not_taken(failed, lines),
+        "stopped": lines.stopped,
+    }
 
 
 def _trouble(failed: RowsNotConfirmed | None, lines: Lines) -> Iterator[str]:

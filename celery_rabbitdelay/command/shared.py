@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from threading import Event
 from typing import Any, Final, NoReturn, TypeAlias
 
 import amqp
+import celery
 import click
 from celery.bin.base import CLIContext
 from celery.exceptions import CeleryCommandException
@@ -22,28 +24,40 @@ from kombu.transport import pyamqp
 
 from celery_rabbitdelay import __version__, exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.levels import shown_url
-from celery_rabbitdelay.levels.delay import (
-    TAKES,
-    TAKES_DURATION,
-    TAKES_INSTANT,
-    parse_delay,
-    parse_duration,
-)
+from celery_rabbitdelay.levels import delay, shown_url
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.permissions import missing_permission
 
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]
 
-#: Spelled as in Celery's own commands.
+#: Where click's context keeps whether the option ``--json`` is given.
+_JSON: Final = "celery_rabbitdelay.json"
+
+
+def _keep(context: click.Context, option: click.Parameter, is_given: bool) -> None:
+    context.meta[_JSON] = is_given
+
+
+#: Spelled as in Celery's own commands. No command takes it as an argument; see :func:`as_json`.
 _json_option: Final = click.option(
-    "-j", "--json", "as_json", is_flag=True, help="Print one JSON object."
+    "-j", "--json", is_flag=True, expose_value=False, callback=_keep, help="Print one JSON object."
 )
 
 
+def as_json() -> bool:
+    """Return whether the command that runs prints one JSON object (``--json``)."""
+    return bool(click.get_current_context().meta[_JSON])
+
+
+def app() -> celery.Celery:
+    """Return the application that ``celery -A`` names, for the command that runs."""
+    context: CLIContext = click.get_current_context().obj
+    return context.app
+
+
 class Commands(click.Group):
-    """A group of commands that take Celery's context and ``--json``.
+    """A group of commands that take ``--json``.
 
     It hides passwords in errors: those of click repeat arguments that it cannot make sense of.
     """
@@ -55,7 +69,7 @@ class Commands(click.Group):
     ) -> Callable[[_Function], click.Command]:
         """Add a command, as in click."""
         add: Callable[[Any], click.Command] = super().command(*args, **attributes)
-        return lambda function: add(_json_option(click.pass_obj(function)))
+        return lambda function: add(_json_option(function))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that is named."""
@@ -69,8 +83,8 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    epilog=f"A DELAY or DURATION {TAKES}. An INSTANT is ISO 8601; without a time zone, it is in "
-    "that of this machine.",
+    epilog=f"A DELAY or DURATION {delay.TAKES}. An INSTANT is ISO 8601; without a time zone, it is "
+    "in that of this machine.",
 )
 @click.version_option(__version__, prog_name="celery-rabbitdelay")
 def rabbitdelay() -> None:
@@ -111,9 +125,9 @@ class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
             self.fail(str(wrong), param, ctx)
 
 
-#: The exit status where what was asked for is not allowed: by the registry or a job, or by what the
-#: broker holds.
-REFUSED: Final = 1
+#: The exit status where what was asked for is not allowed, or not done in full, and where something
+#: is wrong, missing or unknown.
+FAILED: Final = 1
 
 #: Raised where the broker cannot be reached, or refuses what it is asked.
 BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
@@ -122,9 +136,14 @@ BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
-def answer(as_json: bool, found: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Print an object as JSON, or lines of text, if there are any."""
-    text = json.dumps(found) if as_json else "\n".join(lines)
+def answer(found: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Print an object as JSON where it is asked for, or lines of text, if there are any.
+
+    Args:
+        found: The object, in values of JSON and instants, which are written by ISO 8601.
+        lines: The text.
+    """
+    text = json.dumps(found, default=datetime.isoformat) if as_json() else "\n".join(lines)
     if text:
         click.echo(text)
 
@@ -155,27 +174,27 @@ def usage_errors(*kinds: type[Exception], of: str = "") -> Iterator[None]:
         raise click.UsageError(f"{of}{error}") from error
 
 
-def delays_of(context: CLIContext) -> RabbitDelay:
-    """Return the delays of the application that ``celery -A`` names.
+def delays() -> RabbitDelay:
+    """Return the delays of the application.
 
     Raises:
         click.UsageError: Its delays do not wait in RabbitMQ, or a ``rabbitdelay_*`` setting is
             wrong.
     """
-    delays = getattr(context.app, "rabbitdelay", None)
-    if not isinstance(delays, RabbitDelay):
+    found = getattr(app(), "rabbitdelay", None)
+    if not isinstance(found, RabbitDelay):
         raise click.UsageError(
-            f"the delays of {context.app!r} are not in RabbitMQ: make it a "
+            f"the delays of {app()!r} are not in RabbitMQ: make it a "
             "celery_rabbitdelay.Celery, or call celery_rabbitdelay.install(app)"
         )
-    _check(lambda: context.app.connection_for_write(), f"the broker_url of {context.app!r}")
+    _check(app().connection_for_write, f"the broker_url of {app()!r}")
     with usage_errors(exceptions.InvalidSetting):
-        if delays.has_registry:  # the settings are read, and so checked
-            delays.registry  # noqa: B018 - made, and so its own are checked
-    return delays
+        if found.has_registry:  # the settings are read, and so checked
+            found.registry  # noqa: B018 - made, and so its own are checked
+    return found
 
 
-def broker_at(context: CLIContext, url: str) -> Connection:
+def broker_at(application: celery.Celery, url: str) -> Connection:
     """Return a connection to another broker than the application's; it is not opened.
 
     To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, but checks the certificate
@@ -187,8 +206,8 @@ def broker_at(context: CLIContext, url: str) -> Connection:
     shown = shown_url.without_password(url)
     if "@" in url and "://" not in url:
         raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
-    ssl = _ssl_elsewhere(context.app.conf.broker_use_ssl) if url.startswith("amqps:") else False
-    return _check(lambda: context.app.connection_for_write(url=url, ssl=ssl), repr(shown))
+    ssl = _ssl_elsewhere(application.conf.broker_use_ssl) if url.startswith("amqps:") else False
+    return _check(partial(application.connection_for_write, url, ssl=ssl), repr(shown))
 
 
 def first_of(names: Sequence[str], most: int = 5) -> str:
@@ -198,27 +217,32 @@ def first_of(names: Sequence[str], most: int = 5) -> str:
 
 
 @contextmanager
-def broker_of(context: CLIContext, as_json: bool) -> Iterator[Connection]:
+def broker() -> Iterator[Connection]:
     """Connect to the broker that tasks are sent to, which may be another than the consumers'.
 
     The command ends with one line if the broker cannot be reached or refuses, or if it holds
     another layout, messages or consumers where the command wants to declare or delete.
+
+    Raises:
+        click.UsageError: The URL of the management API is malformed.
     """
-    connection = context.app.connection_for_write()
+    connection = app().connection_for_write()
     try:
         with connection:
             yield connection
+    except exceptions.InvalidManagementURL as error:
+        raise click.UsageError(str(error)) from error
+    except exceptions.ManagementUnavailable as error:
+        fail(error, str(error), EX_UNAVAILABLE)
     except (
         exceptions.LayoutConflict,
         exceptions.TopologyInUse,
         exceptions.TopologyNotEmpty,
     ) as error:
-        fail(error, str(error).replace("force=True", "--force"), REFUSED, as_json)
-    except exceptions.ManagementUnavailable as error:
-        fail(error, str(error), EX_UNAVAILABLE, as_json)
+        fail(error, str(error).replace("force=True", "--force"))
     except BROKER_ERRORS as error:
         message = f"cannot ask the broker {shown_url.shown_broker(connection)}: {error}"
-        fail(error, message, EX_UNAVAILABLE, as_json)
+        fail(error, message, EX_UNAVAILABLE)
 
 
 def _ssl_elsewhere(broker_use_ssl: Any) -> Any:
@@ -284,7 +308,7 @@ def _instant(text: str, what: str) -> datetime:
     try:
         return instant.astimezone()
     except (OverflowError, ValueError) as wrong:  # at the ends of the calendar
-        raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
+        raise exceptions.InvalidDelay(text, delay.TAKES_INSTANT, what) from wrong
 
 
 def _date_time(text: str, what: str) -> datetime:
@@ -292,14 +316,14 @@ def _date_time(text: str, what: str) -> datetime:
     try:
         return datetime.fromisoformat(text)
     except ValueError as wrong:
-        raise exceptions.InvalidDelay(text, TAKES_INSTANT, what) from wrong
+        raise exceptions.InvalidDelay(text, delay.TAKES_INSTANT, what) from wrong
 
 
 def _seconds(text: str, what: str) -> float:
     """Read a length of time above 0, in seconds."""
-    seconds = parse_duration(text, what).total_seconds()
+    seconds = delay.parse_duration(text, what).total_seconds()
     if not seconds:
-        raise exceptions.InvalidDelay(text, TAKES_DURATION.replace("from", "above"), what)
+        raise exceptions.InvalidDelay(text, delay.TAKES_DURATION.replace("from", "above"), what)
     return seconds
 
 
@@ -309,52 +333,50 @@ instant_type: Final = ParameterType("instant", _instant)
 date_time_type: Final = ParameterType("instant", _date_time)
 
 #: A negative one means now.
-delay_type: Final = ParameterType("delay", parse_delay)
+delay_type: Final = ParameterType("delay", delay.parse_delay)
 
 #: A timedelta.
-duration_type: Final = ParameterType("duration", parse_duration)
+duration_type: Final = ParameterType("duration", delay.parse_duration)
 
 #: A duration above 0, in seconds.
 seconds_type: Final = ParameterType("duration", _seconds)
 
 
-def with_registry(context: CLIContext) -> RabbitDelay:
-    """Return the delays of the application, which have a registry.
+@contextmanager
+def with_registry() -> Iterator[RabbitDelay]:
+    """Yield the delays of the application, which have a registry.
+
+    The command ends with one line if Redis or the broker cannot be reached, or refuses.
 
     Raises:
         click.UsageError: They have none, or a setting is wrong.
     """
-    delays = delays_of(context)
+    found = delays()
     with usage_errors(exceptions.RegistryRequired):
-        delays.registry  # noqa: B018 - raises if there is none
-    return delays
-
-
-@contextmanager
-def registry_errors(as_json: bool) -> Iterator[None]:
-    """End the command with one line if Redis or the broker cannot be reached, or refuses."""
+        found.registry  # noqa: B018 - raises if there is none
     try:
-        yield
+        yield found
     except BROKER_ERRORS as error:
-        fail(error, str(error), EX_UNAVAILABLE, as_json)
+        fail(error, str(error), EX_UNAVAILABLE)
     except exceptions.RabbitDelayError as error:
-        fail(error, str(error), REFUSED, as_json)
+        fail(error, str(error))
 
 
-def fail(error: Exception, message: str, exit_status: int, as_json: bool) -> NoReturn:
-    """End the command with one line on the standard error, and with JSON where it is asked for.
+def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
+    """End the command with one line on the standard error.
+
+    Where JSON is asked for, it also prints an object with the key ``error``.
 
     Args:
         error: The cause.
         message: What to say.
         exit_status: The command's exit status.
-        as_json: Whether to print an object with the key ``error`` as well.
     """
     permission = missing_permission(error)
     if permission is not None:
         message = f"{message.removesuffix(str(error))}{permission}"
     line = shown_url.without_passwords(" ".join(message.split()))
-    if as_json:
+    if as_json():
         click.echo(json.dumps({"error": line}))
     raise CeleryCommandException(line, exit_status) from error
 
@@ -372,7 +394,7 @@ def _layout(text: str, what: str) -> Any:
 layout_type: Final = ParameterType("layout", _layout)
 
 
-#: The options that describe another topology; the command hands them to :func:`topology_of`.
+#: The options that describe another topology; the command hands them to :func:`topology`.
 topology_options: Final = options(
     click.option("--prefix", help="The first part of all names."),
     click.option(
@@ -386,11 +408,10 @@ topology_options: Final = options(
 )
 
 
-def topology_of(context: CLIContext, options: Mapping[str, Any], of: str = "") -> Topology:
+def topology(options: Mapping[str, Any], of: str = "") -> Topology:
     """Return the application's topology, with what the options replace.
 
     Args:
-        context: Celery's.
         options: Settings by their names, which may begin with "from_"; None where the application's
             value counts.
         of: The subject of the options, for errors.
@@ -398,7 +419,7 @@ def topology_of(context: CLIContext, options: Mapping[str, Any], of: str = "") -
     Raises:
         click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.
     """
-    settings = delays_of(context).settings
+    settings = delays().settings
     given = {
         name.removeprefix("from_"): value for name, value in options.items() if value is not None
     }

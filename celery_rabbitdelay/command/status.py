@@ -11,13 +11,11 @@ from threading import Event
 from typing import Any, Final, get_args
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.pausing import paused_as_json, paused_line
+from celery_rabbitdelay.command.pausing import paused_line
 from celery_rabbitdelay.command.shared import rabbitdelay
-from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.entities import PROBE
@@ -30,24 +28,23 @@ from celery_rabbitdelay.operations.verify.findings import Severity, Verification
 @rabbitdelay.command()
 @shared.management_option
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
-def verify(context: CLIContext, /, as_json: bool, management: str | None, strict: bool) -> None:
+def verify(management: str | None, strict: bool) -> None:
     """Find what on the broker loses tasks, or makes them early or late.
 
     Needs the management API, and a user with the tag "monitoring". Changes nothing. Exits with 1
     if something is a danger.
     """
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     prefix = delays.settings.prefix
-    connected = shared.broker_of(context, as_json)
-    with shared.usage_errors(InvalidManagementURL), connected as connection:
+    with shared.broker() as connection:
         report = verify_application(delays, connection, management)
     number = Counter(finding.severity for finding in report.findings)
     counts = {severity: number[severity] for severity in get_args(Severity)}
     findings = [finding._asdict() for finding in report.findings]
     told = {"version": report.version, "prefix": prefix, **counts, "findings": findings}
-    shared.answer(as_json, told, _report_lines(report, prefix, counts))
+    shared.answer(told, _report_lines(report, prefix, counts))
     if counts["danger"] or (strict and counts["warning"]):
-        raise SystemExit(1)
+        raise SystemExit(shared.FAILED)
 
 
 def _report_lines(report: Verification, prefix: str, counts: Mapping[str, int]) -> Iterator[str]:
@@ -59,9 +56,6 @@ def _report_lines(report: Verification, prefix: str, counts: Mapping[str, int]) 
     all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
     yield f"RabbitMQ {report.version}, {prefix}: {all_counts}"
 
-
-#: The exit status where a queue is missing.
-QUEUES_MISSING: Final = 1
 
 #: Seconds from one look to the next, and the messages that are read, unless the option says it.
 WATCH, REASONS = 2.0, 1000
@@ -98,23 +92,15 @@ MAX_REASONS_NAMED: Final = 20
     metavar="[DURATION]",
     help="Look again and again until Ctrl-C, with rates; every two seconds without a duration.",
 )
-def status(
-    context: CLIContext,
-    /,
-    as_json: bool,
-    timeout: float,
-    with_digits: bool,
-    most_reasons: int,
-    watch: float | None,
-) -> None:
+def status(timeout: float, with_digits: bool, most_reasons: int, watch: float | None) -> None:
     """Show how many messages wait in each level, and what the workers' modules do."""
-    if as_json and watch is not None:
+    if shared.as_json() and watch is not None:
         raise click.UsageError("--json prints one object: it cannot be used with --watch")
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     last: Status | None = None
     stopping = Event()
     watching = nullcontext() if watch is None else shared.set_by_ctrl_c(stopping)
-    with shared.broker_of(context, as_json) as connection, watching:
+    with shared.broker() as connection, watching:
         while True:
             before, last = last, status_of(delays, connection, timeout, most_reasons)
             rates = None if before is None else rates_between(before, last)
@@ -122,11 +108,11 @@ def status(
             if watch is not None:
                 click.clear()  # on a terminal only
                 lines = chain([time.strftime("%Y-%m-%d %H:%M:%S")], lines, [""])
-            shared.answer(as_json, _as_json(last), lines)
+            shared.answer(_as_json(last), lines)
             if watch is None or stopping.wait(watch):
                 break
     if last.backlog.missing:
-        raise SystemExit(QUEUES_MISSING)
+        raise SystemExit(shared.FAILED)
 
 
 def _as_json(found: Status) -> dict[str, Any]:
@@ -136,11 +122,11 @@ def _as_json(found: Status) -> dict[str, Any]:
         **backlog._asdict(),
         "others": {name: counts._asdict() for name, counts in backlog.others.items()},
         "next_due": {
-            "tracked": None if found.next_due is None else found.next_due.isoformat(),
+            "tracked": found.next_due,
             "within_ms": found.due_within_ms,
             "registry_error": found.registry_error,
         },
-        "paused": [paused_as_json(each) for each in found.paused],
+        "paused": [each._asdict() for each in found.paused],
         "undeliverable": read,
         "workers": found.workers,
     }

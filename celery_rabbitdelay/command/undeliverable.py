@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import click
 from amqp.exceptions import NotFound
-from celery.bin.base import CLIContext
 from kombu import Connection
 
 from celery_rabbitdelay import exceptions
@@ -23,9 +23,6 @@ from celery_rabbitdelay.operations.undeliverable import messages as read
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
 from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS
-
-#: The exit status if chosen messages stay.
-INCOMPLETE: Final = 1
 
 #: The most reasons that the text names; ``--json`` names all of them.
 MOST_REASONS: Final = 20
@@ -55,38 +52,36 @@ _filter_options: Final = shared.options(
 
 
 @contextmanager
-def _broker(context: CLIContext, as_json: bool) -> Iterator[tuple[Connection, Topology]]:
+def _broker() -> Iterator[tuple[Connection, Topology]]:
     """Connect to the broker; a failure, or a missing queue, ends the command with one line."""
-    topology = shared.delays_of(context).topology
-    with shared.broker_of(context, as_json) as connection:
+    topology = shared.delays().topology
+    with shared.broker() as connection:
         try:
             yield connection, topology
         except NotFound as error:
             name = topology.module_queues.undeliverable.name
-            message = f"the queue {name} does not exist: declare the levels"
-            shared.fail(error, message, shared.REFUSED, as_json)
+            shared.fail(error, f"the queue {name} does not exist: declare the levels")
         except exceptions.RabbitDelayError as error:
-            shared.fail(error, str(error), shared.REFUSED, as_json)
+            shared.fail(error, str(error))
 
 
-def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool, as_json: bool) -> None:
+def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool) -> None:
     """Print a report; end the command with status 1 if it is not complete.
 
     Args:
         report: The report.
         done: The action, as a participle: "deleted" or "redriven".
         dry_run: Whether the action was left out.
-        as_json: Whether to print JSON.
     """
     would = "would be " if dry_run else ""
     line = (
         f"{report.removed:,} of {report.matched:,} messages {would}{done} in "
         f"{report.seconds:.1f} s ({report.examined:,} read)"
     )
-    shared.answer(as_json, {**vars(report), "dry_run": dry_run}, [line])
+    shared.answer({**vars(report), "dry_run": dry_run}, [line])
     for line in _trouble(report):
         click.echo(line, err=True)
-    raise SystemExit(0 if report.is_complete else INCOMPLETE)
+    raise SystemExit(0 if report.is_complete else shared.FAILED)
 
 
 def _trouble(report: removing.RemovalReport) -> Iterator[str]:
@@ -117,15 +112,6 @@ def undeliverable() -> None:
     """Messages that could not be delivered."""
 
 
-@contextmanager
-def _messages(
-    context: CLIContext, as_json: bool
-) -> Iterator[Iterator[tuple[int, read.UndeliverableMessage]]]:
-    """Yield an iterator over the messages with their numbers, from 1."""
-    with _broker(context, as_json) as (connection, topology):
-        yield enumerate(read.undeliverable_messages(connection, topology), start=1)
-
-
 @undeliverable.command("list")
 @_filter_options
 @click.option(
@@ -142,25 +128,24 @@ def _messages(
     help="Print the messages with their headers and the beginning of their bodies, at most "
     f"{FULL_MESSAGES} unless -n says more.",
 )
-def list_messages(
-    context: CLIContext, /, most: int | None, full: bool, as_json: bool, **filters: Any
-) -> None:
+def list_messages(most: int | None, full: bool, **filters: Any) -> None:
     """Count the messages by the reason why they could not be delivered."""
     wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
     most = most or (FULL_MESSAGES if full else 0)
     examined, shown = 0, list[dict[str, Any]]()
-    with _messages(context, as_json) as messages:
-        for examined, message in messages:
+    with _broker() as (connection, topology):
+        messages = read.undeliverable_messages(connection, topology)
+        for examined, message in enumerate(messages, start=1):
             if wanted.matches(message):
                 summary.add(message)
                 if len(shown) < most:
                     shown.append((_full if full else read.summary_of)(examined, message))
-    told = _listed(examined, summary, shown)
     lines = _details(shown) if full else _lines(shown) if most else _reasons(summary)
-    shared.answer(as_json, told, lines)
-    if not as_json:
-        more = "" if summary.count == examined else f" of {examined:,}"
-        click.echo(f"{summary.count:,}{more} undeliverable messages")
+    more = "" if summary.count == examined else f" of {examined:,}"
+    last = f"{summary.count:,}{more} undeliverable messages"
+    reasons = [{"reason": reason, **vars(group)} for reason, group in summary.by_count()]
+    told = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
+    shared.answer(told, chain(lines, [last]))
 
 
 def _full(number: int, message: read.UndeliverableMessage) -> dict[str, Any]:
@@ -168,23 +153,6 @@ def _full(number: int, message: read.UndeliverableMessage) -> dict[str, Any]:
         **read.as_record(number, message),
         "envelope": read.Contents.of(message).messages,
         "body": read.shown_body(message.body, FULL_BODY),
-    }
-
-
-def _listed(examined: int, summary: read.UndeliverableSummary, shown: list[Any]) -> dict[str, Any]:
-    return {
-        "examined": examined,
-        "count": summary.count,
-        "reasons": [
-            {
-                "reason": reason,
-                "count": group.count,
-                "oldest": group.oldest and group.oldest.isoformat(),
-                "newest": group.newest and group.newest.isoformat(),
-            }
-            for reason, group in summary.by_count()
-        ],
-        "messages": shown,
     }
 
 
@@ -229,19 +197,20 @@ def _fields(fields: dict[str, Any], indent: str = "") -> Iterator[str]:
 @undeliverable.command()
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @_filter_options
-def export(context: CLIContext, /, file: Path, as_json: bool, **filters: Any) -> None:
+def export(file: Path, **filters: Any) -> None:
     """Write the messages as lines of JSON to FILE, or to the standard output ("-")."""
     to_output = str(file) == "-"
-    if to_output and as_json:
+    if to_output and shared.as_json():
         raise click.UsageError("--json prints one object, and - prints the messages")
     if not to_output and file.exists():
         raise click.UsageError(f"{file} exists already")
     wanted = read.UndeliverableFilter(**filters)
-    with _messages(context, as_json) as messages:
+    with _broker() as (connection, topology):
+        messages = enumerate(read.undeliverable_messages(connection, topology), start=1)
         chosen = ((number, each) for number, each in messages if wanted.matches(each))
         with nullcontext(sys.stdout) if to_output else read.new_file(file) as written:
             count = read.write_records(written, chosen)
-    if as_json:
+    if shared.as_json():
         click.echo(json.dumps({"file": str(file), "count": count}))
     else:
         click.echo(f"{count:,} undeliverable messages written to {file}", err=to_output)
@@ -252,28 +221,20 @@ def export(context: CLIContext, /, file: Path, as_json: bool, **filters: Any) ->
 @_limit_option
 @click.option("--dry-run", is_flag=True, help="Only count them.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def purge(
-    context: CLIContext,
-    /,
-    limit: int | None,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-    **filters: Any,
-) -> None:
+def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
     """Delete messages."""
-    if as_json and not (yes or dry_run):
+    if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     matches = read.UndeliverableFilter(**filters).matches
-    with _broker(context, as_json) as (connection, topology):
+    with _broker() as (connection, topology):
         if not (yes or dry_run):
             found = removing.purge(connection, topology, matches, limit=limit, dry_run=True)
             limit = found.removed
             if not limit:
-                _tell_removal(found, "deleted", False, False)
+                _tell_removal(found, "deleted", False)
             click.confirm(f"Delete {limit:,} undeliverable messages?", abort=True)
         report = removing.purge(connection, topology, matches, limit=limit, dry_run=dry_run)
-    _tell_removal(report, "deleted", dry_run, as_json)
+    _tell_removal(report, "deleted", dry_run)
 
 
 @undeliverable.command()
@@ -301,30 +262,19 @@ def purge(
 )
 @_limit_option
 @click.option(
-    "--rate",
-    type=shared.POSITIVE,
-    metavar="NUMBER",
-    help="At most this many messages a second.",
+    "--rate", type=shared.POSITIVE, metavar="NUMBER", help="At most this many messages a second."
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def redrive(
-    context: CLIContext,
-    /,
-    limit: int | None,
-    rate: float | None,
-    dry_run: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def redrive(limit: int | None, rate: float | None, dry_run: bool, **options: Any) -> None:
     """Publish messages into the levels again, and take them out of the queue."""
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
     with shared.usage_errors(
         exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
     ):
         # The other options are arguments of the same names.
         redriving = ApplicationRedrive(delays, dry_run=dry_run, **options)
-    with closing(redriving), _broker(context, as_json) as (connection, _):
+    with closing(redriving), _broker() as (connection, _):
         matches = read.UndeliverableFilter(**filters).matches
         report = redriving.run(connection, matches, limit, rate)
-    _tell_removal(report, "redriven", dry_run, as_json)
+    _tell_removal(report, "redriven", dry_run)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
 import click
-from celery.bin.base import CLIContext
 
+from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
@@ -52,23 +51,16 @@ _due_after: Final = click.option(
     show_default=True,
     help="At most this many.",
 )
-def pending(context: CLIContext, /, limit: int, as_json: bool, **filters: Any) -> None:
+def pending(limit: int, **filters: Any) -> None:
     """List the tracked tasks that wait, the next one first."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
-    told = [
-        {**each._asdict(), "due": each.due.isoformat(), "sent": each.sent and each.sent.isoformat()}
-        for each in shown
-    ]
-    shared.answer(
-        as_json, {"count": count, "since": since.isoformat(), "tasks": told}, _table(shown)
-    )
-    if not as_json:
-        more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
-        click.echo(f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}")
+    more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
+    last = f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}"
+    found = {"count": count, "since": since, "tasks": [each._asdict() for each in shown]}
+    shared.answer(found, chain(_table(shown), [last]))
 
 
 def _table(tasks: Sequence[Pending]) -> Iterator[str]:
@@ -83,20 +75,16 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
 @rabbitdelay.command()
 @click.argument("task", required=False)
 @click.option("--key", help="The task that was sent with this key, instead of an id.")
-def show(context: CLIContext, /, task: str | None, key: str | None, as_json: bool) -> None:
+def show(task: str | None, key: str | None) -> None:
     """Show what is known of one task, by its id or by its key."""
     if (task is None) == (key is None):
         raise click.UsageError("give the id of a task, or --key")
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         found = delays.show(task, key=key)
     if found is None:
-        shared.answer(as_json, {"task": None}, [f"{task or key}: unknown"])
-        raise SystemExit(NOT_FOUND)
-    told = asdict(found)
-    for name in ("due", "postponed", "sent"):
-        told[name] = told[name] and told[name].isoformat()
-    shared.answer(as_json, {"task": told}, _facts(found))
+        shared.answer({"task": None}, [f"{task or key}: unknown"])
+        raise SystemExit(shared.FAILED)
+    shared.answer({"task": vars(found)}, _facts(found))
 
 
 def _facts(found: KnownTask) -> Iterator[str]:
@@ -134,18 +122,15 @@ def _facts(found: KnownTask) -> Iterator[str]:
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG)."
 )
-def forecast(
-    context: CLIContext, /, step: float, plot: Path | None, as_json: bool, **filters: Any
-) -> None:
+def forecast(step: float, plot: Path | None, **filters: Any) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         steps = list(delays.forecast(step, **filters))
     if plot is not None:
         _draw(steps, step, plot)
-    told = [{"start": at.isoformat(), "tasks": count} for at, count in steps]
+    told = [{"start": at, "tasks": count} for at, count in steps]
     total = sum(count for _, count in steps)
-    shared.answer(as_json, {"tasks": total, "steps": told}, _bars(steps, total))
+    shared.answer({"tasks": total, "steps": told}, _bars(steps, total))
 
 
 def _bars(steps: Sequence[tuple[datetime, int]], total: int) -> Iterator[str]:
@@ -187,9 +172,6 @@ def _brief(length: timedelta) -> str:
 #: A hint that follows the outcome of an unknown id, in commands with the option --also-future.
 HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
 
-#: The exit status where a task has arrived already, or a job or what waits under a name is unknown.
-NOT_FOUND: Final = 1
-
 _also_future: Final = click.option(
     "--also-future",
     is_flag=True,
@@ -204,28 +186,30 @@ _meant: Final = shared.options(
 
 
 def _decide(
-    tasks: Sequence[str],
-    key: str | None,
-    as_json: bool,
-    decide: Callable[..., Outcome],
-    hint: str = HINT,
+    tasks: Sequence[str], key: str | None, decide: Callable[..., Outcome], hint: str = HINT
 ) -> None:
-    """Decide about tasks, by their ids or by their key, and print the outcomes."""
+    """Decide about tasks, by their ids or by their key, and print the outcomes.
+
+    Args:
+        tasks: The ids.
+        key: The key, instead of ids.
+        decide: A method of the application's delays.
+        hint: What follows the outcome of an unknown id.
+    """
     if bool(tasks) == (key is not None):
         raise click.UsageError("give the ids of tasks, or --key")
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         if key is not None:
-            outcomes = {key: decide(key=key)}
+            outcomes = {key: decide(delays, key=key)}
         else:
-            outcomes = {task: decide(task) for task in tasks}
+            outcomes = {task: decide(delays, task) for task in tasks}
     hints = {Outcome.UNKNOWN: hint if key is None else ""}
     shared.answer(
-        as_json,
         {"outcomes": {name: each.value for name, each in outcomes.items()}},
         (f"{name}: {WORDS[each]}{hints.get(each, '')}" for name, each in outcomes.items()),
     )
     if not {Outcome.RELEASED, Outcome.UNKNOWN}.isdisjoint(outcomes.values()):
-        raise SystemExit(NOT_FOUND)
+        raise SystemExit(shared.FAILED)
 
 
 @rabbitdelay.command()
@@ -236,34 +220,29 @@ def _decide(
 @click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask whether to cancel them.")
 def cancel(
-    context: CLIContext,
-    /,
     tasks: tuple[str, ...],
     key: str | None,
     also_future: bool,
     dry_run: bool,
     yes: bool,
-    as_json: bool,
     **filters: Any,
 ) -> None:
     """Cancel tasks that wait: by their ids, by their key, or all tracked ones of a filter."""
-    delays = shared.with_registry(context)
     if not any(filters.values()):
         if dry_run:
             raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
-        _decide(tasks, key, as_json, partial(delays.cancel, also_future=also_future))
+        _decide(tasks, key, partial(RabbitDelay.cancel, also_future=also_future))
         return
     if tasks or key is not None or also_future:
         raise click.UsageError("a filter takes neither ids nor --key or --also-future")
-    if as_json and not (yes or dry_run):
+    if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         count = delays.count(**filters)
         if count and not (yes or dry_run):
             click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)
         cancelled = 0 if dry_run else delays.cancel_pending(**filters, limit=count)
     shared.answer(
-        as_json,
         {"count": count, "cancelled": cancelled, "dry_run": dry_run},
         [f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"],
     )
@@ -271,10 +250,10 @@ def cancel(
 
 @rabbitdelay.command()
 @_meant
-def run_now(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_json: bool) -> None:
+def run_now(tasks: tuple[str, ...], key: str | None) -> None:
     """Let tracked tasks that wait run now, by their ids or by their key."""
-    postponed = partial(shared.with_registry(context).postpone, delay=0, also_future=False)
-    _decide(tasks, key, as_json, postponed, hint="")
+    postponed = partial(RabbitDelay.postpone, delay=0, also_future=False)
+    _decide(tasks, key, postponed, hint="")
 
 
 @rabbitdelay.command()
@@ -283,21 +262,17 @@ def run_now(context: CLIContext, /, tasks: tuple[str, ...], key: str | None, as_
 @click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
 @_also_future
 def postpone(
-    context: CLIContext,
-    /,
     tasks: tuple[str, ...],
     key: str | None,
     delay: Fraction | None,
     eta: datetime | None,
     also_future: bool,
-    as_json: bool,
 ) -> None:
     """Let tasks that wait run at another time."""
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
     given: Any = {"delay": delay, "eta": eta, "also_future": also_future}
-    postponed = partial(shared.with_registry(context).postpone, **given)
-    _decide(tasks, key, as_json, postponed)
+    _decide(tasks, key, partial(RabbitDelay.postpone, **given))
 
 
 @rabbitdelay.command()
@@ -310,10 +285,9 @@ def postpone(
     show_default=True,
     help="After which time an open job turns aborted.",
 )
-def job(context: CLIContext, /, action: str, name: str, expires: float, as_json: bool) -> None:
+def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
-    delays = shared.with_registry(context)
-    with shared.registry_errors(as_json):
+    with shared.with_registry() as delays:
         if action == "open":
             delays.open_job(name, expires=expires)
         elif action == "commit":
@@ -322,6 +296,6 @@ def job(context: CLIContext, /, action: str, name: str, expires: float, as_json:
             delays.abort_job(name)
         state = delays.registry.jobs.state(name)
     told = state.value if state is not None else "unknown"
-    shared.answer(as_json, {"job": name, "state": told}, [f"{name}: {told}"])
+    shared.answer({"job": name, "state": told}, [f"{name}: {told}"])
     if state is None:
-        raise SystemExit(NOT_FOUND)
+        raise SystemExit(shared.FAILED)

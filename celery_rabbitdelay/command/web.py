@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import click
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
@@ -30,25 +28,17 @@ from celery_rabbitdelay.exceptions import InvalidSetting
     help="Only print what rabbitdelay_web has for a password, which is asked for, or read from the "
     "standard input.",
 )
-def web(
-    context: CLIContext,
-    /,
-    host: str,
-    port: int,
-    management: str | None,
-    hash_password: bool,
-    as_json: bool,
-) -> None:
+def web(host: str, port: int, management: str | None, hash_password: bool) -> None:
     """Serve a page that shows what waits, and lets operators act on it.
 
     The setting rabbitdelay_web says who may see it and act. Without it, only this machine may see
     it, and nobody may act.
     """
-    delays = shared.delays_of(context)
+    delays = shared.delays()
     if hash_password:
-        _print_hash(as_json)
+        _print_hash()
         return
-    if as_json:
+    if shared.as_json():
         raise click.UsageError("--json prints one object: it is for --hash-password")
     try:
         from celery_rabbitdelay.web.serve import serve  # an extra
@@ -61,7 +51,7 @@ def web(
         serve(delays.app, host, port, **options)
 
 
-def _print_hash(as_json: bool) -> None:
+def _print_hash() -> None:
     from celery_rabbitdelay.web.passwords import hash_password
 
     if sys.stdin.isatty():
@@ -71,4 +61,4 @@ def _print_hash(as_json: bool) -> None:
     if not password:
         raise click.UsageError("the password is empty")
     hashed = hash_password(password)
-    click.echo(json.dumps({"password": hashed}) if as_json else hashed)
+    shared.answer({"password": hashed}, [hashed])

@@ -23,8 +23,8 @@ from kombu.transport.native_delayed_delivery import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.moving.adoption import (
     NOT_DELAYED,
-    EtaTasks,
     TaskMessages,
+    eta_tasks,
     native_queues,
     nservicebus_queues,
 )
@@ -253,7 +253,7 @@ def test_tasks_that_stay_survive_many_runs(
         connection.Producer().publish({"number": number}, routing_key=target.name)
     topology = Topology(configuration["prefix"])
     producer = DelayedProducer(Publisher(connection), topology)
-    convert = EtaTasks(TaskMessages(producer, UTC, lambda name: None), topology, {}).convert
+    convert = eta_tasks(TaskMessages(producer, UTC, lambda name: None), topology, {})
     for _ in range(25):
         place = Place(connection, topology)
         moved = Mover(connection, [target.name], place, convert).move()

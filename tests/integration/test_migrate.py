@@ -213,6 +213,30 @@ def test_nothing_is_lost_when_a_move_is_killed_again_and_again(
     notes.forget()
 
 
+def test_a_move_goes_on_when_its_source_comes_back(
+    old: dict[str, Any],
+    make: Callable[..., Any],
+    other_broker: RabbitMQServer,
+    request: pytest.FixtureRequest,
+) -> None:
+    number, before, after = 300, make_app({**old, "broker_url": other_broker.url}), make(old)
+    request.addfinalizer(before.close)
+    rows = [Row(delay=1800 + each) for each in range(number)]
+    before.rabbitdelay.send_many(before.tasks["look"], rows, envelopes=False)
+    command = f"rabbitdelay transfer --from {other_broker.url} --rate 50 --json"
+    target = place(old, after)
+    with start_celery(old, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_for(lambda: sum(waiting(target).values()), "the first messages moved")
+        other_broker.kill()
+        time.sleep(8)  # while it connects in vain, more often than it may lose its connection
+        other_broker.start()
+        told, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, errors
+    moved = json.loads(told)
+    assert (moved["finished"], moved["moved"] - moved["copies"]) == (True, number)
+    assert sum(waiting(target).values()) == moved["moved"]
+
+
 def settled(*places: Place) -> int:
     """Return how many messages there are, once nobody consumes from the queues."""
 

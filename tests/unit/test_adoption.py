@@ -49,8 +49,8 @@ def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
 def native(
     key: str, level: int = 5, modules: tuple[str, ...] = MODULES, **headers: Any
 ) -> Outgoing:
-    chain = adoption.NativeChain(tasks(modules), QUEUES)
-    return chain.convert(message(key, **headers), f"celery_delayed_{level}")
+    convert = adoption.native_chain(tasks(modules), QUEUES)
+    return convert(message(key, **headers), f"celery_delayed_{level}")
 
 
 def in_seconds(seconds: float) -> str:
@@ -120,9 +120,9 @@ def test_the_registrys_headers_stay() -> None:
 
 
 def test_a_task_that_keeps_celerys_own_delays_stays() -> None:
-    chain = adoption.NativeChain(tasks(keeps_own=lambda name: name == "remind"), QUEUES)
+    convert = adoption.native_chain(tasks(keeps_own=lambda name: name == "remind"), QUEUES)
     with pytest.raises(Stay, match="rabbitdelay=False"):
-        chain.convert(message(calculate_routing_key(40, "daily")), "celery_delayed_5")
+        convert(message(calculate_routing_key(40, "daily")), "celery_delayed_5")
 
 
 def nservicebus(seconds: int, level: int, sent: datetime, **headers: Any) -> Outgoing:
@@ -133,7 +133,7 @@ def nservicebus(seconds: int, level: int, sent: datetime, **headers: Any) -> Out
     }
     key = calculate_routing_key(seconds, "endpoint")
     queue = f"nsb.v2.delay-level-{level:02}"
-    return adoption.NServiceBusChain(TOPOLOGY).convert(message(key, **told), queue)
+    return adoption.nservicebus_chain(TOPOLOGY)(message(key, **told), queue)
 
 
 def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
@@ -170,8 +170,8 @@ def test_a_message_of_nservicebus_reaches_nothing_else() -> None:
 
 
 def eta_task(**headers: Any) -> Outgoing:
-    tasks_in_queue = adoption.EtaTasks(tasks(), TOPOLOGY, {queue.name: queue for queue in QUEUES})
-    return tasks_in_queue.convert(message("daily", "reports", **headers), "daily")
+    convert = adoption.eta_tasks(tasks(), TOPOLOGY, {queue.name: queue for queue in QUEUES})
+    return convert(message("daily", "reports", **headers), "daily")
 
 
 def test_a_task_with_an_eta_returns_to_its_queue() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 import pytest
-from celery.bin.base import CLIContext
 
 from celery_rabbitdelay import Celery, __version__
 from celery_rabbitdelay.command.group import rabbitdelay
@@ -27,8 +26,7 @@ def app() -> Iterator[Any]:
 
 def names_asked_for(app: Any, url: str) -> tuple[str, str]:
     """Return whose certificates the brokers have to have: the application's, and the other one."""
-    context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
-    other, here = broker_at(context, url), app.connection_for_write()
+    other, here = broker_at(app, url), app.connection_for_write()
     connections = [here, other, here.clone(), other.clone()]
     for connection in connections:
         # kombu decides it when it connects.
@@ -68,8 +66,7 @@ def test_each_broker_s_certificate_is_for_its_own_host(app: Any, named: str | No
 )
 def test_the_url_says_whether_it_is_tls(app: Any, url: str, settings: Any, ssl: Any) -> None:
     app.conf.broker_use_ssl = settings
-    context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
-    assert broker_at(context, url).ssl == ssl
+    assert broker_at(app, url).ssl == ssl
 
 
 #: How times are written, by the type of the option.

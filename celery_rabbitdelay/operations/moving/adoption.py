@@ -10,7 +10,7 @@ waits for the longest time that the rest of its chain can take, so that it is ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
@@ -26,7 +26,7 @@ from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution
-from celery_rabbitdelay.operations.moving.mover import Stay
+from celery_rabbitdelay.operations.moving.mover import Convert, Stay
 from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -34,9 +34,6 @@ from celery_rabbitdelay.publishing.signature import SigningKeys
 
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
-
-#: The reason for leaving a task that is not delayed.
-NOT_DELAYED: Final = "it is due, or has no eta"
 
 #: How often a message may have been returned to a task queue. RabbitMQ 4.0 and later drop a message
 #: from a quorum queue after 20 returns
@@ -52,7 +49,9 @@ NSB_DELAY: Final = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
 NSB_SENT: Final = "NServiceBus.TimeSent"
 NSB_TIME: Final = "%Y-%m-%d %H:%M:%S:%f Z"
 
-#: The reason for leaving a task that keeps Celery's own delays (``rabbitdelay=False``).
+#: The reasons for which a task is left as it should be: it is not delayed, or it keeps Celery's own
+#: delays.
+NOT_DELAYED: Final = "it is due, or has no eta"
 KEEPS_OWN: Final = "its task has rabbitdelay=False"
 
 #: Milliseconds by which a due time may be earlier than the chain, which counts in whole seconds
@@ -85,47 +84,31 @@ def _nsb(version: int) -> str:
     return "nsb" if version == 1 else f"nsb.v{version}"
 
 
-class _ChainKey(NamedTuple):
-    """The routing key of a message in a chain.
+def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[Due, str]:
+    """Return when a message leaves its chain, and the routing key of its destination.
 
-    Attributes:
-        least: The shortest time that it still waits, in seconds.
-        longest: The longest time that it still waits, in seconds.
-        routing_key: The routing key of its destination.
+    Args:
+        message: The message.
+        queue: The queue of the chain that it was in, whose name ends with its level.
+        due: The due time that its headers give. It counts unless it is earlier than the shortest
+            time that the chain can take; if it does not count, the longest time does.
+
+    Raises:
+        Stay: The routing key is not one of a chain, or the message cannot be read.
     """
-
-    least: int
-    longest: int
-    routing_key: str
-
-    def due(self, due: Due | None) -> Due:
-        """Return the due time that the headers give, or that of the chain if it is later."""
-        if due is None or due.delay_ms < self.least * 1000 - SLACK_MS:
-            return Due.after(self.longest)
-        return due
-
-    @classmethod
-    def of(cls, message: amqp.Message, queue: str) -> _ChainKey:
-        """Read the routing key of a message.
-
-        Args:
-            message: The message.
-            queue: The queue of the chain that it was in, whose name ends with its level.
-
-        Raises:
-            Stay: The routing key is not one of a chain, or the message cannot be read.
-        """
-        if UNREADABLE in messages.headers_of(message):
-            raise Stay("its properties cannot be read")
-        info: Any = message.delivery_info
-        found = _BITS.fullmatch(info["routing_key"])
-        if found is None:
-            raise Stay("its routing key does not begin with 28 bits")
-        level = int(re.split("[_-]", queue)[-1])
-        # The higher levels are behind it.
-        lower = found[1].replace(".", "")[-(level + 1) :]
-        longest = int(lower, 2)
-        return cls(max(longest - 2**level, 0), longest, found[2])
+    if UNREADABLE in messages.headers_of(message):
+        raise Stay("its properties cannot be read")
+    info: Any = message.delivery_info
+    found = _BITS.fullmatch(info["routing_key"])
+    if found is None:
+        raise Stay("its routing key does not begin with 28 bits")
+    level = int(re.split("[_-]", queue)[-1])
+    # The higher levels are behind it.
+    longest = int(found[1].replace(".", "")[-(level + 1) :], 2)
+    least = max(longest - 2**level, 0)
+    if due is None or due.delay_ms < least * 1000 - SLACK_MS:
+        due = Due.after(longest)
+    return due, found[2]
 
 
 @dataclass(frozen=True)
@@ -144,9 +127,10 @@ class TaskMessages:
     ensure: Callable[[str], None]
     keeps_own: Callable[[str], bool] = lambda name: False
 
-    def eta(self, message: amqp.Message) -> datetime | None:
-        """Return a task's eta; None if it has none, or is not of Celery's protocol 2."""
-        return eta_of(messages.headers_of(message).get("eta"), self.timezone)
+    def due(self, message: amqp.Message) -> Due | None:
+        """Return when a task is due; None if it has no eta, or is not of Celery's protocol 2."""
+        eta = eta_of(messages.headers_of(message).get("eta"), self.timezone)
+        return None if eta is None else Due.at(eta)
 
     def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
         """Return the message that waits in the levels.
@@ -179,41 +163,22 @@ class TaskMessages:
         return Outgoing(*address(), delayed.message, address)
 
 
-class NativeChain:
-    """Converts tasks in Celery's native delayed delivery.
+def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Convert:
+    """Return what converts tasks in Celery's native delayed delivery.
+
+    It raises :class:`.Stay` if the destination of a task is unknown.
 
     Args:
         tasks: Makes the delayed task.
         queues: The queues that the application knows.
     """
+    bound = list(_bound_to_chain(queues))
 
-    def __init__(self, tasks: TaskMessages, queues: Iterable[Queue]) -> None:
-        self._tasks = tasks
-        self._bound = list(_bound_to_chain(queues))
+    def convert(message: amqp.Message, queue: str) -> Outgoing:
+        due, key = _end_of_chain(message, queue, tasks.due(message))
+        return tasks.delayed(message, _destination(bound, key), due)
 
-    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
-        """Return what to publish for a message.
-
-        Raises:
-            Stay: Its destination is unknown.
-        """
-        key = _ChainKey.of(message, queue)
-        eta = self._tasks.eta(message)
-        due = key.due(None if eta is None else Due.at(eta))
-        return self._tasks.delayed(message, self._destination(key.routing_key), due)
-
-    def _destination(self, routing_key: str) -> Destination:
-        """Return the destination of a task, by the patterns that the chain's end is bound with."""
-        words = routing_key.split(".")
-        exact = [each for each in self._bound if each.routing_key == routing_key]
-        found = exact or [each for each in self._bound if topic_matches(each.pattern, words)]
-        if not found:
-            raise Stay(f"no queue of the application has the routing key {shortened(routing_key)}")
-        if len({each.exchange.name for each in found}) > 1:
-            raise Stay(f"several exchanges have the routing key {shortened(routing_key)}")
-        queue, exchange, *_ = found[0]
-        is_only = len({each.queue.name for each in found}) == 1 and exchange.type == "topic"
-        return Destination(queue if is_only else None, exchange.name, routing_key)
+    return convert
 
 
 class _Bound(NamedTuple):
@@ -243,40 +208,46 @@ def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
                 yield _Bound(queue, exchange, key, tuple(pattern.split(".")))
 
 
-@dataclass(frozen=True)
-class NServiceBusChain:
-    """Converts messages in NServiceBus's delay infrastructure.
+def _destination(bound: Sequence[_Bound], routing_key: str) -> Destination:
+    """Return the destination of a task, by the patterns that the chain's end is bound with."""
+    words = routing_key.split(".")
+    exact = [each for each in bound if each.routing_key == routing_key]
+    found = exact or [each for each in bound if topic_matches(each.pattern, words)]
+    if not found:
+        raise Stay(f"no queue of the application has the routing key {shortened(routing_key)}")
+    if len({each.exchange.name for each in found}) > 1:
+        raise Stay(f"several exchanges have the routing key {shortened(routing_key)}")
+    queue, exchange, *_ = found[0]
+    is_only = len({each.queue.name for each in found}) == 1 and exchange.type == "topic"
+    return Destination(queue if is_only else None, exchange.name, routing_key)
+
+
+def nservicebus_chain(
+    topology: Topology, version: int = 2, signing_keys: SigningKeys | None = None
+) -> Convert:
+    """Return what converts messages in NServiceBus's delay infrastructure.
 
     When a message is due, it goes to the last exchange of the infrastructure, so that it reaches
-    the same queues as it would have reached there, and no others.
+    the same queues as it would have reached there, and no others. :class:`.Stay` is raised if it
+    has headers by which it could reach any queue.
 
-    Attributes:
+    Args:
         topology: The levels.
         version: 1 or 2; see :func:`nservicebus_queues`.
         signing_keys: What signs the messages, for distribution; None: nothing does.
     """
+    exchange = f"{_nsb(version)}.delay-delivery"
 
-    topology: Topology
-    version: int = 2
-    signing_keys: SigningKeys | None = None
-
-    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
-        """Return what to publish for a message.
-
-        Raises:
-            Stay: It has headers by which it could reach any queue.
-        """
-        key = _ChainKey.of(message, queue)
+    def convert(message: amqp.Message, queue: str) -> Outgoing:
         headers = messages.headers_of(message)
+        # A delayed retry has the time at which the message was sent first.
+        due, key = _end_of_chain(message, queue, _nservicebus_due(headers))
         if any(name in headers for name in header_names.SENDER_SELECTED):
             raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
-        # A delayed retry has the time at which the message was sent first.
-        due = key.due(_nservicebus_due(headers))
         sent = messages.WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
-        exchange = f"{_nsb(self.version)}.delay-delivery"
-        return for_distribution(
-            self.topology, sent, due, exchange, key.routing_key, self.signing_keys
-        )
+        return for_distribution(topology, sent, due, exchange, key, signing_keys)
+
+    return convert
 
 
 def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
@@ -292,44 +263,33 @@ def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
         return None
 
 
-@dataclass(frozen=True)
-class EtaTasks:
-    """Converts tasks in their own queue, where workers would hold them until their eta.
+def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]) -> Convert:
+    """Return what converts tasks in their own queue, where workers would hold them until their eta.
 
-    Attributes:
+    It raises :class:`.Stay` for a task that is due, has no eta, or cannot wait in the levels.
+
+    Args:
         tasks: Makes the delayed task.
         topology: The levels.
         queues: The queues that the application knows, by their names.
     """
 
-    tasks: TaskMessages
-    topology: Topology
-    queues: Mapping[str, Queue]
+    def delayed(message: amqp.Message, queue: str) -> Outgoing:
+        due = tasks.due(message)
+        if due is None or due.delay_ms <= topology.layout.tick_ms:
+            raise Stay(NOT_DELAYED)
+        info: Any = message.delivery_info
+        known = queues.get(queue) or Queue(queue, no_declare=True)
+        destination = Destination(known, info["exchange"], info["routing_key"])
+        return tasks.delayed(message, destination, due)
 
-    def convert(self, message: amqp.Message, queue: str) -> Outgoing:
-        """Return what to publish for a message.
-
-        Raises:
-            Stay: It is due, has no eta, or cannot wait in the levels.
-        """
+    def convert(message: amqp.Message, queue: str) -> Outgoing:
         try:
-            return self._delayed(message, queue)
+            return delayed(message, queue)
         except Stay:
-            returns = max(_count(messages.headers_of(message).get(name)) for name in RETURNS)
-            if returns < MOST_RETURNS:
+            returns = [messages.headers_of(message).get(name) for name in RETURNS]
+            if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
                 raise
         return Outgoing("", queue, messages.WaitingMessage.unopened(message))
 
-    def _delayed(self, message: amqp.Message, queue: str) -> Outgoing:
-        eta = self.tasks.eta(message)
-        due = None if eta is None else Due.at(eta)
-        if due is None or due.delay_ms <= self.topology.layout.tick_ms:
-            raise Stay(NOT_DELAYED)
-        info: Any = message.delivery_info
-        known = self.queues.get(queue) or Queue(queue, no_declare=True)
-        destination = Destination(known, info["exchange"], info["routing_key"])
-        return self.tasks.delayed(message, destination, due)
-
-
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) else 0
+    return convert

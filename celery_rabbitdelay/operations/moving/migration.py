@@ -17,13 +17,7 @@ import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import (
-    InvalidLayout,
-    LayoutConflict,
-    SameTopology,
-    TopologyIncomplete,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
@@ -111,7 +105,7 @@ class Migration:
             # The word is a hash of the name.
             name = headers_of(message).get(header_names.QUEUE)
             if not isinstance(name, str) or routing_key.encode_destination(name) != word:
-                raise UnprocessableMessage(
+                raise exceptions.UnprocessableMessage(
                     f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
                     f"{header_names.shortened(name)}"
                 )
@@ -121,13 +115,13 @@ class Migration:
         given = headers_of(message)
         if header_names.UNREADABLE in given:
             why = header_names.shortened(given[header_names.UNREADABLE])
-            raise UnprocessableMessage(f"it cannot be read: {why}")
+            raise exceptions.UnprocessableMessage(f"it cannot be read: {why}")
         header_names.refuse_sender_selected(given)
         # A message in the levels has no expiration, so that they drop none before it is due.
         waiting = WaitingMessage.unopened(message).having(expiration=None)
         due_ms = waiting.headers.due_ms
         if due_ms is None:
-            raise UnprocessableMessage(
+            raise exceptions.UnprocessableMessage(
                 f"{header_names.DUE} is {header_names.shortened(given.get(header_names.DUE))}, "
                 "not milliseconds since 1970"
             )
@@ -160,7 +154,7 @@ def check_places(source: Place, target: Place) -> None:
     if source.topology.prefix != target.topology.prefix:
         return
     if _are_the_same(source.connection, target.connection, target.topology.prefix):
-        raise SameTopology(source.topology.prefix)
+        raise exceptions.SameTopology(source.topology.prefix)
 
 
 def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
@@ -192,7 +186,7 @@ def check_source(source: Place) -> None:
     with source.connection.clone(heartbeat=0) as own:
         try:
             declaration.check_layout(own, source.topology)
-        except LayoutConflict as conflict:
+        except exceptions.LayoutConflict as conflict:
             found = declaration.declared_parts(source.topology, conflict.reply)
             described = declaration.parts_of(source.topology.identity.fingerprint)
             options = [
@@ -203,10 +197,10 @@ def check_source(source: Place) -> None:
             if not options:
                 raise
             advice = f"found {' '.join(options)}"
-            raise LayoutConflict(conflict.prefix, conflict.reply, advice) from conflict
+            raise exceptions.LayoutConflict(conflict.prefix, conflict.reply, advice) from conflict
         counts = declaration.queue_counts(own, source.topology.queues)
     if not any(counts.values()):
-        raise TopologyIncomplete(source.topology.prefix, tuple(counts))
+        raise exceptions.TopologyIncomplete(source.topology.prefix, tuple(counts))
 
 
 #: The options of the command line for the parts of a fingerprint that are settings.
@@ -223,7 +217,7 @@ def _option(part: str, value: str) -> str:
         return f"{_OPTIONS[part]} {value}"
     name = value.rpartition("-")[0]
     for tick in (0.1, 1.0, 0.01, 0.001):
-        with suppress(KeyError, InvalidLayout):
+        with suppress(KeyError, exceptions.InvalidLayout):
             if NAMED[name](tick).fingerprint == value:
                 return f"--from-layout {name} --from-tick {tick:g}"
     return f"--from-layout with the JSON of their rabbitdelay_layout, a {name!r} of other options"

@@ -16,19 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Event
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from amqp.exceptions import AccessRefused
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.operations.moving.source import Source, SourceLost, SourceRefused, waiting
+from celery_rabbitdelay.operations.moving.source import Source, SourceLost, waiting
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
@@ -65,6 +64,7 @@ class Destinations:
             a routing key, and what is bound to the levels can be reached by every producer.
 
     Attributes:
+        target: The target.
         missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
             deliver their messages when they are due.
         unnamed: Destination queues that may not be bound. Their messages wait until the queue is
@@ -78,8 +78,8 @@ class Destinations:
         known: Mapping[str, Queue],
         may_bind: Callable[[str], bool] = lambda name: True,
     ) -> None:
+        self.target = target
         self._connection = target.connection.clone(heartbeat=0)
-        self._target = target
         self._known = known
         self._may_bind = may_bind
         self._seen: set[str] = set()
@@ -93,28 +93,28 @@ class Destinations:
             OSError: The broker cannot be reached.
             amqp.exceptions.AccessRefused: The user lacks a permission.
         """
-        if name in self._seen or not self._target.may_declare:
+        if name in self._seen or not self.target.may_declare:
             return
         if name not in self._known and not self._may_bind(name):
             self.unnamed.add(name)
             return
         declaration.connect(self._connection)
         queue = self._known.get(name)
-        declaration.declare_if_missing(self._connection, self._target.topology)
+        declaration.declare_if_missing(self._connection, self.target.topology)
         is_bound = (
             queue is not None
             and not getattr(queue, "no_declare", False)
-            and self._try(partial(declaration.declare_destination, queue=queue))
+            and self._try(declaration.declare_destination, queue)
         )
         # It may exist with other arguments than the application gives it.
-        if not is_bound and not self._try(partial(declaration.bind_destination, queue_name=name)):
+        if not is_bound and not self._try(declaration.bind_destination, name):
             self.missing.add(name)
         self._seen.add(name)
 
-    def _try(self, declare: Callable[..., None]) -> bool:
+    def _try(self, declare: Callable[..., None], queue: Queue | str) -> bool:
         """Declare or bind a queue; return whether the broker has accepted it."""
         try:
-            declare(self._connection, self._target.topology)
+            declare(self._connection, self.target.topology, queue)
         except amqp.ChannelError as refused:
             if isinstance(refused, AccessRefused):
                 raise
@@ -166,8 +166,6 @@ MOST_LOSSES: Final = 5
 RECONNECT_EVERY: Final = 1.0
 
 logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 
 class Stay(Exception):
@@ -240,8 +238,8 @@ class Mover:
         self._interval = 0.0 if rate is None else 1 / rate
         self._ahead = TAKEN_AHEAD if rate is None else min(max(int(rate), 1), TAKEN_AHEAD)
         self._next_at = 0.0
-        #: Why the connection to the source is lost; None while it is open.
-        self._lost: Exception | None = None
+        #: Why the connection to the source was lost while messages are in flight.
+        self._lost: SourceLost | None = None
         self._taken = 0
         #: How often the source was lost since something was moved, and how much was moved then.
         self._losses = self._moved_before = 0
@@ -282,26 +280,27 @@ class Mover:
         """Move messages in rounds; return whether the queues were empty twice in a row."""
         was_empty, idle_rounds = False, 0
         while not self.stopping.is_set() and not self._is_full:
-            ready = self._with_source(lambda: self._source.ready(self._queues))
+            taken_before = self._taken
+            try:
+                ready = self._source.ready(self._queues)
+                if ready and idle_rounds < MOST_IDLE_ROUNDS:
+                    self._move_ready(ready)
+            except SourceLost as lost:
+                self._connect_again(lost)
+                continue
             if not ready:
                 keeps_running = follow and not self.result.left
                 if was_empty and not keeps_running:
                     return True
-                was_empty = True
-                self.stopping.wait(SETTLE)
-                continue
-            was_empty = False
-            if idle_rounds == MOST_IDLE_ROUNDS:
-                self.result.left["no message comes, another consumer may have it"] += sum(
-                    ready.values()
-                )
+            elif idle_rounds == MOST_IDLE_ROUNDS:
+                found = sum(ready.values())
+                self.result.left["no message comes, another consumer may have it"] += found
                 return False
-            taken_before = self._taken
-            self._move_ready(ready)
+            was_empty = not ready
             if self._taken > taken_before:
                 idle_rounds = 0
             else:
-                idle_rounds += 1
+                idle_rounds += bool(ready)
                 self.stopping.wait(SETTLE)
         return False
 
@@ -314,9 +313,9 @@ class Mover:
         queues = list(ready) if self._ahead == TAKEN_AHEAD else list(ready)[: self._ahead]
         least = TAKEN_OF_A_QUEUE if self._ahead == TAKEN_AHEAD else 1
         prefetch = max(self._ahead // len(queues), least)
-        self._with_source(lambda: self._source.consume(queues, prefetch))
+        self._source.consume(queues, prefetch)
         self._publish()
-        self._try_source(self._source.cancel)
+        self._source.cancel()
         # Messages that arrived before the consumers were cancelled.
         self._publish()
 
@@ -327,7 +326,9 @@ class Mover:
         while self._taken > taken:
             taken, batch = self._taken, self._batch()
             self._publisher.publish_all(batch, policy, declare=declare, done=self._done)
-            self._try_source(self._source.acknowledge)
+            if self._lost is not None:
+                raise self._lost
+            self._source.acknowledge()
 
     def _batch(self) -> Iterator[Publication]:
         """Yield what to publish until the next acknowledgement, while messages come."""
@@ -335,9 +336,12 @@ class Mover:
         while not self.stopping.is_set() and not self._is_full:
             if self._taken == last or time.monotonic() > until:
                 return
-            message = self._try_source(self._source.take)
+            try:
+                message = self._source.take()
+            except SourceLost as lost:
+                self._lost = lost  # it is raised once the messages in flight are confirmed
+                return
             if message is None:
-                # If the source is lost, messages in flight are confirmed first.
                 return
             self._taken += 1
             publication = self._publication(message)
@@ -381,52 +385,33 @@ class Mover:
     def _done(self, publication: Publication) -> None:
         message, reason = publication.context
         if publication.error is not None:
-            self.result.left[_why_left(publication.error)] += 1
+            why = f"the target does not take it ({type(publication.error).__name__})"
+            self.result.left[why] += 1
             return
         self.result.moved += 1
         if reason:
             self.result.undeliverable[reason] += 1
-        if self._lost is None and message.channel is self._source.channel:
-            self._source.to_acknowledge.append(message.delivery_tag)
-        else:
-            self.result.copies += 1
+        self._source.to_acknowledge.append(message.delivery_tag)
         if not self.result.moved % LOG_EVERY:
             logger.info("%s messages are moved.", f"{self.result.moved:,}")
 
-    def _try_source(self, call: Callable[[], _Result]) -> _Result | None:
-        """Call the source unless it is lost; note if it is lost now."""
-        if self._lost is None:
+    def _connect_again(self, lost: Exception) -> None:
+        """Connect to the source again, once a second until the time-out is over."""
+        until, moved = time.monotonic() + self._timeout, self.result.moved
+        self._losses = self._losses + 1 if moved == self._moved_before else 1
+        self._moved_before = moved
+        while self._losses <= MOST_LOSSES and time.monotonic() < until:
+            if self.stopping.wait(RECONNECT_EVERY):
+                break
             try:
-                return call()
-            except (SourceLost, TimeoutError) as lost:
-                self._lost = lost
-        return None
-
-    def _with_source(self, call: Callable[[], _Result]) -> _Result:
-        """Call the source; while it is lost, connect again first, until the time-out is over."""
-        until = time.monotonic() + self._timeout
-        while True:
-            try:
-                if self._lost is not None:
-                    moved = self.result.moved
-                    self._losses = self._losses + 1 if moved == self._moved_before else 1
-                    self._moved_before = moved
-                    former, self._source = self._source, Source(self._like, self._timeout)
-                    self.result.copies += len(former.to_acknowledge)
-                    former.drop()
-                    # The broker has requeued all messages that were taken, and delivers them again.
-                    self.result.left.clear()
-                    self._lost = None
-                return call()
-            except SourceRefused:
-                raise
-            except (OSError, amqp.AMQPError) as lost:
-                is_over = time.monotonic() >= until or self._losses > MOST_LOSSES
-                if is_over or self.stopping.is_set():
-                    raise OSError(f"the connection to the source is lost: {lost}") from lost
-                self._lost = lost
-                self.stopping.wait(RECONNECT_EVERY)
-
-
-def _why_left(error: PublishError) -> str:
-    return f"the target does not take it ({type(error).__name__})"
+                former, self._source = self._source, Source(self._like, self._timeout)
+            except (OSError, amqp.AMQPError) as again:
+                lost = again
+                continue
+            self.result.copies += len(former.to_acknowledge)
+            former.drop()
+            # The broker has requeued all messages that were taken, and delivers them again.
+            self.result.left.clear()
+            self._lost = None
+            return
+        raise OSError(f"the connection to the source is lost: {lost}") from lost

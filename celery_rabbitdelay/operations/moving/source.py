@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from typing import Any, Final
 
 import amqp
@@ -21,7 +22,10 @@ SILENCE: Final = 0.2
 
 
 class SourceLost(OSError):
-    """The connection to the source is lost; the broker has requeued all unacknowledged messages."""
+    """The connection to the source is lost, or does not answer in time.
+
+    The broker has requeued all unacknowledged messages, or does so when the connection is closed.
+    """
 
 
 class SourceRefused(OSError):
@@ -40,7 +44,8 @@ class Source(ConsumerConnection):
     def __init__(self, like: Connection, timeout: float) -> None:
         super().__init__(like, timeout)
         self.to_acknowledge: list[int] = []
-        self._consumers = self._prefetch = 0
+        self._prefetch = 0
+        self._numbers = count(1)
         self._consumed: set[str] = set()
         self._consumer_tags: list[str] = []
 
@@ -66,13 +71,12 @@ class Source(ConsumerConnection):
         self._prefetch = prefetch
         with self._errors():
             self.channel.basic_qos(0, prefetch, False)
-            for number, queue in enumerate(queues, 1):
-                self._consumers += 1
-                tag = f"{CONSUMER_TAG}{self._consumers}"
+            for queue in queues:
+                tag = f"{CONSUMER_TAG}{next(self._numbers)}"
                 self._consumer_tags.append(tag)
                 callback = partial(self._receive_from, queue)
                 # One answer for all: the broker closes the channel if it refuses one of them.
-                nowait = number < len(queues)
+                nowait = queue != queues[-1]
                 self.channel.basic_consume(queue, tag, callback=callback, nowait=nowait)
 
     def _receive_from(self, queue: str, message: Any) -> None:
@@ -118,12 +122,10 @@ class Source(ConsumerConnection):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Bound each wait for an answer; raise errors but a time-out as one of the two above."""
+        """Bound each wait for an answer; raise errors as one of the two above."""
         try:
             with self.answers_in_time():
                 yield
-        except TimeoutError:
-            raise
         except self.errors as lost:
             # A queue that does not exist may have been deleted a moment ago.
             is_refused = isinstance(lost, amqp.ChannelError) and not isinstance(lost, NotFound)

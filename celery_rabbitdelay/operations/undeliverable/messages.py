@@ -192,9 +192,7 @@ class UndeliverableFilter:
         """
         if not self._matches_age(message.found.since, now):
             return False
-        if self.reasons and not any(
-            _matches_text(message.found.reason, each) for each in self.reasons
-        ):
+        if self.reasons and not any(_is_in(message.found.reason, each) for each in self.reasons):
             return False
         if not (self.tasks or self.queues or self.ids):
             return True
@@ -222,22 +220,16 @@ def _texts(*values: object) -> frozenset[str]:
 
 
 def _matches_names(names: Collection[str], patterns: Collection[str]) -> bool:
-    return not patterns or any(
-        name == pattern or fnmatchcase(name, _pattern(pattern))
-        for name in names
-        for pattern in patterns
-    )
+    return not patterns or any(_matches(name, each) for name in names for each in patterns)
 
 
-def _matches_text(text: str, wanted: str) -> bool:
-    if "*" in wanted or "?" in wanted:
-        return fnmatchcase(text, _pattern(wanted))
-    return wanted in text
+def _is_in(text: str, wanted: str) -> bool:
+    return _matches(text, wanted) if "*" in wanted or "?" in wanted else wanted in text
 
 
-def _pattern(wanted: str) -> str:
-    """Return a pattern in which only ``*`` and ``?`` are special: reasons contain brackets."""
-    return wanted.replace("[", "[[]")
+def _matches(text: str, pattern: str) -> bool:
+    """Match a pattern in which only ``*`` and ``?`` are special: reasons contain brackets."""
+    return fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
 #: How many reasons are counted each for itself: anybody can make up reasons.

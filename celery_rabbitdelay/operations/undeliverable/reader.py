@@ -74,6 +74,9 @@ class Reader(ConsumerConnection):
         is_removing: Whether messages are acknowledged, which should not be delayed for long.
         rate: The most messages that are acknowledged in a second; None for no limit.
 
+    Attributes:
+        to_acknowledge: Messages whose acknowledgements are not written yet.
+
     Raises:
         OSError: The broker cannot be reached.
     """
@@ -101,7 +104,7 @@ class Reader(ConsumerConnection):
         self._taken = self._acknowledged = 0
         #: How many messages were acknowledged when the queue had received all acknowledgements.
         self._finished_at = 0
-        self._to_acknowledge: list[amqp.Message] = []
+        self.to_acknowledge: list[amqp.Message] = []
         #: All messages up to this delivery tag are acknowledged.
         self._all_up_to = 0
         self._began = time.monotonic()
@@ -172,13 +175,13 @@ class Reader(ConsumerConnection):
         Args:
             message: A message that was yielded and is not acknowledged yet.
         """
-        self._to_acknowledge.append(message)
+        self.to_acknowledge.append(message)
         if not self._is_consuming:
             self._acknowledge()
 
     def _acknowledge(self) -> None:
         """Write the pending acknowledgements in few frames."""
-        messages = self._to_acknowledge
+        messages = self.to_acknowledge
         if not messages:
             return
         with self._answers():
@@ -187,7 +190,7 @@ class Reader(ConsumerConnection):
         held_by = [each.delivery_info.get("consumer_tag") for each in messages]
         self._of_consumer -= held_by.count(self._tag)
         self._acknowledged += len(messages)
-        self._to_acknowledge = []
+        self.to_acknowledge = []
 
     def _frames_for(self, messages: list[amqp.Message]) -> bytes:
         tags = deque(sorted(cast(int, each.delivery_tag) for each in messages))
@@ -205,10 +208,7 @@ class Reader(ConsumerConnection):
         with self._answers():
             self.channel.basic_qos(0, self._of_consumer + wanted, False)
             self.channel.basic_consume(
-                self._queue,
-                self._tag,
-                callback=self.receive,
-                arguments={"x-priority": PRIORITY},
+                self._queue, self._tag, callback=self.receive, arguments={"x-priority": PRIORITY}
             )
         self._is_consuming = True
 
@@ -230,11 +230,6 @@ class Reader(ConsumerConnection):
             self.channel.basic_cancel(self._tag)
         self._is_consuming = False
         self._acknowledge()
-
-    @property
-    def not_acknowledged(self) -> int:
-        """How many acknowledgements are not written yet."""
-        return len(self._to_acknowledge)
 
     def finish(self) -> None:
         """Stop reading, and wait until the queue has received all acknowledgements."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -180,7 +181,7 @@ class RemovalReport:
     examined: int = 0
     matched: int = 0
     removed: int = 0
-    left: dict[str, int] = field(default_factory=dict)
+    left: Counter[str] = field(default_factory=Counter)
     uncertain: int = 0
     stopped: str | None = None
     seconds: float = 0.0
@@ -192,8 +193,7 @@ class RemovalReport:
 
     def leave(self, reason: str) -> None:
         """Count a message that stays."""
-        reason = undeliverable.counted_as(reason, self.left)
-        self.left[reason] = self.left.get(reason, 0) + 1
+        self.left[undeliverable.counted_as(reason, self.left)] += 1
 
 
 #: Returns whether a message is chosen; see :class:`.UndeliverableFilter`.
@@ -225,7 +225,7 @@ class Removal:
         """
         present = self.report.present
         most = undeliverable.LIMIT if present is None else min(present, undeliverable.LIMIT)
-        messages = islice(self.reader.messages(most), most)
+        messages = self.reader.messages(most)
         errors: tuple[type[BaseException], ...] = (*self.reader.errors, exceptions.ReadTooLong)
         while self.report.stopped is None:
             try:
@@ -240,8 +240,16 @@ class Removal:
                 self.report.matched += 1
                 yield message
 
-    def outgoing(self, redriving: Redriving) -> Iterator[Publication]:
-        """Yield a publication for each message that may leave; count those that stay."""
+    def publications(
+        self, redriving: Redriving, rate: float | None = None
+    ) -> Iterator[Publication]:
+        """Yield a publication for each message that may leave; count those that stay.
+
+        Args:
+            redriving: Converts each message.
+            rate: At most so many a second.
+        """
+        next_at = time.monotonic()
         for message in self.matching():
             try:
                 outgoing = redriving.redriven(message)
@@ -253,20 +261,12 @@ class Removal:
                 logger.debug("A message cannot be redriven.", exc_info=True)
                 self.report.leave(f"it cannot be read: {shortened(error)}")
                 continue
-            assert outgoing.reroute is not None
-            yield Publication(content, outgoing.reroute, message)
-
-    def in_flight_at(
-        self, rate: float | None, publications: Iterable[Publication]
-    ) -> Iterator[Publication]:
-        """Yield publications, at the given rate at most."""
-        next_at = time.monotonic()
-        for publication in publications:
             if rate is not None:
                 time.sleep(max(next_at - time.monotonic(), 0))
                 next_at = max(next_at, time.monotonic() - MOST_BEHIND) + 1 / rate
             self.in_flight += 1
-            yield publication
+            assert outgoing.reroute is not None
+            yield Publication(content, outgoing.reroute, message)
 
     def done(self, publication: Publication) -> None:
         """Remove a message from the queue once it is confirmed."""
@@ -311,7 +311,7 @@ def _removal(
             try:
                 reader.finish()
             except reader.errors as error:
-                report.uncertain += reader.not_acknowledged
+                report.uncertain += len(reader.to_acknowledge)
                 removal.stop(f"the messages cannot be acknowledged: {error}")
             report.seconds = time.monotonic() - began
 
@@ -361,15 +361,15 @@ def redrive(
         RabbitDelayError: What ``declare`` raises.
     """
     with _removal(connection, topology, matches, rate, report) as removal:
-        report, outgoing = removal.report, islice(removal.outgoing(redriving), limit)
+        report = removal.report
         if dry_run:
-            report.removed = sum(1 for _ in outgoing)
+            report.removed = sum(1 for _ in islice(removal.publications(redriving), limit))
             return report
         # Without heartbeats: nothing is published while messages are read and not chosen.
         publisher = Publisher(connection.clone(heartbeat=0))
         try:
             publisher.publish_all(
-                removal.in_flight_at(rate, outgoing),
+                islice(removal.publications(redriving, rate), limit),
                 policy,
                 declare=declare,
                 redeclare=redeclare,

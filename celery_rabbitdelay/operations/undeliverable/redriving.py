@@ -65,8 +65,8 @@ def intended(headers: Mapping[str, Any], topology: Topology, routing_key: str) -
     Raises:
         UnprocessableMessage: Nothing says it, or what says it is invalid.
     """
-    exchange, key = headers.get(header_names.EXCHANGE), headers.get(header_names.ROUTING_KEY)
-    queue = headers.get(header_names.QUEUE)
+    names = (header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE)
+    exchange, key, queue = map(headers.get, names)
     if queue is not None:
         if not isinstance(queue, str) or not queue:
             raise UnprocessableMessage(
@@ -95,8 +95,10 @@ def never_accepted(headers: Mapping[str, Any], topology: Topology, routing_key: 
 
     Check-in gives each message that it accepts a due time.
     """
-    checkin = topology.module_queues.checkin
-    if _published_to(headers, checkin.name) == checkin.exchange.name:
+    checkin, deaths = topology.module_queues.checkin, headers.get("x-death")
+    newest = deaths[0] if isinstance(deaths, list) and deaths else None
+    left = {"queue": checkin.name, "exchange": checkin.exchange.name}
+    if isinstance(newest, Mapping) and left.items() <= newest.items():
         # The broker has taken it out of check-in's queue as its client wrote it.
         return True
     if header_names.DUE in headers:
@@ -106,16 +108,6 @@ def never_accepted(headers: Mapping[str, Any], topology: Topology, routing_key: 
         or header_names.X_DELAY in headers
         or examine(headers, topology, routing_key).last_stop == checkin.name
     )
-
-
-def _published_to(headers: Mapping[str, Any], queue: str) -> str | None:
-    """Return the exchange by which a message reached the queue that it has left last."""
-    deaths = headers.get("x-death")
-    newest = deaths[0] if isinstance(deaths, list) and deaths else None
-    if not isinstance(newest, Mapping) or newest.get("queue") != queue:
-        return None
-    exchange = newest.get("exchange")
-    return exchange if isinstance(exchange, str) else None
 
 
 def _queue_in_key(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> str | None:
@@ -185,10 +177,9 @@ class Redriving:
         Raises:
             UnprocessableMessage: The message has to stay in ``undeliverable``.
         """
-        headers, information = headers_of(message), message.delivery_info
+        headers, key = headers_of(message), message.delivery_info["routing_key"]
         _refuse_unreadable(message, headers)
         check_depth(headers)
-        key: str = information["routing_key"]
         is_new = never_accepted(headers, self.topology, key)
         keys = self.signing_keys
         received = WaitingMessage.unopened(message)
@@ -200,16 +191,14 @@ class Redriving:
             headers = _as_checked_in(headers)
         said, _ = header_names.parse(headers)
         due_ms, due = self._due(said, headers, is_new)
-        others = dict(said.others)
-        if is_new:
-            others.pop(header_names.X_DELAY, None)
+        left_out = header_names.X_DELAY if is_new else None
         own = DelayHeaders(
             due_ms=due_ms,
             priority=said.priority,
             expiration=said.expiration,
             registry=said.registry,
             redriven=count,
-            others=others,
+            others={name: each for name, each in said.others.items() if name != left_out},
         )
         destination: Intended | None = None
         if message.properties.get("content_type") == header_names.ENVELOPE:
@@ -231,10 +220,14 @@ class Redriving:
             redriven = client_tasks.checked(redriven)
         if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
-        self._check_modules(due, destination, redriven.headers)
+        needs = _needs_distribution(destination, redriven.headers)
+        self._check_modules(due, needs)
         if keys is not None:
             redriven = keys.sign(redriven)
-        return into_levels(self.topology, redriven, due, self._word(destination, redriven.headers))
+        queue = None if needs or destination is None else destination.queue
+        if queue is None or (DISTRIBUTE in self.modules and self.refuses(queue)):
+            queue = DISTRIBUTION
+        return into_levels(self.topology, redriven, due, queue)
 
     def _count(self, headers: Mapping[str, Any]) -> int:
         """Return how often the message was already redriven.
@@ -278,22 +271,17 @@ class Redriving:
     def _checked(self, headers: Mapping[str, Any], routing_key: str, is_new: bool) -> Intended:
         """Return the destination of a message, after checking that it is allowed."""
         if self.to is not None:
-            self._check(Intended.straight_to(self.to))
-            return Intended.straight_to(self.to)
-        destination = intended(headers, self.topology, routing_key)
-        if is_new:
-            self._check_as_check_in(destination)
+            destination = Intended.straight_to(self.to)
+        else:
+            destination = intended(headers, self.topology, routing_key)
+            exchange, key, _ = destination
+            if is_new and not (self.checkin_allowed or self.allowed).includes(exchange, key):
+                raise UnprocessableMessage(
+                    f"{where_in_words(exchange, key)} is not one that check-in may reach: "
+                    "see rabbitdelay_checkin_allowed"
+                )
         self._check(destination)
         return destination
-
-    def _check_as_check_in(self, destination: Intended) -> None:
-        """Check that check-in would accept a message of a client."""
-        exchange, routing_key = destination.exchange, destination.routing_key
-        if not (self.checkin_allowed or self.allowed).includes(exchange, routing_key):
-            raise UnprocessableMessage(
-                f"{where_in_words(exchange, routing_key)} is not one that check-in may reach: "
-                "see rabbitdelay_checkin_allowed"
-            )
 
     def _check(self, destination: Intended) -> None:
         exchange, routing_key, queue = destination
@@ -342,14 +330,7 @@ class Redriving:
             self._check(destination)
         return body, said.exchange, said.routing_key
 
-    def _check_modules(self, due: Due, destination: Intended | None, own: DelayHeaders) -> None:
-        needs = None
-        if destination is None:
-            needs = "it is an envelope"
-        elif destination.queue is None:
-            needs = "only its exchange can route it"
-        elif own.priority is not None:
-            needs = f"its priority is above {header_names.MAX_PRIORITY}"
+    def _check_modules(self, due: Due, needs: str | None) -> None:
         if needs is not None and DISTRIBUTE not in self.modules:
             raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
         capacity_ms = self.topology.layout.capacity_ms
@@ -359,12 +340,14 @@ class Redriving:
                 f"the levels take {capacity_ms / 1000:,.3f} s"
             )
 
-    def _word(self, destination: Intended | None, own: DelayHeaders) -> str:
-        """Return the queue that a message goes directly to, or distribution."""
-        if destination is None or destination.queue is None or own.priority is not None:
-            return DISTRIBUTION
-        refuses = DISTRIBUTE in self.modules and self.refuses(destination.queue)
-        return DISTRIBUTION if refuses else destination.queue
+
+def _needs_distribution(destination: Intended | None, own: DelayHeaders) -> str | None:
+    """Return why a message has to go through distribution; None if it need not."""
+    if destination is None:
+        return "it is an envelope"
+    if destination.queue is None:
+        return "only its exchange can route it"
+    return None if own.priority is None else f"its priority is above {header_names.MAX_PRIORITY}"
 
 
 def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:

@@ -241,9 +241,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
         _GUARD,
     ),
     "policy-drops-undeliverable": _danger(
-        _POLICY_SETS,
-        "an undeliverable message that was looked at this often is dropped",
-        _GUARD,
+        _POLICY_SETS, "an undeliverable message that was looked at this often is dropped", _GUARD
     ),
     # The queues of tasks.
     "destination-not-declared": _note(

@@ -12,7 +12,7 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from types import MappingProxyType
@@ -234,16 +234,14 @@ def read_inventory(
     flags = api.get("feature-flags") if needs_flag else ()
     # Without statistics, which are up to five seconds old, and slow if there are many queues. With
     # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
-    queues = map(_with_arguments, api.get("queues", virtual_host, disable_stats="true"))
+    queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
     return Inventory(
         version=version,
         queues={
-            each["name"]: {"type": each["arguments"].get("x-queue-type", "classic"), **each}
-            for each in queues
+            name: {"type": each["arguments"].get("x-queue-type", "classic"), **each}
+            for name, each in queues.items()
         },
-        exchanges={
-            each["name"]: each for each in map(_with_arguments, api.get("exchanges", virtual_host))
-        },
+        exchanges=_by_name(api.get("exchanges", virtual_host)),
         bindings=frozenset(
             Binding(
                 each["source"],
@@ -289,5 +287,5 @@ def held_messages(api: ManagementAPI, virtual_host: str) -> Mapping[str, int]:
     return {name: messages for name, messages in held.items() if messages > 0}
 
 
-def _with_arguments(entity: Json) -> Json:
-    return {**entity, "arguments": entity.get("arguments") or {}}
+def _by_name(entities: Iterable[Json]) -> dict[str, Json]:
+    return {each["name"]: {**each, "arguments": each.get("arguments") or {}} for each in entities}
