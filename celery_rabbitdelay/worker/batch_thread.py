@@ -8,13 +8,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from celery.utils.log import get_logger
 
-from celery_rabbitdelay.worker.celery_internals import has_event_loop, stop_watching, watch
+from celery_rabbitdelay.worker.celery_internals import (
+    call_after,
+    has_event_loop,
+    stop_watching,
+    watch,
+)
 
 logger = get_logger(__name__)
 
@@ -84,7 +90,7 @@ class BatchThread(ABC, Generic[ItemT]):
         self._end()
 
     def act(self, action: Action, is_acknowledgement: bool = False) -> None:
-        """Have the event loop run an action soon; called in the thread."""
+        """Have the event loop run an action soon; called in any thread."""
         actions = self._acknowledgements if is_acknowledgement else self._actions
         actions.append(action)
         if not has_event_loop(self._consumer):
@@ -93,6 +99,10 @@ class BatchThread(ABC, Generic[ItemT]):
         else:
             with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
                 os.write(self._wake_writer, b"\0")
+
+    def give_after(self, seconds: float, item: ItemT) -> None:
+        """Give the thread an item again, some seconds later."""
+        self.act(partial(call_after, self._consumer, seconds, partial(self.give, item)))
 
     def begin(self) -> None:
         """Do what comes before the first batch; called in the thread."""

@@ -21,10 +21,11 @@ from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.metrics import lateness
 from celery_rabbitdelay.worker.occurrences import Arrived, OccurrenceKind, Occurrences
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
+from celery_rabbitdelay.worker.republishing import acknowledge_message
 
 logger = get_logger(__name__)
 
@@ -178,7 +179,7 @@ class Decisions(BatchThread[_Due]):
             decisions = self._decide(batch)
         except Exception:  # the thread has to live on
             logger.exception("The registry is asked again about %d tasks", len(batch))
-            self.act(partial(self._ask_again, batch))
+            self._ask_again(batch)
         else:
             self.act(partial(self._carry_out_all, batch, decisions))
 
@@ -192,7 +193,7 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            celery_internals.call_after(self._consumer, ASK_AGAIN, partial(self.give, due))
+            self.give_after(ASK_AGAIN, due)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         try:
@@ -287,7 +288,7 @@ class Decisions(BatchThread[_Due]):
             case Verdict.LATER:
                 self._put_back(due, decision)
             case Verdict.FORGOTTEN:
-                self._put_back(due, decision, FORGOTTEN)
+                self._early_tasks.refuse(due.delivery.message, due.delivery.ack, FORGOTTEN)
             case Verdict.UNREADABLE:
                 logger.error(
                     "Task %s asks the registry again later: its record, key or job cannot be read: "
@@ -328,13 +329,11 @@ class Decisions(BatchThread[_Due]):
     def _put_back_until(self, due: _Due, until_ms: int) -> None:
         self._put_back(due, Decision(Verdict.LATER, until_ms))
 
-    def _put_back(self, due: _Due, decision: Decision, forgotten: str = "") -> None:
+    def _put_back(self, due: _Due, decision: Decision) -> None:
         if due.arrival.once:
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
             due.delivery.message.headers[ONCE] = due.arrival.mark
         until_ms = decision.until_ms
         due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
         otherwise = partial(self._ask_again, [due])
-        put_back = self._early_tasks.put_back
-        if not put_back(due.delivery, due.waited, until_ms, due_ms, otherwise, forgotten):
-            otherwise()
+        self._early_tasks.put_back(due.delivery, due.waited, until_ms, due_ms, otherwise)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from celery.utils.log import get_logger
-from kombu import Message, Queue
+from kombu import Message
 
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.app.beat import put_beat
@@ -36,14 +36,20 @@ from celery_rabbitdelay.levels.headers import (
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publication import RESENDS
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.registry.schedules import Came, Fate
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message, message_again
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.republishing import (
+    ToPublish,
+    acknowledge_message,
+    message_again,
+    publish_each,
+)
 from celery_rabbitdelay.worker.runs import POLL, Runs
 
 logger = get_logger(__name__)
@@ -265,59 +271,37 @@ class Occurrences(BatchThread[Arrived]):
     ) -> tuple[list[_Step], dict[Occurrence, Registration]]:
         """Publish what follows occurrences; return those that go on, and what was published."""
         published = [step for step in steps if step.following is None]
-        waiting = {id(step): step for step in steps if step.following is not None}
-        sent: dict[Occurrence, Registration] = {}
-        publications: dict[Queue | None, list[Publication]] = {}
-        if not waiting:
-            return published, sent
+        waiting = [step for step in steps if step.following is not None]
+        made: dict[Occurrence, Registration] = {}
 
-        def done(publication: Publication) -> None:
-            step, registration = publication.context
-            del waiting[id(step)]
-            if publication.error is None:
+        def settled(step: _Step, error: Exception | None) -> None:
+            if error is None:
                 published.append(step)
-                sent[step.following] = registration
             else:
-                self._failed(step.arrived, publication.error)
-
-        try:
-            with self._delays.publisher() as publisher:
-                producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
-                for step in list(waiting.values()):
-                    try:
-                        queue, publication = self._publication(producer, step)
-                        publications.setdefault(queue, []).append(publication)
-                    except Exception as error:  # noqa: BLE001 - the others are published
-                        del waiting[id(step)]
-                        self._failed(step.arrived, error)
-                policy = PublishPolicy(producer.timeout)
-                for queue, group in publications.items():
-                    declarations = producer.declarations(queue, ())
-                    publisher.publish_all(group, policy, done=done, **declarations)
-        except Exception as error:  # noqa: BLE001 - the thread has to live on
-            for step in waiting.values():
                 self._failed(step.arrived, error)
-        return published, sent
+
+        if waiting:
+            make = partial(self._following, made)
+            publish_each(self._delays, waiting, make, settled, RESENDS)
+        return published, {
+            step.following: made[step.following] for step in published if step.following is not None
+        }
 
     def _failed(self, arrived: Arrived, error: Exception) -> None:
         task_id = celery_internals.shown(celery_internals.id_of(arrived.delivery.message))
         if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
             logger.warning("Occurrence %s waits, as the next is not published: %s", task_id, error)
-            self._again(arrived, TRY_AGAIN)
+            self.give_after(TRY_AGAIN, arrived)
         else:
             logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
             self.act(partial(self._let_run, arrived))
 
-    def _again(self, arrived: Arrived, seconds: float) -> None:
-        again = partial(self.give, arrived)
-        self.act(partial(celery_internals.call_after, self._consumer, seconds, again))
-
-    def _publication(
-        self, producer: DelayedProducer, step: _Step
-    ) -> tuple[Queue | None, Publication]:
+    def _following(
+        self, made: dict[Occurrence, Registration], producer: DelayedProducer, step: _Step
+    ) -> ToPublish:
         """Return the message of the occurrence that follows one, made of the message of that.
 
-        And the queue that has to exist.
+        What is to be registered of it is added to ``made``.
         """
         delivery, waited, following = step.arrived.delivery, step.arrived.waited, step.following
         assert following is not None
@@ -331,8 +315,8 @@ class Occurrences(BatchThread[Arrived]):
         task = self._consumer.app.tasks.get(delivery.task)
         if RegistryOptions.of(self._delays.settings, task, {}, {}).track:
             sent = sent._replace(name=delivery.task, message=stored(delayed))
-        address = partial(producer.address, delayed, due)
-        return delayed.queue, Publication.of(delayed.message.amqp(), address, (step, sent))
+        made[following] = sent
+        return delayed.queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
     def _message(
         self,
@@ -362,7 +346,7 @@ class Occurrences(BatchThread[Arrived]):
         if self._runs.try_start(occurrence):
             return "ran"
         if arrived.looks < LOOKS:
-            self._again(arrived._replace(looks=arrived.looks + 1), POLL)
+            self.give_after(POLL, arrived._replace(looks=arrived.looks + 1))
             return None
         if occurrence.overlap == "skip":
             return "overlapped"

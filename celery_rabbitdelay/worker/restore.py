@@ -201,7 +201,7 @@ class RestoringStrategies(dict[str, Strategy]):
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
-                self.early_tasks.refuse(delivery, waited, NOT_SIGNED)
+                self.early_tasks.refuse(message, delivery.ack, NOT_SIGNED)
             return True
         self._hide_delivery(message)
         if waited is not None:
