@@ -15,8 +15,8 @@ from celery_rabbitdelay.registry.index import Names
 _DEFINITION, _REVISION, _OCCURRENCE = "definition", "revision", "occurrence:"
 _PAUSED, _HEALED, _LAST, _UNSENT = "paused", "healed", "last", "unsent"
 
-#: Seconds after which a run is taken to be over, if its worker does not say that it still runs.
-LEASE: Final = 60.0
+#: Milliseconds after which a run is taken to be over, unless its worker says that it still runs.
+LEASE_MS: Final = 60_000
 
 #: For how many milliseconds one worker looks after the schedules, before another one may.
 HEALING_MS: Final = 30_000
@@ -185,25 +185,26 @@ class Schedules:
         pipeline.hdel(record, _HEALED)
 
     def start(self, occurrence: Occurrence, token: str) -> bool:
-        """Note that an occurrence runs, for :data:`LEASE` from now; False if another one runs.
+        """Note that an occurrence runs, for :data:`LEASE_MS` from now; False if another one runs.
 
         Args:
             occurrence: The occurrence.
             token: Its id, a space, and a name of this arrival of it.
         """
         running, family = self._names.running(occurrence.name), f"{occurrence.task_id} "
-        if not self._store.hold(running, token, LEASE, family):
+        if not self._store.lease(running, token, LEASE_MS, family):
             return False
         self.leave_queue(occurrence)
         return True
 
     def keep_run(self, name: str, token: str) -> None:
         """Note that an occurrence still runs."""
-        self._store.hold(self._names.running(name), token, LEASE)
+        self._store.lease(self._names.running(name), token, LEASE_MS)
 
     def queue(self, occurrence: Occurrence) -> bool:
         """Note that an occurrence is the one that runs next; False if another one is."""
-        return self._store.hold(self._names.queued(occurrence.name), occurrence.task_id, LEASE)
+        queued = self._names.queued(occurrence.name)
+        return self._store.lease(queued, occurrence.task_id, LEASE_MS)
 
     def is_queued(self, occurrence: Occurrence) -> bool:
         """Return whether an occurrence is the one that runs next."""
@@ -213,11 +214,11 @@ class Schedules:
 
     def leave_queue(self, occurrence: Occurrence) -> None:
         """Note that an occurrence is not the one that runs next."""
-        self._store.let_go(self._names.queued(occurrence.name), occurrence.task_id)
+        self._store.lease(self._names.queued(occurrence.name), occurrence.task_id, 0)
 
     def end_run(self, name: str, token: str) -> None:
         """Note that an occurrence does not run any more."""
-        self._store.let_go(self._names.running(name), token)
+        self._store.lease(self._names.running(name), token, 0)
 
     def sent(self, name: str) -> None:
         """Note that the first occurrence of a schedule was sent."""

@@ -17,7 +17,7 @@ from celery.utils.log import get_logger
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.schedules import LEASE, Schedules
+from celery_rabbitdelay.registry.schedules import LEASE_MS, Schedules
 from celery_rabbitdelay.worker import celery_internals
 
 logger = get_logger(__name__)
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 POLL: Final = 0.5
 
 #: Seconds between two renewals of the leases.
-RENEW_EVERY: Final = LEASE / 4
+RENEW_EVERY: Final = LEASE_MS / 4000
 
 
 @dataclass
