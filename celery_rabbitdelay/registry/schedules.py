@@ -109,18 +109,20 @@ class Schedules:
 
         def add(pipeline: Any) -> None:
             for name in names:
-                pipeline.hgetall(self._names.schedule(name))
+                pipeline.hgetall(self._names.of("schedule", name))
 
         return [NotedSchedule.of(found) for found in (self._store.commands(add) if names else ())]
 
     def all(self) -> list[str]:
         """Return the names of all schedules."""
-        (names,) = self._store.commands(lambda pipe: pipe.zrange(self._names.schedules(), 0, -1))
+        (names,) = self._store.commands(
+            lambda pipe: pipe.zrange(self._names.only("schedules"), 0, -1)
+        )
         return sorted(names)
 
     def overdue(self, until_ms: int) -> list[str]:
         """Return the names of the schedules whose next occurrence was due by then."""
-        key = self._names.schedules()
+        key = self._names.only("schedules")
         (names,) = self._store.commands(lambda pipe: pipe.zrangebyscore(key, "-inf", until_ms))
         return list(names)
 
@@ -129,13 +131,13 @@ class Schedules:
 
         0 if none is due.
         """
-        key = self._names.schedules()
+        key = self._names.only("schedules")
         (first,) = self._store.commands(lambda pipe: pipe.zrange(key, 0, 0, withscores=True))
         return max(now_ms - int(first[0][1]), 0) if first else 0
 
     def put(self, noted: NotedSchedule) -> None:
         """Note a schedule and its next occurrence."""
-        record = self._names.schedule(noted.occurrence.name)
+        record = self._names.of("schedule", noted.occurrence.name)
         fields = {
             _DEFINITION: noted.definition,
             _REVISION: noted.occurrence.revision,
@@ -166,21 +168,21 @@ class Schedules:
 
         def add(pipeline: Any) -> None:
             for each in filter(is_current, following):
-                record = self._names.schedule(each.name)
+                record = self._names.of("schedule", each.name)
                 pipeline.hsetnx(record, _REVISION, each.revision)
                 self._write(pipeline, each)
             for each, fate in came.items():
                 if is_current(each) and (noted[each.name] or each.name in followed):
                     last = " ".join(map(str, fate))
-                    pipeline.hset(self._names.schedule(each.name), _LAST, last)
+                    pipeline.hset(self._names.of("schedule", each.name), _LAST, last)
 
         followed = {each.name for each in following}
         if names:
             self._store.commands(add)
 
     def _write(self, pipeline: Any, occurrence: Occurrence) -> None:
-        record = self._names.schedule(occurrence.name)
-        pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.due_ms})
+        record = self._names.of("schedule", occurrence.name)
+        pipeline.zadd(self._names.only("schedules"), {occurrence.name: occurrence.due_ms})
         pipeline.hset(record, f"{_OCCURRENCE}{occurrence.revision}", occurrence.text)
         pipeline.hdel(record, _HEALED)
 
@@ -191,7 +193,7 @@ class Schedules:
             occurrence: The occurrence.
             token: Its id, a space, and a name of this arrival of it.
         """
-        running, family = self._names.running(occurrence.name), f"{occurrence.task_id} "
+        running, family = self._names.of("running", occurrence.name), f"{occurrence.task_id} "
         if not self._store.lease(running, token, LEASE_MS, family):
             return False
         self.leave_queue(occurrence)
@@ -199,40 +201,40 @@ class Schedules:
 
     def keep_run(self, name: str, token: str) -> None:
         """Note that an occurrence still runs."""
-        self._store.lease(self._names.running(name), token, LEASE_MS)
+        self._store.lease(self._names.of("running", name), token, LEASE_MS)
 
     def queue(self, occurrence: Occurrence) -> bool:
         """Note that an occurrence is the one that runs next; False if another one is."""
-        queued = self._names.queued(occurrence.name)
+        queued = self._names.of("queued", occurrence.name)
         return self._store.lease(queued, occurrence.task_id, LEASE_MS)
 
     def is_queued(self, occurrence: Occurrence) -> bool:
         """Return whether an occurrence is the one that runs next."""
-        key = self._names.queued(occurrence.name)
+        key = self._names.of("queued", occurrence.name)
         (found,) = self._store.commands(lambda pipe: pipe.get(key))
         return bool(found == occurrence.task_id)
 
     def leave_queue(self, occurrence: Occurrence) -> None:
         """Note that an occurrence is not the one that runs next."""
-        self._store.lease(self._names.queued(occurrence.name), occurrence.task_id, 0)
+        self._store.lease(self._names.of("queued", occurrence.name), occurrence.task_id, 0)
 
     def end_run(self, name: str, token: str) -> None:
         """Note that an occurrence does not run any more."""
-        self._store.lease(self._names.running(name), token, 0)
+        self._store.lease(self._names.of("running", name), token, 0)
 
     def sent(self, name: str) -> None:
         """Note that the first occurrence of a schedule was sent."""
-        record = self._names.schedule(name)
+        record = self._names.of("schedule", name)
         self._store.commands(lambda pipe: pipe.hdel(record, _UNSENT))
 
     def heal(self, name: str, now_ms: int) -> None:
         """Note that the next occurrence of a schedule is sent again."""
-        record = self._names.schedule(name)
+        record = self._names.of("schedule", name)
         self._store.commands(lambda pipe: pipe.hset(record, _HEALED, now_ms))
 
     def pause(self, name: str, *, is_paused: bool) -> None:
         """Note whether occurrences of a schedule run."""
-        record, value = self._names.schedule(name), "1" if is_paused else ""
+        record, value = self._names.of("schedule", name), "1" if is_paused else ""
         self._store.commands(lambda pipe: pipe.hset(record, _PAUSED, value))
 
     def end(self, occurrence: Occurrence) -> None:
@@ -245,20 +247,20 @@ class Schedules:
         """Forget a schedule."""
 
         def add(pipeline: Any) -> None:
-            pipeline.zrem(self._names.schedules(), name)
-            pipeline.delete(self._names.schedule(name))
+            pipeline.zrem(self._names.only("schedules"), name)
+            pipeline.delete(self._names.of("schedule", name))
 
         self._store.commands(add)
 
     def taken_over(self, application: str) -> dict[str, str]:
         """Return which entries of beat an application has: "current", and when others ended."""
-        key = self._names.beat(application)
+        key = self._names.only(f"beat:{application}")
         (found,) = self._store.commands(lambda pipe: pipe.hgetall(key))
         return dict(found)
 
     def take_over(self, application: str, former: str | None, current: str, now_ms: int) -> None:
         """Note which entries of beat an application has from now on; see :meth:`taken_over`."""
-        key = self._names.beat(application)
+        key = self._names.only(f"beat:{application}")
 
         def add(pipeline: Any) -> None:
             pipeline.hset(key, "current", current)
@@ -270,6 +272,6 @@ class Schedules:
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""
-        key = self._names.healing()
+        key = self._names.only("healing")
         (is_first,) = self._store.commands(lambda pipe: pipe.set(key, "1", nx=True, px=HEALING_MS))
         return bool(is_first)

@@ -115,8 +115,8 @@ class Decisions(BatchThread[_Due]):
         self._warned_at = -WARN_EVERY
         self._plain: PlainArrivals[_Due] = PlainArrivals(
             consumer,
-            lambda due: self._registry.names.task(due.arrival.task_id),
-            self._registry.names.paused(),
+            lambda due: self._registry.names.of("task", due.arrival.task_id),
+            self._registry.names.only("paused"),
             lambda due: self._carry_out_all([due], [Decision(Verdict.RUN)]),
             self.give,
             self.gather_for,

@@ -371,9 +371,11 @@ def test_an_occurrence_is_left_out_while_another_run_still_goes(
         (held,) = instants(noted, "a")
         # As if a minute were nearly over: the worker says that it still runs.
         client = registry.store.connect()
-        client.pexpire(registry.names.running("a"), 30_000)
+        client.pexpire(registry.names.of("running", "a"), 30_000)
         longer = 31_000
-        wait_for(lambda: client.pttl(registry.names.running("a")) > longer, "a renewal", PATIENCE)
+        wait_for(
+            lambda: client.pttl(registry.names.of("running", "a")) > longer, "a renewal", PATIENCE
+        )
         assert shop.rabbitdelay.schedules.get("a").last[2] == "overlapped"
         let_end()
         wait_until_ran(noted, 3)
@@ -443,11 +445,11 @@ def test_a_run_whose_worker_was_killed_holds_up_others_for_a_minute(
         worker.kill()
     let_end()
     client = registry.store.connect()
-    assert 0 < client.pttl(registry.names.running("a")) <= 60_000
+    assert 0 < client.pttl(registry.names.of("running", "a")) <= 60_000
     with Worker(settings) as worker:
         wait_for(partial(overlapped, worker, 1), "one that overlaps", PATIENCE)
         # As if the minute were over.
-        client.pexpire(registry.names.running("a"), 1)
+        client.pexpire(registry.names.of("running", "a"), 1)
         wait_until_ran(noted, 3)
     client.close()
 
