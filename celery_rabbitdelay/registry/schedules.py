@@ -15,9 +15,6 @@ from celery_rabbitdelay.registry.index import Names
 _DEFINITION, _REVISION, _OCCURRENCE = "definition", "revision", "occurrence:"
 _PAUSED, _HEALED, _LAST, _UNSENT = "paused", "healed", "last", "unsent"
 
-#: Milliseconds after which a run is taken to be over, unless its worker says that it still runs.
-LEASE_MS: Final = 60_000
-
 #: For how many milliseconds one worker looks after the schedules, before another one may.
 HEALING_MS: Final = 30_000
 
@@ -185,42 +182,6 @@ class Schedules:
         pipeline.zadd(self._names.only("schedules"), {occurrence.name: occurrence.due_ms})
         pipeline.hset(record, f"{_OCCURRENCE}{occurrence.revision}", occurrence.text)
         pipeline.hdel(record, _HEALED)
-
-    def start(self, occurrence: Occurrence, token: str) -> bool:
-        """Note that an occurrence runs, for :data:`LEASE_MS` from now; False if another one runs.
-
-        Args:
-            occurrence: The occurrence.
-            token: Its id, a space, and a name of this arrival of it.
-        """
-        running, family = self._names.of("running", occurrence.name), f"{occurrence.task_id} "
-        if not self._store.lease(running, token, LEASE_MS, family):
-            return False
-        self.leave_queue(occurrence)
-        return True
-
-    def keep_run(self, name: str, token: str) -> None:
-        """Note that an occurrence still runs."""
-        self._store.lease(self._names.of("running", name), token, LEASE_MS)
-
-    def queue(self, occurrence: Occurrence) -> bool:
-        """Note that an occurrence is the one that runs next; False if another one is."""
-        queued = self._names.of("queued", occurrence.name)
-        return self._store.lease(queued, occurrence.task_id, LEASE_MS)
-
-    def is_queued(self, occurrence: Occurrence) -> bool:
-        """Return whether an occurrence is the one that runs next."""
-        key = self._names.of("queued", occurrence.name)
-        (found,) = self._store.commands(lambda pipe: pipe.get(key))
-        return bool(found == occurrence.task_id)
-
-    def leave_queue(self, occurrence: Occurrence) -> None:
-        """Note that an occurrence is not the one that runs next."""
-        self._store.lease(self._names.of("queued", occurrence.name), occurrence.task_id, 0)
-
-    def end_run(self, name: str, token: str) -> None:
-        """Note that an occurrence does not run any more."""
-        self._store.lease(self._names.of("running", name), token, 0)
 
     def sent(self, name: str) -> None:
         """Note that the first occurrence of a schedule was sent."""

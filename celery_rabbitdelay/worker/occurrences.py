@@ -162,7 +162,7 @@ class Occurrences(BatchThread[Arrived]):
         self._early_tasks = early_tasks
         self._puts_beat = self._delays.settings.beat
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
-        self._runs = Runs(self._registry.schedules)
+        self._runs = Runs(self._registry)
         self._heal_at = 0.0
         self.overdue = 0.0
 
