@@ -309,22 +309,11 @@ class WaitingTasks(Jobs):
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
         self._publish(delayed._replace(message=message, queue=queue or delayed.queue), due)
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
-        states = register_sent(
-            self.registry,
-            [
-                Registration(
-                    task_id,
-                    copy,
-                    due.at_ms,
-                    arrival.attempt,
-                    arrival.ticket,
-                    arrival.key,
-                    waiting.name,
-                    arrival.job,
-                    waiting.message,
-                )
-            ],
+        sent = Registration(
+            *(task_id, copy, due.at_ms, arrival.attempt, arrival.ticket, arrival.key),
+            *(waiting.name, arrival.job, waiting.message),
         )
+        states = register_sent(self.registry, [sent])
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
 
     def show(

@@ -306,7 +306,12 @@ class Index:
             step_ms: The length of a step.
         """
         begin, count = start_ms, 0
-        for due_ms in self._due_times(wanted):
+        instants = (
+            (milliseconds_of(each.due) for each in self.pending(wanted))
+            if wanted.needs_records
+            else (due_ms for due_ms, _ in self._due(wanted))
+        )
+        for due_ms in instants:
             of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
             if of_this != begin:
                 if count:
@@ -320,11 +325,6 @@ class Index:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""
         now_ms, paused_ms = milliseconds_of(wall_clock.now()), self.paused_since_ms()
         return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
-
-    def _due_times(self, wanted: Filter) -> Iterator[int]:
-        if wanted.needs_records:
-            return (milliseconds_of(each.due) for each in self.pending(wanted))
-        return (due_ms for due_ms, _ in self._due(wanted))
 
     def _due(
         self, wanted: Filter, after: tuple[int, str] | None = None
@@ -353,8 +353,10 @@ class Index:
         )
         ranks, ends = counted[: len(names)], counted[len(names) :] or counted
         bounds = {name: (start, end) for name, start, end in zip(names, ranks, ends, strict=True)}
-        # Redis orders what is due at the same time by the ids.
-        while wide := {name: sum(each) // 2 for name, each in bounds.items() if is_wide(*each)}:
+        # Redis orders what is due at the same time by the ids. A few are just read.
+        while wide := {
+            name: (start + end) // 2 for name, (start, end) in bounds.items() if end - start > FIRST
+        }:
             for name, found in self._ids_at(wide).items():
                 start, end = bounds[name]
                 is_before = bool(found) and found[0] <= task_id
@@ -455,8 +457,3 @@ def _is_before(instant: datetime | None, end_ms: int | None) -> bool:
 
 def _begins(key: str | None, start: str) -> bool:
     return key is not None and key.startswith(start)
-
-
-def is_wide(start: int, end: int) -> bool:
-    """Return whether so many tasks lie between two ranks that they are not just read."""
-    return end - start > FIRST

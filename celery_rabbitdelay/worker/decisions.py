@@ -286,7 +286,7 @@ class Decisions(BatchThread[_Due]):
                 acknowledge = partial(acknowledge_message, self._consumer, due.delivery.ack)
                 self._after_what_follows(due, acknowledge, "copy")
             case Verdict.LATER:
-                self._put_back(due, decision)
+                self._put_back(due, decision.until_ms, is_new_due=decision.is_new_due)
             case Verdict.FORGOTTEN:
                 self._early_tasks.refuse(due.delivery.message, due.delivery.ack, FORGOTTEN)
             case Verdict.UNREADABLE:
@@ -296,7 +296,7 @@ class Decisions(BatchThread[_Due]):
                     celery_internals.shown(due.arrival.task_id),
                     decision.why,
                 )
-                self._put_back(due, self._later())
+                self._put_back(due, self._later().until_ms)
             case Verdict.CANCELLED:
                 # One occurrence of a schedule may be cancelled; the others come.
                 discard = partial(self._discard, due, decision.verdict)
@@ -307,7 +307,7 @@ class Decisions(BatchThread[_Due]):
     def _after_what_follows(self, due: _Due, go_on: Action, kind: OccurrenceKind = "runs") -> None:
         """Go on with a task; if it is an occurrence of a schedule, once the next is published."""
         if SCHEDULE in due.waited.registry:
-            put_back = partial(self._put_back_until, due)
+            put_back = partial(self._put_back, due)
             self._occurrences.give(Arrived(due.delivery, due.waited, go_on, put_back, kind))
         else:
             go_on()
@@ -326,14 +326,10 @@ class Decisions(BatchThread[_Due]):
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
 
-    def _put_back_until(self, due: _Due, until_ms: int) -> None:
-        self._put_back(due, Decision(Verdict.LATER, until_ms))
-
-    def _put_back(self, due: _Due, decision: Decision) -> None:
+    def _put_back(self, due: _Due, until_ms: int, *, is_new_due: bool = False) -> None:
         if due.arrival.once:
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
             due.delivery.message.headers[ONCE] = due.arrival.mark
-        until_ms = decision.until_ms
-        due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
+        due_ms = until_ms if is_new_due else due.arrival.due_ms
         otherwise = partial(self._ask_again, [due])
         self._early_tasks.put_back(due.delivery, due.waited, until_ms, due_ms, otherwise)

@@ -146,7 +146,8 @@ class RestoringStrategies(dict[str, Strategy]):
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
-            is_ours = self._comes_from_levels(message)
+            exchange = (message.delivery_info or {}).get("exchange")
+            is_ours = exchange == self._delivery or header_names.DUE in (message.headers or ())
 
             def go_on() -> Any:
                 try:
@@ -210,10 +211,6 @@ class RestoringStrategies(dict[str, Strategy]):
             self._record(LATENESS, lateness(waited.due_ms), delivery)
             signals.send(signals.released, self._app, id_of(message), waited.due_ms)
         return False
-
-    def _comes_from_levels(self, message: Message) -> bool:
-        exchange = (message.delivery_info or {}).get("exchange")
-        return exchange == self._delivery or header_names.DUE in (message.headers or ())
 
     def _hide_delivery(self, message: Message) -> None:
         """Replace a delivery exchange as the origin of a message by the queue that it came to.

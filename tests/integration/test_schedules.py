@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -137,9 +138,10 @@ def test_an_occurrence_that_was_lost_is_sent_again(
     wait_for(lambda: count(connection, default) == 1, "the occurrence", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(default)
-    monkeypatch.setattr(schedules, "now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS)
+    late_ms = due_ms + schedules.HEAL_AFTER_MS
+    monkeypatch.setattr(schedules, "wall_clock", SimpleNamespace(ms=lambda: late_ms))
     assert shop.rabbitdelay.schedules.heal() == []
-    monkeypatch.setattr(schedules, "now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS + 1)
+    monkeypatch.setattr(schedules, "wall_clock", SimpleNamespace(ms=lambda: late_ms + 1))
     assert shop.rabbitdelay.schedules.heal() == ["a"]
     # It is given twice as long each time.
     assert shop.rabbitdelay.schedules.heal() == []
