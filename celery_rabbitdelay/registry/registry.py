@@ -143,8 +143,9 @@ class Registry:
 
     def now_ms(self) -> int:
         """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC."""
-        (answer,) = self.store.call_each([ScriptCall("ask", [self.names.of("task", "")], [("",)])])
-        return int(answer[-1]) // 1000
+        call = ScriptCall("ask", [self.names.of("key", "")], [("key",)])
+        ((now_us,),) = self.store.call_each([call])
+        return int(now_us) // 1000
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
         """Return what the messages of tasks carry that are about to be sent; change nothing.
@@ -152,29 +153,21 @@ class Registry:
         Args:
             tasks: For each its id, empty if no task had it before, and its key, empty for none.
         """
-        named = [
-            (task_id, self.names.of("task", task_id), "task") for task_id, _ in tasks if task_id
-        ]
-        named += [(key, self.names.of("key", key), "key") for _, key in tasks if key]
-        named = named or [("", self.names.of("task", ""), "")]
-        calls = []
-        for group in self._grouped([name for name, _, _ in named]):
-            _, keys, kinds = zip(*(named[number] for number in group), strict=True)
-            calls.append(ScriptCall("ask", keys, [(kind,) for kind in kinds]))
-        found: dict[str, str] = {}
-        now = 0
-        for call, (*answer, time_us) in zip(calls, self.store.call_each(calls), strict=True):
-            now = max(now, int(time_us))
-            found.update(zip(call.keys, answer, strict=True))
+        ids = [task_id for task_id, _ in tasks if task_id]
+        keys = [key for _, key in tasks if key]
+        if not ids and not keys:
+            keys = [""]  # Redis has to answer all the same
+        lives, orders = self._run(
+            self._batch("ask", "task", ids, [("task",)] * len(ids)),
+            self._batch("ask", "key", keys, [("key",)] * len(keys)),
+        )
+        life_of = dict(zip(ids, lives, strict=True))
+        next_order = dict(zip(keys, map(int, orders), strict=True))
         tickets = []
         for task_id, key in tasks:
-            life = found[self.names.of("task", task_id)] if task_id else ""
-            order = 0
-            if key:
-                name = self.names.of("key", key)
-                newest = found[name].partition(" ")[0]
-                order = max(now, int(newest) + 1) if newest.isdigit() else now
-                found[name] = str(order)
+            life = life_of.get(task_id, "")
+            order = next_order[key] if key else 0
+            next_order[key] = order + 1
             tickets.append(Ticket(int(life) if life.isdigit() else 0, order))
         return tickets
 
