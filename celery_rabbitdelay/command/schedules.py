@@ -142,7 +142,7 @@ def _read(file: str) -> Iterable[schedule_imports.Foreign]:
         raise click.UsageError(f"the file cannot be read: {error}") from error
 
 
-def _imported(told: schedule_imports.Imported) -> str:
+def _imported(told: schedule_imports.Foreign) -> str:
     notes = "".join(f", {each}" for each in told.notes)
     return (
         f"{told.name}: not imported: {told.error}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
@@ -182,12 +183,12 @@ class Occurrences(BatchThread[Arrived]):
             self._work_on(batch)
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY
+            unseen = "Nobody has looked after the schedules: %s"
             try:
-                self._look_after_schedules()
-            except RegistryUnavailable as error:
-                self._registry_is_away("Nobody has looked after the schedules: %s", error)
+                with self._unless_away(unseen):
+                    self._look_after_schedules()
             except Exception as error:  # noqa: BLE001 - the next look may succeed
-                logger.warning("Nobody has looked after the schedules: %s", error)
+                logger.warning(unseen, error)
 
     def _work_on(self, batch: list[Arrived]) -> None:
         steps: list[_Step] = []
@@ -206,17 +207,13 @@ class Occurrences(BatchThread[Arrived]):
             if fate is not None and step.arrived.kind != "copy"
         }
         self._note(sent, came)
-        self._forget([each for each, (_, _, fate) in came.items() if fate in _WHY])
+        with self._unless_away("A backfill leaves out what is skipped now: %s"):
+            # They have not run, and may be sent again.
+            skipped = [each.task_id for each, (_, _, fate) in came.items() if fate in _WHY]
+            self._registry.forget(skipped)
         for step, fate in fates:
             if fate is not None:
                 self._go_on(step, fate)
-
-    def _forget(self, skipped: Sequence[Occurrence]) -> None:
-        """Let occurrences that do not run be sent again: they have not run."""
-        try:
-            self._registry.forget([each.task_id for each in skipped])
-        except RegistryUnavailable as error:
-            self._registry_is_away("A backfill leaves out what is skipped now: %s", error)
 
     def _step(self, arrived: Arrived) -> _Step | None:
         """Return what is to be done about an occurrence; None if it just goes on.
@@ -254,17 +251,15 @@ class Occurrences(BatchThread[Arrived]):
 
     def _paused(self, steps: list[_Step]) -> list[_Step]:
         """Return the same steps, with those of paused schedules, as far as that is known."""
-        try:
+        with self._unless_away("Occurrences of schedules come although %s"):
             found = self._registry.schedules.get([each.occurrence.name for each in steps])
-        except RegistryUnavailable as error:
-            self._registry_is_away("Occurrences of schedules come although %s", error)
-            return steps
-        return [
-            step._replace(fate="paused")
-            if noted is not None and noted.is_paused and step.fate != "cancelled"
-            else step
-            for step, noted in zip(steps, found, strict=True)
-        ]
+            return [
+                step._replace(fate="paused")
+                if noted is not None and noted.is_paused and step.fate != "cancelled"
+                else step
+                for step, noted in zip(steps, found, strict=True)
+            ]
+        return steps
 
     def _published(
         self, steps: Sequence[_Step]
@@ -364,15 +359,13 @@ class Occurrences(BatchThread[Arrived]):
         self._unnoted.update(more)
         for each in list(self._unnoted)[:-MAX_UNNOTED]:
             del self._unnoted[each]
-        try:
+        with self._unless_away("What follows some occurrences is noted later: %s"):
             states = self._registry.register([*unnoted.values()]) if unnoted else []
             following = [
                 each for each, state in zip(unnoted, states, strict=True) if state != "superseded"
             ]
             self._registry.schedules.follow(following, came)
             self._unnoted.clear()
-        except RegistryUnavailable as error:
-            self._registry_is_away("What follows some occurrences is noted later: %s", error)
 
     def _go_on(self, step: _Step, fate: Fate) -> None:
         arrived, occurrence = step.arrived, step.occurrence
@@ -418,6 +411,11 @@ class Occurrences(BatchThread[Arrived]):
         if time.monotonic() >= self._heal_at and schedules.may_heal():
             self._delays.schedules.heal()
 
-    def _registry_is_away(self, what: str, error: RegistryUnavailable) -> None:
-        self._heal_at = time.monotonic() + 2 * LOOK_EVERY
-        logger.warning(what, error)
+    @contextmanager
+    def _unless_away(self, what: str) -> Iterator[None]:
+        """Leave a block if Redis does not answer, and say in the log what that means."""
+        try:
+            yield
+        except RegistryUnavailable as error:
+            self._heal_at = time.monotonic() + 2 * LOOK_EVERY
+            logger.warning(what, error)
