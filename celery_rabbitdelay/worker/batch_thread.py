@@ -148,23 +148,21 @@ class BatchThread(ABC, Generic[ItemT]):
         _do_all(self._actions)
 
     def _next_batch(self) -> list[ItemT]:
-        batch: list[ItemT] = []
         patience = self.own_work_in()
         try:
             first = self._given.get(timeout=None if patience is None else max(patience, 0.0))
         except Empty:
-            return batch
-        self._take(batch, first)
+            return []
+        batch = [] if first is None else [first]
+        self._take(batch)
         pause = self.gather_for(len(batch))
         if pause:
             time.sleep(pause)
             self._take(batch)
         return batch
 
-    def _take(self, batch: list[ItemT], first: ItemT | None = None) -> None:
+    def _take(self, batch: list[ItemT]) -> None:
         """Add what was given by now."""
-        if first is not None:
-            batch.append(first)
         while len(batch) < MAX_BATCH and not self._given.empty():
             if (item := self._given.get()) is not None:
                 batch.append(item)
