@@ -25,7 +25,6 @@ from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.metrics import lateness
 from celery_rabbitdelay.worker.occurrences import Arrived, OccurrenceKind, Occurrences
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
-from celery_rabbitdelay.worker.republishing import acknowledge_message
 
 logger = get_logger(__name__)
 
@@ -283,7 +282,7 @@ class Decisions(BatchThread[_Due]):
                 logger.info(
                     "Task %s does not run twice.", celery_internals.shown(due.arrival.task_id)
                 )
-                acknowledge = partial(acknowledge_message, self._consumer, due.delivery.ack)
+                acknowledge = partial(self.acknowledge, due.delivery.ack)
                 self._after_what_follows(due, acknowledge, "copy")
             case Verdict.LATER:
                 self._put_back(due, decision.until_ms, is_new_due=decision.is_new_due)

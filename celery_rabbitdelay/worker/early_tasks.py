@@ -30,15 +30,9 @@ from celery_rabbitdelay.modules.bounds import EarlyWarning, LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.republishing import (
-    ToPublish,
-    acknowledge_message,
-    message_again,
-    publish_each,
-)
 
 logger = get_logger(__name__)
 
@@ -277,9 +271,9 @@ class EarlyTasks(BatchThread[Early]):
         """Publish what replaces messages."""
         # Without resends, so as not to block the others: a message that is tried again gets a new
         # route.
-        publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
+        republishing.publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
 
-    def _replacement(self, producer: DelayedProducer, early: Early) -> ToPublish:
+    def _replacement(self, producer: DelayedProducer, early: Early) -> republishing.ToPublish:
         """Return what replaces a message."""
         if early.unpublishable or early.refused:
             origin, received = early.destination, celery_internals.as_received(early.message)
@@ -308,7 +302,7 @@ class EarlyTasks(BatchThread[Early]):
     def _settled(self, early: Early, error: Exception | None) -> None:
         """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
         if error is None:
-            acknowledge = partial(acknowledge_message, self._consumer, early.ack)
+            acknowledge = partial(self.acknowledge, early.ack)
             self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
         elif early.hold is None:
             self._try_unread_again(early, error)
@@ -386,7 +380,7 @@ class EarlyTasks(BatchThread[Early]):
         if header_names.ONCE in registry and message.delivery_info.get("redelivered"):
             registry[header_names.REDELIVERED] = True
         producer.says = {"due_ms": early.due_ms, "early": again, "registry": registry}
-        return message_again(producer, message, destination, due, users, properties)
+        return republishing.message_again(producer, message, destination, due, users, properties)
 
     def _pause(self, due: Due) -> Due:
         """Return until when to put a task back: until it is due, or less; see :func:`.pause_ms`."""

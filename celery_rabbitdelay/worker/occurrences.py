@@ -41,16 +41,10 @@ from celery_rabbitdelay.publishing.publication import RESENDS
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.registry.schedules import Came, Fate
-from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.republishing import (
-    ToPublish,
-    acknowledge_message,
-    message_again,
-    publish_each,
-)
 from celery_rabbitdelay.worker.runs import POLL, Runs
 
 logger = get_logger(__name__)
@@ -277,7 +271,7 @@ class Occurrences(BatchThread[Arrived]):
 
         if waiting:
             make = partial(self._following, made)
-            publish_each(self._delays, waiting, make, settled, RESENDS)
+            republishing.publish_each(self._delays, waiting, make, settled, RESENDS)
         return published, {
             step.following: made[step.following] for step in published if step.following is not None
         }
@@ -293,7 +287,7 @@ class Occurrences(BatchThread[Arrived]):
 
     def _following(
         self, made: dict[Occurrence, Registration], producer: DelayedProducer, step: _Step
-    ) -> ToPublish:
+    ) -> republishing.ToPublish:
         """Return the message of the occurrence that follows one, made of the message of that.
 
         What is to be registered of it is added to ``made``.
@@ -329,7 +323,7 @@ class Occurrences(BatchThread[Arrived]):
             if users.get(name) == former.headers.get("id"):
                 users[name] = task_id
         properties = {**kept_properties(former.properties), "correlation_id": task_id}
-        return message_again(producer, former, destination, due, users, properties)
+        return republishing.message_again(producer, former, destination, due, users, properties)
 
     def _fate(self, step: _Step) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for the end of another run."""
@@ -381,7 +375,7 @@ class Occurrences(BatchThread[Arrived]):
         logger.info("Occurrence %s does not run: %s.", occurrence.task_id, _WHY[fate])
         skipped = partial(signals.send, signals.skipped, self._consumer.app)
         self.act(partial(skipped, occurrence.task_id, occurrence.due_ms))
-        acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
+        acknowledge = partial(self.acknowledge, arrived.delivery.ack)
         self.act(acknowledge, is_acknowledgement=True)
 
     def _let_run(self, arrived: Arrived) -> None:

@@ -1,4 +1,4 @@
-"""What a worker publishes for messages that it has received, and how it acknowledges these."""
+"""What a worker publishes for messages that it has received."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import amqp
-from celery.utils.log import get_logger
 from kombu import Message, Queue
 
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import Address, Publication, PublishPolicy
-from celery_rabbitdelay.worker.celery_internals import write_pending_acknowledgements
-
-logger = get_logger(__name__)
 
 ItemT = TypeVar("ItemT")
 
@@ -105,9 +101,3 @@ def message_again(
         content_encoding=message.content_encoding,
         **properties,
     )
-
-
-def acknowledge_message(consumer: Any, ack: Callable[..., Any]) -> None:
-    """Acknowledge a message with the function that Celery passes to a strategy."""
-    ack(logger, consumer.connection_errors)
-    write_pending_acknowledgements(consumer)
