@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, Literal
 
-from celery_rabbitdelay.app.schedules import Schedules, now_ms
+from celery_rabbitdelay.app.schedules import Schedules
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.schedules import NotedSchedule
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
     with registry.alone_under(prefix):
         found = registry.schedules.taken_over(application)
         ended_ms = int(found.get(digest, 0))
-        if ended_ms > now_ms() - FLAPPING_MS and not is_forced:
+        if ended_ms > wall_clock.ms() - FLAPPING_MS and not is_forced:
             logger.warning(
                 "The entries of beat are those of other code, which was deployed later; if "
                 "this code was rolled back: celery rabbitdelay schedules put-beat"
@@ -82,7 +83,8 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
         if found.get("current") != digest:
             _end_others(schedules, entries)
             if not isinstance(schedules, Rehearsal):
-                registry.schedules.take_over(application, found.get("current"), digest, now_ms())
+                former = found.get("current")
+                registry.schedules.take_over(application, former, digest, wall_clock.ms())
     return True
 
 

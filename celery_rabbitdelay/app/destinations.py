@@ -95,10 +95,10 @@ def configured_queues(app: Celery) -> Mapping[str, Queue]:
     return made
 
 
-def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return the names, and patterns for names, that no module ever publishes to.
+def _never(allowed: AllowedDestinations, app: Celery) -> AllowedDestinations:
+    """Return the same without what no module ever publishes to.
 
-    They are those of the levels and their modules, of the broker, and of Celery's remote control,
+    That are the levels and their modules, what is the broker's own, and Celery's remote control,
     its replies and its events, as the application's settings name them.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
@@ -108,12 +108,7 @@ def never_reached(app: Celery) -> tuple[frozenset[str], tuple[str, ...]]:
     # So Celery names the queue of each receiver of events; the application may have others of the
     # same prefix.
     events = f"{escape(conf.event_queue_prefix)}.{_ANY_UUID}"
-    return frozenset(names), (*NEVER, events)
-
-
-def _never(allowed: AllowedDestinations, app: Celery) -> AllowedDestinations:
-    names, patterns = never_reached(app)
-    return replace(allowed, never=names, never_patterns=patterns)
+    return replace(allowed, never=frozenset(names), never_patterns=(*NEVER, events))
 
 
 def _routed(routes: object) -> Iterator[str]:

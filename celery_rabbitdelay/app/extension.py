@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
@@ -19,47 +18,28 @@ import celery
 from celery.result import AsyncResult
 from celery.signals import beat_init
 from kombu import Connection
-from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import beat
-from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections, own_changes
-from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
-from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_without_registry
 from celery_rabbitdelay.app.pausing import Pausing
 from celery_rabbitdelay.app.schedules import Schedules
-from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipeline
+from celery_rabbitdelay.app.sending.pipelines import open_pipeline
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
-from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT, StandIn
+from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.sending.templates import Templates
-from celery_rabbitdelay.app.settings import PREFIX, Settings, checked
+from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
-from celery_rabbitdelay.levels.delay import (
-    TAKES_INSTANT,
-    Delay,
-    Due,
-    milliseconds,
-    tolerance_milliseconds,
-)
+from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
-from celery_rabbitdelay.registry.connection import connect as connect_to_redis
-from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 beat_init.connect(beat.idle_beat, weak=False)
-
-#: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
-#: for which it is tried again if its queue does not take it.
-REGISTRY_MARGIN: Final = 3600.0
 
 #: How many coroutines send at the same time, each in a thread, if ``broker_pool_limit`` says none.
 MAX_THREADS: Final = 10
@@ -70,58 +50,13 @@ class RabbitDelay(WaitingTasks, Pausing):
 
     Args:
         app: The application; its configuration is read when it is first needed.
-
-    Attributes:
-        recorder: The same as ``metrics``, which does not begin to count when it is read.
-        stand_in: What takes the messages instead of the broker, in tests; None outside of them.
     """
 
     def __init__(self, app: celery.Celery) -> None:
-        self.app = app
-        self.recorder = Metrics()
-        self.stand_in: StandIn | None = None
+        super().__init__(app)
         self._has_warned = self._has_warned_of_loop = False
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
-
-    @cached_property
-    def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings, as they are when they are first used.
-
-        Raises:
-            InvalidSetting: One of them is wrong.
-        """
-        settings = Settings.of(self.app.conf, self._namespace)
-        # Of a bound method, nothing shows a password.
-        self._is_unchanged = own_changes(self.app, PREFIX).__eq__
-        return settings
-
-    def check_settings(self) -> None:
-        """Refuse settings that were changed since they were first used; every send does so.
-
-        Raises:
-            InvalidSetting: One of them is wrong, or was changed.
-        """
-        settings = self.settings
-        changes = own_changes(self.app, PREFIX)
-        if not self._is_unchanged(changes):
-            settings.check_unchanged(Settings.of(self.app.conf, self._namespace), self._namespace)
-            self._is_unchanged = changes.__eq__
-
-    @property
-    def _namespace(self) -> str | None:
-        namespace: str | None = getattr(self.app, "namespace", None)
-        return namespace
-
-    @property
-    def topology(self) -> Topology:
-        """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
-        return self.settings.topology
-
-    @cached_property
-    def pool(self) -> PublisherPool:
-        """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
-        return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
 
     @property
     def schedules(self) -> Schedules:
@@ -132,61 +67,6 @@ class RabbitDelay(WaitingTasks, Pausing):
     def templates(self) -> Templates:
         """The messages that plain sends are written from."""
         return Templates(self)
-
-    @cached_property
-    def registry(self) -> Registry:
-        """The registry of this process, which connects when it is first used.
-
-        Raises:
-            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
-            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
-        """
-        settings = self.settings
-        if settings.registry_url is None:
-            raise exceptions.RegistryRequired("app.rabbitdelay.registry")
-        if self.stand_in is not None:
-            return self.stand_in.registry  # type: ignore[no-any-return]
-        store = connect_to_redis(
-            settings.registry_url, settings.registry_options, settings.registry_durability or 0
-        )
-        store.on_call = self._note_call
-        margin = settings.retry_for + REGISTRY_MARGIN
-        keep_ms = milliseconds(max(settings.registry_keep, margin))
-        prefix = settings.registry_prefix or settings.prefix
-        registry = Registry(store, prefix, keep_ms, milliseconds(margin))
-        registry.jobs.on_expired = partial(self.recorder.record, {JOBS_EXPIRED: 1})
-        return registry
-
-    @property
-    def metrics(self) -> Metrics:
-        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
-
-        Raises:
-            ImportError: The package ``prometheus-client`` is missing.
-        """
-        self.recorder.begin()
-        return self.recorder
-
-    @cached_property
-    def available(self) -> bool:
-        """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
-        return _is_rabbitmq(self.app.connection_for_write())
-
-    @property
-    def has_registry(self) -> bool:
-        """Whether there is a registry, and the broker has levels."""
-        return self.available and self.settings.registry_url is not None
-
-    def is_available(self, connection: Connection | None) -> bool:
-        """Return whether a broker is RabbitMQ, over py-amqp: delays can wait in its levels.
-
-        Args:
-            connection: The caller's own connection; None for the application's.
-        """
-        return self.available if connection is None else _is_rabbitmq(connection)
-
-    def _note_call(self, seconds: float, has_succeeded: bool) -> None:
-        self.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})
 
     def warn_treated_as_countdown(self, why: str) -> None:
         """Log once that a delay does not wait in the levels, but is treated as a countdown.
@@ -218,60 +98,7 @@ class RabbitDelay(WaitingTasks, Pausing):
         """Close the connections of the pool."""
         if threads := self._threads.pop(os.getpid(), None):
             threads.shutdown(wait=False)
-        if "pool" in self.__dict__:
-            self.pool.close()
-        if "registry" in self.__dict__:
-            self.registry.store.close()
-
-    def reset(self) -> None:
-        """Forget settings and connections, also Celery's: the next use reads and connects anew."""
-        self.close()
-        for name in ("settings", "pool", "templates", "registry", "available"):
-            self.__dict__.pop(name, None)
-        forget_connections(self.app)
-
-    @contextmanager
-    def replaced_by(self, stand_in: StandIn) -> Iterator[None]:
-        """Let something else take all messages, and answer instead of Redis, during a block."""
-        former = self.stand_in, self.__dict__.pop("registry", None)
-        self.stand_in = stand_in
-        try:
-            yield
-        finally:
-            self.stand_in, registry = former
-            self.__dict__.pop("registry", None)
-            if registry is not None:
-                self.__dict__["registry"] = registry
-
-    @contextmanager
-    def publisher(
-        self, connection: Connection | None = None, timeout: float | None = None
-    ) -> Iterator[Publisher]:
-        """Borrow a confirmed publisher.
-
-        Args:
-            connection: The caller's own connection, to be used instead of the pool's.
-            timeout: Seconds to wait for a publisher of the pool; None for
-                ``rabbitdelay_confirm_timeout``.
-
-        Raises:
-            NoPublisherFree: All publishers of the pool were in use for that long.
-        """
-        pipeline = current_pipeline(self, connection)
-        if self.stand_in is not None:
-            yield self.stand_in.publisher
-        elif pipeline is not None and pipeline.has_publisher:
-            with pipeline.lent() as publisher:
-                yield publisher
-        elif connection is None:
-            with self.pool.acquire(timeout or self.settings.confirm_timeout) as publisher:
-                yield publisher
-        else:
-            publisher = Publisher(connection)
-            try:
-                yield publisher
-            finally:
-                publisher.close_channel()
+        super().close()
 
     def declare(self, connection: Connection) -> None:
         """Declare the levels on a broker, as a worker does at its start.
@@ -456,29 +283,6 @@ class RabbitDelay(WaitingTasks, Pausing):
         sender = RowSender(self, connection, task, tolerance_ms, envelopes, progress, options)
         return sender.send(rows)
 
-    def due(
-        self,
-        delay: Delay | None,
-        countdown: float | None,
-        eta: datetime | str | None,
-        tolerance_ms: int = 0,
-    ) -> Due:
-        """Return when a task is due: ``delay`` counts first, then ``countdown``, then ``eta``.
-
-        Raises:
-            InvalidDelay: A time that is not finite, or an ``eta`` that is not ISO 8601.
-            InvalidDelayType: A value that is neither a length of time nor an instant.
-        """
-        if delay is not None:
-            return Due.after(delay, tolerance_ms)
-        if countdown or eta is None:
-            return Due.after(countdown or 0, tolerance_ms)
-        instant = eta_of(eta, UTC)
-        if instant is None:
-            error = exceptions.InvalidDelay if isinstance(eta, str) else exceptions.InvalidDelayType
-            raise error(eta, TAKES_INSTANT, "eta")
-        return Due.at(instant, tolerance_ms)
-
     def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Bind a queue that was just declared to the levels: kombu's ``on_declared``.
 
@@ -506,7 +310,3 @@ _REFUSED: Final = {
     ),
     **dict.fromkeys(("producer", "publisher"), "give the connection to use as connection"),
 }
-
-
-def _is_rabbitmq(connection: Connection) -> bool:
-    return isinstance(connection.transport, pyamqp.Transport)

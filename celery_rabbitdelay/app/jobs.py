@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Final
 
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.connected import Connected
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
@@ -17,9 +16,7 @@ from celery_rabbitdelay.levels.headers import COMMITTED, JOB, JOB_ID, DelayHeade
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +26,8 @@ NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
 
-class Jobs(ABC):
+class Jobs(Connected):
     """Open, commit and abort jobs: a part of :class:`.RabbitDelay`."""
-
-    @property
-    @abstractmethod
-    def registry(self) -> Registry:
-        """The registry of this process."""
-
-    @property
-    @abstractmethod
-    def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings."""
-
-    @abstractmethod
-    def publisher(self) -> AbstractContextManager[Publisher]:
-        """Borrow a confirmed publisher."""
 
     def open_job(self, job: str, *, expires: Delay) -> None:
         """Open a job: the tasks that are sent with ``job=`` wait until it is committed.

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from datetime import datetime
 
+from celery_rabbitdelay.app.connected import Connected
 from celery_rabbitdelay.registry.pauses import Paused
-from celery_rabbitdelay.registry.registry import Registry
 
 
-class Pausing(ABC):
+class Pausing(Connected):
     """Pause and resume due tasks: a part of :class:`.RabbitDelay`.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
     """
-
-    @property
-    @abstractmethod
-    def registry(self) -> Registry:
-        """The registry of this process."""
 
     def pause(self, *, task: str | None = None, queue: str | None = None) -> datetime:
         """Hold back the delayed tasks of a name, or for a queue, until they are resumed.

@@ -27,20 +27,6 @@ from celery_rabbitdelay.registry.connection import connect
 _OPTIONS: Final = ("queue", "exchange", "routing_key", "priority", "headers")
 
 
-class Imported(NamedTuple):
-    """The outcome of importing one schedule.
-
-    Attributes:
-        name: Its name.
-        error: Why it was not put; empty if it was.
-        notes: How the imported schedule differs from the original.
-    """
-
-    name: str
-    error: str
-    notes: tuple[str, ...] = ()
-
-
 class Foreign(NamedTuple):
     """A schedule that another scheduler keeps.
 
@@ -48,7 +34,7 @@ class Foreign(NamedTuple):
         name: Its name.
         given: The arguments of :meth:`.Schedules.put`.
         notes: How the imported schedule differs from the original.
-        error: Why it cannot be one of ours; empty if it can.
+        error: Why it cannot be one of ours, or was not put; empty if it can, or was.
     """
 
     name: str
@@ -57,8 +43,8 @@ class Foreign(NamedTuple):
     error: str = ""
 
 
-def put_all(schedules: Schedules, found: Iterable[Foreign]) -> Iterator[Imported]:
-    """Put schedules, and say what became of each.
+def put_all(schedules: Schedules, found: Iterable[Foreign]) -> Iterator[Foreign]:
+    """Put schedules, and yield each with its error, if it was not put.
 
     Raises:
         PublishError: RabbitMQ did not confirm an occurrence; what came before was put.
@@ -78,7 +64,7 @@ def put_all(schedules: Schedules, found: Iterable[Foreign]) -> Iterator[Imported
                 raise
             except (RabbitDelayError, LookupError, TypeError, ValueError) as wrong:
                 error = str(wrong)
-        yield Imported(each.name, error, each.notes)
+        yield each._replace(error=error)
 
 
 def exported(found: Schedule) -> dict[str, Any]:

@@ -20,16 +20,9 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.instruments import OCCURRENCES
-from celery_rabbitdelay.exceptions import (
-    InvalidSchedule,
-)
+from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import (
-    Delay,
-    instant_of,
-    milliseconds,
-    milliseconds_of,
-)
+from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.recurrence import Recurrence
 from celery_rabbitdelay.levels.schedule import (
     ALWAYS,
@@ -215,7 +208,7 @@ class Schedules:
         catch_up_ms = _catch_up_ms(catch_up)
         said = json.dumps([definition, recurrence, catch_up_ms, jitter_ms, overlap])
         revision = hashlib.sha256(said.encode()).hexdigest()[:12]
-        first_ms = recurrence.after(now_ms())
+        first_ms = recurrence.after(wall_clock.ms())
         occurrence = Occurrence(
             name, first_ms or 0, recurrence, catch_up_ms, revision, jitter_ms, overlap
         )
@@ -327,7 +320,7 @@ class Schedules:
         (noted,) = self._registry.schedules.get([name])
         if noted is None or not noted.definition:
             raise InvalidSchedule(name, "is no schedule")
-        occurrence, end_ms = noted.occurrence, min(milliseconds_of(until), now_ms())
+        occurrence, end_ms = noted.occurrence, min(milliseconds_of(until), wall_clock.ms())
         missed: list[Occurrence] = []
         instant_ms = occurrence.recurrence.after(milliseconds_of(since) - 1)
         while instant_ms is not None and instant_ms <= end_ms:
@@ -345,7 +338,7 @@ class Schedules:
         registry = self._registry
         with registry.alone_under(key_of(name)):
             (noted,) = registry.schedules.get([name])
-            registry.close_key(key_of(name), now_ms() + NOTE_MS)
+            registry.close_key(key_of(name), wall_clock.ms() + NOTE_MS)
             registry.schedules.delete(name)
         return noted is not None
 
@@ -354,7 +347,7 @@ class Schedules:
 
         Workers call this now and then. If an occurrence has only been late, it runs once.
         """
-        names = self._registry.schedules.overdue(now_ms() - HEAL_AFTER_MS)
+        names = self._registry.schedules.overdue(wall_clock.ms() - HEAL_AFTER_MS)
         healed = [name for name in names if self._heal(name)]
         if healed:
             logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
@@ -364,7 +357,7 @@ class Schedules:
         registry, key = self._registry, key_of(name)
         with registry.alone_under(key):
             (noted,) = registry.schedules.get([name])
-            if noted is None or not _is_broken(noted, now_ms()):
+            if noted is None or not _is_broken(noted, wall_clock.ms()):
                 return False
             _, newest = registry.newest_under(key)
             if newest == CLOSED:  # a worker noted an occurrence while the schedule was deleted
@@ -378,7 +371,7 @@ class Schedules:
             if not noted.definition:
                 logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
                 return False
-            registry.schedules.heal(name, now_ms())
+            registry.schedules.heal(name, wall_clock.ms())
             self._send(noted)
             task = json.loads(noted.definition)[0]
             self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
@@ -441,8 +434,3 @@ def _shortest_gap(recurrence: Recurrence, instant_ms: int | None) -> int:
 def _is_broken(noted: NotedSchedule, now_ms: int) -> bool:
     due_ms, healed_ms = noted.occurrence.due_ms, noted.healed_ms
     return now_ms - max(due_ms, healed_ms) > max(HEAL_AFTER_MS, healed_ms - due_ms)
-
-
-def now_ms() -> int:
-    """Return the milliseconds since 1970-01-01 UTC."""
-    return wall_clock.ms()

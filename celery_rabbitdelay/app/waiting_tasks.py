@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -11,7 +10,6 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-import celery
 from celery import states
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
@@ -78,21 +76,6 @@ class WaitingTasks(Jobs):
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
     """
-
-    app: celery.Celery
-
-    @property
-    @abstractmethod
-    def has_registry(self) -> bool:
-        """Whether there is a registry, and the broker has levels."""
-
-    @abstractmethod
-    def check_settings(self) -> None:
-        """Refuse settings that were changed since they were first used."""
-
-    @abstractmethod
-    def due(self, delay: Delay | None, countdown: float | None, eta: datetime | str | None) -> Due:
-        """Return when a task is due."""
 
     def cancel(
         self,
@@ -309,22 +292,11 @@ class WaitingTasks(Jobs):
         queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
         self._publish(delayed._replace(message=message, queue=queue or delayed.queue), due)
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
-        states = register_sent(
-            self.registry,
-            [
-                Registration(
-                    task_id,
-                    copy,
-                    due.at_ms,
-                    arrival.attempt,
-                    arrival.ticket,
-                    arrival.key,
-                    waiting.name,
-                    arrival.job,
-                    waiting.message,
-                )
-            ],
+        sent = Registration(
+            *(task_id, copy, due.at_ms, arrival.attempt, arrival.ticket, arrival.key),
+            *(waiting.name, arrival.job, waiting.message),
         )
+        states = register_sent(self.registry, [sent])
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
 
     def show(

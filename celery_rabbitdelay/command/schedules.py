@@ -108,7 +108,8 @@ def import_all(file: str | None, redbeat: bool, redbeat_url: str | None, django:
         else:
             found = schedule_imports.from_redbeat(delays.app, redbeat_url)
         told = [*schedule_imports.put_all(delays.schedules, found)]
-    shared.answer({"imported": [each._asdict() for each in told]}, map(_imported, told))
+    imported = [{"name": each.name, "error": each.error, "notes": each.notes} for each in told]
+    shared.answer({"imported": imported}, map(_imported, told))
     if any(each.error for each in told):
         raise SystemExit(shared.FAILED)
 
@@ -121,7 +122,7 @@ def _read(file: str) -> Iterable[schedule_imports.Foreign]:
         raise click.UsageError(f"the file cannot be read: {error}") from error
 
 
-def _imported(told: schedule_imports.Imported) -> str:
+def _imported(told: schedule_imports.Foreign) -> str:
     outcome = ", ".join(("imported", *told.notes))
     return f"{told.name}: {f'not imported: {told.error}' if told.error else outcome}"
 

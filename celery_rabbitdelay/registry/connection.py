@@ -14,6 +14,7 @@ from importlib.resources import files
 from json import JSONEncoder, loads
 from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
+from uuid import uuid4
 
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
 from celery_rabbitdelay.levels.shown_url import without_password
@@ -104,7 +105,7 @@ OPTIONS: Final = "rabbitdelay_registry_options"
 TIMEOUT: Final = 0.5
 
 #: Seconds after which a sender looks again whether another one has ended.
-LOCK_SLEEP: Final = 0.02
+LEASE_SLEEP: Final = 0.02
 
 #: The share of the time for an answer in which a server waits for copies: it has to answer then.
 WAIT_SHARE: Final = 0.8
@@ -252,67 +253,42 @@ class Store:
 
         return self._try(run)
 
+    def lease(self, name: str, token: str, lasts_ms: int, family: str = "") -> bool:
+        """Take a lease, keep it, or give it back; return whether it has this token now.
+
+        Args:
+            name: Its key.
+            token: Identifies its holder.
+            lasts_ms: For how many milliseconds from now on nobody else can take it; 0: it is given
+                back.
+            family: It is taken over from a token that begins with this; empty: from none.
+
+        Raises:
+            RegistryUnavailable: Redis did not answer.
+        """
+        call = ScriptCall("lease", [name], [(token, lasts_ms, family)])
+        (is_held,) = self.call_each([call])
+        return bool(is_held)
+
     @contextmanager
     def alone(self, name: str, lease: float) -> Iterator[None]:
         """Run a block after the blocks of the same name that other processes have begun.
 
         Args:
-            name: The key of the lock.
+            name: The key of its lease.
             lease: Seconds for which this block waits for others at most; then they may have died.
 
         Raises:
             RegistryUnavailable: Redis did not answer before the block.
         """
-        lock = self._try(lambda: self._client.lock(name, timeout=lease))
-        end = time.monotonic() + lease
-        while not self._try(partial(lock.acquire, blocking=False)) and time.monotonic() < end:
-            time.sleep(LOCK_SLEEP)
+        token, lasts_ms, end = uuid4().hex, int(lease * 1000), time.monotonic() + lease
+        while not self.lease(name, token, lasts_ms) and time.monotonic() < end:
+            time.sleep(LEASE_SLEEP)
         try:
             yield
         finally:
-            with suppress(*self.errors):  # its lease ends by itself
-                lock.release()
-
-    def hold(self, name: str, token: str, lease: float, family: str | None = None) -> bool:
-        """Take a lock for some seconds from now, or keep it; return whether it has this token.
-
-        Args:
-            name: Its key.
-            token: Identifies its holder.
-            lease: Seconds after which others may take it.
-            family: It is taken over from a token that begins with this; None: from none.
-
-        Raises:
-            RegistryUnavailable: Redis did not answer.
-        """
-        from redis.exceptions import LockNotOwnedError
-
-        def run() -> bool:
-            lock = self._client.lock(name, timeout=lease)
-            if lock.acquire(blocking=False, token=token):
-                return True
-            lock.local.token = token.encode()
-            with suppress(LockNotOwnedError):
-                return bool(lock.reacquire())
-            held = str(self._client.get(name) or "")
-            if family is None or not held.startswith(family):
-                return False
-            self.let_go(name, held)
-            return bool(lock.acquire(blocking=False, token=token))
-
-        return self._try(run)
-
-    def let_go(self, name: str, token: str) -> None:
-        """Give a lock back, if it has this token."""
-        from redis.exceptions import LockNotOwnedError
-
-        def run() -> None:
-            lock = self._client.lock(name)
-            lock.local.token = token.encode()
-            with suppress(LockNotOwnedError):
-                lock.release()
-
-        self._try(run)
+            with suppress(RegistryUnavailable):  # it ends by itself
+                self.lease(name, token, 0)
 
     def asker(self) -> Asker | None:
         """Connect, for the caller alone, to ask whether keys are there.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
@@ -16,6 +16,15 @@ from celery_rabbitdelay.registry.connection import Store
 
 #: How many hash tags there are.
 SHARDS: Final = 32
+
+
+#: What each key is about that has a name of its own: the record of a task; what it takes to send a
+#: tracked task anew; the newest task that was sent with ``key=``; the one sender at a time with
+#: ``key=`` and ``unique="first"``; a job; a rate that several senders share; a schedule, the
+#: occurrence of it that runs, and the one that runs next. The scripts write some of them as well.
+Kind: TypeAlias = Literal[
+    "task", "message", "key", "sending", "job", "rate", "schedule", "running", "queued"
+]
 
 
 class Names(NamedTuple):
@@ -27,37 +36,22 @@ class Names(NamedTuple):
 
     prefix: str
 
-    def task(self, task_id: str) -> str:
-        """Return the key of a task's record."""
-        return f"{self._tagged(task_id)}:task:{task_id}"
+    def of(self, kind: Kind, name: str) -> str:
+        """Return the key of a task by its id, of a job by its name, and so on; see :data:`Kind`."""
+        return f"{self.prefix}:{{{shard_of(name)}}}:{kind}:{name}"
 
-    def message(self, task_id: str) -> str:
-        """Return the key of what it takes to send a tracked task anew; ``shared.lua`` writes it."""
-        return f"{self._tagged(task_id)}:message:{task_id}"
+    def only(self, what: str) -> str:
+        """Return a key of which there is one.
 
-    def id_of(self, record: str) -> str:
-        """Return the id of the task whose record has a key."""
-        return record.partition("}:task:")[2]
-
-    def key(self, key: str) -> str:
-        """Return the key of what is known about the tasks that were sent with ``key=``."""
-        return f"{self._tagged(key)}:key:{key}"
-
-    def sending(self, key: str) -> str:
-        """Return the key that one sender has at a time, with ``key=`` and ``unique="first"``."""
-        return f"{self._tagged(key)}:sending:{key}"
-
-    def job(self, job: str) -> str:
-        """Return the key of a job."""
-        return f"{self._tagged(job)}:job:{job}"
+        Those are ``schedules``, their names; ``beat:`` and an application, which entries of beat it
+        has; ``healing``, the worker that looks after the schedules; ``paused``, what is paused; and
+        ``complete-since``, since when the index is complete.
+        """
+        return f"{self.prefix}:{{0}}:{what}"
 
     def open_jobs(self) -> Iterator[str]:
         """Yield the keys of all shards' lists of open jobs; ``job.lua`` writes the same names."""
         return (f"{self.prefix}:{{{shard}}}:open-jobs" for shard in range(SHARDS))
-
-    def rate(self, name: str) -> str:
-        """Return the key of a rate that several senders share."""
-        return f"{self._tagged(name)}:rate:{name}"
 
     def due(self, shard: int, task: str | None = None, job: str | None = None) -> str:
         """Return the key of one shard's index by due time: of all tasks, of a task's, of a job's.
@@ -68,41 +62,6 @@ class Names(NamedTuple):
         if task is not None:
             return f"{index}:task:{task}"
         return index if job is None else f"{index}:job:{job}"
-
-    def schedule(self, name: str) -> str:
-        """Return the key of a schedule."""
-        return f"{self._tagged(name)}:schedule:{name}"
-
-    def schedules(self) -> str:
-        """Return the key of the names of all schedules."""
-        return f"{self.prefix}:{{0}}:schedules"
-
-    def beat(self, application: str) -> str:
-        """Return the key that says which entries of beat an application has."""
-        return f"{self.prefix}:{{0}}:beat:{application}"
-
-    def running(self, name: str) -> str:
-        """Return the key that the occurrence of a schedule has which runs."""
-        return f"{self._tagged(name)}:running:{name}"
-
-    def queued(self, name: str) -> str:
-        """Return the key that the occurrence of a schedule has which runs next."""
-        return f"{self._tagged(name)}:queued:{name}"
-
-    def healing(self) -> str:
-        """Return the key that the worker has which looks after the schedules."""
-        return f"{self.prefix}:{{0}}:healing"
-
-    def paused(self) -> str:
-        """Return the key of what is paused."""
-        return f"{self.prefix}:{{0}}:paused"
-
-    def complete_since(self) -> str:
-        """Return the key that says since when the index is complete."""
-        return f"{self.prefix}:{{0}}:complete-since"
-
-    def _tagged(self, name: str) -> str:
-        return f"{self.prefix}:{{{shard_of(name)}}}"
 
     def all_due(self, task: str | None = None, job: str | None = None) -> Iterator[str]:
         """Yield the keys of all shards' indexes."""
@@ -233,7 +192,7 @@ class Index:
 
     def complete_since(self) -> datetime:
         """Return since when the index is complete: older tasks may have been lost with Redis."""
-        key = self.names.complete_since()
+        key = self.names.only("complete-since")
         now = milliseconds_of(wall_clock.now())
 
         _, since = self.store.commands(lambda pipe: (pipe.set(key, now, nx=True), pipe.get(key)))
@@ -294,12 +253,12 @@ class Index:
 
         None for those that do not wait any more or are not tracked, empty if it is not known.
         """
-        names = [self.names.message(task_id) for task_id in task_ids]
+        names = [self.names.of("message", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.get(name) for name in names])
 
     def short_messages(self, task_ids: Sequence[str]) -> list[str]:
         """Return the same of those that take at most :data:`SHORT` bytes; empty for all others."""
-        names = [self.names.message(task_id) for task_id in task_ids]
+        names = [self.names.of("message", task_id) for task_id in task_ids]
         found = self.store.commands(lambda pipe: [pipe.getrange(name, 0, SHORT) for name in names])
         return [each if len(each) <= SHORT else "" for each in found]
 
@@ -347,7 +306,12 @@ class Index:
             step_ms: The length of a step.
         """
         begin, count = start_ms, 0
-        for due_ms in self._due_times(wanted):
+        instants = (
+            (milliseconds_of(each.due) for each in self.pending(wanted))
+            if wanted.needs_records
+            else (due_ms for due_ms, _ in self._due(wanted))
+        )
+        for due_ms in instants:
             of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
             if of_this != begin:
                 if count:
@@ -361,11 +325,6 @@ class Index:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""
         now_ms, paused_ms = milliseconds_of(wall_clock.now()), self.paused_since_ms()
         return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
-
-    def _due_times(self, wanted: Filter) -> Iterator[int]:
-        if wanted.needs_records:
-            return (milliseconds_of(each.due) for each in self.pending(wanted))
-        return (due_ms for due_ms, _ in self._due(wanted))
 
     def _due(
         self, wanted: Filter, after: tuple[int, str] | None = None
@@ -394,8 +353,10 @@ class Index:
         )
         ranks, ends = counted[: len(names)], counted[len(names) :] or counted
         bounds = {name: (start, end) for name, start, end in zip(names, ranks, ends, strict=True)}
-        # Redis orders what is due at the same time by the ids.
-        while wide := {name: sum(each) // 2 for name, each in bounds.items() if is_wide(*each)}:
+        # Redis orders what is due at the same time by the ids. A few are just read.
+        while wide := {
+            name: (start + end) // 2 for name, (start, end) in bounds.items() if end - start > FIRST
+        }:
             for name, found in self._ids_at(wide).items():
                 start, end = bounds[name]
                 is_before = bool(found) and found[0] <= task_id
@@ -475,7 +436,7 @@ class Index:
 
     def _fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
         """Return fields of the records of tasks."""
-        names = [self.names.task(task_id) for task_id in task_ids]
+        names = [self.names.of("task", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])
 
 
@@ -496,8 +457,3 @@ def _is_before(instant: datetime | None, end_ms: int | None) -> bool:
 
 def _begins(key: str | None, start: str) -> bool:
     return key is not None and key.startswith(start)
-
-
-def is_wide(start: int, end: int) -> bool:
-    """Return whether so many tasks lie between two ranks that they are not just read."""
-    return end - start > FIRST

@@ -193,7 +193,7 @@ class Jobs:
 
     def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> ScriptCall:
         arguments = [(verb, job_id, instant, self._margin_ms)]
-        return ScriptCall("job", [self._names.job(job)], arguments, self._keep_ms)
+        return ScriptCall("job", [self._names.of("job", job)], arguments, self._keep_ms)
 
     def _note(self, words: Sequence[str]) -> None:
         if "now" in words and self.on_expired is not None:

@@ -57,7 +57,7 @@ class Pauses:
 
     def __init__(self, store: Store, names: Names) -> None:
         self._store = store
-        self._key = names.paused()
+        self._key = names.only("paused")
         self._known: Mapping[str, int] | None = None
         self._known_until = 0.0
 

@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
-from celery_rabbitdelay.registry.index import Index, Names, shard_of
+from celery_rabbitdelay.registry.index import Index, Kind, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, pause_ms
 from celery_rabbitdelay.registry.schedules import Schedules
@@ -137,14 +137,15 @@ class Registry:
         Returns:
             After how many seconds the tasks may be sent.
         """
-        call = ScriptCall("reserve", [self.names.rate(name)], [(number, per_second)])
+        call = ScriptCall("reserve", [self.names.of("rate", name)], [(number, per_second)])
         (wait_ms,) = self.store.call_each([call])
         return float(wait_ms) / 1000
 
     def now_ms(self) -> int:
         """Return the time by the clock of Redis, in milliseconds since 1970-01-01 UTC."""
-        (answer,) = self.store.call_each([ScriptCall("ask", [self.names.task("")], [("",)])])
-        return int(answer[-1]) // 1000
+        call = ScriptCall("ask", [self.names.of("key", "")], [("key",)])
+        ((now_us,),) = self.store.call_each([call])
+        return int(now_us) // 1000
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
         """Return what the messages of tasks carry that are about to be sent; change nothing.
@@ -152,27 +153,21 @@ class Registry:
         Args:
             tasks: For each its id, empty if no task had it before, and its key, empty for none.
         """
-        named = [(task_id, self.names.task(task_id), "task") for task_id, _ in tasks if task_id]
-        named += [(key, self.names.key(key), "key") for _, key in tasks if key]
-        named = named or [("", self.names.task(""), "")]
-        calls = []
-        for group in self._grouped([name for name, _, _ in named]):
-            _, keys, kinds = zip(*(named[number] for number in group), strict=True)
-            calls.append(ScriptCall("ask", keys, [(kind,) for kind in kinds]))
-        found: dict[str, str] = {}
-        now = 0
-        for call, (*answer, time_us) in zip(calls, self.store.call_each(calls), strict=True):
-            now = max(now, int(time_us))
-            found.update(zip(call.keys, answer, strict=True))
+        ids = [task_id for task_id, _ in tasks if task_id]
+        keys = [key for _, key in tasks if key]
+        if not ids and not keys:
+            keys = [""]  # Redis has to answer all the same
+        lives, orders = self._run(
+            self._batch("ask", "task", ids, [("task",)] * len(ids)),
+            self._batch("ask", "key", keys, [("key",)] * len(keys)),
+        )
+        life_of = dict(zip(ids, lives, strict=True))
+        next_order = dict(zip(keys, map(int, orders), strict=True))
         tickets = []
         for task_id, key in tasks:
-            life = found[self.names.task(task_id)] if task_id else ""
-            order = 0
-            if key:
-                name = self.names.key(key)
-                newest = found[name].partition(" ")[0]
-                order = max(now, int(newest) + 1) if newest.isdigit() else now
-                found[name] = str(order)
+            life = life_of.get(task_id, "")
+            order = next_order[key] if key else 0
+            next_order[key] = order + 1
             tickets.append(Ticket(int(life) if life.isdigit() else 0, order))
         return tickets
 
@@ -203,7 +198,7 @@ class Registry:
             for number, each in enumerate(arrivals)
         ]
         records = [each.task_id for each in arrivals]
-        (answers,) = self._run(self._batch("arrive", records, self.names.task, fields, int(notes)))
+        (answers,) = self._run(self._batch("arrive", "task", records, fields, int(notes)))
         return [self._decision(*each) for each in zip(answers, arrivals, strict=True)]
 
     def _decision(self, word: str, arrival: Arrival) -> Decision:
@@ -253,7 +248,7 @@ class Registry:
         fields = [
             (str(each.ticket.order), each.task_id, str(min(each.due_ms, latest))) for each in claims
         ]
-        return self._batch("claim", [each.key for each in claims], self.names.key, fields)
+        return self._batch("claim", "key", [each.key for each in claims], fields)
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Note messages that the broker has confirmed; those with a key supersede older ones.
@@ -278,7 +273,7 @@ class Registry:
         keyed = [number for number, each in enumerate(registrations) if each.key]
         claims = [registrations[number] for number in keyed]
         states, claimed = self._run(
-            self._batch("register", ids, self.names.task, fields), self._claims(claims)
+            self._batch("register", "task", ids, fields), self._claims(claims)
         )
         older: dict[str, int] = {}
         for number, word in zip(keyed, claimed, strict=True):
@@ -292,7 +287,7 @@ class Registry:
                     older[before] = max(each.ticket.order, older.get(before, 0))
         if older:
             orders = [(order,) for order in older.values()]
-            batch = self._batch("unlist", list(older), self.names.task, orders)
+            batch = self._batch("unlist", "task", list(older), orders)
             self.store.call_each([call for _, call in batch])
         for task_id, word in zip(ids, states, strict=True):
             if _is_unreadable(word):
@@ -325,7 +320,7 @@ class Registry:
         """
         ids = list(dict.fromkeys(task_ids))
         shared = NOTE_MS + self._keep_ms, int(also_future)
-        batch = self._batch("cancel", ids, self.names.task, [()] * len(ids), *shared)
+        batch = self._batch("cancel", "task", ids, [()] * len(ids), *shared)
         (answers,) = self._run(batch, call=self.store.call_durably)
         found = {
             task_id: answer if _is_unreadable(answer) else Outcome(answer)
@@ -340,7 +335,7 @@ class Registry:
 
     def newest_under(self, key: str) -> tuple[str, str]:
         """Return the order and the id of the newest task that was sent under a key; or empty."""
-        (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.key(key)))
+        (found,) = self.store.commands(lambda pipeline: pipeline.get(self.names.of("key", key)))
         order, _, task_id = (found or "").partition(" ")
         return order, task_id
 
@@ -356,7 +351,7 @@ class Registry:
             What was found; or if it is to run earlier than it was sent for, what it takes to send
             a second message of it, which is then registered.
         """
-        record, key, newest = self.names.task(task_id), "", ""
+        record, key, newest = self.names.of("task", task_id), "", ""
         while True:
             arguments = [(str(min(due_ms, wall_clock.ms() + MAX_LIFE_MS)), newest, key)]
             shared = (int(also_future),)
@@ -380,7 +375,7 @@ class Registry:
 
         def add(pipeline: Any) -> None:
             for task_id in task_ids:
-                pipeline.delete(self.names.task(task_id))
+                pipeline.delete(self.names.of("task", task_id))
 
         if task_ids:
             self.store.commands(add)
@@ -391,13 +386,13 @@ class Registry:
         If one takes longer than a lease, or dies, the next one goes on: of their tasks, the newest
         runs, as under any key.
         """
-        return self.store.alone(self.names.sending(key), SENDING_LEASE)
+        return self.store.alone(self.names.of("sending", key), SENDING_LEASE)
 
     def _batch(
         self,
         script: str,
+        kind: Kind,
         names: Sequence[str],
-        key_of: Callable[[str], str],
         fields: Sequence[Sequence[str | int | bool]],
         *shared: str | int,
     ) -> _Batch:
@@ -405,14 +400,14 @@ class Registry:
 
         Args:
             script: Its name.
+            kind: What its keys are about.
             names: The tasks' ids, or the keys that they were sent with.
-            key_of: Returns the key in Redis for each.
             fields: The arguments for each.
             *shared: Further arguments for all.
         """
         batch = []
         for group in self._grouped(names):
-            keys = [key_of(names[number]) for number in group]
+            keys = [self.names.of(kind, names[number]) for number in group]
             own = [fields[number] for number in group]
             batch.append((group, ScriptCall(script, keys, own, self._keep_ms, shared)))
         return batch

@@ -15,9 +15,6 @@ from celery_rabbitdelay.registry.index import Names
 _DEFINITION, _REVISION, _OCCURRENCE = "definition", "revision", "occurrence:"
 _PAUSED, _HEALED, _LAST, _UNSENT = "paused", "healed", "last", "unsent"
 
-#: Seconds after which a run is taken to be over, if its worker does not say that it still runs.
-LEASE: Final = 60.0
-
 #: For how many milliseconds one worker looks after the schedules, before another one may.
 HEALING_MS: Final = 30_000
 
@@ -109,18 +106,20 @@ class Schedules:
 
         def add(pipeline: Any) -> None:
             for name in names:
-                pipeline.hgetall(self._names.schedule(name))
+                pipeline.hgetall(self._names.of("schedule", name))
 
         return [NotedSchedule.of(found) for found in (self._store.commands(add) if names else ())]
 
     def all(self) -> list[str]:
         """Return the names of all schedules."""
-        (names,) = self._store.commands(lambda pipe: pipe.zrange(self._names.schedules(), 0, -1))
+        (names,) = self._store.commands(
+            lambda pipe: pipe.zrange(self._names.only("schedules"), 0, -1)
+        )
         return sorted(names)
 
     def overdue(self, until_ms: int) -> list[str]:
         """Return the names of the schedules whose next occurrence was due by then."""
-        key = self._names.schedules()
+        key = self._names.only("schedules")
         (names,) = self._store.commands(lambda pipe: pipe.zrangebyscore(key, "-inf", until_ms))
         return list(names)
 
@@ -129,13 +128,13 @@ class Schedules:
 
         0 if none is due.
         """
-        key = self._names.schedules()
+        key = self._names.only("schedules")
         (first,) = self._store.commands(lambda pipe: pipe.zrange(key, 0, 0, withscores=True))
         return max(now_ms - int(first[0][1]), 0) if first else 0
 
     def put(self, noted: NotedSchedule) -> None:
         """Note a schedule and its next occurrence."""
-        record = self._names.schedule(noted.occurrence.name)
+        record = self._names.of("schedule", noted.occurrence.name)
         fields = {
             _DEFINITION: noted.definition,
             _REVISION: noted.occurrence.revision,
@@ -166,72 +165,37 @@ class Schedules:
 
         def add(pipeline: Any) -> None:
             for each in filter(is_current, following):
-                record = self._names.schedule(each.name)
+                record = self._names.of("schedule", each.name)
                 pipeline.hsetnx(record, _REVISION, each.revision)
                 self._write(pipeline, each)
             for each, fate in came.items():
                 if is_current(each) and (noted[each.name] or each.name in followed):
                     last = " ".join(map(str, fate))
-                    pipeline.hset(self._names.schedule(each.name), _LAST, last)
+                    pipeline.hset(self._names.of("schedule", each.name), _LAST, last)
 
         followed = {each.name for each in following}
         if names:
             self._store.commands(add)
 
     def _write(self, pipeline: Any, occurrence: Occurrence) -> None:
-        record = self._names.schedule(occurrence.name)
-        pipeline.zadd(self._names.schedules(), {occurrence.name: occurrence.due_ms})
+        record = self._names.of("schedule", occurrence.name)
+        pipeline.zadd(self._names.only("schedules"), {occurrence.name: occurrence.due_ms})
         pipeline.hset(record, f"{_OCCURRENCE}{occurrence.revision}", occurrence.text)
         pipeline.hdel(record, _HEALED)
 
-    def start(self, occurrence: Occurrence, token: str) -> bool:
-        """Note that an occurrence runs, for :data:`LEASE` from now; False if another one runs.
-
-        Args:
-            occurrence: The occurrence.
-            token: Its id, a space, and a name of this arrival of it.
-        """
-        running, family = self._names.running(occurrence.name), f"{occurrence.task_id} "
-        if not self._store.hold(running, token, LEASE, family):
-            return False
-        self.leave_queue(occurrence)
-        return True
-
-    def keep_run(self, name: str, token: str) -> None:
-        """Note that an occurrence still runs."""
-        self._store.hold(self._names.running(name), token, LEASE)
-
-    def queue(self, occurrence: Occurrence) -> bool:
-        """Note that an occurrence is the one that runs next; False if another one is."""
-        return self._store.hold(self._names.queued(occurrence.name), occurrence.task_id, LEASE)
-
-    def is_queued(self, occurrence: Occurrence) -> bool:
-        """Return whether an occurrence is the one that runs next."""
-        key = self._names.queued(occurrence.name)
-        (found,) = self._store.commands(lambda pipe: pipe.get(key))
-        return bool(found == occurrence.task_id)
-
-    def leave_queue(self, occurrence: Occurrence) -> None:
-        """Note that an occurrence is not the one that runs next."""
-        self._store.let_go(self._names.queued(occurrence.name), occurrence.task_id)
-
-    def end_run(self, name: str, token: str) -> None:
-        """Note that an occurrence does not run any more."""
-        self._store.let_go(self._names.running(name), token)
-
     def sent(self, name: str) -> None:
         """Note that the first occurrence of a schedule was sent."""
-        record = self._names.schedule(name)
+        record = self._names.of("schedule", name)
         self._store.commands(lambda pipe: pipe.hdel(record, _UNSENT))
 
     def heal(self, name: str, now_ms: int) -> None:
         """Note that the next occurrence of a schedule is sent again."""
-        record = self._names.schedule(name)
+        record = self._names.of("schedule", name)
         self._store.commands(lambda pipe: pipe.hset(record, _HEALED, now_ms))
 
     def pause(self, name: str, *, is_paused: bool) -> None:
         """Note whether occurrences of a schedule run."""
-        record, value = self._names.schedule(name), "1" if is_paused else ""
+        record, value = self._names.of("schedule", name), "1" if is_paused else ""
         self._store.commands(lambda pipe: pipe.hset(record, _PAUSED, value))
 
     def end(self, occurrence: Occurrence) -> None:
@@ -244,20 +208,20 @@ class Schedules:
         """Forget a schedule."""
 
         def add(pipeline: Any) -> None:
-            pipeline.zrem(self._names.schedules(), name)
-            pipeline.delete(self._names.schedule(name))
+            pipeline.zrem(self._names.only("schedules"), name)
+            pipeline.delete(self._names.of("schedule", name))
 
         self._store.commands(add)
 
     def taken_over(self, application: str) -> dict[str, str]:
         """Return which entries of beat an application has: "current", and when others ended."""
-        key = self._names.beat(application)
+        key = self._names.only(f"beat:{application}")
         (found,) = self._store.commands(lambda pipe: pipe.hgetall(key))
         return dict(found)
 
     def take_over(self, application: str, former: str | None, current: str, now_ms: int) -> None:
         """Note which entries of beat an application has from now on; see :meth:`taken_over`."""
-        key = self._names.beat(application)
+        key = self._names.only(f"beat:{application}")
 
         def add(pipeline: Any) -> None:
             pipeline.hset(key, "current", current)
@@ -269,6 +233,6 @@ class Schedules:
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""
-        key = self._names.healing()
+        key = self._names.only("healing")
         (is_first,) = self._store.commands(lambda pipe: pipe.set(key, "1", nx=True, px=HEALING_MS))
         return bool(is_first)

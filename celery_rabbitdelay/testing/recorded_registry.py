@@ -147,7 +147,7 @@ class RecordedRegistry:
 
     # The record of a task, as record_of and holder_of read it.
 
-    def task(self, task_id: str) -> str:
+    def of(self, kind: str, task_id: str) -> str:
         """Return the name of a task's record."""
         return task_id
 

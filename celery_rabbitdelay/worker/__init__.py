@@ -5,5 +5,6 @@ and looks as if it had had no delay), ``early_tasks`` (a task goes back into the
 ``decisions`` and ``plain_arrivals`` (the registry says whether a task runs), ``status`` (control
 commands), ``occurrences`` and ``runs`` (schedules), and ``metrics`` (what a worker measures and
 serves). ``decisions``, ``early_tasks`` and ``occurrences`` work in a ``batch_thread``, beside the
-worker's event loop. ``celery_internals`` has all uses of the worker's private parts.
+worker's event loop; what the last two publish is sent by ``republishing``. ``celery_internals`` has
+all uses of the worker's private parts.
 """

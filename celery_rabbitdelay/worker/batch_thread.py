@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
 
 from celery.utils.log import get_logger
 
-from celery_rabbitdelay.worker.celery_internals import has_event_loop, stop_watching, watch
+from celery_rabbitdelay.worker import celery_internals
 
 logger = get_logger(__name__)
 
@@ -65,7 +66,7 @@ class BatchThread(ABC, Generic[ItemT]):
 
     def register(self, hub: Any) -> None:
         """Let the worker's event loop run the actions, which must run in it."""
-        watch(hub, self._wake_reader, self._run_actions)
+        celery_internals.watch(hub, self._wake_reader, self._run_actions)
 
     def give(self, item: ItemT) -> None:
         """Give the thread an item to work on."""
@@ -80,19 +81,30 @@ class BatchThread(ABC, Generic[ItemT]):
         self._given.put(None)
         self._thread.join(STOP_TIMEOUT)
         _do_all(self._acknowledgements)
-        stop_watching(self._consumer, self._wake_reader)
+        celery_internals.stop_watching(self._consumer, self._wake_reader)
         self._end()
 
     def act(self, action: Action, is_acknowledgement: bool = False) -> None:
-        """Have the event loop run an action soon; called in the thread."""
+        """Have the event loop run an action soon; called in any thread."""
         actions = self._acknowledgements if is_acknowledgement else self._actions
         actions.append(action)
-        if not has_event_loop(self._consumer):
+        if not celery_internals.has_event_loop(self._consumer):
             # gevent and eventlet: this thread is a greenlet, which may run them.
             _do_all(actions)
         else:
             with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
                 os.write(self._wake_writer, b"\0")
+
+    def give_after(self, seconds: float, item: ItemT) -> None:
+        """Give the thread an item again, some seconds later."""
+        self.act(
+            partial(celery_internals.call_after, self._consumer, seconds, partial(self.give, item))
+        )
+
+    def acknowledge(self, ack: Callable[..., Any]) -> None:
+        """Acknowledge a message with the function that Celery passes to a strategy: an action."""
+        ack(logger, self._consumer.connection_errors)
+        celery_internals.write_pending_acknowledgements(self._consumer)
 
     def begin(self) -> None:
         """Do what comes before the first batch; called in the thread."""
@@ -138,23 +150,21 @@ class BatchThread(ABC, Generic[ItemT]):
         _do_all(self._actions)
 
     def _next_batch(self) -> list[ItemT]:
-        batch: list[ItemT] = []
         patience = self.own_work_in()
         try:
             first = self._given.get(timeout=None if patience is None else max(patience, 0.0))
         except Empty:
-            return batch
-        self._take(batch, first)
+            return []
+        batch = [] if first is None else [first]
+        self._take(batch)
         pause = self.gather_for(len(batch))
         if pause:
             time.sleep(pause)
             self._take(batch)
         return batch
 
-    def _take(self, batch: list[ItemT], first: ItemT | None = None) -> None:
+    def _take(self, batch: list[ItemT]) -> None:
         """Add what was given by now."""
-        if first is not None:
-            batch.append(first)
         while len(batch) < MAX_BATCH and not self._given.empty():
             if (item := self._given.get()) is not None:
                 batch.append(item)

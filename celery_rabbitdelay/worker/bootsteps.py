@@ -38,6 +38,7 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
+from celery_rabbitdelay.worker import status  # noqa: F401 - its import registers control commands
 from celery_rabbitdelay.worker.celery_internals import (
     RabbitMQStep,
     bound_bodies,
@@ -47,19 +48,6 @@ from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.occurrences import Occurrences
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
-from celery_rabbitdelay.worker.status import conf, query_task, rabbitdelay_status, scheduled
-
-__all__ = [
-    "DelayLevels",
-    "Modules",
-    "RestoreTasks",
-    "WorkerDeclaration",
-    # They are control commands, which are registered where this module is imported.
-    "conf",
-    "query_task",
-    "rabbitdelay_status",
-    "scheduled",
-]
 
 logger = logging.getLogger(__name__)
 

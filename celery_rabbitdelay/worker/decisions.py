@@ -21,7 +21,7 @@ from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.metrics import lateness
 from celery_rabbitdelay.worker.occurrences import Arrived, OccurrenceKind, Occurrences
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
@@ -114,8 +114,8 @@ class Decisions(BatchThread[_Due]):
         self._warned_at = -WARN_EVERY
         self._plain: PlainArrivals[_Due] = PlainArrivals(
             consumer,
-            lambda due: self._registry.names.task(due.arrival.task_id),
-            self._registry.names.paused(),
+            lambda due: self._registry.names.of("task", due.arrival.task_id),
+            self._registry.names.only("paused"),
             lambda due: self._carry_out_all([due], [Decision(Verdict.RUN)]),
             self.give,
             self.gather_for,
@@ -178,7 +178,7 @@ class Decisions(BatchThread[_Due]):
             decisions = self._decide(batch)
         except Exception:  # the thread has to live on
             logger.exception("The registry is asked again about %d tasks", len(batch))
-            self.act(partial(self._ask_again, batch))
+            self._ask_again(batch)
         else:
             self.act(partial(self._carry_out_all, batch, decisions))
 
@@ -192,7 +192,7 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            celery_internals.call_after(self._consumer, ASK_AGAIN, partial(self.give, due))
+            self.give_after(ASK_AGAIN, due)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         try:
@@ -218,15 +218,9 @@ class Decisions(BatchThread[_Due]):
         decisions: list[Decision] = self._registry.decide(arrivals)
         # Redis may have lost everything, and then the schedule was put again: a later occurrence of
         # the same put is no edit.
-        again = [
-            number
-            for number, decision in enumerate(decisions)
-            if decision.verdict is Verdict.SUPERSEDED and self._is_of_newest_put(batch[number])
-        ]
-        if again:
-            found = self._registry.decide([arrivals[number]._replace(key="") for number in again])
-            for number, decision in zip(again, found, strict=True):
-                decisions[number] = decision
+        for number, decision in enumerate(decisions):
+            if decision.verdict is Verdict.SUPERSEDED and self._is_of_newest_put(batch[number]):
+                (decisions[number],) = self._registry.decide([arrivals[number]._replace(key="")])
         return decisions
 
     def _is_of_newest_put(self, due: _Due) -> bool:
@@ -282,12 +276,12 @@ class Decisions(BatchThread[_Due]):
                 logger.info(
                     "Task %s does not run twice.", celery_internals.shown(due.arrival.task_id)
                 )
-                acknowledge = partial(acknowledge_message, self._consumer, due.delivery.ack)
+                acknowledge = partial(self.acknowledge, due.delivery.ack)
                 self._after_what_follows(due, acknowledge, "copy")
             case Verdict.LATER:
-                self._put_back(due, decision)
+                self._put_back(due, decision.until_ms, is_new_due=decision.is_new_due)
             case Verdict.FORGOTTEN:
-                self._put_back(due, decision, FORGOTTEN)
+                self._early_tasks.refuse(due.delivery.message, due.delivery.ack, FORGOTTEN)
             case Verdict.UNREADABLE:
                 logger.error(
                     "Task %s asks the registry again later: its record, key or job cannot be read: "
@@ -295,7 +289,7 @@ class Decisions(BatchThread[_Due]):
                     celery_internals.shown(due.arrival.task_id),
                     decision.why,
                 )
-                self._put_back(due, self._later())
+                self._put_back(due, self._later().until_ms)
             case Verdict.CANCELLED:
                 # One occurrence of a schedule may be cancelled; the others come.
                 discard = partial(self._discard, due, decision.verdict)
@@ -306,7 +300,7 @@ class Decisions(BatchThread[_Due]):
     def _after_what_follows(self, due: _Due, go_on: Action, kind: OccurrenceKind = "runs") -> None:
         """Go on with a task; if it is an occurrence of a schedule, once the next is published."""
         if SCHEDULE in due.waited.registry:
-            put_back = partial(self._put_back_until, due)
+            put_back = partial(self._put_back, due)
             self._occurrences.give(Arrived(due.delivery, due.waited, go_on, put_back, kind))
         else:
             go_on()
@@ -325,16 +319,10 @@ class Decisions(BatchThread[_Due]):
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
 
-    def _put_back_until(self, due: _Due, until_ms: int) -> None:
-        self._put_back(due, Decision(Verdict.LATER, until_ms))
-
-    def _put_back(self, due: _Due, decision: Decision, forgotten: str = "") -> None:
+    def _put_back(self, due: _Due, until_ms: int, *, is_new_due: bool = False) -> None:
         if due.arrival.once:
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
             due.delivery.message.headers[ONCE] = due.arrival.mark
-        until_ms = decision.until_ms
-        due_ms = until_ms if decision.is_new_due else due.arrival.due_ms
+        due_ms = until_ms if is_new_due else due.arrival.due_ms
         otherwise = partial(self._ask_again, [due])
-        put_back = self._early_tasks.put_back
-        if not put_back(due.delivery, due.waited, until_ms, due_ms, otherwise, forgotten):
-            otherwise()
+        self._early_tasks.put_back(due.delivery, due.waited, until_ms, due_ms, otherwise)

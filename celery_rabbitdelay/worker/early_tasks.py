@@ -8,11 +8,9 @@ Celery would start it at once. And the registry may say that a task waits on.
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -32,8 +30,7 @@ from celery_rabbitdelay.modules.bounds import EarlyWarning, LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
-from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 
@@ -42,7 +39,7 @@ logger = get_logger(__name__)
 #: Seconds between two attempts to publish a message after a temporary error.
 RETRY_INTERVAL: Final = 1.0
 
-#: Seconds until the levels are tried again that have not taken a task of a later version.
+#: Seconds until a task that does not run here is published again, if that has failed.
 TRY_AGAIN: Final = 5.0
 
 
@@ -57,13 +54,12 @@ class Early:
         due_ms: Its due time, from its header, in milliseconds since 1970-01-01 UTC.
         waited: Its parsed headers; None if it has an ``eta`` and was never in the levels.
         ack: Acknowledges it: the function that Celery passes to a strategy.
-        hold: Called if the levels do not take it: passes the task to Celery, which holds it.
-        forgotten: Why it is for ``undeliverable``; empty if it waits.
+        hold: Called if the levels do not take it: passes the task to Celery, which holds it. None
+            if the task does not run here, for one of the next two reasons.
         later_version: Why only a later version of this package can read it; empty if this one can.
-        again_at: When to try again, on the clock of :func:`time.monotonic`; 0 before the first
-            failure.
-        unpublishable: Why a task of a later version can never be put into the levels, so that it is
-            for ``undeliverable``; empty if it can.
+        refused: Why it is for ``undeliverable``; empty if it waits.
+        unpublishable: Why a task that does not run here can never be published with its headers, so
+            that it is for ``undeliverable`` without them; empty if it can.
         has_place: Whether the prefetch count was raised for it, because it stays unacknowledged.
     """
 
@@ -73,10 +69,9 @@ class Early:
     due_ms: int
     waited: DelayHeaders | None
     ack: Callable[..., Any]
-    hold: Action
+    hold: Action | None = None
     later_version: str = ""
-    forgotten: str = ""
-    again_at: float = 0.0
+    refused: str = ""
     unpublishable: str = ""
     has_place: bool = False
 
@@ -104,7 +99,6 @@ class EarlyTasks(BatchThread[Early]):
         self._warning = EarlyWarning(logger)
         self._later_version = LaterVersionWarning(logger)
         self._has_warned_of_later_version = False
-        self._failed: deque[Early] = deque()
 
     def try_enqueue(
         self, delivery: Delivery, waited: DelayHeaders | None, takes_eta: bool, ask: Action | None
@@ -171,9 +165,8 @@ class EarlyTasks(BatchThread[Early]):
         until_ms: int,
         due_ms: int,
         otherwise: Action,
-        forgotten: str = "",
-    ) -> bool:
-        """Put a task back into the levels that has left them; return whether it was taken.
+    ) -> None:
+        """Put a task back into the levels that has left them.
 
         Args:
             delivery: The task's message, as Celery has passed it.
@@ -181,38 +174,30 @@ class EarlyTasks(BatchThread[Early]):
             until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
             due_ms: Its due time, likewise, which its header has from then on.
             otherwise: What the event loop runs if the levels do not take it.
-            forgotten: Why it goes to ``undeliverable`` instead; empty if it does not.
         """
         destination = self.destination(delivery.message, waited)
         if destination is None:
-            return False
+            otherwise()
+            return
         rest_ms = max(until_ms - wall_clock.ms(), 0)
         due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
-        early = Early(delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise)
-        self.give(replace(early, forgotten=forgotten))
-        return True
+        self.give(
+            Early(delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise)
+        )
 
-    def refuse(self, delivery: Delivery, waited: DelayHeaders, why: str) -> None:
+    def refuse(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task into ``undeliverable``; while that does not take it, try again.
 
         Args:
-            delivery: The task's message, as Celery has passed it.
-            waited: What its headers have said.
+            message: The task's message.
+            ack: Acknowledges the message; the function that Celery passes to a strategy.
             why: The reason.
         """
-        logger.warning(
-            "Task %s is undeliverable: %s",
-            celery_internals.shown(celery_internals.id_of(delivery.message)),
-            why,
-        )
-        now_ms = wall_clock.ms()
-
-        def again() -> None:
-            refuse = partial(self.refuse, delivery, waited, why)
-            celery_internals.call_after(self._consumer, TRY_AGAIN, refuse)
-
-        if not self.put_back(delivery, waited, now_ms, waited.due_ms or now_ms, again, why):
-            logger.warning("It stays unacknowledged: its queue is unknown.")
+        name = celery_internals.shown(celery_internals.id_of(message))
+        logger.warning("Task %s is undeliverable: %s", name, why)
+        info, now = message.delivery_info, Due.after(0)
+        destination = Destination(None, info["exchange"], info["routing_key"])
+        self.give(Early(message, destination, now, now.at_ms, None, ack, refused=why))
 
     def refuse_unopened(self, message: Message, why: str) -> None:
         """Refuse a task whose body kombu does not decompress, unless a later version may read it.
@@ -222,11 +207,8 @@ class EarlyTasks(BatchThread[Early]):
             why: The reason.
         """
         later = header_names.later_version(message.headers, message.content_type)
-        if later is not None:
-            self.leave_to_later_version(message, message.ack_log_error, later)
-            return
-        waited, _ = header_names.parse(message.headers)
-        self.refuse(Delivery(message, None, message.ack_log_error, lambda: None, ""), waited, why)
+        take = self.refuse if later is None else self.leave_to_later_version
+        take(message, message.ack_log_error, later or why)
 
     def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task back into the levels that only a worker of a later version can read.
@@ -235,7 +217,7 @@ class EarlyTasks(BatchThread[Early]):
 
         Args:
             message: The task's message, as it was received.
-            ack: Acknowledges the message; the function that Celery passes to a strategy.
+            ack: As for :meth:`refuse`.
             why: Why this version cannot read it.
         """
         name = celery_internals.name_of_queue(self._consumer, message)
@@ -244,13 +226,8 @@ class EarlyTasks(BatchThread[Early]):
             return
         queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
         self._later_version.warn(f"Task {celery_internals.shown(message.headers.get('id'))}", why)
-
-        def again() -> None:
-            celery_internals.call_after(self._consumer, TRY_AGAIN, partial(self.give, early))
-
         destination, now = Destination(queue, "", queue.name), Due.after(0)
-        early = Early(message, destination, now, now.at_ms, None, ack, again, why)
-        self.give(early)
+        self.give(Early(message, destination, now, now.at_ms, None, ack, later_version=why))
 
     def _due_after_levels(self, waited: DelayHeaders | None) -> Due | None:
         """Return when a task is due that has left the levels too early; None if it has not."""
@@ -290,53 +267,24 @@ class EarlyTasks(BatchThread[Early]):
             return None
         return Destination(queue, info["exchange"], info["routing_key"])
 
-    def own_work_in(self) -> float | None:
-        """Return the seconds until a failed message is tried again; None if none has failed."""
-        return self._failed[0].again_at - time.monotonic() if self._failed else None
-
     def work(self, batch: list[Early]) -> None:
-        """Publish messages, and those that are to be tried again by now."""
-        now = time.monotonic()
-        while self._failed and self._failed[0].again_at <= now:
-            batch.append(self._failed.popleft())
-        try:
-            with self._delays.publisher() as publisher:
-                producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
-                for queue, publications in self._by_queue(producer, batch):
-                    self._publish(producer, queue, publications)
-        except exceptions.NoPublisherFree as error:
-            for early in batch:
-                self._settled(early, error)
+        """Publish what replaces messages."""
+        # Without resends, so as not to block the others: a message that is tried again gets a new
+        # route.
+        republishing.publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
 
-    def _by_queue(
-        self, producer: DelayedProducer, batch: list[Early]
-    ) -> Iterable[tuple[kombu.Queue | None, list[Publication]]]:
-        """Return what replaces the messages, grouped by the queue that has to exist."""
-        groups: dict[str | None, tuple[kombu.Queue | None, list[Publication]]] = {}
-        for early in batch:
-            try:
-                queue, publication = self._publication(producer, early)
-            except Exception as error:  # noqa: BLE001 - the others are published
-                self._settled(early, error)
-                continue
-            group = groups.setdefault(None if queue is None else queue.name, (queue, []))
-            group[1].append(publication)
-        return groups.values()
-
-    def _publication(
-        self, producer: DelayedProducer, early: Early
-    ) -> tuple[kombu.Queue | None, Publication]:
-        """Return what replaces a message, and the queue that has to exist."""
-        if early.unpublishable or early.forgotten:
+    def _replacement(self, producer: DelayedProducer, early: Early) -> republishing.ToPublish:
+        """Return what replaces a message."""
+        if early.unpublishable or early.refused:
             origin, received = early.destination, celery_internals.as_received(early.message)
             unopened = WaitingMessage.unopened(received)
             outgoing = forwarding.Outgoing(origin.exchange, origin.routing_key, unopened)
-            reason = early.forgotten or f"{early.later_version}; {early.unpublishable}"
+            reason = early.refused or f"{early.later_version}; {early.unpublishable}"
             undeliverable = self._topology.module_queues.undeliverable.exchange.name
             left = forwarding.to_undeliverable(undeliverable, outgoing, reason)
             if early.unpublishable:
                 left = forwarding.without_headers(undeliverable, left)
-            return None, Publication.of(left.message.amqp(), lambda: left.address, early)
+            return None, left.message.amqp(), lambda: left.address
         if early.later_version:
             queue = early.destination.queue
             assert queue is not None
@@ -346,49 +294,31 @@ class EarlyTasks(BatchThread[Early]):
             if later.reroute is None:
                 logger.warning("A task is undeliverable: %s", early.later_version)
             address = later.reroute or (lambda: (later.exchange, later.routing_key))
-            return queue, Publication.of(later.message.amqp(), address, early)
+            return queue, later.message.amqp(), address
         due = early.due if early.waited is None else self._pause(early.due)
         delayed = self._delayed(producer, early, due)
-        address = partial(producer.address, delayed, due)
-        return delayed.queue, Publication.of(delayed.message.amqp(), address, early)
-
-    def _publish(
-        self, producer: DelayedProducer, queue: kombu.Queue | None, publications: list[Publication]
-    ) -> None:
-        unsettled = set(publications)
-
-        def done(publication: Publication) -> None:
-            unsettled.discard(publication)
-            self._settled(publication.context, publication.error)
-
-        # Without resends, so as not to block the others: a message that is tried again gets a new
-        # route.
-        policy = PublishPolicy(producer.timeout, resends=0)
-        declarations = producer.declarations(queue, ())
-        try:
-            producer.publisher.publish_all(publications, policy, done=done, **declarations)
-        except Exception as error:  # noqa: BLE001 - the thread has to live on
-            for publication in unsettled:
-                self._settled(publication.context, error)
+        return delayed.queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
     def _settled(self, early: Early, error: Exception | None) -> None:
         """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
         if error is None:
-            acknowledge = partial(acknowledge_message, self._consumer, early.ack)
+            acknowledge = partial(self.acknowledge, early.ack)
             self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
-            return
-        if early.later_version or (early.forgotten and _is_permanent(error)):
+        elif early.hold is None:
             self._try_unread_again(early, error)
-            return
-        is_over = early.due.remaining_ms() <= 0 and not early.forgotten
-        if not isinstance(error, TEMPORARY_ERRORS) or is_over:
-            self._give_up(early, error)
-            return
-        if not early.again_at:
-            logger.warning("A task that is not due could not be put into the levels: %s", error)
-        self._give_it_a_place(early)
-        early.again_at = time.monotonic() + RETRY_INTERVAL
-        self._failed.append(early)
+        elif not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
+            logger.warning(
+                "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: "
+                "%s",
+                celery_internals.shown(early.message.headers.get("id")),
+                early.due.remaining_ms() / 1000,
+                error,
+            )
+            self.act(partial(self._finish, early, early.hold))
+        else:
+            if not early.has_place:
+                logger.warning("A task that is not due could not be put into the levels: %s", error)
+            self._again(early, RETRY_INTERVAL)
 
     def _try_unread_again(self, early: Early, error: Exception) -> None:
         """Put a task that does not run here into ``undeliverable``, or try it again.
@@ -399,8 +329,7 @@ class EarlyTasks(BatchThread[Early]):
         if _is_permanent(error) and not early.unpublishable:
             logger.warning("A task is undeliverable, without its headers: %s", error)
             early.unpublishable = getattr(error, "reason", str(error))
-            early.again_at = time.monotonic()
-            self._failed.appendleft(early)
+            self.give(early)
             return
         log = logger.debug if self._has_warned_of_later_version else logger.warning
         self._has_warned_of_later_version = True
@@ -409,26 +338,17 @@ class EarlyTasks(BatchThread[Early]):
             "again, without a further warning on this connection: %s",
             error,
         )
-        self._give_it_a_place(early)
-        self.act(early.hold)
+        self._again(early, TRY_AGAIN)
 
-    def _give_up(self, early: Early, error: Exception) -> None:
-        logger.warning(
-            "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: %s",
-            celery_internals.shown(early.message.headers.get("id")),
-            early.due.remaining_ms() / 1000,
-            error,
-        )
-        self.act(partial(self._finish, early, early.hold))
-
-    def _give_it_a_place(self, early: Early) -> None:
-        """Raise the prefetch count, as Celery does for a task that it holds.
+    def _again(self, early: Early, seconds: float) -> None:
+        """Try a message again; raise the prefetch count, as Celery does for a task that it holds.
 
         The message stays unacknowledged, and others would wait for it.
         """
         if not early.has_place:
             early.has_place = True
             self.act(partial(celery_internals.raise_prefetch, self._consumer))
+        self.give_after(seconds, early)
 
     def _finish(self, early: Early, action: Action) -> None:
         """Lower the prefetch count if it was raised for a message, and acknowledge or hold it."""
@@ -460,7 +380,7 @@ class EarlyTasks(BatchThread[Early]):
         if header_names.ONCE in registry and message.delivery_info.get("redelivered"):
             registry[header_names.REDELIVERED] = True
         producer.says = {"due_ms": early.due_ms, "early": again, "registry": registry}
-        return message_again(producer, message, destination, due, users, properties)
+        return republishing.message_again(producer, message, destination, due, users, properties)
 
     def _pause(self, due: Due) -> Due:
         """Return until when to put a task back: until it is due, or less; see :func:`.pause_ms`."""
@@ -476,42 +396,6 @@ class EarlyTasks(BatchThread[Early]):
         """
         is_too_high = self._topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
         return is_too_high or (early.waited is not None and early.waited.queue is None)
-
-
-def message_again(
-    producer: DelayedProducer,
-    message: Message,
-    destination: Destination,
-    due: Due,
-    headers: dict[str, Any],
-    properties: Mapping[str, Any],
-) -> Delayed:
-    """Return a message with the body of one that was received, which kombu has decompressed.
-
-    Args:
-        producer: Makes the message.
-        message: The message that was received.
-        destination: Where it goes.
-        due: When it is due.
-        headers: Its headers.
-        properties: Its properties.
-    """
-    return producer.delayed_message(
-        message.body,
-        destination,
-        due,
-        headers=headers,
-        compression=headers.pop("compression", None),
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        **properties,
-    )
-
-
-def acknowledge_message(consumer: Any, ack: Callable[..., Any]) -> None:
-    """Acknowledge a message with the function that Celery passes to a strategy."""
-    ack(logger, consumer.connection_errors)
-    celery_internals.write_pending_acknowledgements(consumer)
 
 
 def _is_permanent(error: Exception) -> bool:

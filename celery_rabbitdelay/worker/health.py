@@ -43,7 +43,7 @@ def why_not_ready(worker: Any) -> str:
         return reason
     registry = delays.registry
     try:
-        registry.store.commands(lambda pipe: pipe.exists(registry.names.complete_since()))
+        registry.store.commands(lambda pipe: pipe.exists(registry.names.only("complete-since")))
     except RegistryUnavailable as error:
         return " ".join(str(error).split())
     return ""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 from celery.utils.log import get_logger
-from kombu import Message, Queue
+from kombu import Message
 
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.app.beat import put_beat
@@ -36,14 +37,14 @@ from celery_rabbitdelay.levels.headers import (
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publication import RESENDS
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.registry.schedules import Came, Fate
-from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, acknowledge_message, message_again
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.runs import POLL, Runs
 
 logger = get_logger(__name__)
@@ -156,7 +157,7 @@ class Occurrences(BatchThread[Arrived]):
         self._early_tasks = early_tasks
         self._puts_beat = self._delays.settings.beat
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
-        self._runs = Runs(self._registry.schedules)
+        self._runs = Runs(self._registry)
         self._heal_at = 0.0
         self.overdue = 0.0
 
@@ -176,12 +177,12 @@ class Occurrences(BatchThread[Arrived]):
             self._work_on(batch)
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY
+            unseen = "Nobody has looked after the schedules: %s"
             try:
-                self._look_after_schedules()
-            except RegistryUnavailable as error:
-                self._registry_is_away("Nobody has looked after the schedules: %s", error)
+                with self._unless_away(unseen):
+                    self._look_after_schedules()
             except Exception as error:  # noqa: BLE001 - the next look may succeed
-                logger.warning("Nobody has looked after the schedules: %s", error)
+                logger.warning(unseen, error)
 
     def _work_on(self, batch: list[Arrived]) -> None:
         steps: list[_Step] = []
@@ -200,17 +201,13 @@ class Occurrences(BatchThread[Arrived]):
             if fate is not None and step.arrived.kind != "copy"
         }
         self._note(sent, came)
-        self._forget([each for each, (_, _, fate) in came.items() if fate in _WHY])
+        with self._unless_away("A backfill leaves out what is skipped now: %s"):
+            # They have not run, and may be sent again.
+            skipped = [each.task_id for each, (_, _, fate) in came.items() if fate in _WHY]
+            self._registry.forget(skipped)
         for step, fate in fates:
             if fate is not None:
                 self._go_on(step, fate)
-
-    def _forget(self, skipped: Sequence[Occurrence]) -> None:
-        """Let occurrences that do not run be sent again: they have not run."""
-        try:
-            self._registry.forget([each.task_id for each in skipped])
-        except RegistryUnavailable as error:
-            self._registry_is_away("A backfill leaves out what is skipped now: %s", error)
 
     def _step(self, arrived: Arrived) -> _Step | None:
         """Return what is to be done about an occurrence; None if it just goes on.
@@ -248,76 +245,52 @@ class Occurrences(BatchThread[Arrived]):
 
     def _paused(self, steps: list[_Step]) -> list[_Step]:
         """Return the same steps, with those of paused schedules, as far as that is known."""
-        try:
+        with self._unless_away("Occurrences of schedules come although %s"):
             found = self._registry.schedules.get([each.occurrence.name for each in steps])
-        except RegistryUnavailable as error:
-            self._registry_is_away("Occurrences of schedules come although %s", error)
-            return steps
-        return [
-            step._replace(fate="paused")
-            if noted is not None and noted.is_paused and step.fate != "cancelled"
-            else step
-            for step, noted in zip(steps, found, strict=True)
-        ]
+            return [
+                step._replace(fate="paused")
+                if noted is not None and noted.is_paused and step.fate != "cancelled"
+                else step
+                for step, noted in zip(steps, found, strict=True)
+            ]
+        return steps
 
     def _published(
         self, steps: Sequence[_Step]
     ) -> tuple[list[_Step], dict[Occurrence, Registration]]:
         """Publish what follows occurrences; return those that go on, and what was published."""
         published = [step for step in steps if step.following is None]
-        waiting = {id(step): step for step in steps if step.following is not None}
-        sent: dict[Occurrence, Registration] = {}
-        publications: dict[Queue | None, list[Publication]] = {}
-        if not waiting:
-            return published, sent
+        waiting = [step for step in steps if step.following is not None]
+        made: dict[Occurrence, Registration] = {}
 
-        def done(publication: Publication) -> None:
-            step, registration = publication.context
-            del waiting[id(step)]
-            if publication.error is None:
+        def settled(step: _Step, error: Exception | None) -> None:
+            if error is None:
                 published.append(step)
-                sent[step.following] = registration
             else:
-                self._failed(step.arrived, publication.error)
-
-        try:
-            with self._delays.publisher() as publisher:
-                producer = DelayedProducer(publisher, **self._delays.settings.for_producer)
-                for step in list(waiting.values()):
-                    try:
-                        queue, publication = self._publication(producer, step)
-                        publications.setdefault(queue, []).append(publication)
-                    except Exception as error:  # noqa: BLE001 - the others are published
-                        del waiting[id(step)]
-                        self._failed(step.arrived, error)
-                policy = PublishPolicy(producer.timeout)
-                for queue, group in publications.items():
-                    declarations = producer.declarations(queue, ())
-                    publisher.publish_all(group, policy, done=done, **declarations)
-        except Exception as error:  # noqa: BLE001 - the thread has to live on
-            for step in waiting.values():
                 self._failed(step.arrived, error)
-        return published, sent
+
+        if waiting:
+            make = partial(self._following, made)
+            republishing.publish_each(self._delays, waiting, make, settled, RESENDS)
+        return published, {
+            step.following: made[step.following] for step in published if step.following is not None
+        }
 
     def _failed(self, arrived: Arrived, error: Exception) -> None:
         task_id = celery_internals.shown(celery_internals.id_of(arrived.delivery.message))
         if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
             logger.warning("Occurrence %s waits, as the next is not published: %s", task_id, error)
-            self._again(arrived, TRY_AGAIN)
+            self.give_after(TRY_AGAIN, arrived)
         else:
             logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
             self.act(partial(self._let_run, arrived))
 
-    def _again(self, arrived: Arrived, seconds: float) -> None:
-        again = partial(self.give, arrived)
-        self.act(partial(celery_internals.call_after, self._consumer, seconds, again))
-
-    def _publication(
-        self, producer: DelayedProducer, step: _Step
-    ) -> tuple[Queue | None, Publication]:
+    def _following(
+        self, made: dict[Occurrence, Registration], producer: DelayedProducer, step: _Step
+    ) -> republishing.ToPublish:
         """Return the message of the occurrence that follows one, made of the message of that.
 
-        And the queue that has to exist.
+        What is to be registered of it is added to ``made``.
         """
         delivery, waited, following = step.arrived.delivery, step.arrived.waited, step.following
         assert following is not None
@@ -331,8 +304,8 @@ class Occurrences(BatchThread[Arrived]):
         task = self._consumer.app.tasks.get(delivery.task)
         if RegistryOptions.of(self._delays.settings, task, {}, {}).track:
             sent = sent._replace(name=delivery.task, message=stored(delayed))
-        address = partial(producer.address, delayed, due)
-        return delayed.queue, Publication.of(delayed.message.amqp(), address, (step, sent))
+        made[following] = sent
+        return delayed.queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
     def _message(
         self,
@@ -350,7 +323,7 @@ class Occurrences(BatchThread[Arrived]):
             if users.get(name) == former.headers.get("id"):
                 users[name] = task_id
         properties = {**kept_properties(former.properties), "correlation_id": task_id}
-        return message_again(producer, former, destination, due, users, properties)
+        return republishing.message_again(producer, former, destination, due, users, properties)
 
     def _fate(self, step: _Step) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for the end of another run."""
@@ -362,7 +335,7 @@ class Occurrences(BatchThread[Arrived]):
         if self._runs.try_start(occurrence):
             return "ran"
         if arrived.looks < LOOKS:
-            self._again(arrived._replace(looks=arrived.looks + 1), POLL)
+            self.give_after(POLL, arrived._replace(looks=arrived.looks + 1))
             return None
         if occurrence.overlap == "skip":
             return "overlapped"
@@ -380,15 +353,13 @@ class Occurrences(BatchThread[Arrived]):
         self._unnoted.update(more)
         for each in list(self._unnoted)[:-MAX_UNNOTED]:
             del self._unnoted[each]
-        try:
+        with self._unless_away("What follows some occurrences is noted later: %s"):
             states = self._registry.register([*unnoted.values()]) if unnoted else []
             following = [
                 each for each, state in zip(unnoted, states, strict=True) if state != "superseded"
             ]
             self._registry.schedules.follow(following, came)
             self._unnoted.clear()
-        except RegistryUnavailable as error:
-            self._registry_is_away("What follows some occurrences is noted later: %s", error)
 
     def _go_on(self, step: _Step, fate: Fate) -> None:
         arrived, occurrence = step.arrived, step.occurrence
@@ -404,7 +375,7 @@ class Occurrences(BatchThread[Arrived]):
         logger.info("Occurrence %s does not run: %s.", occurrence.task_id, _WHY[fate])
         skipped = partial(signals.send, signals.skipped, self._consumer.app)
         self.act(partial(skipped, occurrence.task_id, occurrence.due_ms))
-        acknowledge = partial(acknowledge_message, self._consumer, arrived.delivery.ack)
+        acknowledge = partial(self.acknowledge, arrived.delivery.ack)
         self.act(acknowledge, is_acknowledgement=True)
 
     def _let_run(self, arrived: Arrived) -> None:
@@ -434,6 +405,11 @@ class Occurrences(BatchThread[Arrived]):
         if time.monotonic() >= self._heal_at and schedules.may_heal():
             self._delays.schedules.heal()
 
-    def _registry_is_away(self, what: str, error: RegistryUnavailable) -> None:
-        self._heal_at = time.monotonic() + 2 * LOOK_EVERY
-        logger.warning(what, error)
+    @contextmanager
+    def _unless_away(self, what: str) -> Iterator[None]:
+        """Leave a block if Redis does not answer, and say in the log what that means."""
+        try:
+            yield
+        except RegistryUnavailable as error:
+            self._heal_at = time.monotonic() + 2 * LOOK_EVERY
+            logger.warning(what, error)

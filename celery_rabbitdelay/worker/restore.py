@@ -30,17 +30,6 @@ from celery_rabbitdelay.worker.occurrences import Occurrences
 
 logger = get_logger(__name__)
 
-#: Takes a message, what its headers say, and the exchange and the routing key that they name;
-#: returns those that a retry of its task goes to.
-Origin: TypeAlias = Callable[[Message, DelayHeaders, Any, Any], tuple[str, str]]
-
-
-def as_it_says(
-    message: Message, headers: DelayHeaders, exchange: Any, routing_key: Any
-) -> tuple[str, str]:
-    """Return what the headers name."""
-    return exchange, routing_key
-
 
 class Origins:
     """Checks the exchange and the routing key that a message from the levels claims to have had.
@@ -63,12 +52,11 @@ class Origins:
     def checked(
         self, message: Message, headers: DelayHeaders, exchange: Any, routing_key: Any
     ) -> tuple[str, str]:
-        """Return where a retry goes: an :data:`Origin`."""
+        """Return the exchange and the key that a retry goes to, for those that the headers name."""
         queue = name_of_queue(self._consumer, message) or ""
         if (exchange, routing_key) == ("", queue):
             return exchange, routing_key
-        keys = self._signing_keys
-        if keys is not None and not keys.verifies(b"", message.properties, headers):
+        if not self._is_signed(message, headers):
             why = "is not signed: see rabbitdelay_signing_key"
         elif not self._reaches(exchange, routing_key):
             why = "may not be published there: see rabbitdelay_distribution_allowed"
@@ -89,10 +77,11 @@ class Origins:
         Anybody who may write to the levels could let a stranger's message count as that of a task,
         which does not run then.
         """
+        return bool(headers.registry) and not self._is_signed(message, headers)
+
+    def _is_signed(self, message: Message, headers: DelayHeaders) -> bool:
         keys = self._signing_keys
-        if keys is None or not headers.registry:
-            return False
-        return not keys.verifies(b"", message.properties, headers)
+        return keys is None or keys.verifies(b"", message.properties, headers)
 
     def _reaches(self, exchange: object, routing_key: object) -> bool:
         if not isinstance(exchange, str) or not isinstance(routing_key, str):
@@ -157,7 +146,8 @@ class RestoringStrategies(dict[str, Strategy]):
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
-            is_ours = self._comes_from_levels(message)
+            exchange = (message.delivery_info or {}).get("exchange")
+            is_ours = exchange == self._delivery or header_names.DUE in (message.headers or ())
 
             def go_on() -> Any:
                 try:
@@ -195,13 +185,13 @@ class RestoringStrategies(dict[str, Strategy]):
                 self.early_tasks.leave_to_later_version(message, delivery.ack, later)
             return True
         origins = self._origins
-        waited = restore(message, as_it_says if origins is None else origins.checked)
+        waited = restore(message, origins)
         if waited is None:
             # A retry, and what is put back, would carry them on, signed.
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
-                self.early_tasks.refuse(delivery, waited, NOT_SIGNED)
+                self.early_tasks.refuse(message, delivery.ack, NOT_SIGNED)
             return True
         self._hide_delivery(message)
         if waited is not None:
@@ -222,10 +212,6 @@ class RestoringStrategies(dict[str, Strategy]):
             signals.send(signals.released, self._app, id_of(message), waited.due_ms)
         return False
 
-    def _comes_from_levels(self, message: Message) -> bool:
-        exchange = (message.delivery_info or {}).get("exchange")
-        return exchange == self._delivery or header_names.DUE in (message.headers or ())
-
     def _hide_delivery(self, message: Message) -> None:
         """Replace a delivery exchange as the origin of a message by the queue that it came to.
 
@@ -242,7 +228,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._app.rabbitdelay.recorder.record({instrument: value}, delivery.task, queue)
 
 
-def restore(message: Message, origin: Origin = as_it_says) -> DelayHeaders | None:
+def restore(message: Message, origins: Origins | None = None) -> DelayHeaders | None:
     """Undo what the levels did to a message. Any other message stays as it is.
 
     The exchange and the routing key become those that the message would have had without a delay:
@@ -253,7 +239,8 @@ def restore(message: Message, origin: Origin = as_it_says) -> DelayHeaders | Non
 
     Args:
         message: The message.
-        origin: Returns the exchange and the routing key, for those that the headers name.
+        origins: Checks the exchange and the routing key that the headers name; None: they are
+            believed.
 
     Returns:
         What its headers have said; None if it was not delayed.
@@ -268,7 +255,8 @@ def restore(message: Message, origin: Origin = as_it_says) -> DelayHeaders | Non
         if None in (headers.queue, *claimed):
             return None
     if claimed[0] is not None:
-        exchange, routing_key = origin(message, headers, *claimed)
+        believed = claimed if origins is None else origins.checked(message, headers, *claimed)
+        exchange, routing_key = believed
         message.delivery_info.update(exchange=exchange, routing_key=routing_key)
     said = DelayHeaders(headers.due_ms, queue=headers.queue, registry=headers.registry)
     kept, restored = said.to_headers(), dict(headers.others)

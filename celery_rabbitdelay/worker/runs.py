@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 from typing import ClassVar, Final
@@ -17,7 +18,7 @@ from celery.utils.log import get_logger
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.schedules import LEASE, Schedules
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.worker import celery_internals
 
 logger = get_logger(__name__)
@@ -25,8 +26,11 @@ logger = get_logger(__name__)
 #: Seconds between two looks whether runs have ended.
 POLL: Final = 0.5
 
+#: Milliseconds after which a run is taken to be over, unless its worker says that it still runs.
+LEASE_MS: Final = 60_000
+
 #: Seconds between two renewals of the leases.
-RENEW_EVERY: Final = LEASE / 4
+RENEW_EVERY: Final = LEASE_MS / 4000
 
 
 @dataclass
@@ -34,14 +38,14 @@ class _Run:
     """A run in this worker.
 
     Attributes:
-        name: The name of its schedule.
+        lease: The key of its lease.
         token: The value of its lease, which identifies this arrival.
         is_given: Whether Celery has it, or has run it. Then it ends when Celery has it no more.
         waits: Returns whether it waits in Celery because of its rate limit.
         waited: Whether it did so at the last look.
     """
 
-    name: str
+    lease: str
     token: str
     is_given: bool = False
     waits: Callable[[], bool] = bool
@@ -58,7 +62,7 @@ class Runs:
     """Keeps the leases of the runs in this worker, in a thread that ends with the last of them.
 
     Args:
-        schedules: Where they are kept.
+        registry: Where they are kept.
     """
 
     #: The runs, by the ids of their tasks. They outlive the connection that they came over, and a
@@ -67,8 +71,9 @@ class Runs:
     _thread: ClassVar[Thread | None] = None
     _lock: ClassVar[Lock] = Lock()
 
-    def __init__(self, schedules: Schedules) -> None:
-        self._schedules = schedules
+    def __init__(self, registry: Registry) -> None:
+        self._store = registry.store
+        self._names = registry.names
         # RabbitMQ delivers again what the pool had not begun when the connection was lost.
         begun = celery_internals.active_ids()
         for task_id in set(self._going) - begun:
@@ -76,15 +81,17 @@ class Runs:
 
     def try_start(self, occurrence: Occurrence) -> bool:
         """Return whether an occurrence may run now, or cannot be told not to; keep its lease."""
-        token = f"{occurrence.task_id} {new_copy()}"
+        family = f"{occurrence.task_id} "
+        token, running = family + new_copy(), self._names.of("running", occurrence.name)
         try:
-            if not self._schedules.start(occurrence, token):
+            if not self._store.lease(running, token, LEASE_MS, family):
                 return False
+            self._lease_queue(occurrence, 0)
         except RegistryUnavailable as error:
             logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
             return True
         with self._lock:
-            self._going[occurrence.task_id] = _Run(occurrence.name, token)
+            self._going[occurrence.task_id] = _Run(running, token)
             if self._thread is None:
                 Runs._thread = Thread(target=self._keep, name="rabbitdelay-runs", daemon=True)
                 Runs._thread.start()
@@ -99,23 +106,28 @@ class Runs:
     def try_queue(self, occurrence: Occurrence) -> bool:
         """Return whether an occurrence is the one that waits for the end of a run, or runs."""
         try:
-            return self._schedules.queue(occurrence)
+            return self._lease_queue(occurrence, LEASE_MS)
         except RegistryUnavailable:
             return True  # and it runs
 
     def is_queued(self, occurrence: Occurrence) -> bool:
         """Return whether an occurrence has waited for the end of a run, as far as is known."""
+        queued = self._names.of("queued", occurrence.name)
         try:
-            return self._schedules.is_queued(occurrence)
+            (found,) = self._store.commands(lambda pipe: pipe.get(queued))
         except RegistryUnavailable:
             return False
+        return bool(found == occurrence.task_id)
 
     def leave_queue(self, occurrence: Occurrence) -> None:
         """Let another occurrence wait for the end of a run."""
-        try:
-            self._schedules.leave_queue(occurrence)
-        except RegistryUnavailable:
-            return  # it ends by itself
+        with suppress(RegistryUnavailable):  # it ends by itself
+            self._lease_queue(occurrence, 0)
+
+    def _lease_queue(self, occurrence: Occurrence, lasts_ms: int) -> bool:
+        """Lease the place of the one that runs next; see :meth:`.Store.lease`."""
+        queued = self._names.of("queued", occurrence.name)
+        return self._store.lease(queued, occurrence.task_id, lasts_ms)
 
     def _keep(self) -> None:
         """Renew the leases of what runs, and give back those of what has ended."""
@@ -129,9 +141,9 @@ class Runs:
                 try:
                     if run.is_given and run.is_over(task_id):
                         self._going.pop(task_id, None)
-                        self._schedules.end_run(run.name, run.token)
+                        self._store.lease(run.lease, run.token, 0)
                     elif renews:
-                        self._schedules.keep_run(run.name, run.token)
+                        self._store.lease(run.lease, run.token, LEASE_MS)
                 except Exception as error:  # noqa: BLE001 - the thread has to live on
                     logger.warning("The lease of %s is not kept: %s", task_id, error)
             with self._lock:

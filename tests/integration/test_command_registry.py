@@ -152,9 +152,9 @@ def test_what_nobody_knows_is_unknown_and_leaves_no_record_unless_asked(
 
     told = run_command(settings, f"{command} {name}")
     keyed = run_command(settings, f"{command} --key {name}")
-    (left,) = registry.store.commands(lambda pipe: pipe.exists(registry.names.task(name)))
+    (left,) = registry.store.commands(lambda pipe: pipe.exists(registry.names.of("task", name)))
     asked = run_command(settings, f"{command} {name} --also-future")
-    (noted,) = registry.store.commands(lambda pipe: pipe.exists(registry.names.task(name)))
+    (noted,) = registry.store.commands(lambda pipe: pipe.exists(registry.names.of("task", name)))
 
     assert told.stdout.startswith(f"{name}: unknown: nothing waits under it; ")
     assert "--also-future" in told.stdout

@@ -98,9 +98,9 @@ def test_what_cannot_be_read_fails_by_itself(
     registry: Registry, redis_setup: RedisSetup, prefix: str
 ) -> None:
     names, client = registry.names, redis_setup.client
-    client.set(names.task("bad record"), "garbage")
-    client.hset(names.task("bad number"), mapping={"waits": "0.0.0", "due": "soon"})
-    client.hset(names.key("bad key"), "field", "garbage")
+    client.set(names.of("task", "bad record"), "garbage")
+    client.hset(names.of("task", "bad number"), mapping={"waits": "0.0.0", "due": "soon"})
+    client.hset(names.of("key", "bad key"), "field", "garbage")
     bad = [
         arrival(sent("bad record")),
         arrival(sent("bad number", after_ms=-2 * KEEP_MS)),
@@ -142,7 +142,7 @@ def test_a_shorter_delay_shortens_no_life(registry: Registry, redis_setup: Redis
     registry.register([first])
     registry.register([second])
     assert verdict(registry, second) is Verdict.RUN
-    for each in (registry.names.key(KEY), registry.names.task("task")):
+    for each in (registry.names.of("key", KEY), registry.names.of("task", "task")):
         assert expiry_ms(redis_setup, each) == first.due_ms + KEEP_MS
 
 
@@ -152,12 +152,12 @@ def test_a_longer_delay_and_a_postponement_lengthen_each_life(
     registry.register([keyed(registry, "task", KEY, job="job")])
     later = now_ms() + 5 * MINUTE_MS
     registry.postpone("task", later)
-    listed = set(keys(redis_setup, prefix)) - {registry.names.key(KEY)}
+    listed = set(keys(redis_setup, prefix)) - {registry.names.of("key", KEY)}
     assert {expiry_ms(redis_setup, each) for each in listed} == {later + KEEP_MS}
     registry.register([keyed(registry, "newer", KEY, name="")._replace(due_ms=later)])
-    written = set(keys(redis_setup, prefix)) - {registry.names.task("newer")}
+    written = set(keys(redis_setup, prefix)) - {registry.names.of("task", "newer")}
     # That it is superseded takes the task from the lists.
-    assert written == {registry.names.task("task"), registry.names.key(KEY)}
+    assert written == {registry.names.of("task", "task"), registry.names.of("key", KEY)}
     assert {expiry_ms(redis_setup, each) for each in written} == {later + KEEP_MS}
 
 
@@ -176,7 +176,7 @@ def test_a_decision_lives_on_after_it(
     else:
         last += 5 * MINUTE_MS
         registry.postpone("task", last)
-    lives = expiry_ms(redis_setup, registry.names.task("task"))
+    lives = expiry_ms(redis_setup, registry.names.of("task", "task"))
     assert last <= lives - KEEP_MS <= max(now_ms(), last)
 
 
@@ -187,7 +187,7 @@ def test_a_cancel_of_a_task_of_which_nothing_waits_lives_for_ten_years(
     before = now_ms()
     assert registry.cancel(["task", "ran"]) == [Outcome.NOTED, Outcome.RELEASED]
     for task_id in ("task", "ran"):
-        lives = expiry_ms(redis_setup, registry.names.task(task_id))
+        lives = expiry_ms(redis_setup, registry.names.of("task", task_id))
         assert before <= lives - NOTE_MS - KEEP_MS <= now_ms()
 
 
@@ -209,7 +209,7 @@ def test_a_task_that_was_cancelled_before_is_kept_no_longer_unless_asked(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
     registry.register([tracked()])
-    record = registry.names.task("task")
+    record = registry.names.of("task", "task")
     assert registry.cancel(["task"], also_future=False) == [Outcome.DONE]
     lives = expiry_ms(redis_setup, record)
     assert registry.cancel(["task"], also_future=False) == [Outcome.CANCELLED]
@@ -287,7 +287,7 @@ def test_an_order_never_falls_behind_that_of_the_newest_task(
 ) -> None:
     # The clock of a server that takes over may be behind.
     ahead = (now_ms() + MINUTE_MS) * 1000
-    redis_setup.client.set(registry.names.key(KEY), f"{ahead} task", px=MINUTE_MS)
+    redis_setup.client.set(registry.names.of("key", KEY), f"{ahead} task", px=MINUTE_MS)
     assert [each.order for each in registry.ask([("", KEY)] * 2)] == [ahead + 1, ahead + 2]
 
 

@@ -98,10 +98,12 @@ def test_a_task_was_sent_when_its_attempt_was_registered_first(
     assert ids(index, sent_before_ms=again + 1) == ["a"]
     assert (index.count(Filter(sent_before_ms=again)), index.count(Filter())) == (0, 1)
     store = registry.store
-    store.commands(lambda pipe: pipe.hdel(registry.names.task("a"), "sent"))
+    store.commands(lambda pipe: pipe.hdel(registry.names.of("task", "a"), "sent"))
     assert [each.sent for each in index.pending(Filter(sent_before_ms=1))] == [None]
     registry.cancel(["a"])
-    assert "sent" not in store.commands(lambda pipe: pipe.hgetall(registry.names.task("a")))[0]
+    assert (
+        "sent" not in store.commands(lambda pipe: pipe.hgetall(registry.names.of("task", "a")))[0]
+    )
 
 
 def test_tasks_are_found_by_the_start_of_their_keys(registry: Registry, index: Index) -> None:
@@ -172,7 +174,7 @@ def test_what_has_arrived_or_will_not_run_leaves_the_index(
     verdict(registry, waits)
     verdict(registry, superseded)
     for each in (arrived, cancelled, superseded, waits):
-        assert not redis_setup.client.exists(registry.names.message(each.task_id))
+        assert not redis_setup.client.exists(registry.names.of("message", each.task_id))
     assert not [each for each in keys(redis_setup, prefix) if ":due" in each]
 
 
@@ -217,7 +219,7 @@ def test_an_indexed_task_whose_record_is_gone_is_left_out(
     registry: Registry, index: Index, redis_setup: RedisSetup
 ) -> None:
     registry.register([due_at(0, "lost"), due_at(1, "kept")])
-    redis_setup.client.delete(registry.names.task("lost"))
+    redis_setup.client.delete(registry.names.of("task", "lost"))
     assert ids(index) == ["kept"]
 
 
@@ -319,5 +321,5 @@ def test_the_index_says_since_when_it_is_complete(
     assert before <= since.timestamp() * 1000 + 1
     wait_for(lambda: now_ms() > since.timestamp() * 1000 + 1, "the next millisecond")
     assert index.complete_since() == since
-    redis_setup.client.delete(registry.names.complete_since())
+    redis_setup.client.delete(registry.names.only("complete-since"))
     assert index.complete_since() > since

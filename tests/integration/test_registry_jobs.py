@@ -94,7 +94,7 @@ def test_a_job_whose_commit_redis_has_lost_is_not_listed_once_it_is_confirmed(
 
 def test_a_job_that_an_earlier_version_has_ended_is_not_listed(registry: Registry) -> None:
     registry.jobs.open(JOB, MINUTE_MS)
-    record = registry.names.job(JOB)
+    record = registry.names.of("job", JOB)
     registry.store.commands(lambda pipe: pipe.hset(record, "state", "committed"))
     assert registry.jobs.opened(registry.now_ms(), 100) == []
 
@@ -170,7 +170,7 @@ def test_a_job_lives_and_has_its_name_until_its_last_task_may_arrive(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
     def lives() -> int:
-        return expiry_ms(redis_setup, registry.names.job(JOB))
+        return expiry_ms(redis_setup, registry.names.of("job", JOB))
 
     before = now_ms()
     registry.jobs.open(JOB, MINUTE_MS)
@@ -179,7 +179,7 @@ def test_a_job_lives_and_has_its_name_until_its_last_task_may_arrive(
     registry.jobs.join(JOB, due)
     registry.jobs.join(JOB, due - MINUTE_MS)
     assert lives() == due + MARGIN_MS + KEEP_MS
-    assert int(redis_setup.client.hget(registry.names.job(JOB), "free")) == due + MARGIN_MS
+    assert int(redis_setup.client.hget(registry.names.of("job", JOB), "free")) == due + MARGIN_MS
 
 
 def test_an_ended_state_is_remembered_without_asking_as_long_as_redis_knows_it(
@@ -190,7 +190,7 @@ def test_an_ended_state_is_remembered_without_asking_as_long_as_redis_knows_it(
     job = opened(registry, JOB)
     registry.jobs.end(JOB, JobState.COMMITTED)
     assert registry.jobs.states([job]) == {job: JobState.COMMITTED}
-    redis_setup.client.delete(registry.names.job(JOB))
+    redis_setup.client.delete(registry.names.of("job", JOB))
     assert registry.jobs.states([job]) == {job: JobState.COMMITTED}
     clock.monotonic = lambda: (MINUTE_MS + MARGIN_MS + KEEP_MS) / 1000
     assert registry.jobs.states([job]) == {}
@@ -211,7 +211,7 @@ def test_an_expired_job_leaves_nothing_to_the_next_one_of_its_name(
 ) -> None:
     former = opened(registry, JOB, 1)
     wait_for(lambda: registry.jobs.state(JOB) is JobState.ABORTED, "an expired job")
-    redis_setup.client.hset(registry.names.job(JOB), "free", 0)
+    redis_setup.client.hset(registry.names.of("job", JOB), "free", 0)
     latest = opened(registry, JOB)
     registry.jobs.end(JOB, JobState.ABORTED)
     assert registry.jobs.states([latest]) == {latest: JobState.ABORTED}
@@ -247,7 +247,7 @@ def test_the_tasks_of_a_former_job_do_not_take_the_fate_of_a_new_one_of_that_nam
     former = opened(registry, JOB)
     registry.jobs.end(JOB, JobState.COMMITTED)
     # Its last task was due long ago.
-    redis_setup.client.hset(registry.names.job(JOB), "free", 0)
+    redis_setup.client.hset(registry.names.of("job", JOB), "free", 0)
     latest = opened(registry, JOB)
     assert former != latest
     registry.jobs.end(JOB, JobState.ABORTED)
@@ -282,7 +282,7 @@ def test_a_process_that_opens_a_job_again_after_a_lost_answer_knows_its_own(
         registry.jobs.open("another", 1)
     monkeypatch.setattr(type(registry.store), "call_each", call_each)
     wait_for(lambda: others.state("another") is JobState.ABORTED, "an expired job")
-    redis_setup.client.hset(registry.names.job("another"), "free", 0)
+    redis_setup.client.hset(registry.names.of("job", "another"), "free", 0)
     registry.jobs.open("another", MINUTE_MS)
     assert others.state("another") is JobState.OPEN
 
@@ -324,7 +324,7 @@ def test_a_job_that_is_open_for_longer_than_decisions_are_kept_runs_its_tasks(
 def test_a_job_that_cannot_be_read_says_so(
     registry: Registry, redis_setup: RedisSetup, wrong: str
 ) -> None:
-    job, record = opened(registry, JOB), registry.names.job(JOB)
+    job, record = opened(registry, JOB), registry.names.of("job", JOB)
     if wrong == "state":
         redis_setup.client.hset(record, "state", "garbage")
     else:
@@ -344,11 +344,11 @@ def test_what_cannot_be_read_lets_no_message_win(
 ) -> None:
     _, job_id = opened(registry, JOB)
     message = arrival(tracked(job=JOB), job_id=job_id, once=once, mark="a.1")
-    redis_setup.client.hset(registry.names.job(JOB), "state", "garbage")
+    redis_setup.client.hset(registry.names.of("job", JOB), "state", "garbage")
     (decision,) = registry.decide([message])
     assert decision.verdict is Verdict.UNREADABLE
     assert "its state is garbage" in decision.why
-    redis_setup.client.hset(registry.names.job(JOB), "state", "aborted")
+    redis_setup.client.hset(registry.names.of("job", JOB), "state", "aborted")
     assert verdict(registry, message) is Verdict.EXPIRED
 
 
@@ -361,7 +361,7 @@ def test_only_so_many_ended_jobs_are_remembered(
         registry.jobs.end(name, JobState.ABORTED)
     assert registry.jobs.states(jobs) == dict.fromkeys(jobs, JobState.ABORTED)
     for name, _ in jobs:
-        redis_setup.client.delete(registry.names.job(name))
+        redis_setup.client.delete(registry.names.of("job", name))
     assert registry.jobs.states(jobs) == dict.fromkeys(jobs[2:], JobState.ABORTED)
 
 
@@ -413,7 +413,7 @@ def test_what_is_known_about_a_task_and_its_key_lives_on_while_it_waits_for_its_
     registry.register([message])
     before = now_ms()
     assert verdict(registry, message) is Verdict.LATER
-    for key in (registry.names.task("task"), registry.names.key("order")):
+    for key in (registry.names.of("task", "task"), registry.names.of("key", "order")):
         assert before <= expiry_ms(redis_setup, key) - KEEP_MS <= now_ms()
 
 

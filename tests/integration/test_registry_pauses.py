@@ -84,7 +84,7 @@ def test_a_paused_task_waits_and_runs_once_it_is_resumed(registry: Registry) -> 
 
 def test_a_task_that_is_held_for_long_is_listed_as_long_as_it_is(registry: Registry) -> None:
     paused = {"task:shop.remind": now_ms() - 2 * MARGIN_MS}
-    registry.store.commands(lambda pipe: pipe.hset(registry.names.paused(), mapping=paused))
+    registry.store.commands(lambda pipe: pipe.hset(registry.names.only("paused"), mapping=paused))
     registry.register([tracked(after_ms=-2 * MARGIN_MS)])
     assert registry.index.count(Filter()) == 1
     assert [each.task_id for each in registry.index.pending(Filter())] == ["task"]
@@ -143,7 +143,7 @@ def test_a_task_that_is_paused_for_longer_than_decisions_are_kept_is_not_forgott
     # And while it asks, its record is kept.
     other = tracked("other", -KEEP_MS + MINUTE_MS)
     registry.register([other])
-    record = registry.names.task("other")
+    record = registry.names.of("task", "other")
     assert expiry_ms(redis_setup, record) < now_ms() + 2 * MINUTE_MS
     look = registry.look([arrival(other, paused_ms=now_ms())])
     assert look[0].verdict is Verdict.LATER
@@ -155,7 +155,7 @@ def test_a_task_that_is_paused_for_longer_than_decisions_are_kept_is_not_forgott
 def test_what_is_paused_and_cannot_be_read_holds_up_no_task(
     registry: Registry, redis_setup: RedisSetup
 ) -> None:
-    key = registry.names.paused()
+    key = registry.names.only("paused")
     redis_setup.client.set(key, "garbage")
     assert registry.pauses.known() == {}
     for call in (registry.pauses.all, lambda: registry.pauses.pause("remind", None)):

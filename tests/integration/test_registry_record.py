@@ -78,7 +78,7 @@ def test_the_older_task_of_a_key_is_superseded(registry: Registry) -> None:
 @pytest.mark.parametrize("wrong", ["cancelled", "due", "not_before"])
 def test_a_record_that_cannot_be_read_is_an_error(registry: Registry, wrong: str) -> None:
     registry.register([tracked()])
-    record = registry.names.task("task")
+    record = registry.names.of("task", "task")
     registry.store.commands(lambda pipe: pipe.hset(record, wrong, "soon"))
     with pytest.raises(RegistryUnavailable, match="record of task task cannot be read"):
         record_of(registry, "task")

@@ -250,8 +250,8 @@ class Sequence:
         names = self.registry.names
 
         def forget(pipeline: Any) -> None:
-            pipeline.delete(names.task(self.task_id))
-            pipeline.delete(names.key(self.key))
+            pipeline.delete(names.of("task", self.task_id))
+            pipeline.delete(names.of("key", self.key))
 
         self.registry.store.commands(forget)
         self.record, self.newest, self.holder = EMPTY, 0, ""

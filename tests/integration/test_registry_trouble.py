@@ -204,7 +204,7 @@ def test_a_slot_that_moves_to_another_server_takes_its_tasks_along(cluster: Redi
     with registry_in(cluster.url) as registry:
         copies.append(tracked(task_id))
         registry.register(copies)
-        key = registry.names.task(task_id)
+        key = registry.names.of("task", task_id)
         slot = cluster.nodes[0].ask("cluster", "keyslot", key)
         names = [node.ask("cluster", "myid") for node in cluster.nodes]
         slots = [node.ask("--scan", "--pattern", key) for node in cluster.nodes]

@@ -180,7 +180,7 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
 ) -> None:
     registry = shop.rabbitdelay.registry
     bad = noted.send("bad", delay=5.5, once=True)
-    record = registry.names.task(bad.id)
+    record = registry.names.of("task", bad.id)
     registry.store.commands(lambda pipeline: pipeline.set(record, "garbage"))
     noted.send("good", delay=5.5, once=True)
     wait_for(lambda: "cannot be read" in worker.log, "an error in the log", PATIENCE)
@@ -363,7 +363,7 @@ def test_a_value_that_cannot_be_read_holds_up_no_task_without_options(
 ) -> None:
     registry = shop.rabbitdelay.registry
     bad = noted.send("bad", delay=5.5)
-    record = registry.names.task(bad.id)
+    record = registry.names.of("task", bad.id)
     registry.store.commands(lambda pipeline: pipeline.hset(record, "not_before", "soon"))
     for number in range(8):
         noted.send(number, delay=5.5)
@@ -379,7 +379,7 @@ def test_a_job_that_cannot_be_read_holds_up_no_other_task(
     registry = shop.rabbitdelay.registry
     shop.rabbitdelay.open_job("import", expires=60)
     noted.send("bad", delay=5.5, job="import")
-    record = registry.names.job("import")
+    record = registry.names.of("job", "import")
 
     def spoil(pipeline: Any) -> None:
         if wrong == "another state":
@@ -401,7 +401,7 @@ def test_a_job_that_cannot_be_read_holds_up_no_other_task(
 def test_a_cancel_reaches_all_tasks_whose_records_can_be_read(shop: Any, noted: Notes) -> None:
     registry = shop.rabbitdelay.registry
     bad, good = (noted.send(number, delay=60, track=True) for number in range(2))
-    record = registry.names.task(bad.id)
+    record = registry.names.of("task", bad.id)
     registry.store.commands(lambda pipeline: pipeline.delete(record))
     registry.store.commands(lambda pipeline: pipeline.set(record, "garbage"))
     with pytest.raises(RegistryUnavailable, match=bad.id):

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -137,9 +138,10 @@ def test_an_occurrence_that_was_lost_is_sent_again(
     wait_for(lambda: count(connection, default) == 1, "the occurrence", PATIENCE)
     channel: Any = connection.default_channel
     channel.queue_purge(default)
-    monkeypatch.setattr(schedules, "now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS)
+    late_ms = due_ms + schedules.HEAL_AFTER_MS
+    monkeypatch.setattr(schedules, "wall_clock", SimpleNamespace(ms=lambda: late_ms))
     assert shop.rabbitdelay.schedules.heal() == []
-    monkeypatch.setattr(schedules, "now_ms", lambda: due_ms + schedules.HEAL_AFTER_MS + 1)
+    monkeypatch.setattr(schedules, "wall_clock", SimpleNamespace(ms=lambda: late_ms + 1))
     assert shop.rabbitdelay.schedules.heal() == ["a"]
     # It is given twice as long each time.
     assert shop.rabbitdelay.schedules.heal() == []
@@ -371,9 +373,11 @@ def test_an_occurrence_is_left_out_while_another_run_still_goes(
         (held,) = instants(noted, "a")
         # As if a minute were nearly over: the worker says that it still runs.
         client = registry.store.connect()
-        client.pexpire(registry.names.running("a"), 30_000)
+        client.pexpire(registry.names.of("running", "a"), 30_000)
         longer = 31_000
-        wait_for(lambda: client.pttl(registry.names.running("a")) > longer, "a renewal", PATIENCE)
+        wait_for(
+            lambda: client.pttl(registry.names.of("running", "a")) > longer, "a renewal", PATIENCE
+        )
         assert shop.rabbitdelay.schedules.get("a").last[2] == "overlapped"
         let_end()
         wait_until_ran(noted, 3)
@@ -443,11 +447,11 @@ def test_a_run_whose_worker_was_killed_holds_up_others_for_a_minute(
         worker.kill()
     let_end()
     client = registry.store.connect()
-    assert 0 < client.pttl(registry.names.running("a")) <= 60_000
+    assert 0 < client.pttl(registry.names.of("running", "a")) <= 60_000
     with Worker(settings) as worker:
         wait_for(partial(overlapped, worker, 1), "one that overlaps", PATIENCE)
         # As if the minute were over.
-        client.pexpire(registry.names.running("a"), 1)
+        client.pexpire(registry.names.of("running", "a"), 1)
         wait_until_ran(noted, 3)
     client.close()
 

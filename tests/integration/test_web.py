@@ -487,7 +487,7 @@ def test_of_a_batch_that_fails_partway_is_told_how_many_were_decided(
     tracked: Any, browser: Browser, action: str, more: Any
 ) -> None:
     sent = [send(tracked, hours=1 + number)[0] for number in range(4)]
-    record = tracked.rabbitdelay.registry.names.task(sent[2])
+    record = tracked.rabbitdelay.registry.names.of("task", sent[2])
     store = tracked.rabbitdelay.registry.store
     # As if another program had written there: Redis reads no number in it.
     store.commands(lambda pipe: pipe.hset(record, "cancelled", "x"))

@@ -12,20 +12,23 @@ from kombu.common import QoS
 
 from celery_rabbitdelay import Celery, ConfirmTimeout
 from celery_rabbitdelay.kombu import Destination, Due
-from celery_rabbitdelay.worker.early_tasks import Early, EarlyTasks
+from celery_rabbitdelay.worker.early_tasks import TRY_AGAIN, Early, EarlyTasks
 
 
 def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     app: Any = Celery("later", broker="amqp://", set_as_current=False)
     # Without an event loop, the thread runs its actions itself.
+    later: list[tuple[float, Any]] = []
+    timer = SimpleNamespace(call_after=lambda *call: later.append(call))
     consumer: Any = SimpleNamespace(
         app=app,
         hub=None,
+        timer=timer,
         connection_errors=(),
         qos=QoS(lambda prefetch_count: None, 4),
         perform_pending_operations=int,
     )
-    thread, held, acknowledged = EarlyTasks(consumer), [], []
+    thread, acknowledged = EarlyTasks(consumer), []
     now, destination = Due.after(0), Destination(Queue("q"), "", "q")
 
     def early(number: int) -> Early:
@@ -36,8 +39,7 @@ def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCapt
             now.at_ms,
             None,
             lambda *errors: acknowledged.append(number),
-            lambda: held.append(number),
-            "it is of a later version",
+            later_version="it is of a later version",
         )
 
     tasks = [early(0), early(1)]
@@ -45,7 +47,11 @@ def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         for each in [*tasks, *tasks]:
             thread._settled(each, error)
-    assert (held, consumer.qos.value, len(caplog.records)) == ([0, 1, 0, 1], 6, 1)
+    assert (consumer.qos.value, len(caplog.records)) == (6, 1)
+    assert [seconds for seconds, _ in later] == [TRY_AGAIN] * 4
+    for _, give in later:
+        give()
+    assert [thread._given.get() for _ in later] == [*tasks, *tasks]
     for each in tasks:
         thread._settled(each, None)
     assert (acknowledged, consumer.qos.value) == ([0, 1], 4)

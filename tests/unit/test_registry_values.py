@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from redis.crc import key_slot
 
 from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, ONCE, ORDER
 from celery_rabbitdelay.registry.decision import Arrival, Ticket
-from celery_rabbitdelay.registry.index import SHARDS, Names, shard_of
+from celery_rabbitdelay.registry.index import SHARDS, Kind, Names, shard_of
 from tests.unit.waiting import said
 
 scalars = st.one_of(
@@ -65,7 +65,7 @@ def test_all_keys_of_one_task_are_on_one_server(prefix: str, task_id: str, task:
     shard = shard_of(task_id)
     assert 0 <= shard < SHARDS
     every = (
-        keys.task(task_id),
+        keys.of("task", task_id),
         keys.due(shard),
         keys.due(shard, task),
         keys.due(shard, None, task),
@@ -74,17 +74,14 @@ def test_all_keys_of_one_task_are_on_one_server(prefix: str, task_id: str, task:
     assert slots == {key_slot(str(shard).encode())}
 
 
-@given(names, names)
-def test_the_id_of_a_task_is_read_from_the_key_of_its_record(prefix: str, task_id: str) -> None:
-    keys = Names(prefix.replace("}", ""))
-    assert keys.id_of(keys.task(task_id)) == task_id
-
-
 @given(st.sets(names, min_size=2))
 def test_different_names_have_different_keys(some: set[str]) -> None:
     keys = Names("test")
-    every = [kind(each) for each in some for kind in (keys.task, keys.key, keys.job)]
-    assert len({*every, keys.complete_since(), *keys.all_due()}) == 3 * len(some) + 1 + SHARDS
+    every = [keys.of(kind, each) for each in some for kind in get_args(Kind)]
+    assert (
+        len({*every, keys.only("complete-since"), *keys.all_due()})
+        == len(get_args(Kind)) * len(some) + 1 + SHARDS
+    )
 
 
 def test_each_shard_has_its_indexes() -> None:

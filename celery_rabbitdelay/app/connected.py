@@ -1,0 +1,227 @@
+"""``app.rabbitdelay``: the settings and the connections of one Celery application."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final
+
+import celery
+from kombu import Connection
+from kombu.transport import pyamqp
+
+from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections, own_changes
+from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
+from celery_rabbitdelay.app.metrics import Metrics
+from celery_rabbitdelay.app.sending.pipelines import current_pipeline
+from celery_rabbitdelay.app.sending.task_producer import StandIn
+from celery_rabbitdelay.app.settings import PREFIX, Settings
+from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.kombu_internals import cached_property
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
+from celery_rabbitdelay.registry.connection import connect as connect_to_redis
+from celery_rabbitdelay.registry.registry import Registry
+
+#: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
+#: for which it is tried again if its queue does not take it.
+REGISTRY_MARGIN: Final = 3600.0
+
+
+class Connected:
+    """The settings and the connections of one application: a part of :class:`.RabbitDelay`.
+
+    Args:
+        app: The application; its configuration is read when it is first needed.
+
+    Attributes:
+        recorder: The same as ``metrics``, which does not begin to count when it is read.
+        stand_in: What takes the messages instead of the broker, in tests; None outside of them.
+    """
+
+    def __init__(self, app: celery.Celery) -> None:
+        self.app = app
+        self.recorder = Metrics()
+        self.stand_in: StandIn | None = None
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The application's ``rabbitdelay_*`` settings, as they are when they are first used.
+
+        Raises:
+            InvalidSetting: One of them is wrong.
+        """
+        settings = Settings.of(self.app.conf, self._namespace)
+        # Of a bound method, nothing shows a password.
+        self._is_unchanged = own_changes(self.app, PREFIX).__eq__
+        return settings
+
+    def check_settings(self) -> None:
+        """Refuse settings that were changed since they were first used; every send does so.
+
+        Raises:
+            InvalidSetting: One of them is wrong, or was changed.
+        """
+        settings = self.settings
+        changes = own_changes(self.app, PREFIX)
+        if not self._is_unchanged(changes):
+            settings.check_unchanged(Settings.of(self.app.conf, self._namespace), self._namespace)
+            self._is_unchanged = changes.__eq__
+
+    @property
+    def _namespace(self) -> str | None:
+        namespace: str | None = getattr(self.app, "namespace", None)
+        return namespace
+
+    @property
+    def topology(self) -> Topology:
+        """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
+        return self.settings.topology
+
+    @cached_property
+    def pool(self) -> PublisherPool:
+        """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
+        return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
+
+    @cached_property
+    def registry(self) -> Registry:
+        """The registry of this process, which connects when it is first used.
+
+        Raises:
+            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
+            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
+        """
+        settings = self.settings
+        if settings.registry_url is None:
+            raise exceptions.RegistryRequired("app.rabbitdelay.registry")
+        if self.stand_in is not None:
+            return self.stand_in.registry  # type: ignore[no-any-return]
+        store = connect_to_redis(
+            settings.registry_url, settings.registry_options, settings.registry_durability or 0
+        )
+        store.on_call = self._note_call
+        margin = settings.retry_for + REGISTRY_MARGIN
+        keep_ms = milliseconds(max(settings.registry_keep, margin))
+        prefix = settings.registry_prefix or settings.prefix
+        registry = Registry(store, prefix, keep_ms, milliseconds(margin))
+        registry.jobs.on_expired = partial(self.recorder.record, {JOBS_EXPIRED: 1})
+        return registry
+
+    def _note_call(self, seconds: float, has_succeeded: bool) -> None:
+        self.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
+
+        Raises:
+            ImportError: The package ``prometheus-client`` is missing.
+        """
+        self.recorder.begin()
+        return self.recorder
+
+    @cached_property
+    def available(self) -> bool:
+        """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
+        return _is_rabbitmq(self.app.connection_for_write())
+
+    @property
+    def has_registry(self) -> bool:
+        """Whether there is a registry, and the broker has levels."""
+        return self.available and self.settings.registry_url is not None
+
+    def is_available(self, connection: Connection | None) -> bool:
+        """Return whether a broker is RabbitMQ, over py-amqp: delays can wait in its levels.
+
+        Args:
+            connection: The caller's own connection; None for the application's.
+        """
+        return self.available if connection is None else _is_rabbitmq(connection)
+
+    @contextmanager
+    def publisher(
+        self, connection: Connection | None = None, timeout: float | None = None
+    ) -> Iterator[Publisher]:
+        """Borrow a confirmed publisher.
+
+        Args:
+            connection: The caller's own connection, to be used instead of the pool's.
+            timeout: Seconds to wait for a publisher of the pool; None for
+                ``rabbitdelay_confirm_timeout``.
+
+        Raises:
+            NoPublisherFree: All publishers of the pool were in use for that long.
+        """
+        pipeline = current_pipeline(self, connection)
+        if self.stand_in is not None:
+            yield self.stand_in.publisher
+        elif pipeline is not None and pipeline.has_publisher:
+            with pipeline.lent() as publisher:
+                yield publisher
+        elif connection is None:
+            with self.pool.acquire(timeout or self.settings.confirm_timeout) as publisher:
+                yield publisher
+        else:
+            publisher = Publisher(connection)
+            try:
+                yield publisher
+            finally:
+                publisher.close_channel()
+
+    def due(
+        self,
+        delay: Delay | None,
+        countdown: float | None,
+        eta: datetime | str | None,
+        tolerance_ms: int = 0,
+    ) -> Due:
+        """Return when a task is due: ``delay`` counts first, then ``countdown``, then ``eta``.
+
+        Raises:
+            InvalidDelay: A time that is not finite, or an ``eta`` that is not ISO 8601.
+            InvalidDelayType: A value that is neither a length of time nor an instant.
+        """
+        if delay is not None:
+            return Due.after(delay, tolerance_ms)
+        if countdown or eta is None:
+            return Due.after(countdown or 0, tolerance_ms)
+        instant = eta_of(eta, UTC)
+        if instant is None:
+            error = exceptions.InvalidDelay if isinstance(eta, str) else exceptions.InvalidDelayType
+            raise error(eta, TAKES_INSTANT, "eta")
+        return Due.at(instant, tolerance_ms)
+
+    def close(self) -> None:
+        """Close the connections of the pool."""
+        if "pool" in self.__dict__:
+            self.pool.close()
+        if "registry" in self.__dict__:
+            self.registry.store.close()
+
+    def reset(self) -> None:
+        """Forget settings and connections, also Celery's: the next use reads and connects anew."""
+        self.close()
+        for name in ("settings", "pool", "templates", "registry", "available"):
+            self.__dict__.pop(name, None)
+        forget_connections(self.app)
+
+    @contextmanager
+    def replaced_by(self, stand_in: StandIn) -> Iterator[None]:
+        """Let something else take all messages, and answer instead of Redis, during a block."""
+        former = self.stand_in, self.__dict__.pop("registry", None)
+        self.stand_in = stand_in
+        try:
+            yield
+        finally:
+            self.stand_in, registry = former
+            self.__dict__.pop("registry", None)
+            if registry is not None:
+                self.__dict__["registry"] = registry
+
+
+def _is_rabbitmq(connection: Connection) -> bool:
+    return isinstance(connection.transport, pyamqp.Transport)
