@@ -333,7 +333,9 @@ def test_what_beats_entries_would_become_is_shown_and_not_done(settings: dict[st
     assert names() == []
 
 
-def test_schedules_are_listed_paused_triggered_and_deleted(settings: dict[str, Any]) -> None:
+def test_schedules_are_listed_paused_triggered_deleted_and_imported(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     app = make_app(settings)
     app.rabbitdelay.schedules.put("nightly", "shop.report", "@daily", ["x"], timezone="UTC")
     app.rabbitdelay.schedules.put("often", "shop.remind", timedelta(hours=1))
@@ -352,6 +354,10 @@ def test_schedules_are_listed_paused_triggered_and_deleted(settings: dict[str, A
     sent = answer(settings, "schedules trigger often", "schedule")
     assert len(sent["task_id"]) == 36
     assert run_command(settings, "schedules delete often").stdout == "often: deleted\n"
+    exported = tmp_path / "schedules.json"
+    exported.write_text(run_command(settings, "schedules export").stdout)
+    told = answer(settings, f"schedules import {exported}", "schedules_import")["imported"]
+    assert told == [{"name": "nightly", "error": "", "notes": []}]
     gone = run_command(settings, "schedules delete often")
     assert (gone.returncode, gone.stdout) == (1, "often: there is no such schedule\n")
     app.rabbitdelay.schedules.delete("nightly")
