@@ -123,8 +123,8 @@ def _read(file: str) -> Iterable[schedule_imports.Foreign]:
 
 
 def _imported(told: schedule_imports.Foreign) -> str:
-    outcome = ", ".join(("imported", *told.notes))
-    return f"{told.name}: {f'not imported: {told.error}' if told.error else outcome}"
+    outcome = f"not imported: {told.error}" if told.error else ", ".join(("imported", *told.notes))
+    return f"{told.name}: {outcome}"
 
 
 @schedules.command()

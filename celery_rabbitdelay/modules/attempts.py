@@ -81,7 +81,7 @@ class Forwarder:
         )
         self.answer_times = AnswerTimes(silent=self.silent)
         self.missing = MissingExchanges(self.exists, frozenset(("", self.undeliverable)))
-        self.warning_limits = self._not_taken, self._given_up, self._unreadable = tuple(
+        self._not_taken, self._given_up, self._unreadable = (
             WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
             for what in (
                 "messages that a destination does not take",
@@ -89,6 +89,7 @@ class Forwarder:
                 "messages that cannot be read",
             )
         )
+        self.warning_limits = self._not_taken, self._given_up, self._unreadable
         self._later_version = LaterVersionWarning(logger)
 
     def first(

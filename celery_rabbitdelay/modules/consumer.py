@@ -137,11 +137,6 @@ class ModuleConsumer:
         deliveries = self._deliveries
         deliveries.take(1)
         while True:
-            silent_for = self._loop.silent_for
-            if silent_for >= SILENCE:
-                stuck = self._attempts.answer_times.give_up_if_stuck(silent_for)
-                if stuck:
-                    raise ConnectionStuck(stuck)
             if self._stopping.is_set():
                 if self._loop.channel.blocked is not None:
                     return False
@@ -150,8 +145,8 @@ class ModuleConsumer:
                 if not deliveries.unfinished:
                     deliveries.write()
                     return True
-            elif not self._growth or silent_for >= SILENCE:
-                self._grow(silent_for)
+            elif not self._growth or self._loop.silent_for >= SILENCE:
+                self._grow(self._loop.silent_for)
             deliveries.adapt()
             try:
                 self._turn()
@@ -177,6 +172,9 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
+            stuck = self._attempts.answer_times.give_up_if_stuck(self._loop.silent_for)
+            if stuck:
+                raise ConnectionStuck(stuck)
         else:
             # The end of the alarm is waited for, however long it takes.
             self._loop.excuse(time.monotonic() - began)
@@ -200,16 +198,14 @@ class ModuleConsumer:
         """
         deliveries, growth = self._deliveries, self._growth
         if not growth:
-            if self._careful and deliveries.are_redelivered and silent_for < SILENCE:
-                return
-        elif (
-            growth >= MAX_GROWTH
-            or silent_for < SILENCE * growth
-            or (
-                deliveries.unfinished < self._module.prefetch * growth
-                and self._loop.channel.in_flight < self._loop.window
+            may_grow = not (self._careful and deliveries.are_redelivered) or silent_for >= SILENCE
+        else:
+            is_used_up = (
+                deliveries.unfinished >= self._module.prefetch * growth
+                or self._loop.channel.in_flight >= self._loop.window
             )
-        ):
+            may_grow = growth < MAX_GROWTH and silent_for >= SILENCE * growth and is_used_up
+        if not may_grow:
             return
         self._growth = growth * 2 or 1
         deliveries.take(self._module.prefetch * self._growth)

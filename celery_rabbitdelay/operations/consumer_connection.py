@@ -89,7 +89,7 @@ class ConsumerConnection:
                 self.connection.drain_events(timeout=silence)
         return bool(self.received)
 
-    def give_back(self, holds_some: bool = True) -> None:
+    def give_back(self, holds_some: bool) -> None:
         """Requeue all messages that are not acknowledged, and close the channel.
 
         Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import repeat
 from typing import Any, Final, NamedTuple, cast
 from uuid import uuid4
@@ -129,10 +128,14 @@ class Hand:
 
     def close(self) -> None:
         """Close the connections; what was not published is in its queue again."""
+        lost: Any = (OSError, *self._source.errors)
         self._publisher.close()
-        with suppress(OSError, *self._source.errors):
+        try:
             self._stop()
-        self._source.close()
+        except lost:
+            self._source.drop()
+        else:
+            self._source.close()
 
     def _stop(self) -> None:
         """Take nothing more, and look at nothing more.

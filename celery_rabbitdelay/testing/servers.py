@@ -186,7 +186,7 @@ class Process:
     """
 
     #: The name of the log in the folder.
-    log_name: ClassVar[str] = "server.log"
+    _log_name: ClassVar[str] = "server.log"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -216,7 +216,7 @@ class Process:
 
     @property
     def _log_path(self) -> Path:
-        return self.folder / self.log_name
+        return self.folder / self._log_name
 
     def _begin(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab") as log:

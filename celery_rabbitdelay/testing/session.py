@@ -54,7 +54,7 @@ class Worker(Process):
         options: Further options of ``celery worker``.
     """
 
-    log_name = "worker.log"
+    _log_name = "worker.log"
 
     def __init__(self, name: str, folder: Path, options: Sequence[str]) -> None:
         super().__init__(folder)

@@ -68,17 +68,33 @@ class Rest(RabbitMQStep):
         """Count from now on, and say which queues are consumed."""
         self._consumer = consumer
         self._taken = 0
-        self._messages: list[Any] = []
+        unsettled: set[int] = set()
+        self._unsettled = unsettled
         tasks = consumer.task_consumer
-        make = tasks.channel.Message
+        kombus: Any = tasks.channel.Message
+        step = self
 
-        def counted(*args: Any, **options: Any) -> Any:
-            message = make(*args, **options)
-            self._taken += NUMBER not in message.headers
-            self._messages.append(message)
-            return message
+        class Counted(kombus):  # type: ignore[misc]
+            """A message that counts as unsettled until it is acknowledged, rejected or requeued."""
 
-        tasks.channel.Message = counted
+            def __init__(self, *args: Any, **options: Any) -> None:
+                super().__init__(*args, **options)
+                step._taken += NUMBER not in self.headers
+                unsettled.add(self.delivery_tag)
+
+            def ack(self, *args: Any, **options: Any) -> None:
+                super().ack(*args, **options)
+                unsettled.discard(self.delivery_tag)
+
+            def reject(self, *args: Any, **options: Any) -> None:
+                super().reject(*args, **options)
+                unsettled.discard(self.delivery_tag)
+
+            def requeue(self) -> None:
+                super().requeue()
+                unsettled.discard(self.delivery_tag)
+
+        tasks.channel.Message = Counted
         consumer.rabbitdelay_rest = self
         path = self.folder / WORKER
         written = path.with_suffix(f".{os.getpid()}")
@@ -107,10 +123,8 @@ class Rest(RabbitMQStep):
         requests = {*state.reserved_requests, *state.active_requests}
         names = Counter(request.name for request in requests)
         words = [f"{number} x the task {name}" for name, number in names.most_common(MOST_NAMED)]
-        # What is acknowledged, rejected or requeued counts as acknowledged.
-        self._messages = [each for each in self._messages if not each.acknowledged]
-        if self._messages and not words:
-            words.append(f"{len(self._messages)} messages that are not acknowledged")
+        if self._unsettled and not words:
+            words.append(f"{len(self._unsettled)} messages that are not acknowledged")
         for bucket in self._consumer.task_buckets.values():
             if bucket is not None and bucket.contents:
                 words.append(f"{len(bucket.contents)} tasks that wait for their rate limit")

@@ -115,7 +115,7 @@ def decide(asked: Asked) -> dict[str, Any]:
     """Begin to redrive or to delete the messages that match, at most as many as were counted."""
     action = asked.fields.one_of("action", ACTIONS, "")
     count = asked.fields.number("count", 0, 10**9)
-    wanted = _filter(asked)
+    wanted, _ = _filter(asked), asked.duration("delay")  # what is wrong is said at once
 
     def does(work: Work) -> None:
         report = RemovalReport()

@@ -34,7 +34,6 @@ class Work:
         user: Who has begun it.
         what: What it does, in the past: "cancelled".
         total: How many tasks it is about, as far as it is known.
-        does: Does it, counts in ``done``, and returns early if it is stopping.
         key: A random word that names it.
         began: When it was begun.
         stopping: Set to stop it after the current batch or message.
@@ -46,7 +45,6 @@ class Work:
     user: User
     what: str
     total: int
-    does: Does
     key: str = field(default_factory=partial(secrets.token_urlsafe, 9))
     began: datetime = field(default_factory=wall_clock.now)
     stopping: Event = field(default_factory=Event)
@@ -54,19 +52,27 @@ class Work:
     state: str = "running"
     error: str | None = None
 
-    def run(self) -> None:
-        """Do it to its end, and log how it ended."""
+    def run(self, does: Does) -> None:
+        """Do it to its end, and log how it ended.
+
+        Args:
+            does: Does it, counts in ``done``, and returns early if it is stopping.
+        """
         state = "failed"
         try:
-            self.does(self)
+            does(self)
             state = "stopped" if self.stopping.is_set() else "done"
         except AWAY as error:
             self.error = why(error)
+        except HTTPException as refused:
+            self.error = refused.detail
         except Exception:
             self.error = "an unexpected error, which is in the log"
             logger.exception("The work %s has failed", self.key)
-        log_action(self.user, f"{self.what} ({state}, of {self.total})", self.done)
-        self.state = state
+        try:
+            log_action(self.user, f"{self.what} ({state}, of {self.total})", self.done)
+        finally:
+            self.state = state
 
     def as_json(self) -> dict[str, Any]:
         """Return it as values of JSON."""
@@ -115,7 +121,7 @@ class Works:
         Raises:
             HTTPException: Too many run already.
         """
-        work = Work(user, what, total, does)
+        work = Work(user, what, total)
         with self._lock:
             if sum(each.state == "running" for each in self._works.values()) >= MOST_AT_ONCE:
                 raise HTTPException(503, "So much goes on already; wait until some of it is done")
@@ -123,7 +129,8 @@ class Works:
             for key in ended[: max(len(self._works) - REMEMBERED + 1, 0)]:
                 del self._works[key]
             self._works[work.key] = work
-        Thread(target=work.run, name=f"rabbitdelay-web-{work.key}", daemon=True).start()
+        name = f"rabbitdelay-web-{work.key}"
+        Thread(target=work.run, args=(does,), name=name, daemon=True).start()
         return work
 
     def get(self, key: str) -> Work | None:

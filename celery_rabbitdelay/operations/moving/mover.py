@@ -286,13 +286,20 @@ class Mover:
                 if ready and idle_rounds < MOST_IDLE_ROUNDS:
                     self._move_ready(ready)
             except SourceLost as lost:
+                if self.stopping.is_set():
+                    # They are not acknowledged: the broker delivers them again.
+                    self.result.copies += len(self._source.to_acknowledge)
+                    self._source.to_acknowledge = []
+                    return False
                 self._connect_again(lost)
+                # What was taken may not be back in its queue yet.
+                was_empty, idle_rounds = False, 0
                 continue
             if not ready:
                 keeps_running = follow and not self.result.left
                 if was_empty and not keeps_running:
                     return True
-            elif idle_rounds == MOST_IDLE_ROUNDS:
+            elif idle_rounds == MOST_IDLE_ROUNDS:  # so that these were not moved
                 found = sum(ready.values())
                 self.result.left["no message comes, another consumer may have it"] += found
                 return False

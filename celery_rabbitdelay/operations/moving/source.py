@@ -44,6 +44,8 @@ class Source(ConsumerConnection):
     def __init__(self, like: Connection, timeout: float) -> None:
         super().__init__(like, timeout)
         self.to_acknowledge: list[int] = []
+        #: How many messages were taken and are not acknowledged.
+        self._held = 0
         self._prefetch = 0
         self._numbers = count(1)
         self._consumed: set[str] = set()
@@ -81,6 +83,7 @@ class Source(ConsumerConnection):
 
     def _receive_from(self, queue: str, message: Any) -> None:
         message.delivery_info["queue"] = queue
+        self._held += 1
         self.receive(message)
 
     def take(self) -> amqp.Message | None:
@@ -98,6 +101,7 @@ class Source(ConsumerConnection):
             self.write(settle_frames(self.channel.channel_id, ACK, self.to_acknowledge))
             # Answered behind them. What is on its way when a process is killed may be lost.
             self.channel.basic_qos(0, self._prefetch, False)
+            self._held -= len(self.to_acknowledge)
             self.to_acknowledge = []
 
     def cancel(self) -> None:
@@ -117,7 +121,7 @@ class Source(ConsumerConnection):
             for _ in range(BARRIERS):
                 self.ready(sorted(self._consumed))
             with self._errors():
-                self.give_back()
+                self.give_back(self._held > 0)
         self.drop()
 
     @contextmanager
