@@ -7,11 +7,12 @@ from typing import Any
 import amqp
 import pytest
 
-from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.exceptions import LaterVersion, PublishError, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import REJECT, Content
 from tests.unit.consumer_model import (
     FRAME_MAX,
@@ -211,7 +212,7 @@ def test_what_levels_refuse_is_given_up(consumer: Consumer, error: PublishError,
 
 
 def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
-    consumer: Consumer,
+    consumer: Consumer, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = {header_names.REASON: "why", "CC": "no list"}
     publication = consumer.publish(
@@ -229,8 +230,46 @@ def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
     bare.error = REFUSED
     assert consumer.attempts.settled(bare) is None
     assert received.settlement == REJECT
+    assert "distribution: a message is rejected, so that the broker puts it into" in caplog.text
     assert not pending(bare)
     assert consumer.attempts.bytes_in_flight == 0
+
+
+def refused(consumer: Consumer, error: Exception) -> Publication:
+    """What is published of a message that the module cannot read."""
+    message: Any = amqp.Message(b"body", application_headers={"mine": 1})
+    message.delivery_info = {"exchange": "rabbitdelay.delivery", "routing_key": "key"}
+    received = Received(message, iter([for_queue()]))
+    publication = consumer.attempts.refuse(received, error)
+    assert next(received.outgoing, None) is None
+    assert publication.content.body == b"body"
+    assert headers(publication)["mine"] == 1
+    return publication
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(UnprocessableMessage("no envelope"), "no envelope"), (KeyError("x"), "KeyError('x')")],
+)
+def test_what_cannot_be_read_is_undeliverable_as_it_came(
+    consumer: Consumer, error: Exception, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given_up = refused(consumer, error)
+    assert is_undeliverable(given_up)
+    assert reason(given_up) == why
+    is_unexpected = isinstance(error, KeyError)
+    assert ("distribution: a message cannot be read" in caplog.text) == is_unexpected
+
+
+def test_what_a_later_version_can_read_waits_for_it(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = refused(consumer, LaterVersion("it is of version 9"))
+    assert is_tried_again(later)
+    assert headers(later)[header_names.ATTEMPTS] == 1
+    assert "it is of version 9" in caplog.text
+    consumer.confirm(later)
+    assert consumer.counts == (1, 1, 0)
 
 
 @pytest.mark.parametrize("error", [RETURNED, NO_EXCHANGE])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.recurrence import Recurrence
-from celery_rabbitdelay.levels.schedule import ALWAYS, UNTIL_NEXT, Occurrence
+from celery_rabbitdelay.levels.schedule import ALWAYS, UNTIL_NEXT, Occurrence, definition_of
 
 MINUTE_MS = 60_000
 
@@ -214,6 +215,14 @@ def test_an_occurrence_is_found_by_the_id_of_its_task() -> None:
     assert occurrence.with_id(later.task_id) == later
     for task_id in ("", "a:b", f"x:{NOW:015d}:0a", f"a:b:{NOW:015d}:0b", "a:b:x:0a"):
         assert occurrence.with_id(task_id) is None
+
+
+def test_what_a_schedule_sends_is_the_same_text_in_any_order() -> None:
+    written = definition_of("note", (1,), {"b": 2, "a": 1}, {"queue": "x", "priority": 3})
+    assert written == definition_of("note", [1], {"a": 1, "b": 2}, {"priority": 3, "queue": "x"})
+    assert json.loads(written) == ["note", [1], {"a": 1, "b": 2}, {"priority": 3, "queue": "x"}]
+    with pytest.raises(InvalidSchedule, match="JSON"):
+        definition_of("note", [object()], {}, {})
 
 
 def test_an_occurrence_is_read_as_it_was_written() -> None:
