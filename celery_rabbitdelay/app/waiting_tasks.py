@@ -294,7 +294,9 @@ class WaitingTasks(Jobs):
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
         sent = Registration(
             *(task_id, copy, due.at_ms, arrival.attempt, arrival.ticket, arrival.key),
-            *(waiting.name, arrival.job, waiting.message),
+            name=waiting.name,
+            job=arrival.job,
+            message=waiting.message,
         )
         states = register_sent(self.registry, [sent])
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE

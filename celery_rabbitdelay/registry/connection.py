@@ -90,9 +90,9 @@ SCHEMES: Final = (
 #: The functions that all scripts share.
 SHARED: Final = "shared"
 
-#: The scripts that Redis refuses when it is full. All others are run: a decision takes less memory
-#: than what it frees.
-GROWING: Final = ("register", "reserve")
+#: The scripts that Redis refuses when it is full, as far as they need memory. All others are run: a
+#: decision takes less memory than what it frees.
+GROWING: Final = ("register", "reserve", "lease")
 
 #: The first line of a script that Redis is to run when it is full
 #: (https://redis.io/docs/latest/develop/programmability/eval-intro/#eval-flags).

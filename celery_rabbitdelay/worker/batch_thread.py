@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar, Final, Generic, TypeAlias, TypeVar
@@ -49,7 +50,11 @@ class BatchThread(ABC, Generic[ItemT]):
 
     def __init__(self, consumer: Any) -> None:
         self._consumer = consumer
-        self._given: SimpleQueue[ItemT | None] = SimpleQueue()
+        #: What was given, and from when on it is worked on, on the clock of :func:`time.monotonic`.
+        self._given: SimpleQueue[tuple[float, ItemT] | None] = SimpleQueue()
+        #: What is not worked on yet, the earliest first; the number keeps the order.
+        self._ordered: list[tuple[float, int, ItemT]] = []
+        self._numbers = count()
         self._stopping = Event()
         self._thread = Thread(target=self._run, name=self.name, daemon=True)
         self._acknowledgements: deque[Action] = deque()
@@ -68,9 +73,9 @@ class BatchThread(ABC, Generic[ItemT]):
         """Let the worker's event loop run the actions, which must run in it."""
         celery_internals.watch(hub, self._wake_reader, self._run_actions)
 
-    def give(self, item: ItemT) -> None:
-        """Give the thread an item to work on."""
-        self._given.put(item)
+    def give(self, item: ItemT, seconds: float = 0.0) -> None:
+        """Give the thread an item to work on, or to work on some seconds later."""
+        self._given.put((time.monotonic() + seconds, item))
 
     def stop(self) -> None:
         """End the thread, and run acknowledgements only; called by the worker.
@@ -95,12 +100,6 @@ class BatchThread(ABC, Generic[ItemT]):
             with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
                 os.write(self._wake_writer, b"\0")
 
-    def give_after(self, seconds: float, item: ItemT) -> None:
-        """Give the thread an item again, some seconds later."""
-        self.act(
-            partial(celery_internals.call_after, self._consumer, seconds, partial(self.give, item))
-        )
-
     def acknowledge(self, ack: Callable[..., Any]) -> None:
         """Acknowledge a message with the function that Celery passes to a strategy: an action."""
         ack(logger, self._consumer.connection_errors)
@@ -112,10 +111,6 @@ class BatchThread(ABC, Generic[ItemT]):
     @abstractmethod
     def work(self, batch: list[ItemT]) -> None:
         """Work on items; called in the thread, must not raise."""
-
-    def own_work_in(self) -> float | None:
-        """Return after how many seconds to call :meth:`work` even if nothing was given."""
-        return None
 
     def gather_for(self, first: int) -> float:
         """Return for how many seconds to wait for more items, after the first ones have come."""
@@ -150,24 +145,33 @@ class BatchThread(ABC, Generic[ItemT]):
         _do_all(self._actions)
 
     def _next_batch(self) -> list[ItemT]:
-        patience = self.own_work_in()
-        try:
-            first = self._given.get(timeout=None if patience is None else max(patience, 0.0))
-        except Empty:
-            return []
-        batch = [] if first is None else [first]
-        self._take(batch)
+        batch: list[ItemT] = []
+        while not batch and not self._stopping.is_set():
+            self._take(batch, waits=True)
         pause = self.gather_for(len(batch))
         if pause:
             time.sleep(pause)
             self._take(batch)
         return batch
 
-    def _take(self, batch: list[ItemT]) -> None:
-        """Add what was given by now."""
-        while len(batch) < MAX_BATCH and not self._given.empty():
-            if (item := self._given.get()) is not None:
-                batch.append(item)
+    def _take(self, batch: list[ItemT], waits: bool = False) -> None:
+        """Add what was given and is to be worked on by now.
+
+        Args:
+            batch: Takes at most :data:`MAX_BATCH` items.
+            waits: Whether to wait until something is given, or is to be worked on.
+        """
+        until = self._ordered[0][0] - time.monotonic() if self._ordered else None
+        with suppress(Empty):
+            given = self._given.get(waits, None if until is None else max(until, 0.0))
+            while True:
+                if given is not None:
+                    at, item = given
+                    heappush(self._ordered, (at, next(self._numbers), item))
+                given = self._given.get_nowait()
+        now = time.monotonic()
+        while self._ordered and self._ordered[0][0] <= now and len(batch) < MAX_BATCH:
+            batch.append(heappop(self._ordered)[-1])
 
 
 def _do_all(actions: deque[Action]) -> None:

@@ -192,7 +192,7 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            self.give_after(ASK_AGAIN, due)
+            self.give(due, ASK_AGAIN)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         try:

@@ -76,6 +76,12 @@ class Early:
     has_place: bool = False
 
 
+def warn_undeliverable(message: Message, why: str) -> None:
+    """Log that a task goes to ``undeliverable``."""
+    name = celery_internals.shown(celery_internals.id_of(message))
+    logger.warning("Task %s is undeliverable: %s", name, why)
+
+
 class EarlyTasks(BatchThread[Early]):
     """Tells which tasks are early, and puts them back into the levels, in a thread.
 
@@ -193,8 +199,6 @@ class EarlyTasks(BatchThread[Early]):
             ack: Acknowledges the message; the function that Celery passes to a strategy.
             why: The reason.
         """
-        name = celery_internals.shown(celery_internals.id_of(message))
-        logger.warning("Task %s is undeliverable: %s", name, why)
         info, now = message.delivery_info, Due.after(0)
         destination = Destination(None, info["exchange"], info["routing_key"])
         self.give(Early(message, destination, now, now.at_ms, None, ack, refused=why))
@@ -207,8 +211,11 @@ class EarlyTasks(BatchThread[Early]):
             why: The reason.
         """
         later = header_names.later_version(message.headers, message.content_type)
-        take = self.refuse if later is None else self.leave_to_later_version
-        take(message, message.ack_log_error, later or why)
+        if later is not None:
+            self.leave_to_later_version(message, message.ack_log_error, later)
+            return
+        warn_undeliverable(message, why)
+        self.refuse(message, message.ack_log_error, why)
 
     def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task back into the levels that only a worker of a later version can read.
@@ -348,7 +355,7 @@ class EarlyTasks(BatchThread[Early]):
         if not early.has_place:
             early.has_place = True
             self.act(partial(celery_internals.raise_prefetch, self._consumer))
-        self.give_after(seconds, early)
+        self.give(early, seconds)
 
     def _finish(self, early: Early, action: Action) -> None:
         """Lower the prefetch count if it was raised for a message, and acknowledge or hold it."""

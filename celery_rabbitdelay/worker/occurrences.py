@@ -280,7 +280,7 @@ class Occurrences(BatchThread[Arrived]):
         task_id = celery_internals.shown(celery_internals.id_of(arrived.delivery.message))
         if isinstance(error, (*TEMPORARY_ERRORS, RegistryUnavailable)):
             logger.warning("Occurrence %s waits, as the next is not published: %s", task_id, error)
-            self.give_after(TRY_AGAIN, arrived)
+            self.give(arrived, TRY_AGAIN)
         else:
             logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
             self.act(partial(self._let_run, arrived))
@@ -335,7 +335,7 @@ class Occurrences(BatchThread[Arrived]):
         if self._runs.try_start(occurrence):
             return "ran"
         if arrived.looks < LOOKS:
-            self.give_after(POLL, arrived._replace(looks=arrived.looks + 1))
+            self.give(arrived._replace(looks=arrived.looks + 1), POLL)
             return None
         if occurrence.overlap == "skip":
             return "overlapped"

@@ -24,7 +24,7 @@ from celery_rabbitdelay.modules.client_tasks import check_fields
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue, shown
 from celery_rabbitdelay.worker.decisions import Decisions
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 from celery_rabbitdelay.worker.metrics import Arrivals, lateness
 from celery_rabbitdelay.worker.occurrences import Occurrences
 
@@ -191,6 +191,7 @@ class RestoringStrategies(dict[str, Strategy]):
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
+                warn_undeliverable(message, NOT_SIGNED)
                 self.early_tasks.refuse(message, delivery.ack, NOT_SIGNED)
             return True
         self._hide_delivery(message)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, Ticket, Verdict, new_copy
 from celery_rabbitdelay.registry.index import Filter
@@ -318,8 +319,14 @@ def test_a_full_redis_decides_and_notes_what_frees_memory(
 ) -> None:
     message, cancelled = tracked(), tracked("cancelled")
     registry.register([message, cancelled])
+    lease, other = (registry.names.of("key", name) for name in ("held", "other"))
+    assert registry.store.lease(lease, "mine", 60_000)
     set_memory(redis_setup, "maxmemory", 1)
     try:
+        with pytest.raises(RegistryUnavailable, match="maxmemory"):
+            registry.store.lease(other, "mine", 60_000)
+        assert registry.store.lease(lease, "mine", 60_000)
+        assert not registry.store.lease(lease, "mine", 0)
         assert registry.cancel(["cancelled"]) == [Outcome.DONE]
         assert verdicts(registry, [message, cancelled]) == [Verdict.RUN, Verdict.CANCELLED]
         assert verdict(registry, arrival(message, redelivered=True)) is Verdict.RUN

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.worker import batch_thread
 from celery_rabbitdelay.worker.batch_thread import MAX_BATCH, BatchThread
+from tests.unit.clock import Clock
 
 
 class FakeConsumer:
@@ -28,12 +30,8 @@ class Recorded(BatchThread[int]):
         super().__init__(FakeConsumer())
         self.batches: Queue[list[int]] = Queue()
         self.go_on = Event()
-        self.own_work: float | None = None
         self.gathering: list[int] = []
         self.thread_names: set[str] = set()
-
-    def own_work_in(self) -> float | None:
-        return self.own_work
 
     def gather_for(self, first: int) -> float:
         self.gathering.append(first)
@@ -41,7 +39,6 @@ class Recorded(BatchThread[int]):
 
     def work(self, batch: list[int]) -> None:
         self.thread_names.add(current_thread().name)
-        self.own_work = None
         self.batches.put(batch)
         self.go_on.wait(30)
 
@@ -84,10 +81,28 @@ def test_the_thread_is_asked_how_long_to_gather_once_for_each_batch(thread: Reco
     assert thread.gathering == [3]
 
 
-def test_work_of_its_own_is_done_although_nothing_was_given(thread: Recorded) -> None:
-    thread.own_work = -1.0  # it is overdue
+def test_what_is_given_for_later_lets_others_pass(
+    thread: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(1000)
+    monkeypatch.setattr(batch_thread, "time", clock)
+    thread.go_on.set()
+    thread.give(1, 60)
+    thread.give(2)
     thread.start()
-    assert next_batch(thread) == []
+    assert next_batch(thread) == [2]
+    clock.now += 59
+    thread.give(3)
+    assert next_batch(thread) == [3]
+    clock.now += 1
+    thread.give(4)
+    assert next_batch(thread) == [1, 4]
+
+
+def test_what_is_given_for_later_needs_nothing_else(thread: Recorded) -> None:
+    thread.give(1, 0.05)
+    thread.start()
+    assert next_batch(thread) == [1]
 
 
 def test_nothing_is_worked_on_after_the_end() -> None:

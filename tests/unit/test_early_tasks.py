@@ -12,18 +12,20 @@ from kombu.common import QoS
 
 from celery_rabbitdelay import Celery, ConfirmTimeout
 from celery_rabbitdelay.kombu import Destination, Due
+from celery_rabbitdelay.worker import batch_thread
 from celery_rabbitdelay.worker.early_tasks import TRY_AGAIN, Early, EarlyTasks
+from tests.unit.clock import Clock
 
 
-def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_waits_takes_no_place_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_thread, "time", Clock(1000))
     app: Any = Celery("later", broker="amqp://", set_as_current=False)
     # Without an event loop, the thread runs its actions itself.
-    later: list[tuple[float, Any]] = []
-    timer = SimpleNamespace(call_after=lambda *call: later.append(call))
     consumer: Any = SimpleNamespace(
         app=app,
         hub=None,
-        timer=timer,
         connection_errors=(),
         qos=QoS(lambda prefetch_count: None, 4),
         perform_pending_operations=int,
@@ -48,10 +50,8 @@ def test_one_that_waits_takes_no_place_and_is_logged_once(caplog: pytest.LogCapt
         for each in [*tasks, *tasks]:
             thread._settled(each, error)
     assert (consumer.qos.value, len(caplog.records)) == (6, 1)
-    assert [seconds for seconds, _ in later] == [TRY_AGAIN] * 4
-    for _, give in later:
-        give()
-    assert [thread._given.get() for _ in later] == [*tasks, *tasks]
+    given = [thread._given.get() for _ in range(4)]
+    assert given == [(1000 + TRY_AGAIN, each) for each in (*tasks, *tasks)]
     for each in tasks:
         thread._settled(each, None)
     assert (acknowledged, consumer.qos.value) == ([0, 1], 4)

@@ -27,7 +27,8 @@ from celery_rabbitdelay import Celery, InvalidSetting, MessageTooLarge, Row
 from celery_rabbitdelay.app.sending import templates
 from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
-from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.app.task import Task
+from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
@@ -239,11 +240,10 @@ def test_the_next_rows_come_from_the_same_template(app: Any, options: Any) -> No
     assert kept is not None
     assert of_rows(app, **options) is kept
     assert of_rows(app, **options, serializer="yaml") not in (kept, None)
-    with frozen():
-        call = Call("next", (7,), {"a": "b"}, Due.after(60))
-        told = {**options, "task_id": "next", "eta": datetime.now(UTC) + timedelta(seconds=60)}
-        expected, _ = celerys(app, app.tasks["look"], call.args, call.kwargs, told)
-        assert read(kept.publication(call).content) == expected
+    call = Call("next", (7,), {"a": "b"}, Due.after(60))
+    told = {**options, "task_id": "next", "eta": instant_of(call.due.at_ms)}
+    expected, _ = celerys(app, app.tasks["look"], call.args, call.kwargs, told)
+    assert read(kept.publication(call).content) == expected
 
 
 def test_the_rows_of_a_thread_have_its_address(app: Any) -> None:
@@ -261,6 +261,28 @@ def test_the_rows_of_a_thread_have_its_address(app: Any) -> None:
 def test_rows_with_other_options_go_through_celery(app: Any, name: str, value: Any) -> None:
     assert of_rows(app) is not None
     assert of_rows(app, **{name: value}) is None
+
+
+def wrapping(function: Any) -> Any:
+    """What a library puts in the place of a method."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        return function(*args, **{"priority": 3, **options})
+
+    return wrapper
+
+
+def test_the_rows_of_a_task_that_is_sent_by_other_code_go_through_celery(
+    app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = app.tasks["look"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "apply_async", wrapping(Task.apply_async))
+        assert of_rows(app, task) is None
+    assert of_rows(app, task) is not None
+    monkeypatch.setattr(task, "apply_async", wrapping(task.apply_async))
+    assert of_rows(app, task) is None
 
 
 def test_the_hosts_of_the_caller_s_connection_say_whether_a_queue_may_refuse(

@@ -1,6 +1,7 @@
 """Sending one task for many rows, with many messages in flight.
 
-Celery makes the message of the first row; those of the other rows are written like it.
+Celery makes the message of the first row, unless an earlier send has left a template; those of the
+other rows are written like it.
 """
 
 from __future__ import annotations
@@ -107,6 +108,9 @@ class RowSender(Sending):
             wanted = RegistryOptions.of(self._settings, known, options, {})
             self._registration = RowRegistration(delays, wanted, self._name, self.fail)
         self._options = options
+        self._celerys_options = {
+            name: each for name, each in options.items() if name not in REGISTRY_OPTIONS
+        }
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
         #: What the metrics have counted.
@@ -177,16 +181,15 @@ class RowSender(Sending):
             self._app,
             publisher,
             self._task,
-            options={
-                name: each for name, each in self._options.items() if name not in REGISTRY_OPTIONS
-            },
+            options=self._celerys_options,
             headers=NO_HEADERS if registration is None else registration.shared_headers,
         )
         producer = capture(first)
-        template = Template.of(producer, first, self._options)
+        template = Template.of(producer, first, self._celerys_options)
         if not is_publishing_watched(self._app):
             return template
-        return template._replace(writer=CeleryWriter(producer, first, self._options, capture))
+        writer = CeleryWriter(producer, first, self._celerys_options, capture)
+        return template._replace(writer=writer)
 
     def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""

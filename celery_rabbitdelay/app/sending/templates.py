@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
-from types import NoneType
+from types import MethodType, NoneType
 from typing import Any, Final, NamedTuple
 
 import celery
@@ -49,6 +49,9 @@ SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 
 #: The types of their values. None is not the same as no option: it overrides the task's attribute.
 PLAIN_TYPES: Final = (str, int, NoneType)
+
+#: The functions that send a task, as they are before anybody wraps them.
+_SENDS: Final = (Task.apply_async, celery.Task.apply_async)
 
 #: All options of a plain send.
 PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
@@ -208,17 +211,15 @@ class Templates:
             options: The options of ``apply_async`` for all rows.
         """
         app = self._delays.app
-        # What overrides it may change the options of a row.
-        sends = (Task.apply_async, celery.Task.apply_async)
         if (
             app.current_worker_task is not None
-            or not (isinstance(task, str) or getattr(task.apply_async, "__func__", None) in sends)
+            or not (isinstance(task, str) or _is_sent_as_is(task))
             or not options.keys() <= set(SHARED)
             or not all(type(each) in PLAIN_TYPES for each in options.values())
         ):
             return None
         # Celery has an address for each thread, and an envelope one for all of its tasks.
-        return self._template(task, first, {**options, "reply_to": app.thread_oid}, {}, False)
+        return self._template(task, first, options, {"reply_to": app.thread_oid}, False)
 
     def _template(
         self,
@@ -231,19 +232,21 @@ class Templates:
         """Return the template that a call is written from; None if it goes through Celery."""
         app = self._delays.app
         known = registered_task(app, task) if isinstance(task, str) else task
-        # A group takes the place of the former one with the same task.
+        # A group takes the place of the former one with the same task, and so do rows of a thread.
         of_group = {name: member[name] for name in OF_GROUP if name in member}
         made_from = makers_of_messages(app, known), of_group
-        key = (task, is_countdown, bool(member), *shared.items())
+        key = (task, is_countdown, *member, *shared.items())
         former = self._templates.get(key)
         if former is not None and former[0] == made_from:
             return former[1]
         template = None
         if self._may_have_template(known, is_countdown):
-            options = {**shared, **of_group}
-            connection = member["producer"].connection if member else app.connection_for_write()
-            if member:
-                options |= {name: member[name] for name in ("group_index", "add_to_parent")}
+            own = {
+                name: member[name] for name in ("group_index", "add_to_parent") if name in member
+            }
+            options = {**shared, **of_group, **own}
+            producer = member.get("producer")
+            connection = app.connection_for_write() if producer is None else producer.connection
             plain = call._replace(headers=NO_HEADERS)
             # Overrides of ``apply_async`` have been called, and have called this.
             send = None if isinstance(task, str) else partial(celery.Task.apply_async, task)
@@ -283,6 +286,12 @@ class Templates:
                 resent = publication.resent
                 delays.recorder.record_send(sent.task, sent.queue, is_confirmed, resent)
         signals.send(signals.delayed, delays.app, sent.task_id, sent.due_ms)
+
+
+def _is_sent_as_is(task: celery.Task[Any, Any]) -> bool:
+    """Return whether nothing overrides or wraps a task's ``apply_async``: it may change options."""
+    sends = task.apply_async
+    return type(sends) is MethodType and any(sends.__func__ is each for each in _SENDS)
 
 
 def _is_further_member(options: Mapping[str, Any], task_id: str) -> bool:

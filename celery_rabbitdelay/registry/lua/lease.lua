@@ -11,8 +11,10 @@ if lasts_ms == 0 then
   if held == token then
     redis.call('DEL', lease)
   end
-elseif not held or held == token
-  or family ~= '' and string.sub(held, 1, string.len(family)) == family then
+elseif held == token then
+  redis.call('PEXPIRE', lease, lasts_ms) -- also when Redis is full
+  return '1'
+elseif not held or family ~= '' and string.sub(held, 1, string.len(family)) == family then
   redis.call('SET', lease, token, 'PX', lasts_ms)
   return '1'
 end
