@@ -91,7 +91,8 @@ def _due(asked: Asked, horizon: str, glance: Glance | None) -> dict[str, Any]:
     length, number = HORIZONS[horizon]
     horizons, steps = [], []
     for name, (each, _) in HORIZONS.items():
-        tracked = least = None if soon is None else soon.totals[name]
+        tracked = None if soon is None else soon.totals[name]
+        least = tracked
         if glance is not None:
             within_ms = each // timedelta(milliseconds=1)
             of_all = due_at_least(delays.topology, glance.status.backlog, within_ms)

@@ -45,12 +45,10 @@ def is_password(password: str, hashed: str) -> bool:
     found = _HASH.fullmatch(hashed)
     if found is None:
         return False
-    cost, (salt, wanted) = (
-        map(int, found.groups()[:3]),
-        map(base64.urlsafe_b64decode, found.groups()[3:]),
-    )
+    *cost, salted, hashed_as = found.groups()
+    salt, wanted = base64.urlsafe_b64decode(salted), base64.urlsafe_b64decode(hashed_as)
     with _one:
-        return hmac.compare_digest(_hash(password, salt, *cost), wanted)
+        return hmac.compare_digest(_hash(password, salt, *map(int, cost)), wanted)
 
 
 def _hash(password: str, salt: bytes, n: int = N, r: int = R, p: int = P) -> bytes:
