@@ -90,6 +90,8 @@ def test_clocks_that_change_and_days_that_are_rare(
         (schedule(90), "every 90000"),
         (timedelta(hours=1), "every 3600000"),
         (" 0  7 * * 1-5 ", "0 7 * * 1-5"),
+        ("@midnight", "0 0 * * *"),
+        (timedelta(days=36_500), "every 3153600000000"),
     ],
 )  # fmt: skip
 def test_what_celery_and_cron_write_is_a_rule(when: Any, rule: str) -> None:
@@ -215,6 +217,17 @@ def test_an_occurrence_is_found_by_the_id_of_its_task() -> None:
     assert occurrence.with_id(later.task_id) == later
     for task_id in ("", "a:b", f"x:{NOW:015d}:0a", f"a:b:{NOW:015d}:0b", "a:b:x:0a"):
         assert occurrence.with_id(task_id) is None
+
+
+def test_an_occurrence_runs_as_late_as_its_schedule_lets_it_catch_up() -> None:
+    hourly = Recurrence.of("@hourly", "UTC")
+    occurrence = Occurrence("a", 3_600_000, hourly, 1_800_000, "r")
+    assert occurrence.key == "schedule:a"
+    assert occurrence.at(5_400_000)[0]
+    runs, following = occurrence.at(5_400_001)
+    assert not runs
+    assert following is not None
+    assert following.instant_ms == 7_200_000
 
 
 def test_what_a_schedule_sends_is_the_same_text_in_any_order() -> None:
