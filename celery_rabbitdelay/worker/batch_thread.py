@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from abc import ABC, abstractmethod
@@ -50,9 +51,9 @@ class BatchThread(ABC, Generic[ItemT]):
 
     def __init__(self, consumer: Any) -> None:
         self._consumer = consumer
-        #: What was given, and from when on it is worked on, on the clock of :func:`time.monotonic`.
+        #: The items, each with the time from which on it may be worked on (:func:`time.monotonic`).
         self._given: SimpleQueue[tuple[float, ItemT] | None] = SimpleQueue()
-        #: What is not worked on yet, the earliest first; the number keeps the order.
+        #: The same, taken out of there: a heap by these times, and then by the order of arrival.
         self._ordered: list[tuple[float, int, ItemT]] = []
         self._numbers = count()
         self._stopping = Event()
@@ -112,6 +113,10 @@ class BatchThread(ABC, Generic[ItemT]):
     def work(self, batch: list[ItemT]) -> None:
         """Work on items; called in the thread, must not raise."""
 
+    def own_work_in(self) -> float:
+        """Return after how many seconds to call :meth:`work` even if nothing was given."""
+        return math.inf
+
     def gather_for(self, first: int) -> float:
         """Return for how many seconds to wait for more items, after the first ones have come."""
         return 0.0
@@ -147,23 +152,27 @@ class BatchThread(ABC, Generic[ItemT]):
     def _next_batch(self) -> list[ItemT]:
         batch: list[ItemT] = []
         while not batch and not self._stopping.is_set():
-            self._take(batch, waits=True)
+            patience = self.own_work_in()
+            self._take(batch, patience)
+            if patience <= 0:
+                return batch
         pause = self.gather_for(len(batch))
         if pause:
             time.sleep(pause)
             self._take(batch)
         return batch
 
-    def _take(self, batch: list[ItemT], waits: bool = False) -> None:
-        """Add what was given and is to be worked on by now.
+    def _take(self, batch: list[ItemT], patience: float = 0.0) -> None:
+        """Add the items that may be worked on by now.
 
         Args:
-            batch: Takes at most :data:`MAX_BATCH` items.
-            waits: Whether to wait until something is given, or is to be worked on.
+            batch: The batch, which takes at most :data:`MAX_BATCH` items.
+            patience: For how many seconds to wait, at most, for the next item.
         """
-        until = self._ordered[0][0] - time.monotonic() if self._ordered else None
+        if self._ordered:
+            patience = min(patience, self._ordered[0][0] - time.monotonic())
         with suppress(Empty):
-            given = self._given.get(waits, None if until is None else max(until, 0.0))
+            given = self._given.get(timeout=None if patience == math.inf else max(patience, 0.0))
             while True:
                 if given is not None:
                     at, item = given

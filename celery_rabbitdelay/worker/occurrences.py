@@ -167,7 +167,7 @@ class Occurrences(BatchThread[Arrived]):
             put_beat(self._delays.schedules)
             self._puts_beat = False
 
-    def own_work_in(self) -> float | None:
+    def own_work_in(self) -> float:
         """Return the seconds until the next look for what has not come."""
         return self._look_at - time.monotonic()
 

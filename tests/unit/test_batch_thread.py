@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator
 from queue import Queue
 from threading import Event, current_thread
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from celery_rabbitdelay.testing import wait_for
-from celery_rabbitdelay.worker import batch_thread
+from celery_rabbitdelay.worker import batch_thread, occurrences
 from celery_rabbitdelay.worker.batch_thread import MAX_BATCH, BatchThread
+from celery_rabbitdelay.worker.occurrences import Occurrences
 from tests.unit.clock import Clock
 
 
@@ -30,8 +34,12 @@ class Recorded(BatchThread[int]):
         super().__init__(FakeConsumer())
         self.batches: Queue[list[int]] = Queue()
         self.go_on = Event()
+        self.own_work = math.inf
         self.gathering: list[int] = []
         self.thread_names: set[str] = set()
+
+    def own_work_in(self) -> float:
+        return self.own_work
 
     def gather_for(self, first: int) -> float:
         self.gathering.append(first)
@@ -39,6 +47,7 @@ class Recorded(BatchThread[int]):
 
     def work(self, batch: list[int]) -> None:
         self.thread_names.add(current_thread().name)
+        self.own_work = math.inf
         self.batches.put(batch)
         self.go_on.wait(30)
 
@@ -79,6 +88,36 @@ def test_the_thread_is_asked_how_long_to_gather_once_for_each_batch(thread: Reco
     thread.start()
     next_batch(thread)
     assert thread.gathering == [3]
+
+
+def test_work_of_its_own_is_done_although_nothing_was_given(thread: Recorded) -> None:
+    thread.own_work = -1.0  # it is overdue
+    thread.start()
+    assert next_batch(thread) == []
+
+
+def test_work_of_its_own_is_done_when_it_is_due(thread: Recorded) -> None:
+    thread.give(1, 3600)
+    due = time.monotonic() + 0.05
+    monotonic = time.monotonic
+    thread.own_work_in = lambda: due - monotonic()  # type: ignore[method-assign]
+    thread.start()
+    assert next_batch(thread) == []
+
+
+def test_workers_look_after_schedules_although_nothing_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = Event()
+    monkeypatch.setattr(occurrences, "put_beat", mock.Mock())
+    monkeypatch.setattr(Occurrences, "_look_after_schedules", lambda _: looked.set())
+    monkeypatch.setattr(occurrences, "LOOK_EVERY", 0.1)
+    thread = Occurrences(mock.MagicMock(hub=None), mock.Mock())
+    thread.start()
+    try:
+        assert looked.wait(30)
+    finally:
+        thread.stop()
 
 
 def test_what_is_given_for_later_lets_others_pass(
