@@ -98,8 +98,8 @@ def configured_queues(app: Celery) -> Mapping[str, Queue]:
 def _never(allowed: AllowedDestinations, app: Celery) -> AllowedDestinations:
     """Return the same without what no module ever publishes to.
 
-    That are the levels and their modules, what is the broker's own, and Celery's remote control,
-    its replies and its events, as the application's settings name them.
+    It publishes neither to the levels and their modules, nor to what the broker has of its own, nor
+    to Celery's remote control, its replies and its events, as the application's settings name them.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
     exchanges = (*topology.exchanges, topology.identity.guard, topology.identity.marker)

@@ -293,7 +293,12 @@ class WaitingTasks(Jobs):
         self._publish(delayed._replace(message=message, queue=queue or delayed.queue), due)
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
         sent = Registration(
-            *(task_id, copy, due.at_ms, arrival.attempt, arrival.ticket, arrival.key),
+            task_id,
+            copy,
+            due.at_ms,
+            arrival.attempt,
+            arrival.ticket,
+            arrival.key,
             name=waiting.name,
             job=arrival.job,
             message=waiting.message,

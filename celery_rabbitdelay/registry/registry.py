@@ -157,12 +157,12 @@ class Registry:
         keys = [key for _, key in tasks if key]
         if not ids and not keys:
             keys = [""]  # Redis has to answer all the same
-        lives, orders = self._run(
-            self._batch("ask", "task", ids, [("task",)] * len(ids)),
-            self._batch("ask", "key", keys, [("key",)] * len(keys)),
-        )
-        life_of = dict(zip(ids, lives, strict=True))
-        next_order = dict(zip(keys, map(int, orders), strict=True))
+        kinds: list[Kind] = ["task" for _ in ids]
+        kinds += ["key" for _ in keys]
+        asked = self._batch("ask", kinds, [*ids, *keys], [(kind,) for kind in kinds])
+        (answers,) = self._run(asked)
+        life_of = dict(zip(ids, answers[: len(ids)], strict=True))
+        next_order = dict(zip(keys, map(int, answers[len(ids) :]), strict=True))
         tickets = []
         for task_id, key in tasks:
             life = life_of.get(task_id, "")
@@ -391,7 +391,7 @@ class Registry:
     def _batch(
         self,
         script: str,
-        kind: Kind,
+        kind: Kind | Sequence[Kind],
         names: Sequence[str],
         fields: Sequence[Sequence[str | int | bool]],
         *shared: str | int,
@@ -400,14 +400,15 @@ class Registry:
 
         Args:
             script: Its name.
-            kind: What its keys are about.
+            kind: The kind of its keys, or that of each of them.
             names: The tasks' ids, or the keys that they were sent with.
             fields: The arguments for each.
             *shared: Further arguments for all.
         """
-        batch = []
+        batch, kinds = [], [kind] * len(names) if isinstance(kind, str) else kind
+        every = [self.names.of(*each) for each in zip(kinds, names, strict=True)]
         for group in self._grouped(names):
-            keys = [self.names.of(kind, names[number]) for number in group]
+            keys = [every[number] for number in group]
             own = [fields[number] for number in group]
             batch.append((group, ScriptCall(script, keys, own, self._keep_ms, shared)))
         return batch

@@ -218,9 +218,15 @@ class Decisions(BatchThread[_Due]):
         decisions: list[Decision] = self._registry.decide(arrivals)
         # Redis may have lost everything, and then the schedule was put again: a later occurrence of
         # the same put is no edit.
-        for number, decision in enumerate(decisions):
-            if decision.verdict is Verdict.SUPERSEDED and self._is_of_newest_put(batch[number]):
-                (decisions[number],) = self._registry.decide([arrivals[number]._replace(key="")])
+        again = [
+            number
+            for number, decision in enumerate(decisions)
+            if decision.verdict is Verdict.SUPERSEDED and self._is_of_newest_put(batch[number])
+        ]
+        if again:
+            found = self._registry.decide([arrivals[number]._replace(key="") for number in again])
+            for number, decision in zip(again, found, strict=True):
+                decisions[number] = decision
         return decisions
 
     def _is_of_newest_put(self, due: _Due) -> bool:

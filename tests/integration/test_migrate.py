@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from socket import create_server
 from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
@@ -26,7 +27,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
-from celery_rabbitdelay.operations.moving.mover import BATCH, Mover, Place, Stay
+from celery_rabbitdelay.operations.moving.mover import BATCH, MOST_LOSSES, Mover, Place, Stay
 from celery_rabbitdelay.operations.moving.source import Source
 from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -223,12 +224,16 @@ def test_a_move_goes_on_when_its_source_comes_back(
     request.addfinalizer(before.close)
     rows = [Row(delay=1800 + each) for each in range(number)]
     before.rabbitdelay.send_many(before.tasks["look"], rows, envelopes=False)
-    command = f"rabbitdelay transfer --from {other_broker.url} --rate 50 --json"
+    command = f"rabbitdelay transfer --from {other_broker.url} --rate 50 --timeout 300 --json"
     target = place(old, after)
     with start_celery(old, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         wait_for(lambda: sum(waiting(target).values()), "the first messages moved")
         other_broker.kill()
-        time.sleep(8)  # while it connects in vain, more often than it may lose its connection
+        # More attempts than losses of the connection end a move, of two connections at most.
+        with create_server(("127.0.0.1", other_broker.port)) as nobody:
+            nobody.settimeout(PATIENCE)
+            for _ in range(2 * (MOST_LOSSES + 1)):
+                nobody.accept()[0].close()
         other_broker.start()
         told, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors

@@ -1,6 +1,6 @@
 -- Look at what has to be known before tasks are sent. Changes nothing.
 --
--- KEYS  records of tasks, or keys that tasks are sent with
+-- KEYS  records of tasks, and keys that tasks are sent with
 -- ARGV  for each: "task" or "key"
 -- Returns for each task the life of what is sent under its id now, empty if it has not run; for each key
 -- the order of what is sent with it now: the time in microseconds, or more if its newest task has no less.
