@@ -11,8 +11,7 @@ These are the parties, and what each may set:
   be signed: where a message goes, when it is due, and what the registry is asked with
   (:data:`REGISTRY`). Nothing else is, such as what was noted on the way. See
   :attr:`DelayHeaders.signed`.
-- The consumer of the message gets what :meth:`DelayHeaders.for_worker` or
-  :meth:`DelayHeaders.for_consumer` keeps.
+- The consumer of the message gets what :meth:`DelayHeaders.for_consumer` keeps.
 """
 
 from __future__ import annotations
@@ -224,6 +223,9 @@ class EarlyHeader(NamedTuple):
         return {EARLY: {name: value for name, value in table.items() if value is not None}}
 
 
+NEVER_EARLY: Final = EarlyHeader()
+
+
 class Failures(NamedTuple):
     """The failed attempts to publish a message to its destination.
 
@@ -263,7 +265,7 @@ class DelayHeaders(NamedTuple):
     queue: str | None = None
     priority: int | None = None
     expiration: str | None = None
-    early: EarlyHeader = EarlyHeader()
+    early: EarlyHeader = NEVER_EARLY
     failures: Failures | None = None
     reason: str | None = None
     redriven: int = 0
@@ -277,7 +279,7 @@ class DelayHeaders(NamedTuple):
         for name, value in zip(_FIELDS, self[: len(_FIELDS)], strict=True):
             if value is not None:
                 headers[name] = value
-        if self.early != _NEVER_EARLY:
+        if self.early != NEVER_EARLY:
             headers |= self.early.header()
         if self.failures is not None:
             headers[ATTEMPTS], headers[FAILED_SINCE], headers[FIRST_REASON] = self.failures
@@ -301,26 +303,18 @@ class DelayHeaders(NamedTuple):
             *(self.expiration, self.early.exchange, self.early.routing_key),
         )
 
-    def for_worker(self) -> DelayHeaders:
-        """Return what the worker needs that consumes the task's queue."""
-        return DelayHeaders(
-            self.due_ms,
-            self.exchange,
-            self.routing_key,
-            self.queue,
-            early=self.early,
-            registry=self.registry,
-            others=self.others,
-        )
-
     def for_consumer(self) -> DelayHeaders:
-        """Return what a consumer gets that another exchange routes the message to."""
-        return DelayHeaders(
+        """Return what the consumer of the message gets.
+
+        Of a destination, only the worker gets to know that consumes the task's queue.
+        """
+        left = DelayHeaders(
             self.due_ms, early=self.early, registry=self.registry, others=self.others
         )
+        if self.queue is None:
+            return left
+        return left._replace(exchange=self.exchange, routing_key=self.routing_key, queue=self.queue)
 
-
-_NEVER_EARLY: Final = EarlyHeader()
 
 #: The headers of the first fields of :class:`DelayHeaders`, in their order.
 _FIELDS: Final = (DUE, EXCHANGE, ROUTING_KEY, QUEUE, PRIORITY, EXPIRATION)
@@ -414,7 +408,7 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
         get(QUEUE),
         get(PRIORITY),
         get(EXPIRATION),
-        EarlyHeader.of(valid[EARLY]) if EARLY in valid else _NEVER_EARLY,
+        EarlyHeader.of(valid[EARLY]) if EARLY in valid else NEVER_EARLY,
         Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON]) if has_failed else None,
         get(REASON),
         get(REDRIVEN, 0),

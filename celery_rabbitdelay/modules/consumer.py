@@ -157,10 +157,9 @@ class ModuleConsumer:
     def _turn(self) -> None:
         """Publish what can be published, and read what the broker sends."""
         channel, began = self._loop.channel, time.monotonic()
-        self._loop.send()
+        can_send = self._loop.send()
         channel.flush(self._module.timeout)
         self._deliveries.write()
-        can_send = self._loop.has_room and not self._loop.source_is_empty
         try:
             channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
         except TimeoutError:
@@ -202,7 +201,7 @@ class ModuleConsumer:
         else:
             is_used_up = (
                 deliveries.unfinished >= self._module.prefetch * growth
-                or self._loop.channel.in_flight >= self._loop.window
+                or len(self._loop.channel.unconfirmed) >= self._loop.window
             )
             may_grow = growth < MAX_GROWTH and silent_for >= SILENCE * growth and is_used_up
         if not may_grow:

@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, RegistryUnavailable, 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, shortened
+from celery_rabbitdelay.levels.headers import NEVER_EARLY, DelayHeaders, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
@@ -157,10 +157,10 @@ class Distribution:
             headers = headers._replace(exchange="", routing_key=unrouted)
         if headers.queue is None:
             exchange, routing_key = _destination(headers)
-            left = headers.for_consumer()
         else:
-            exchange, routing_key, left = "", headers.queue, headers.for_worker()
-        outgoing = Outgoing(exchange, routing_key, self._restored(message, left, is_authentic))
+            exchange, routing_key = "", headers.queue
+        restored = self._restored(message, headers.for_consumer(), is_authentic)
+        outgoing = Outgoing(exchange, routing_key, restored)
         if self.reach.names(exchange, routing_key):
             return outgoing
         delivery = self.topology.delivery.name
@@ -301,10 +301,15 @@ class Distribution:
 
 def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     """Return what the headers of a message in an envelope say, with what the envelope's say."""
-    names = ("exchange", "routing_key", "priority", "expiration")
-    shared = {name: getattr(outer, name) for name in names if getattr(inner, name) is None}
-    own = inner._replace(**shared)
-    return own._replace(due_ms=outer.due_ms, queue=None, early=EarlyHeader())
+    return inner._replace(
+        due_ms=outer.due_ms,
+        exchange=outer.exchange if inner.exchange is None else inner.exchange,
+        routing_key=outer.routing_key if inner.routing_key is None else inner.routing_key,
+        queue=None,
+        priority=outer.priority if inner.priority is None else inner.priority,
+        expiration=outer.expiration if inner.expiration is None else inner.expiration,
+        early=NEVER_EARLY,
+    )
 
 
 def _refuse_other_than_key(word: str, named: Any) -> None:

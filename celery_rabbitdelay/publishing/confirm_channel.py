@@ -58,10 +58,6 @@ class Unconfirmed(dict[int, Publication]):
         last_tag = self._last_tag - number
         return [publication for tag, publication in self.items() if tag <= last_tag]
 
-    def first(self) -> Publication | None:
-        """Return the one that was sent first; None if all are settled."""
-        return next(iter(self.values()), None)
-
     def forget(self, publications: Collection[Publication]) -> None:
         """Stop waiting for some of them; later answers about them are ignored."""
         gone = [tag for tag, each in self.items() if each in publications]
@@ -135,11 +131,6 @@ class ConfirmChannel:
     def open(self) -> bool:
         """Whether the channel can be used."""
         return self._channel.connection is not None and bool(self._channel.is_open)
-
-    @property
-    def in_flight(self) -> int:
-        """How many publications are not settled."""
-        return len(self.unconfirmed)
 
     @property
     def unanswered(self) -> list[Publication]:

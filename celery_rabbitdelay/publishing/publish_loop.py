@@ -138,7 +138,7 @@ class PublishLoop:
 
     def has_more(self) -> bool:
         """Return whether work is left; may take a message from the source."""
-        if self._channel is not None and self._channel.in_flight:
+        if self._channel is not None and self._channel.unconfirmed:
             return True
         if not self._queued and (publication := self._take()) is not None:
             self._queued.append((0.0, publication))
@@ -155,17 +155,10 @@ class PublishLoop:
         return bool(self._queued) and self._queued[0][0] <= time.monotonic()
 
     @property
-    def has_room(self) -> bool:
-        """Whether a new message would be sent at once."""
-        channel = self.channel
-        occupied = channel.in_flight + len(self._queued)
-        return channel.blocked is None and not self._suspects_left and occupied < self.window
-
-    @property
     def silent_for(self) -> float:
         """Seconds since the broker last settled a message, or since the first one in flight."""
         channel = self.channel
-        if not channel.in_flight or channel.blocked is not None:
+        if not channel.unconfirmed or channel.blocked is not None:
             return 0.0
         return time.monotonic() - self._progress
 
@@ -185,11 +178,14 @@ class PublishLoop:
             # It is sent before the next suspect, and its outcome is counted as one of theirs.
             self._suspects_left += 1
 
-    def send(self) -> None:
+    def send(self) -> bool:
         """Send as many messages as the window takes; they are written by the channel's flush.
 
         While messages are in flight, it returns after :data:`READ_EVERY` seconds even if the window
         has room, so that its owner can do its other work.
+
+        Returns:
+            Whether it has stopped for that reason alone.
         """
         if self._must_redeclare and self._redeclare is not None:
             self._must_redeclare = False
@@ -202,10 +198,10 @@ class PublishLoop:
         read_at = time.monotonic() + READ_EVERY
         # A message that is returned meanwhile is sent again after the declaration.
         while channel.blocked is None and not self._must_redeclare:
-            in_flight = channel.in_flight
+            in_flight = len(channel.unconfirmed)
             publication = self._next(in_flight)
             if publication is None:
-                return
+                break
             if not in_flight:
                 self._progress = time.monotonic()
             if self._prepare is not None and not self._is_prepared(publication):
@@ -219,10 +215,11 @@ class PublishLoop:
                 self._finish(publication)
             if self._source_took >= SLOW_SOURCE:
                 channel.flush(timeout)
-            if time.monotonic() >= read_at and channel.in_flight:
+            if time.monotonic() >= read_at and channel.unconfirmed:
                 channel.flush(timeout)
                 channel.read_all()
-                return
+                return True
+        return False
 
     def _is_prepared(self, publication: Publication) -> bool:
         assert self._prepare is not None
@@ -262,7 +259,7 @@ class PublishLoop:
     def _oldest(self) -> Publication | None:
         """The first message in flight, or else the first that waits to be sent again."""
         waiting = self._queued[0][1] if self._queued else None
-        return self.channel.unconfirmed.first() or waiting
+        return next(iter(self.channel.unconfirmed.values()), waiting)
 
     def _next(self, in_flight: int) -> Publication | None:
         if in_flight >= (1 if self._suspects_left else self.window):
@@ -309,7 +306,7 @@ class PublishLoop:
             room = 0 if self.source_is_empty else max(self.window - len(self._queued), 0)
         # Wait until a quarter of the window is free, so that messages are written in batches.
         enough = room * 3 // 4
-        was_blocked, was_in_flight = channel.blocked is not None, channel.in_flight > 0
+        was_blocked, was_in_flight = channel.blocked is not None, bool(channel.unconfirmed)
         if not was_blocked and not was_in_flight and resend_at <= now:
             # A resend has come due since send() ran: there is nothing to wait for.
             return
@@ -317,7 +314,7 @@ class PublishLoop:
         def can_go_on() -> bool:
             if was_blocked or channel.blocked is not None:
                 return was_blocked != (channel.blocked is not None)
-            return was_in_flight and channel.in_flight <= enough
+            return was_in_flight and len(channel.unconfirmed) <= enough
 
         wake = resend_at if now < resend_at < oldest.deadline else oldest.deadline
         if not channel.drain(can_go_on, wake):
@@ -331,7 +328,7 @@ class PublishLoop:
             ConnectionBlocked: The broker blocked the connection for all of that time.
         """
         channel, now = self.channel, time.monotonic()
-        if not channel.in_flight or channel.blocked is not None:
+        if not channel.unconfirmed or channel.blocked is not None:
             self._progress = now
         oldest = self._oldest
         if oldest is not None and oldest.deadline <= now:
@@ -341,17 +338,17 @@ class PublishLoop:
 
     def _give_up(self, oldest: Publication) -> None:
         channel = self.channel
-        was_in_flight = oldest is channel.unconfirmed.first()
+        was_in_flight = oldest in channel.unconfirmed.values()
         # This process may have been busy or suspended while the broker answered.
         channel.read_all()
-        if was_in_flight and oldest is not channel.unconfirmed.first():
+        if was_in_flight and oldest not in channel.unconfirmed.values():
             return
         if channel.blocked is not None:
             raise exceptions.ConnectionBlocked(*oldest.address(), channel.blocked)
         now = time.monotonic()
         taken_at = oldest.deadline - self._policy.timeout
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]
-        if self.last_settled <= taken_at or not channel.in_flight:
+        if self.last_settled <= taken_at or not channel.unconfirmed:
             # The broker has answered nothing, perhaps because all messages were for a queue that
             # does not answer. If their source has something else to publish, that one will show it.
             over = [each for each in over if each.single_attempt]

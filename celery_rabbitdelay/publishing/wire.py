@@ -31,8 +31,8 @@ BODY_FRAME: Final = 3
 #: The bytes of a frame without its payload: type, channel, size, and the byte at its end.
 FRAME_OVERHEAD: Final = 8
 
-#: The bytes of a frame before the length of its payload: type and channel.
-BEFORE_LENGTH: Final = 3
+#: Where the size of a frame's payload stands: behind type and channel.
+PAYLOAD_SIZE: Final = slice(3, 7)
 
 #: Bytes that are received ahead, if there are as many. More would cost time: with each part of a
 #: frame, py-amqp copies what is left of them.
@@ -47,7 +47,6 @@ _FRAME: Final = struct.Struct(">BHI")
 _SETTLE: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
 _CONTENT_HEADER: Final = struct.Struct(">HHQ")
-_LENGTH: Final = struct.Struct(">I")
 _ACKED: Final = struct.Struct(">Q?")
 
 #: The class of all methods that carry messages.
@@ -196,8 +195,9 @@ class Wire:
             frames: Their bytes.
             timeout: Seconds that it may take.
         """
-        with self.answers_within(timeout):
-            self._amqp.transport.write(frames)
+        transport = self._amqp.transport
+        with transport.having_timeout(timeout):
+            transport.write(frames)
         self._amqp.bytes_sent += 1  # py-amqp counts writes, for its heartbeat
 
     def read(self, timeout: float, channel: int) -> tuple[int, bool] | None:
@@ -217,9 +217,10 @@ class Wire:
             TimeoutError: No frame arrived.
         """
         transport = self._amqp.transport
+        received: bytes = transport._read_buffer
         frame: Frame
-        if _holds_frame(transport._read_buffer):
-            frame = transport.read_frame()
+        if len(received) >= FRAME_OVERHEAD + int.from_bytes(received[PAYLOAD_SIZE], "big"):
+            frame = transport.read_frame()  # all of it has arrived
         else:
             with transport.having_timeout(timeout):
                 frame = transport.read_frame()
@@ -285,11 +286,3 @@ def _receive(receive: Callable[[int], bytes], at_once: int, size: int) -> bytes:
         return receive(max(size, at_once))
     except (BlockingIOError, ssl.SSLWantReadError) as nothing:
         raise TimeoutError from nothing
-
-
-def _holds_frame(received: bytes) -> bool:
-    """Return whether received bytes begin with a whole frame."""
-    if len(received) < FRAME_OVERHEAD:
-        return False
-    (size,) = _LENGTH.unpack_from(received, BEFORE_LENGTH)
-    return len(received) >= FRAME_OVERHEAD + int(size)

@@ -75,11 +75,11 @@ def publish(connection: Connection, messages: Iterable[Address]) -> float:
     began = time.monotonic()
     deadline = began + PATIENCE
     for exchange, routing_key, message in messages:
-        if channel.in_flight >= WINDOW:
-            assert channel.drain(lambda: channel.in_flight < WINDOW // 2, deadline)
+        if len(channel.unconfirmed) >= WINDOW:
+            assert channel.drain(lambda: len(channel.unconfirmed) < WINDOW // 2, deadline)
         address = exchange, routing_key
         channel.send(Publication(Content.of(message), partial(tuple[str, str], address)), PATIENCE)
-    assert channel.drain(lambda: not channel.in_flight, deadline)
+    assert channel.drain(lambda: not channel.unconfirmed, deadline)
     taken = time.monotonic() - began
     channel.close(PATIENCE)
     return taken

@@ -144,7 +144,7 @@ def test_a_suspect_that_is_given_up_does_not_keep_the_loop_from_its_source() -> 
     assert done == suspects
     loop.send()
     assert not source
-    assert loop.channel.in_flight == 1
+    assert len(loop.channel.unconfirmed) == 1
 
 
 @pytest.mark.parametrize("single_attempt", [True, False])
