@@ -30,10 +30,6 @@ from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 #: Seconds after which a job is confirmed again, if Redis was away.
 CONFIRM_AGAIN: Final = 5.0
 
-#: How much further ahead than the longest delay the due time of a message may be that has left the
-#: levels, in milliseconds: a day. The clock of its sender or of the worker may be wrong.
-DUE_SLACK_MS: Final = 86_400_000
-
 #: The last word of the routing keys of messages for distribution.
 DISTRIBUTION_WORD: Final = encode_destination(DISTRIBUTION)
 
@@ -95,11 +91,6 @@ class Distribution:
         headers, problems = header_names.parse(given)
         if problems:
             raise UnprocessableMessage("; ".join(problems.values()))
-        if headers.due_ms is not None:
-            # The delay was checked when the message came in. A due time too far ahead is forged,
-            # and the message would go back into the levels for ever.
-            ahead_ms = headers.due_ms - wall_clock.ms() - DUE_SLACK_MS
-            self.bounds.check_delay(header_names.DUE, headers.due_ms, ahead_ms)
         received = WaitingMessage.of(message, headers)
         key: str = (message.delivery_info or {}).get("routing_key", "")
         word, unrouted = key.rpartition(".")[2], None

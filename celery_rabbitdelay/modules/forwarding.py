@@ -26,10 +26,10 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import DelayHeaders, Failures, is_expiration, shortened
+from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import EarlyWarning, RareWarning
+from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, EarlyWarning, RareWarning
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
@@ -204,6 +204,11 @@ def without_headers(undeliverable: str, outgoing: Outgoing) -> Outgoing:
 MAX_PAUSE_MS: Final = 86_400_000
 
 
+#: How much further ahead than the longest delay the due time of a message may be that has left the
+#: levels, in milliseconds: a day. The clock of its sender or of the worker may be wrong.
+DUE_SLACK_MS: Final = 86_400_000
+
+
 @dataclass(frozen=True)
 class EarlyMessages:
     """Puts messages back that reach distribution before they are due.
@@ -215,6 +220,7 @@ class EarlyMessages:
         now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
         on_early: Called for each message that goes back.
         warning: Says in the log that messages are early.
+        bounds: What a message may cost.
     """
 
     topology: Topology
@@ -222,17 +228,24 @@ class EarlyMessages:
     now_ms: Callable[[], int] = lambda: wall_clock.ms()
     on_early: Callable[[], None] | None = None
     warning: RareWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
+    bounds: Bounds = DEFAULT_BOUNDS
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
 
         An envelope goes back as a whole. Body, headers and properties stay, and distribution gets
         the message again, when it is due.
+
+        Raises:
+            UnprocessableMessage: It is early by more than the longest delay.
         """
         now_ms, earlier = self.now_ms(), message.headers.early
         by_ms = early_ms(message.headers, now_ms, self.tolerated_ms)
         if by_ms is None:
             return None
+        # The delay was checked when the message came in. A due time too far ahead is forged, and
+        # the message would go back into the levels for ever.
+        self.bounds.check_delay(DUE, message.headers.due_ms, by_ms - DUE_SLACK_MS)
         if not earlier.expects(now_ms, self.tolerated_ms):
             self.warning.warn(f"Distribution: message {message.task_id}", by_ms / _MS_PER_S)
             if self.on_early is not None:

@@ -326,7 +326,12 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     else:
         queue = topology.module_queues.distribution
         on_early = partial(app.rabbitdelay.recorder.record, {EARLY: 1}, "", queue.name)
-        early = EarlyMessages(topology, milliseconds(settings.early_tolerance), on_early=on_early)
+        early = EarlyMessages(
+            topology,
+            milliseconds(settings.early_tolerance),
+            on_early=on_early,
+            bounds=settings.bounds,
+        )
         look = confirm = None
         if settings.registry_url is not None:
             look, confirm = _look(app), app.rabbitdelay.registry.jobs.confirm

@@ -195,7 +195,7 @@ def decompression(given: bytes) -> None:
 
 def distribution(given: bytes) -> None:
     """Whatever leaves the levels for distribution, envelopes among it."""
-    early = EarlyMessages(TOPOLOGY, 1000).put_back
+    early = EarlyMessages(TOPOLOGY, 1000, bounds=BOUNDS).put_back
     module = Distribution(
         TOPOLOGY, early, reach=DistributionReach(ALLOWED, is_list=True), bounds=BOUNDS
     )

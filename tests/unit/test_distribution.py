@@ -368,7 +368,7 @@ def test_a_wrong_clock_is_tolerated_and_a_forged_due_time_is_not(
     now_ms, day_ms = 1_900_000_000_000, 86_400_000
     monkeypatch.setattr(wall_clock, "source", lambda: now_ms * 1_000_000)
     bounds = Bounds(max_delay=3600)
-    distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back, bounds=bounds)
+    distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0, bounds=bounds).put_back)
 
     def receive(ahead_ms: int) -> Outgoing:
         own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import Failures
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import (
@@ -70,7 +72,8 @@ def after_failure(message: amqp.Message) -> WaitingMessage:
 
 
 def put_back(message: amqp.Message) -> WaitingMessage:
-    early = EarlyMessages(TOPOLOGY, 0, lambda: -1).put_back(waiting(message))
+    any_delay = Bounds(max_delay=math.inf)
+    early = EarlyMessages(TOPOLOGY, 0, lambda: -1, bounds=any_delay).put_back(waiting(message))
     assert early is not None
     return early.message
 
