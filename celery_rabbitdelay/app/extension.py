@@ -55,8 +55,6 @@ class RabbitDelay(WaitingTasks, Pausing):
     def __init__(self, app: celery.Celery) -> None:
         super().__init__(app)
         self._has_warned = self._has_warned_of_loop = False
-        #: By process: threads do not survive a fork.
-        self._threads: dict[int, ThreadPoolExecutor] = {}
 
     @property
     def schedules(self) -> Schedules:
@@ -93,12 +91,6 @@ class RabbitDelay(WaitingTasks, Pausing):
                     "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
                     seconds,
                 )
-
-    def close(self) -> None:
-        """Close the connections of the pool."""
-        if threads := self._threads.pop(os.getpid(), None):
-            threads.shutdown(wait=False)
-        super().close()
 
     def declare(self, connection: Connection) -> None:
         """Declare the levels on a broker, as a worker does at its start.
