@@ -21,7 +21,7 @@ from kombu import Connection
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import beat
-from celery_rabbitdelay.app.options import refuse_without_registry
+from celery_rabbitdelay.app.options import checked_registry_options
 from celery_rabbitdelay.app.pausing import Pausing
 from celery_rabbitdelay.app.schedules import Schedules
 from celery_rabbitdelay.app.sending.pipelines import open_pipeline
@@ -255,7 +255,7 @@ class RabbitDelay(WaitingTasks, Pausing):
             if options.get(name) is not None:
                 raise exceptions.UnknownOption(name, options[name], reason)
         self.check_settings()
-        refuse_without_registry(options, self.app)
+        checked_registry_options(options, self.app)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)

@@ -25,8 +25,8 @@ from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
+    checked_registry_options,
     refuse_two_times,
-    refuse_without_registry,
 )
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
 from celery_rabbitdelay.app.sending.message_template import CeleryWriter
@@ -106,7 +106,8 @@ class RowSender(Sending):
         self._registration: RowRegistration | None = None
         if self._settings.registry_url is not None:
             known = self._app.tasks.get(task) if isinstance(task, str) else task
-            wanted = RegistryOptions.of(self._settings, known, options, {})
+            given = checked_registry_options(options, self._app)
+            wanted = RegistryOptions.of(self._settings, known, given, {})
             self._registration = RowRegistration(delays, wanted, self._name, self.fail)
         self._options = options
         self._celerys_options = {
@@ -239,7 +240,7 @@ class RowSender(Sending):
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
         if row.key is not None:
-            refuse_without_registry({"key": row.key}, self._app)
+            checked_registry_options({"key": row.key}, self._app)
         if self._registration is not None:
             self._registration.join_job(due)
         headers = NO_HEADERS if row.key is None else {KEY: row.key}
