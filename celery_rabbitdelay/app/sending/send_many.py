@@ -221,7 +221,7 @@ class RowSender(Sending):
             yield Call(str(row.task_id), row.args, row.kwargs, due), item
 
     def _call(self, row: Row) -> Call:
-        if row.delay is not None:
+        if row.delay is not None and row.eta is not None:
             refuse_two_times(row.delay, None, row.eta)
         due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         self._settings.check_delay(due)
