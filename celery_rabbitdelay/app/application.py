@@ -25,11 +25,7 @@ from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.options import (
-    given_registry_options,
-    refuse_two_times,
-    refuse_without_registry,
-)
+from celery_rabbitdelay.app.options import checked_registry_options, refuse_two_times
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
@@ -176,7 +172,7 @@ class Celery(celery.Celery):
             sent = self.rabbitdelay.templates.send(name, args, kwargs, whole)
             if sent is not None:
                 return sent
-        refuse_without_registry(options, self)
+        checked_registry_options(options, self)
         former, options = _without_former_delay(options)
         body_delay_is_restored = options.pop(canvas.BODY_DELAY_IS_RESTORED, False)
         if any(options.get(name) for name in canvas.SIGNATURE_OPTIONS):
@@ -184,12 +180,14 @@ class Celery(celery.Celery):
                 options = canvas.restore_body_delay(options, delay)
             takeover = self.rabbitdelay.settings.takeover
             word = "countdown" if takeover else "delay"
-            check = partial(refuse_without_registry, app=self)
+            check = partial(checked_registry_options, app=self)
             options = canvas.translate_delays(options, word, check)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
         tolerance_ms = tolerance_milliseconds(tolerance)
-        given = {each: options.pop(each) for each in given_registry_options(options)}
+        given = checked_registry_options(options, self)
+        for each in given:
+            options.pop(each)
         by_celery: Callable[..., celery.result.AsyncResult[Any]] = partial(
             super().send_task, name, args, kwargs
         )

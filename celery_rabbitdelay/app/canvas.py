@@ -176,7 +176,7 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def translate_delays(
-    options: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], None]
+    options: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], object]
 ) -> dict[str, Any]:
     """Return options whose nested signatures have a delay that any worker understands.
 
@@ -199,7 +199,7 @@ def translate_delays(
 
 
 def _translate(
-    signature: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], None]
+    signature: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], object]
 ) -> dict[str, Any]:
     options = signature.get("options") or {}
     check(options)

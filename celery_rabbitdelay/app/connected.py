@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -47,6 +49,8 @@ class Connected:
         self.app = app
         self.recorder = Metrics()
         self.stand_in: StandIn | None = None
+        #: By process: threads do not survive a fork.
+        self._threads: dict[int, ThreadPoolExecutor] = {}
 
     @cached_property
     def settings(self) -> Settings:
@@ -197,6 +201,8 @@ class Connected:
 
     def close(self) -> None:
         """Close the connections of the pool."""
+        if threads := self._threads.pop(os.getpid(), None):
+            threads.shutdown(wait=False)
         if "pool" in self.__dict__:
             self.pool.close()
         if "registry" in self.__dict__:

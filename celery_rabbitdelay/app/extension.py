@@ -21,7 +21,7 @@ from kombu import Connection
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import beat
-from celery_rabbitdelay.app.options import refuse_without_registry
+from celery_rabbitdelay.app.options import checked_registry_options
 from celery_rabbitdelay.app.pausing import Pausing
 from celery_rabbitdelay.app.schedules import Schedules
 from celery_rabbitdelay.app.sending.pipelines import open_pipeline
@@ -55,8 +55,6 @@ class RabbitDelay(WaitingTasks, Pausing):
     def __init__(self, app: celery.Celery) -> None:
         super().__init__(app)
         self._has_warned = self._has_warned_of_loop = False
-        #: By process: threads do not survive a fork.
-        self._threads: dict[int, ThreadPoolExecutor] = {}
 
     @property
     def schedules(self) -> Schedules:
@@ -93,12 +91,6 @@ class RabbitDelay(WaitingTasks, Pausing):
                     "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
                     seconds,
                 )
-
-    def close(self) -> None:
-        """Close the connections of the pool."""
-        if threads := self._threads.pop(os.getpid(), None):
-            threads.shutdown(wait=False)
-        super().close()
 
     def declare(self, connection: Connection) -> None:
         """Declare the levels on a broker, as a worker does at its start.
@@ -263,7 +255,7 @@ class RabbitDelay(WaitingTasks, Pausing):
             if options.get(name) is not None:
                 raise exceptions.UnknownOption(name, options[name], reason)
         self.check_settings()
-        refuse_without_registry(options, self.app)
+        checked_registry_options(options, self.app)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)

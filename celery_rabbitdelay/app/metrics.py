@@ -90,9 +90,11 @@ class Metrics:
             self._parent.send(values, labels)
         elif self._prometheus:
             self.count(values, labels)
-        if recorders := self._in_opentelemetry():
+        if not self._opentelemetry and opentelemetry_is_set_up():
+            self._opentelemetry = _opentelemetry_recorders(lambda: self._source())
+        if self._opentelemetry:
             for instrument, value in values.items():
-                recorders[instrument](value, instrument.named(labels))
+                self._opentelemetry[instrument](value, instrument.named(labels))
 
     def record_send(self, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
         """Count one task that was published, or that could not be.
@@ -123,7 +125,7 @@ class Metrics:
     def observe(self, source: Observe = tuple) -> None:
         """Look up metrics at each collection from now on; without a source, no more of them."""
         self._source = source
-        self._in_opentelemetry()
+        self.record({})  # OpenTelemetry asks as soon as it has the instruments
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics in the form that ``prometheus_client`` serves."""
@@ -141,11 +143,6 @@ class Metrics:
                 # The times at which the others began would double the number of series.
                 family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
-
-    def _in_opentelemetry(self) -> Mapping[Instrument, Recorder]:
-        if not self._opentelemetry and opentelemetry_is_set_up():
-            self._opentelemetry = _opentelemetry_recorders(lambda: self._source())
-        return self._opentelemetry
 
     def _bounded(self, instrument: Instrument, labels: Labels) -> Labels:
         series = self._series[instrument]

@@ -118,7 +118,7 @@ class RegistryOptions(NamedTuple):
         cls,
         settings: Settings,
         task: object,
-        options: Mapping[str, Any],
+        given: Mapping[str, Any],
         former: Mapping[str, Any],
     ) -> Self:
         """Return the options of one send.
@@ -127,12 +127,11 @@ class RegistryOptions(NamedTuple):
             settings: The application's settings, whose defaults count last.
             task: The task, whose attributes ``once`` and ``track`` count before them; None if it is
                 only known by name.
-            options: What ``apply_async`` takes, which counts first.
+            given: The options of the registry that ``apply_async`` got, which count first.
             former: The headers of the task that this one retries.
         """
         if settings.registry_url is None:
             return cls()
-        given = {name: options[name] for name in given_registry_options(options)}
         once = given.get("once", former.get(ONCE, getattr(task, "once", False)))
         # A message that is registered and has no key is that of a tracked task.
         was_tracked = True if former.get(COPY) and not former.get(KEY) else None
@@ -179,28 +178,11 @@ def _unique_ms(given: Mapping[str, Any], key: str) -> int | None:
     return None
 
 
-def given_registry_options(options: Mapping[str, Any]) -> list[str]:
-    """Return which options of the registry are given.
+def checked_registry_options(options: Mapping[str, Any], app: Any) -> dict[str, Any]:
+    """Return those of a send's options that the registry takes, checked.
 
     A stamp of such a name is not an option: Celery passes stamps among the options, and lists
     their names.
-
-    Raises:
-        UnknownOption: One of them has a value that it does not take.
-    """
-    stamps = options.get("stamped_headers") or ()
-    given = [
-        name for name in REGISTRY_OPTIONS if options.get(name) is not None and name not in stamps
-    ]
-    for name in given:
-        is_taken, takes = REGISTRY_OPTIONS[name]
-        if not is_taken(options[name]):
-            raise UnknownOption(name, options[name], takes.format(name=name))
-    return given
-
-
-def refuse_without_registry(options: Mapping[str, Any], app: Any) -> None:
-    """Raise if an option needs the registry and the application has none.
 
     Args:
         options: What ``apply_async`` takes.
@@ -210,10 +192,21 @@ def refuse_without_registry(options: Mapping[str, Any], app: Any) -> None:
         RegistryRequired: One of them is given, and there is no registry.
         UnknownOption: One of them has a value that it does not take.
     """
-    for name in given_registry_options(options):
-        if options[name] is not False and app.rabbitdelay.settings.registry_url is None:
+    stamps = options.get("stamped_headers") or ()
+    given = {
+        name: options[name]
+        for name in REGISTRY_OPTIONS
+        if options.get(name) is not None and name not in stamps
+    }
+    for name, value in given.items():
+        is_taken, takes = REGISTRY_OPTIONS[name]
+        if not is_taken(value):
+            raise UnknownOption(name, value, takes.format(name=name))
+    for name, value in given.items():
+        if value is not False and app.rabbitdelay.settings.registry_url is None:
             app.rabbitdelay.check_settings()
-            raise RegistryRequired(f"{name} = {options[name]!r}")
+            raise RegistryRequired(f"{name} = {value!r}")
+    return given
 
 
 def refuse_two_times(delay: Delay, countdown: float | None, eta: datetime | str | None) -> None:

@@ -32,8 +32,8 @@ from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.options import (
     DelayOptions,
     SendOptions,
+    checked_registry_options,
     refuse_two_times,
-    refuse_without_registry,
 )
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
@@ -147,7 +147,7 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
             sent = self.app.rabbitdelay.templates.send(self, args, kwargs, given)
             if sent is not None:
                 return sent
-        refuse_without_registry(given, self.app)
+        checked_registry_options(given, self.app)
         delay: Delay | None = given.get("delay")
         if delay is not None and self.app.conf.task_always_eager:
             refuse_two_times(delay, given.get("countdown"), given.get("eta"))
@@ -182,7 +182,7 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
         given: dict[str, Any] = {**options}
-        refuse_without_registry(given, self.app)
+        checked_registry_options(given, self.app)
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000

@@ -42,9 +42,28 @@ def without_password(url: str) -> str:
     Args:
         url: The URL. It may be malformed; a password may contain any character.
     """
-    if re.match(_SCHEME, url):
-        return ";".join(map(_of_server, _BETWEEN_SERVERS.split(url)))
-    return _of_server(url)
+    has_scheme = re.match(_SCHEME, url) is not None
+    if has_scheme and len(servers := _BETWEEN_SERVERS.split(url)) > 1:
+        return ";".join(map(without_password, servers))
+    secrets = [each for each in _PARAMETER.finditer(url) if _is_secret(each)]
+    is_ambiguous = any("@" in each["value"] for each in secrets)
+    url = _PARAMETER.sub(_of_parameter, url)
+    scheme, slashes, rest = url.partition("://") if has_scheme else (url, "", "")
+    if is_ambiguous:
+        # What stands before "@" may be the end of a parameter, or that of a password.
+        return f"{scheme}://{HIDDEN}" if slashes else HIDDEN
+    if not slashes:
+        return f"{HIDDEN}@{url.rpartition('@')[2]}" if "@" in url else url
+    # Unquoted, a password may contain "@", "/", "?" and "#".
+    credentials, at, server = rest.rpartition("@")
+    if at:
+        user, colon, _ = credentials.partition(":")
+        return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
+    host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
+    if colon and port and not port.isdigit() and not port.endswith("]"):
+        # No port: the password of a URL whose host was forgotten.
+        return f"{scheme}://{host}:{HIDDEN}"
+    return url
 
 
 def without_passwords(text: str) -> str:
@@ -84,28 +103,6 @@ def shown_broker(connection: Connection) -> str:
     if "@" in f"{connection.hostname}{connection.virtual_host}":
         return f"{connection.transport_cls}://{HIDDEN}"
     return without_password(connection.as_uri())
-
-
-def _of_server(url: str) -> str:
-    secrets = [each for each in _PARAMETER.finditer(url) if _is_secret(each)]
-    is_ambiguous = any("@" in each["value"] for each in secrets)
-    url = _PARAMETER.sub(_of_parameter, url)
-    scheme, slashes, rest = url.partition("://") if re.match(_SCHEME, url) else (url, "", "")
-    if is_ambiguous:
-        # What stands before "@" may be the end of a parameter, or that of a password.
-        return f"{scheme}://{HIDDEN}" if slashes else HIDDEN
-    if not slashes:
-        return f"{HIDDEN}@{url.rpartition('@')[2]}" if "@" in url else url
-    # Unquoted, a password may contain "@", "/", "?" and "#".
-    credentials, at, server = rest.rpartition("@")
-    if at:
-        user, colon, _ = credentials.partition(":")
-        return f"{scheme}://{user}:{HIDDEN}@{server}" if colon else url
-    host, colon, port = re.split("[/?#]", rest, maxsplit=1)[0].rpartition(":")
-    if colon and port and not port.isdigit() and not port.endswith("]"):
-        # No port: the password of a URL whose host was forgotten.
-        return f"{scheme}://{host}:{HIDDEN}"
-    return url
 
 
 def _is_secret(parameter: re.Match[str]) -> bool:

@@ -199,8 +199,21 @@ class Columns:
     def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
         self._options = options
         self.schema = schema
-        self.types = _types(schema)
-        self.identity = _identity(self.types, options)
+        fold = _fold()
+        self.types: dict[str, T.DataType] = {}
+        for field in schema.fields:
+            name = fold(field.name) if fold(field.name) in TYPES else field.name
+            if name in self.types:
+                raise InvalidColumn(field.name, field.dataType.simpleString(), "is there twice")
+            self.types[name] = field.dataType
+        identity = list(self.types) if options.id_column is None else []
+        for name in options.id_column or ():
+            same = [each for each in self.types if fold(each) == fold(name)]
+            if len(same) != 1:
+                takes = f"is named by idColumn; the columns are {', '.join(self.types)}"
+                raise InvalidColumn(name, None, takes)
+            identity += same
+        self.identity = alphabetical(identity)
         _check(self.types, options)
         self._kwargs = [name for name in self.types if name not in TYPES]
         #: The columns with maps, which PyArrow gives as lists of pairs.
@@ -239,25 +252,22 @@ class Columns:
         identity = [given[name] for name in self.identity]
         try:
             shared = self.shared if self.are_shared else self._shared_of(given)
-            return Taken(shared, self._row(given), None, identity, given)
+            delay, eta = given.get("delay"), given.get("eta")
+            if delay is None and eta is None:
+                name = "delay" if "delay" in given else "eta"
+                raise InvalidRow(_shown(given), f"its {name} is null")
+            if self._options.kwargs_from_columns:
+                kwargs: Any = {name: given[name] for name in self._kwargs}
+            else:
+                kwargs = self._parsed(given, "kwargs", dict) or {}
+            args = self._parsed(given, "args", list | tuple) or ()
+            if isinstance(args, dict):  # a struct
+                args = tuple(args.values())
+            delay = float(delay) if isinstance(delay, Decimal) else delay
+            row = Row(args, kwargs, delay, eta, given.get("task_id"), given.get("key"))
+            return Taken(shared, row, None, identity, given)
         except (TypeError, ValueError) as wrong:
             return Taken(self.shared, None, wrong, identity, given)
-
-    def _row(self, given: Mapping[str, Any]) -> Row:
-        delay, eta = given.get("delay"), given.get("eta")
-        if delay is None and eta is None:
-            name = "delay" if "delay" in given else "eta"
-            raise InvalidRow(_shown(given), f"its {name} is null")
-        if self._options.kwargs_from_columns:
-            kwargs: Any = {name: given[name] for name in self._kwargs}
-        else:
-            kwargs = self._parsed(given, "kwargs", dict) or {}
-        args = self._parsed(given, "args", list | tuple) or ()
-        if isinstance(args, dict):  # a struct
-            args = tuple(args.values())
-        key, task_id = given.get("key"), given.get("task_id")
-        delay = float(delay) if isinstance(delay, Decimal) else delay
-        return Row(args, kwargs, delay, eta, task_id, key)
 
     def _shared_of(self, given: Mapping[str, Any]) -> Shared:
         options, headers = self._options, given.get("headers")
@@ -301,30 +311,6 @@ def _fold() -> Callable[[str], str]:
     return str if is_sensitive == "true" else str.lower
 
 
-def _types(schema: T.StructType) -> dict[str, T.DataType]:
-    fold, types = _fold(), {}
-    for field in schema.fields:
-        name = fold(field.name) if fold(field.name) in TYPES else field.name
-        if name in types:
-            raise InvalidColumn(field.name, field.dataType.simpleString(), "is there twice")
-        types[name] = field.dataType
-    return types
-
-
-def _identity(types: Mapping[str, T.DataType], options: WriteOptions) -> list[str]:
-    """Return the names of the columns that ids are derived from, in their order."""
-    if options.id_column is None:
-        return alphabetical(types)
-    fold, found = _fold(), []
-    for name in options.id_column:
-        same = [each for each in types if fold(each) == fold(name)]
-        if len(same) != 1:
-            takes = f"is named by idColumn; the columns are {', '.join(types)}"
-            raise InvalidColumn(name, None, takes)
-        found += same
-    return alphabetical(found)
-
-
 def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
     for name, found in columns.items():
         if name in TYPES:
@@ -339,10 +325,13 @@ def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
                 "make all further columns keyword arguments"
             )
             raise InvalidColumn(name, found.simpleString(), takes)
-        wrong = next(filter(_is_inexpressible, _parts(found)), None)
-        if wrong is not None and name not in ("delay", "tolerance"):
-            takes = f"JSON cannot express {wrong.simpleString()}; cast it, to a string for example"
-            raise InvalidColumn(name, found.simpleString(), takes)
+        for part in () if name in ("delay", "tolerance") else _parts(found):
+            has_wrong_keys = isinstance(part, T.MapType) and not isinstance(part.keyType, KEYS)
+            if has_wrong_keys or isinstance(part, INEXPRESSIBLE):
+                takes = (
+                    f"JSON cannot express {part.simpleString()}; cast it, to a string for example"
+                )
+                raise InvalidColumn(name, found.simpleString(), takes)
     both = "delay" in columns and "eta" in columns
     if both or not ("delay" in columns or "eta" in columns):
         what = "there are both" if both else "there is neither"
@@ -365,12 +354,6 @@ def _parts(kind: T.DataType) -> Iterator[T.DataType]:
                 yield from _parts(field.dataType)
         case T.MapType():
             yield from _parts(kind.valueType)
-
-
-def _is_inexpressible(kind: T.DataType) -> bool:
-    """Whether JSON cannot express a type, whatever is in it."""
-    has_wrong_keys = isinstance(kind, T.MapType) and not isinstance(kind.keyType, KEYS)
-    return has_wrong_keys or isinstance(kind, INEXPRESSIBLE)
 
 
 def _plain_of(value: Any, kind: T.DataType) -> Any:

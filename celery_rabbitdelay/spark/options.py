@@ -194,7 +194,7 @@ class WriteOptions(NamedTuple):
         kwargs_from_columns: Whether columns without a special meaning become keyword arguments.
         on_error: ``collect``: refused rows are written to ``errors_path`` while the others are
             sent. ``fail``: the first one ends the write.
-        errors_path: The folder for refused rows.
+        errors_path: The folder for refused rows; None if they are not collected.
     """
 
     application: ApplicationOptions
@@ -212,11 +212,6 @@ class WriteOptions(NamedTuple):
     on_error: Annotated[str, _one_of("fail", "collect")] = "fail"
     errors_path: Annotated[str | None, TEXT] = None
 
-    @property
-    def collects(self) -> bool:
-        """Whether refused rows are collected."""
-        return self.on_error == "collect"
-
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
         """Read the options.
@@ -226,7 +221,7 @@ class WriteOptions(NamedTuple):
         """
         given = _known(options, cls)
         found = cls(ApplicationOptions.of(given), **_read(cls, given))
-        if found.collects != (found.errors_path is not None):
+        if (found.on_error == "collect") != (found.errors_path is not None):
             takes = "takes the folder for refused rows, together with onError = 'collect'"
             raise InvalidOption("errorsPath", found.errors_path, takes)
         return found

@@ -139,7 +139,7 @@ class PartitionSender:
             RowsNotConfirmed: Rows were not confirmed, and are not collected.
             InvalidRow: A row is invalid, likewise.
         """
-        if not self._columns.are_shared or self._options.collects:
+        if not self._columns.are_shared or self._options.errors_path is not None:
             for chunk in _chunks(taken):
                 self._send_chunk(chunk)
         elif (first := next(taken, None)) is not None:
@@ -196,7 +196,7 @@ class PartitionSender:
         try:
             self._send_many(shared, (row for _, row in members))
         except RowsNotConfirmed as failed:
-            if not self._options.collects:
+            if self._options.errors_path is None:
                 raise
             # The number of each member's first row.
             numbers = list(accumulate((_count(row) for _, row in members), initial=0))
@@ -240,7 +240,7 @@ class PartitionSender:
             yield row
 
     def _refuse(self, taken: Taken, error: Exception) -> None:
-        if not self._options.collects:
+        if self._options.errors_path is None:
             raise error
         self._sent.refused[type(error).__name__] += 1
         self._refused.append((taken, error))

@@ -99,34 +99,27 @@ class Grouper:
         is_instant = due.is_instant or due.tolerance_ms > 0
         wait_ms = min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS) if is_instant else 0
         self._until_ns = min(self._until_ns, now_ns + max(wait_ms, self._tick_ms) * NS_PER_MS)
-        ticks = self._shared_ticks(due)
-        if len(item) >= self._max_bytes and ticks in self._groups:
-            # A message of this size has a group of its own: an envelope may not hold more.
-            ready.append(self._take(ticks))
-        group = self._group(ticks, message, is_instant)
-        group.rows.append(row)
-        group.items += item
-        self._total_bytes += len(item) + MESSAGE_OVERHEAD
-        if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= self._max_bytes:
-            ready.append(self._take(ticks))
-        return ready
-
-    def _shared_ticks(self, due: Due) -> int:
-        """The delay of a message's group, in ticks from the reference time."""
+        # The group's delay, in ticks from the reference time.
         ahead_ms = max(-((self._reference_ns - due.at_ns) // NS_PER_MS), 0)
         shared_ms = self._layout.round_to_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
-        return -(-shared_ms // self._tick_ms)
-
-    def _group(self, ticks: int, message: Any, is_instant: bool) -> Group:
-        """Return the group of a delay; make it if it does not exist yet."""
+        ticks = -(-shared_ms // self._tick_ms)
         group = self._groups.get(ticks)
+        if group is not None and len(item) >= self._max_bytes:
+            # A message of this size has a group of its own: an envelope may not hold more.
+            ready.append(self._take(ticks))
+            group = None
         if group is None:
             delay_ms = ticks * self._tick_ms
             at_ns = self._reference_ns + delay_ms * NS_PER_MS
             group = self._groups[ticks] = Group(Due(at_ns, delay_ms, is_instant), message)
         elif is_instant and not group.due.is_instant:
             group.due = group.due._replace(is_instant=True)
-        return group
+        group.rows.append(row)
+        group.items += item
+        self._total_bytes += len(item) + MESSAGE_OVERHEAD
+        if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= self._max_bytes:
+            ready.append(self._take(ticks))
+        return ready
 
     def _take(self, ticks: int) -> Group:
         group = self._groups.pop(ticks)

@@ -105,7 +105,10 @@ class Writer:
         own: dict[str, Any] = {"id": call.task_id}
         for name, max_length in self._reprs.items():
             value = call.args if name == "argsrepr" else call.kwargs
-            own[name] = _brief(value, max_length, self._repr_depth)
+            text = repr(value)  # faster than Celery's, and mostly equal
+            if len(text) > max_length or _MAY_DIFFER.search(text, 1):
+                text = celerys_repr(value, max_length, self._repr_depth)
+            own[name] = text
         own.update(call.headers)
         return own
 
@@ -237,11 +240,3 @@ class CeleryWriter(Writer):
         except InvalidEnvelope:
             self._captured[call.task_id] = message
             raise
-
-
-def _brief(value: Any, max_length: int, repr_depth: int | None) -> str:
-    """Return how Celery shows a value in a header; by Python's faster ``repr`` if that is equal."""
-    text = repr(value)
-    if len(text) <= max_length and _MAY_DIFFER.search(text, 1) is None:
-        return text
-    return celerys_repr(value, max_length, repr_depth)

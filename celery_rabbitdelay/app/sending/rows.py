@@ -158,6 +158,7 @@ class Sending:
         report: The report on what was sent.
         stops_taking: Whether no further rows are taken.
         is_reporting: Whether ``progress`` is running, or has raised.
+        next_progress: When :meth:`report_progress` is due, by the monotonic clock.
     """
 
     def __init__(self, progress: Callable[[Report], None] | None) -> None:
@@ -169,7 +170,8 @@ class Sending:
         self._taken = 0
         self._rest: int | None = None
         self._error_of_rows: Exception | None = None
-        self._began = self._last_progress = time.monotonic()
+        self._began = time.monotonic()
+        self.next_progress = self._began + PROGRESS_INTERVAL
 
     def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
         """Yield rows, each with its number, or with that of the first of many."""
@@ -197,15 +199,11 @@ class Sending:
             self._errors[row] = error
         self.stops_taking |= len(self._errors) >= MAX_ERRORS
 
-    @property
-    def progress_is_due(self) -> bool:
-        """Whether the last call of the caller's ``progress`` was half a second ago."""
-        return time.monotonic() - self._last_progress >= PROGRESS_INTERVAL
-
     def report_progress(self) -> None:
         """Call the caller's ``progress``."""
-        self._last_progress = time.monotonic()
-        self.report.seconds = self._last_progress - self._began
+        now = time.monotonic()
+        self.next_progress = now + PROGRESS_INTERVAL
+        self.report.seconds = now - self._began
         if self._progress is not None:
             self.is_reporting = True
             self._progress(self.report)
@@ -269,6 +267,6 @@ def send_one_by_one(
             report.sent += 1
             report.confirmed += 1
             report.messages += 1
-        if sending.progress_is_due:
+        if time.monotonic() >= sending.next_progress:
             sending.report_progress()
     return sending.end()

@@ -7,8 +7,9 @@ other rows are written like it.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -24,8 +25,8 @@ from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
+    checked_registry_options,
     refuse_two_times,
-    refuse_without_registry,
 )
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
 from celery_rabbitdelay.app.sending.message_template import CeleryWriter
@@ -105,7 +106,8 @@ class RowSender(Sending):
         self._registration: RowRegistration | None = None
         if self._settings.registry_url is not None:
             known = self._app.tasks.get(task) if isinstance(task, str) else task
-            wanted = RegistryOptions.of(self._settings, known, options, {})
+            given = checked_registry_options(options, self._app)
+            wanted = RegistryOptions.of(self._settings, known, given, {})
             self._registration = RowRegistration(delays, wanted, self._name, self.fail)
         self._options = options
         self._celerys_options = {
@@ -219,7 +221,7 @@ class RowSender(Sending):
             yield Call(str(row.task_id), row.args, row.kwargs, due), item
 
     def _call(self, row: Row) -> Call:
-        if row.delay is not None:
+        if row.delay is not None and row.eta is not None:
             refuse_two_times(row.delay, None, row.eta)
         due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         self._settings.check_delay(due)
@@ -228,33 +230,54 @@ class RowSender(Sending):
             raise exceptions.InvalidRow(row, "takes a list or a tuple as args, such as [7]")
         if not isinstance(kwargs, Mapping):
             raise exceptions.InvalidRow(row, 'takes a mapping as kwargs, such as {"order": 7}')
-        if row.task_id is not None and not _is_id(row.task_id):
+        given_id = row.task_id
+        if given_id is not None and not (
+            isinstance(given_id, str)
+            and len(given_id.encode("utf-8", "surrogatepass")) <= MAX_SHORTSTR_BYTES
+        ):
             takes = f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes, such as 'order-7'"
             raise exceptions.InvalidRow(row, takes)
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
         if row.key is not None:
-            refuse_without_registry({"key": row.key}, self._app)
+            checked_registry_options({"key": row.key}, self._app)
         if self._registration is not None:
             self._registration.join_job(due)
         headers = NO_HEADERS if row.key is None else {KEY: row.key}
-        has_id = row.task_id is not None
-        return Call(row.task_id or next(self._ids), args, kwargs, due, headers, has_id)
+        has_id = given_id is not None
+        return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
+        writer, delayed = self._template.writer, self._template.producer.delayed
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
-        grouper = Grouper(layout, self._template.writer.item, max_bytes=max_bytes)
+        grouper = Grouper(layout, writer.item, max_bytes=max_bytes)
         for number, given in work:
+            calls: Iterable[tuple[int, Call]]
             if isinstance(given, Call):
-                yield from self._add(grouper, number, given)
+                calls = [(number, given)]
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
+                continue
             else:
                 calls = enumerate((call for call, _ in self._read(given)), number)
-                asked = calls if self._registration is None else self._registration.asked(calls)
-                for each, call in asked:
-                    yield from self._add(grouper, each, call)
+                if self._registration is not None:
+                    calls = self._registration.asked(calls)
+            for row, call in calls:
+                if not self._envelopes:
+                    yield Group(call.due, call, rows=[row])
+                    continue
+                try:
+                    ready = grouper.add(row, call, call.due)
+                except exceptions.InvalidEnvelope:
+                    yield Group(call.due, call, rows=[row])
+                except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
+                    self.fail([row], error)
+                else:
+                    if self._registration is not None:
+                        content = partial(writer.content, call) if writer.can_write_again else None
+                        self._registration.sent(row, call, content, delayed)
+                    yield from ready
         yield from grouper.flush()
 
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
@@ -275,23 +298,6 @@ class RowSender(Sending):
             return None
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
-
-    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
-        """Put a call into a group; return the groups that wait no longer."""
-        if not self._envelopes:
-            return [Group(call.due, call, rows=[number])]
-        try:
-            ready = grouper.add(number, call, call.due)
-        except exceptions.InvalidEnvelope:
-            return [Group(call.due, call, rows=[number])]
-        except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
-            self.fail([number], error)
-            return []
-        if self._registration is not None:
-            writer = self._template.writer
-            content = partial(writer.content, call) if writer.can_write_again else None
-            self._registration.sent(number, call, content, self._template.producer.delayed)
-        return ready
 
     def _publication(self, group: Group) -> Publication | None:
         """Return the message of a group; None if it cannot be made, and its rows have the error."""
@@ -331,7 +337,7 @@ class RowSender(Sending):
             report.confirmed += len(rows)
             report.messages += 1
             report.envelopes += len(rows) > 1
-        if self.progress_is_due:
+        if time.monotonic() >= self.next_progress:
             self._count()
             self.report_progress()
 
@@ -354,9 +360,3 @@ def _random_ids() -> Iterator[str]:
             d = digits[begin : begin + 32]
             variant = "89ab"[int(d[16], 16) % 4]
             yield f"{d[:8]}-{d[8:12]}-4{d[13:16]}-{variant}{d[17:20]}-{d[20:]}"
-
-
-def _is_id(given: object) -> bool:
-    return (
-        isinstance(given, str) and len(given.encode("utf-8", "surrogatepass")) <= MAX_SHORTSTR_BYTES
-    )
