@@ -65,12 +65,14 @@ def _signed_milliseconds(delay: Delay) -> int:
 def tolerance_milliseconds(tolerance: Delay) -> int:
     """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
     try:
-        if _signed_milliseconds(tolerance) < 0:
+        _signed_milliseconds(tolerance)
+        negative: Any = -tolerance
+        rounded_down = -_signed_milliseconds(negative)
+        if rounded_down < 0:
             raise InvalidDelay(tolerance, "must not be negative")
     except InvalidDelay as invalid:
         raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
-    negative: Any = -tolerance
-    return -_signed_milliseconds(negative)
+    return rounded_down
 
 
 class Due(NamedTuple):

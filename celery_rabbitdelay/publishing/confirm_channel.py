@@ -42,21 +42,10 @@ class Unconfirmed(dict[int, Publication]):
     def __init__(self, on_settled: OnSettled) -> None:
         super().__init__()
         self.on_settled = on_settled
-        self._last_tag = 0
-
-    def add(self, publication: Publication) -> None:
-        """Add a publication; the broker counts them in the order of sending, from 1."""
-        self._last_tag += 1
-        self[self._last_tag] = publication
 
     def all(self) -> list[Publication]:
         """Return the publications in the order of sending."""
         return list(self.values())
-
-    def all_but_the_last(self, number: int) -> list[Publication]:
-        """Return the publications except those that were added last, ``number`` of them."""
-        last_tag = self._last_tag - number
-        return [publication for tag, publication in self.items() if tag <= last_tag]
 
     def forget(self, publications: Collection[Publication]) -> None:
         """Stop waiting for some of them; later answers about them are ignored."""
@@ -116,6 +105,8 @@ class ConfirmChannel:
         self.wire = Wire(connection)
         self.blocked: str | None = None
         self.unconfirmed = Unconfirmed(on_settled)
+        #: How many publications were sent: the broker counts them as well, for their tags.
+        self._sent = 0
         self._collected: list[bytes] = []
         self._collected_bytes = 0
         channel: Any = connection.channel()
@@ -135,9 +126,9 @@ class ConfirmChannel:
     @property
     def unanswered(self) -> list[Publication]:
         """The publications of which a byte may have been written, and no answer has come."""
-        written = self.unconfirmed.all_but_the_last(len(self._collected))
+        written = self._sent - len(self._collected)
         # A returned one has an error already; only the ack that follows is missing.
-        return [publication for publication in written if publication.error is None]
+        return [each for tag, each in self.unconfirmed.items() if tag <= written and not each.error]
 
     def send(self, publication: Publication, timeout: float) -> None:
         """Send a message to the exchange and key that its ``address()`` returns now.
@@ -159,7 +150,8 @@ class ConfirmChannel:
             publication.content,
             self.wire.frame_max,
         )
-        self.unconfirmed.add(publication)
+        self._sent += 1
+        self.unconfirmed[self._sent] = publication
         self._collected.append(frames)
         self._collected_bytes += len(frames)
         if self._collected_bytes >= WRITE_SIZE:

@@ -129,6 +129,7 @@ def test_a_redis_that_is_killed_and_comes_back_under_an_open_page(
     acting.go(f"/waiting/task?id={cancelled}")
     sign_in(acting)
     acting.see("State waiting")
+    acting.follow("Stop refreshing")  # with the next refresh, the button would be gone
     for each in (tab, story):
         stay(each)
     with Redis.from_url(redis.url) as client:

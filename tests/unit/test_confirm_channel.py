@@ -29,8 +29,7 @@ def unconfirmed(sent: list[Publication]) -> tuple[Unconfirmed, list[Publication]
     """Those that were sent, and, in the order in which it is reported, those that are settled."""
     settled: list[Publication] = []
     found = Unconfirmed(settled.append)
-    for each in sent:
-        found.add(each)
+    found.update(enumerate(sent, 1))
     return found, settled
 
 

@@ -110,6 +110,7 @@ def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
     ("given", "error"),
     [
         (-1, InvalidDelay),
+        (-0.0004, InvalidDelay),
         ("60", InvalidDelayType),
         (True, InvalidDelayType),
         (float("nan"), InvalidDelay),

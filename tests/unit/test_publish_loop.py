@@ -24,6 +24,7 @@ class Silent(ConfirmChannel):
         self.blocked = None
         self.unconfirmed = Unconfirmed(on_settled)
         self._number = 1
+        self._sent = 0
         self._collected = []
         self._collected_bytes = 0
 
