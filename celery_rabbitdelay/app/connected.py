@@ -200,7 +200,7 @@ class Connected:
         return Due.at(instant, tolerance_ms)
 
     def close(self) -> None:
-        """Close the connections of the pool."""
+        """Close the connections of this process, and end its threads."""
         if threads := self._threads.pop(os.getpid(), None):
             threads.shutdown(wait=False)
         if "pool" in self.__dict__:

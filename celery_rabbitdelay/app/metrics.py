@@ -86,7 +86,7 @@ class Metrics:
             values: The values by their metrics, all of which have the same labels.
             *labels: The values of the labels.
         """
-        if self._parent is not None:
+        if values and self._parent is not None:
             self._parent.send(values, labels)
         elif self._prometheus:
             self.count(values, labels)

@@ -65,14 +65,13 @@ def _signed_milliseconds(delay: Delay) -> int:
 def tolerance_milliseconds(tolerance: Delay) -> int:
     """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
     try:
-        _signed_milliseconds(tolerance)
-        negative: Any = -tolerance
-        rounded_down = -_signed_milliseconds(negative)
-        if rounded_down < 0:
+        if _signed_milliseconds(tolerance) < 0:
             raise InvalidDelay(tolerance, "must not be negative")
     except InvalidDelay as invalid:
         raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
-    return rounded_down
+    negative: Any = -tolerance
+    # What a float computes for none, 0.3 - 3 * 0.1 for example, may be just below zero.
+    return max(-_signed_milliseconds(negative), 0)
 
 
 class Due(NamedTuple):

@@ -308,12 +308,16 @@ class DelayHeaders(NamedTuple):
 
         Of a destination, only the worker gets to know that consumes the task's queue.
         """
-        left = DelayHeaders(
-            self.due_ms, early=self.early, registry=self.registry, others=self.others
+        is_named = self.queue is not None
+        return DelayHeaders(
+            self.due_ms,
+            self.exchange if is_named else None,
+            self.routing_key if is_named else None,
+            self.queue,
+            early=self.early,
+            registry=self.registry,
+            others=self.others,
         )
-        if self.queue is None:
-            return left
-        return left._replace(exchange=self.exchange, routing_key=self.routing_key, queue=self.queue)
 
 
 #: The headers of the first fields of :class:`DelayHeaders`, in their order.

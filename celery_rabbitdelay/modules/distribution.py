@@ -59,7 +59,8 @@ class Distribution:
         signing_keys: What verifies their signatures; None: signatures do not matter.
         is_signing_required: Whether a message without a valid signature is refused, if there are
             keys.
-        bounds: What a message may cost.
+        bounds: The largest body of a message in an envelope. How far ahead a message may be due is
+            for ``put_back`` to say.
     """
 
     topology: Topology

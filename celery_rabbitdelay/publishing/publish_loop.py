@@ -185,7 +185,7 @@ class PublishLoop:
         has room, so that its owner can do its other work.
 
         Returns:
-            Whether it has stopped for that reason alone.
+            Whether it has stopped because of the time: there may be more to send.
         """
         if self._must_redeclare and self._redeclare is not None:
             self._must_redeclare = False

@@ -9,6 +9,7 @@ import amqp
 import pytest
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionBlocked, ConnectionLost
+from celery_rabbitdelay.publishing import publish_loop
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled, Unconfirmed
 from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop
@@ -146,6 +147,32 @@ def test_a_suspect_that_is_given_up_does_not_keep_the_loop_from_its_source() -> 
     loop.send()
     assert not source
     assert len(loop.channel.unconfirmed) == 1
+
+
+@pytest.mark.parametrize(
+    ("read_every", "messages", "blocked", "may_go_on"),
+    [
+        (-1.0, 2, None, True),
+        (60.0, 1, None, False),
+        (60.0, 3, None, False),
+        (-1.0, 2, "low", False),
+    ],
+    ids=["time is up", "the source is empty", "the window is full", "blocked"],
+)
+def test_it_says_whether_it_has_stopped_for_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+    read_every: float,
+    messages: int,
+    blocked: str | None,
+    may_go_on: bool,
+) -> None:
+    monkeypatch.setattr(publish_loop, "READ_EVERY", read_every)
+    source = [publication() for _ in range(messages)]
+    loop = PublishLoop(lambda: source.pop() if source else None, DEFAULT_POLICY, lambda _: None)
+    loop.window = 2
+    loop.use(channel := Silent(loop.settled))
+    channel.blocked = blocked
+    assert loop.send() is may_go_on
 
 
 @pytest.mark.parametrize("single_attempt", [True, False])
