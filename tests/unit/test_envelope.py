@@ -156,6 +156,17 @@ def test_no_byte_is_missing_wherever_a_chunk_ends(around: int, level: int) -> No
         assert len(opened.body) == size
 
 
+@given(st.lists(st.binary(max_size=8)), st.integers(1, 3))
+def test_written_blocks_are_cut_apart_again_and_none_may_be_cut_off(
+    blocks: list[bytes], cut: int
+) -> None:
+    written = b"".join(map(envelope.length_prefixed, blocks))
+    assert [bytes(each) for each in envelope.blocks_of(written)] == blocks
+    if blocks:
+        with pytest.raises(InvalidEnvelope, match="in the middle of a"):
+            list(envelope.blocks_of(written[:-cut]))
+
+
 def test_a_block_that_claims_more_than_an_envelope_holds_is_refused_at_once() -> None:
     with pytest.raises(InvalidEnvelope, match="claims 4294967295 bytes"):
         Envelope.unpack(zlib.compress(b"\0\0\0\x02{}" + b"\xff" * 4))
