@@ -172,7 +172,7 @@ class Celery(celery.Celery):
             sent = self.rabbitdelay.templates.send(name, args, kwargs, whole)
             if sent is not None:
                 return sent
-        checked_registry_options(options, self)
+        given = checked_registry_options(options, self)
         former, options = _without_former_delay(options)
         body_delay_is_restored = options.pop(canvas.BODY_DELAY_IS_RESTORED, False)
         if any(options.get(name) for name in canvas.SIGNATURE_OPTIONS):
@@ -185,7 +185,6 @@ class Celery(celery.Celery):
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
         tolerance_ms = tolerance_milliseconds(tolerance)
-        given = checked_registry_options(options, self)
         for each in given:
             options.pop(each)
         by_celery: Callable[..., celery.result.AsyncResult[Any]] = partial(

@@ -86,15 +86,13 @@ class Metrics:
             values: The values by their metrics, all of which have the same labels.
             *labels: The values of the labels.
         """
-        if values and self._parent is not None:
+        if self._parent is not None:
             self._parent.send(values, labels)
         elif self._prometheus:
             self.count(values, labels)
-        if not self._opentelemetry and opentelemetry_is_set_up():
-            self._opentelemetry = _opentelemetry_recorders(lambda: self._source())
-        if self._opentelemetry:
+        if recorders := self._in_opentelemetry():
             for instrument, value in values.items():
-                self._opentelemetry[instrument](value, instrument.named(labels))
+                recorders[instrument](value, instrument.named(labels))
 
     def record_send(self, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
         """Count one task that was published, or that could not be.
@@ -125,7 +123,7 @@ class Metrics:
     def observe(self, source: Observe = tuple) -> None:
         """Look up metrics at each collection from now on; without a source, no more of them."""
         self._source = source
-        self.record({})  # OpenTelemetry asks as soon as it has the instruments
+        self._in_opentelemetry()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics in the form that ``prometheus_client`` serves."""
@@ -143,6 +141,11 @@ class Metrics:
                 # The times at which the others began would double the number of series.
                 family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
+
+    def _in_opentelemetry(self) -> Mapping[Instrument, Recorder]:
+        if not self._opentelemetry and opentelemetry_is_set_up():
+            self._opentelemetry = _opentelemetry_recorders(lambda: self._source())
+        return self._opentelemetry
 
     def _bounded(self, instrument: Instrument, labels: Labels) -> Labels:
         series = self._series[instrument]

@@ -70,7 +70,7 @@ def tolerance_milliseconds(tolerance: Delay) -> int:
     except InvalidDelay as invalid:
         raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
     negative: Any = -tolerance
-    # What a float computes for none, 0.3 - 3 * 0.1 for example, may be just below zero.
+    # A float that should be zero may be just below it, such as 0.3 - 3 * 0.1.
     return max(-_signed_milliseconds(negative), 0)
 
 

@@ -50,7 +50,7 @@ def without_password(url: str) -> str:
     url = _PARAMETER.sub(_of_parameter, url)
     scheme, slashes, rest = url.partition("://") if has_scheme else (url, "", "")
     if is_ambiguous:
-        # What stands before "@" may be the end of a parameter, or that of a password.
+        # The text before "@" may belong to a parameter or to a password: hide all of it.
         return f"{scheme}://{HIDDEN}" if slashes else HIDDEN
     if not slashes:
         return f"{HIDDEN}@{url.rpartition('@')[2]}" if "@" in url else url

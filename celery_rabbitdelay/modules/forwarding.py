@@ -220,7 +220,7 @@ class EarlyMessages:
         now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
         on_early: Called for each message that goes back.
         warning: Says in the log that messages are early.
-        bounds: What a message may cost.
+        bounds: Its ``max_delay`` limits how far ahead a message may be due.
     """
 
     topology: Topology

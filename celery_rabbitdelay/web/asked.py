@@ -20,7 +20,7 @@ from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.site import Site
 
-#: What a page about single tasks says where there is no registry.
+#: The text on a page about single tasks if the application has no registry.
 NEEDS: Final = (
     "This needs the registry: pip install 'celery-rabbitdelay[registry]', set "
     "rabbitdelay_registry_url to the URL of a Redis, and rabbitdelay_track to 'all'"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -221,7 +221,7 @@ class RowSender(Sending):
             yield Call(str(row.task_id), row.args, row.kwargs, due), item
 
     def _call(self, row: Row) -> Call:
-        if row.delay is not None and row.eta is not None:
+        if row.delay is not None:
             refuse_two_times(row.delay, None, row.eta)
         due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         self._settings.check_delay(due)
@@ -249,35 +249,18 @@ class RowSender(Sending):
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
-        writer, delayed = self._template.writer, self._template.producer.delayed
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
-        grouper = Grouper(layout, writer.item, max_bytes=max_bytes)
+        grouper = Grouper(layout, self._template.writer.item, max_bytes=max_bytes)
         for number, given in work:
-            calls: Iterable[tuple[int, Call]]
             if isinstance(given, Call):
-                calls = [(number, given)]
+                yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
-                continue
             else:
                 calls = enumerate((call for call, _ in self._read(given)), number)
-                if self._registration is not None:
-                    calls = self._registration.asked(calls)
-            for row, call in calls:
-                if not self._envelopes:
-                    yield Group(call.due, call, rows=[row])
-                    continue
-                try:
-                    ready = grouper.add(row, call, call.due)
-                except exceptions.InvalidEnvelope:
-                    yield Group(call.due, call, rows=[row])
-                except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
-                    self.fail([row], error)
-                else:
-                    if self._registration is not None:
-                        content = partial(writer.content, call) if writer.can_write_again else None
-                        self._registration.sent(row, call, content, delayed)
-                    yield from ready
+                asked = calls if self._registration is None else self._registration.asked(calls)
+                for each, call in asked:
+                    yield from self._add(grouper, each, call)
         yield from grouper.flush()
 
     def _ready_group(self, number: int, written: WrittenRows) -> Group | None:
@@ -298,6 +281,23 @@ class RowSender(Sending):
             return None
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
+
+    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
+        """Put a call into a group; return the groups that wait no longer."""
+        if not self._envelopes:
+            return [Group(call.due, call, rows=[number])]
+        try:
+            ready = grouper.add(number, call, call.due)
+        except exceptions.InvalidEnvelope:
+            return [Group(call.due, call, rows=[number])]
+        except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
+            self.fail([number], error)
+            return []
+        if self._registration is not None:
+            writer = self._template.writer
+            content = partial(writer.content, call) if writer.can_write_again else None
+            self._registration.sent(number, call, content, self._template.producer.delayed)
+        return ready
 
     def _publication(self, group: Group) -> Publication | None:
         """Return the message of a group; None if it cannot be made, and its rows have the error."""
