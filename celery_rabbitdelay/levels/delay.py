@@ -6,10 +6,10 @@ import re
 from datetime import datetime, timedelta
 from decimal import Context, Decimal
 from fractions import Fraction
-from math import ceil, isfinite
+from math import ceil, floor, isfinite
 from numbers import Rational, Real
 from operator import mul
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import wall_clock
@@ -42,36 +42,36 @@ def milliseconds(delay: Delay) -> int:
         InvalidDelayType: Not a real number and not a timedelta; also a bool.
         InvalidDelay: Not a number (NaN) or infinite.
     """
-    return max(_signed_milliseconds(delay), 0)
+    return max(ceil(_exact_milliseconds(delay)), 0)
 
 
-def _signed_milliseconds(delay: Delay) -> int:
+def _exact_milliseconds(delay: Delay) -> int | Decimal | Fraction:
     if type(delay) is int:
         return delay * 1000
     if type(delay) is float and isfinite(delay):
-        return ceil(_EXACT.scaleb(Decimal(repr(delay)), 3))
+        return _EXACT.scaleb(Decimal(repr(delay)), 3)
     if isinstance(delay, timedelta):
-        return -(delay // timedelta(milliseconds=-1))
+        return _EXACT.scaleb(Decimal(delay // timedelta(microseconds=1)), -3)
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
         raise InvalidDelayType(delay, "takes seconds, such as 90, or timedelta(days=3)")
-    # Rationals first: one beyond the range of floats makes isfinite overflow.
-    if isinstance(delay, Rational) or (isinstance(delay, Decimal) and isfinite(delay)):
-        return ceil(Fraction(delay) * 1000)
-    if not isfinite(delay):
+    if isinstance(delay, Rational):
+        # NumPy's integers overflow.
+        return Fraction(int(delay.numerator), int(delay.denominator)) * 1000
+    if not (delay.is_finite() if isinstance(delay, Decimal) else isfinite(delay)):
         raise InvalidDelay(delay, "takes a finite number of seconds, such as 90")
-    return _signed_milliseconds(float(delay))
+    return _exact_milliseconds(Fraction(delay) if isinstance(delay, Decimal) else float(delay))
 
 
 def tolerance_milliseconds(tolerance: Delay) -> int:
     """Return a tolerance, which is not negative, in milliseconds, rounded down: never too late."""
     try:
-        if _signed_milliseconds(tolerance) < 0:
-            raise InvalidDelay(tolerance, "must not be negative")
+        exact = _exact_milliseconds(tolerance)
     except InvalidDelay as invalid:
         raise type(invalid)(tolerance, invalid.reason, "tolerance") from None
-    negative: Any = -tolerance
     # A float that should be zero may be just below it, such as 0.3 - 3 * 0.1.
-    return max(-_signed_milliseconds(negative), 0)
+    if exact <= -1:
+        raise InvalidDelay(tolerance, "must not be negative", "tolerance")
+    return max(floor(exact), 0)
 
 
 class Due(NamedTuple):

@@ -7,6 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch, now_ns: int = START_NS) -> Clock:
         (-1e306, 0),
         (timedelta.min, 0),
         (Fraction(10**400), 10**403),
+        (np.float32(1.5), 1500),
+        # Its milliseconds exceed 32 bits.
+        (np.int32(3_000_000), 3_000_000_000),
+        (np.uint8(200), 200_000),
     ],
 )
 def test_a_delay_in_milliseconds_is_rounded_up(delay: float, expected: int) -> None:
@@ -85,7 +90,7 @@ def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: 
             for value in (True, False, "5", b"5", None, [5], 1j, datetime.now(UTC))
         ),
         *((InvalidDelay, ValueError, float(value)) for value in ("nan", "inf", "-inf")),
-        (InvalidDelay, ValueError, Decimal("NaN")),
+        *((InvalidDelay, ValueError, Decimal(value)) for value in ("NaN", "sNaN", "-Infinity")),
     ],
 )
 def test_what_is_no_length_of_time_is_an_error_with_the_value(
@@ -101,7 +106,18 @@ def test_what_is_no_length_of_time_is_an_error_with_the_value(
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(0, 0), (60, 60_000), (0.0015, 1), (timedelta(seconds=1.5), 1500), (0.3 - 3 * 0.1, 0)],
+    [
+        (0, 0),
+        (60, 60_000),
+        (0.0015, 1),
+        (timedelta(seconds=1.5), 1500),
+        (timedelta(microseconds=1999), 1),
+        (0.3 - 3 * 0.1, 0),
+        (Fraction(5, 3), 1666),
+        (np.int32(3_000_000), 3_000_000_000),
+        (np.uint8(200), 200_000),
+        (timedelta.max, 86_399_999_999_999_999),
+    ],
 )
 def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
     assert delay_module.tolerance_milliseconds(given) == expected
@@ -114,6 +130,9 @@ def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
         ("60", InvalidDelayType),
         (True, InvalidDelayType),
         (float("nan"), InvalidDelay),
+        (Decimal("sNaN"), InvalidDelay),
+        (timedelta.min, InvalidDelay),
+        (-0.001, InvalidDelay),
     ],
 )
 def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Exception]) -> None:
