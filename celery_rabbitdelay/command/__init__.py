@@ -1,9 +1,9 @@
 """``celery -A proj rabbitdelay COMMAND``: parse options, call the library, print text or JSON.
 
 Read ``group`` (Celery's entry point) and ``shared`` (what the commands share), then the commands:
-``send``, ``waiting`` (pending, forecast, cancel, postpone and job), ``status`` (also ``verify``),
-``route``, ``declare`` (also ``delete``, ``export`` and ``permissions``), ``moving`` (``migrate``,
-``transfer`` and ``adopt``), ``undeliverable``, ``schedules``, ``pausing`` (``pause`` and
-``resume``) and ``web``. Code that does not concern the terminal belongs to the library's other
-packages.
+``send``, ``waiting`` (``pending``, ``show``, ``forecast``, ``cancel``, ``postpone``, ``run-now``
+and ``job``), ``status`` (also ``verify``), ``route``, ``declare`` (also ``delete``, ``export`` and
+``permissions``), ``moving`` (``migrate``, ``transfer`` and ``adopt``), ``undeliverable``,
+``schedules``, ``pausing`` (``pause`` and ``resume``) and ``web``. Code that does not concern the
+terminal belongs to the library's other packages.
 """

@@ -4,13 +4,14 @@ Anybody may have written the headers of a message that arrives: another client, 
 attacker. What they may say, and what counts as invalid, is decided in this file and nowhere else.
 :func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`. An
 invalid header counts as missing: distribution refuses the message, and a worker ignores the header.
-These are the parties, and what each may set:
+Where a message may go is decided in :mod:`.allowed`, what it may cost in :mod:`.bounds`, and which
+tasks a client may send in :mod:`.client_tasks`. These are the parties, and what each may set:
 
 - A client of check-in says :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
-- Whoever may publish to the levels says everything. If there is a signing key, three things have to
-  be signed: where a message goes, when it is due, and what the registry is asked with
-  (:data:`REGISTRY`). Nothing else is, such as what was noted on the way. See
-  :attr:`DelayHeaders.signed`.
+- Whoever may publish to the levels says everything. If there is a signing key, a message has to be
+  signed, unless ``rabbitdelay_signing_required`` is false: where it goes, when it is due, its
+  priority and expiration, and what the registry is asked with (:data:`REGISTRY`). What was noted on
+  the way is not signed. See :attr:`DelayHeaders.signed` and :mod:`.signature`.
 - The consumer of the message gets what :meth:`DelayHeaders.for_consumer` keeps.
 """
 
@@ -97,7 +98,7 @@ JOB_ID: Final = "rabbitdelay-job-id"
 #: next one is computed: str, JSON; see :class:`.Occurrence`.
 SCHEDULE: Final = "rabbitdelay-schedule"
 
-#: A message with this header is no task, but says that the job named by the two headers above was
+#: A message with this header is no task. It says that the job in :data:`JOB` and :data:`JOB_ID` was
 #: committed: True.
 COMMITTED: Final = "rabbitdelay-committed"
 
@@ -386,8 +387,10 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
 
     Returns:
         What they say; an invalid header counts as missing. And for each of these a text that says
-        what is wrong with it. For two headers there is none: :data:`VERSION`, about which
-        :func:`later_version` says more, and what stands in the table of :data:`EARLY`.
+        what is wrong with it. There is no text for :data:`VERSION`, about which
+        :func:`later_version` says more, for what stands in the table of :data:`EARLY`, for a header
+        that is None, and for an own header of an unknown name, which is dropped. Of failures, all
+        three headers count or none.
     """
     valid: dict[str, Any] = {}
     problems: dict[str, str] = {}

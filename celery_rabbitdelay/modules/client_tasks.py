@@ -8,7 +8,7 @@ the queue in the property ``reply_to``. In each of these ways, a client would by
 allow-list.
 
 A retry takes over the headers that its task exposes, those in the header ``headers`` for example.
-They may not have names that Celery or RabbitMQ reads then.
+So these must not have names that Celery or RabbitMQ would act on.
 
 A message with the header ``task`` is a task of Celery's protocol 2. Without that header, a message
 is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON in
@@ -35,8 +35,8 @@ FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
 #: group counts as a part of another one's chord.
 CANVAS: Final = (*FOLLOWING, "group", "taskset")
 
-#: The names that the headers may not have which a retry of the task takes over: those that Celery
-#: writes itself (``Celery.amqp.as_task_v2``), and those by which RabbitMQ routes.
+#: Names that must not occur among the headers which a retry of the task takes over: those that
+#: Celery writes itself (``Celery.amqp.as_task_v2``), and those by which RabbitMQ routes.
 NOT_TAKEN_OVER: Final = frozenset(
     (
         *("lang", "task", "id", "shadow", "eta", "expires", "group_index", "retries", "timelimit"),

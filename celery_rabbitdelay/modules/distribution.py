@@ -1,4 +1,7 @@
-"""Distribution: publishes messages that are due to their final exchange, unchanged. Pure."""
+"""Distribution: publishes each message, once it is due, to its final exchange, as it was before.
+
+Opens no connection itself; ``look`` and ``confirm`` ask the registry.
+"""
 
 from __future__ import annotations
 

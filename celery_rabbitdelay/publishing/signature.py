@@ -1,4 +1,4 @@
-"""Signatures: who has the key has said where a message goes and when. Pure.
+"""Signatures: whoever holds the key has said where and when a message goes. Pure.
 
 The signature is an HMAC with SHA-256 (RFC 2104) over what distribution and workers believe of a
 message: :attr:`.DelayHeaders.signed`, the two ids in :data:`SIGNED_PROPERTIES`, for a task that the

@@ -1,4 +1,4 @@
-"""The undocumented parts of py-amqp that ``wire.py`` and ``amqp_methods.py`` use exist.
+"""The undocumented parts of py-amqp that ``wire.py`` and ``kombu_internals.py`` use exist.
 
 Each test fails with a sentence that says which name has moved.
 """
@@ -39,7 +39,7 @@ def test_a_channel_sends_and_awaits_single_methods(function: Any, parameters: li
     missing = set(parameters) - inspect.signature(function).parameters.keys()
     assert not missing, (
         f"amqp's {function.__qualname__} no longer takes {sorted(missing)}: "
-        "publishing/amqp_methods.py pipelines passive declarations with it"
+        "publishing/kombu_internals.py pipelines passive declarations with it"
     )
 
 
@@ -55,15 +55,15 @@ def test_amqp_writes_declarations_as_ours(declare: Any, answer: Any, written: st
     writes = inspect.signature(declare).parameters["argsig"].default
     assert writes == written, (
         f"amqp's {declare.__qualname__} now writes its arguments as {writes!r}: find_queues and "
-        f"find_exchanges of publishing/amqp_methods.py write {written!r}"
+        f"find_exchanges of publishing/kombu_internals.py write {written!r}"
     )
     assert answer in Channel._METHODS, (
-        f"amqp's Channel no longer reads the method {answer}, for which amqp_methods.py waits"
+        f"amqp's Channel no longer reads the method {answer}, for which kombu_internals.py waits"
     )
 
 
 def test_amqp_opens_a_channel_again_that_the_broker_has_closed() -> None:
     assert "self._do_revive()" in inspect.getsource(Channel._on_close), (
         "amqp's Channel._on_close no longer calls _do_revive: find_queues and find_exchanges of "
-        "publishing/amqp_methods.py go on with the channel after NOT_FOUND"
+        "publishing/kombu_internals.py go on with the channel after NOT_FOUND"
     )
