@@ -16,6 +16,7 @@ from celery_rabbitdelay.levels.headers import COMMITTED, JOB, JOB_ID, DelayHeade
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.publishing.publication import PublishPolicy
 from celery_rabbitdelay.registry.jobs import JobState
 
 logger = logging.getLogger(__name__)
@@ -97,4 +98,5 @@ class Jobs(Connected):
         with self.publisher() as publisher:
             producer = DelayedProducer(publisher, **self.settings.for_producer)
             signed = producer.sign(delayed.message)
-            producer.publish_message(delayed._replace(message=signed), due)
+            policy = PublishPolicy(producer.timeout)
+            producer.publish_message(delayed._replace(message=signed), due, policy)

@@ -24,7 +24,12 @@ from celery_rabbitdelay.publishing.declaration import (
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
-from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS
+from celery_rabbitdelay.publishing.publication import (
+    BACKOFF,
+    RESENDS,
+    Publication,
+    PublishPolicy,
+)
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -73,7 +78,6 @@ class DelayedProducer(Producer):
 
     Attributes:
         says: What else the headers of each message say: fields of :class:`.DelayHeaders`.
-        reconnects: As :meth:`Publisher.publish` takes it.
     """
 
     def __init__(
@@ -99,7 +103,6 @@ class DelayedProducer(Producer):
         self.signing_keys = signing_keys
         self.max_message_bytes = max_message_bytes
         self.says: Mapping[str, Any] = {}
-        self.reconnects: int | None = None
 
     def publish_delayed(
         self,
@@ -144,39 +147,30 @@ class DelayedProducer(Producer):
         """
         due = due if isinstance(due, Due) else Due.after(due)
         delayed = self.delayed_message(body, destination, due, **options)
-        self.publish_message(delayed, due, declare=declare, resends=resends, backoff=backoff)
+        policy = PublishPolicy(self.timeout, resends, backoff)
+        self.publish_message(delayed, due, policy, declare)
 
     def publish_message(
         self,
         delayed: Delayed,
         due: Due,
-        *,
+        policy: PublishPolicy,
         declare: Iterable[Exchange | Queue] = (),
-        resends: int | None = RESENDS,
-        backoff: tuple[float, float, float] = BACKOFF,
     ) -> None:
         """Publish a message that :meth:`delayed_message` has made.
 
         Args:
             delayed: The message.
             due: When it is due.
+            policy: How long, and how often, it is tried.
             declare: As for :meth:`publish_delayed`.
-            resends: As for :meth:`publish_delayed`.
-            backoff: As for :meth:`publish_delayed`.
 
         Raises:
             PublishError: The broker did not confirm; see :meth:`Publisher.publish`.
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
-        self.publisher.publish(
-            delayed.message.amqp(),
-            partial(self.address, delayed, due),
-            timeout=self.timeout,
-            resends=resends,
-            backoff=backoff,
-            reconnects=self.reconnects,
-            **self.declarations(delayed.queue, declare),
-        )
+        publication = Publication.of(delayed.message.amqp(), partial(self.address, delayed, due))
+        self.publisher.publish_one(publication, policy, **self.declarations(delayed.queue, declare))
 
     def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
         """Return the exchange and the routing key to publish a message with, now."""

@@ -19,6 +19,7 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry import index as index_module
 from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.testing import RedisServer
 from tests.integration.arrivals import count
 from tests.integration.modules import MODULES, OPEN, wait_until_served
 from tests.integration.notes import Notes
@@ -259,6 +260,13 @@ def serve(configuration: dict[str, Any], make_shop: Callable[..., Any]) -> Itera
             return shop
 
         yield serve
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    """A Redis for one test to stop and start."""
+    with RedisServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session", params=["single", "cluster"])

@@ -52,7 +52,7 @@ def main() -> None:
     steps = Steps(int(sys.argv[2]) if len(sys.argv) > 2 else None)
     given = json.load(sys.stdin)
     app: Any = make_app(json.loads(os.environ["SHOP"]))
-    steps.around(Publisher, "publish")
+    steps.around(Publisher, "publish_one")
     steps.around(Store, "call_each")
     match what:
         case "send":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -17,13 +16,6 @@ from tests.integration.worker import Worker
 
 #: Seconds until the tasks are due.
 DELAY = 1.0
-
-
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    """The registry's Redis, for one test to stop and start."""
-    with RedisServer() as server:
-        yield server
 
 
 @pytest.fixture

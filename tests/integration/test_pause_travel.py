@@ -15,22 +15,9 @@ from celery_rabbitdelay.testing.session import Worker
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
 from tests.integration.test_pause import DELAY, send_one_of_each_kind
-from tests.integration.travelling_shop import app
+from tests.integration.travelling_shop import rabbitdelay_celery_app, shop, worker
 
-
-@pytest.fixture(scope="session")
-def rabbitdelay_celery_app() -> Any:
-    return app
-
-
-@pytest.fixture
-def shop(rabbitdelay_app: Any) -> Any:
-    return rabbitdelay_app
-
-
-@pytest.fixture
-def worker(rabbitdelay_worker: Worker) -> Worker:
-    return rabbitdelay_worker
+__all__ = ["rabbitdelay_celery_app", "shop", "worker"]
 
 
 def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(

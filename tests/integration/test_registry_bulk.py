@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
@@ -15,12 +14,6 @@ from celery_rabbitdelay.app import waiting_tasks
 from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.testing import RedisServer
 from tests.integration.worker import answer, run_command
-
-
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    with RedisServer() as redis:
-        yield redis
 
 
 @pytest.fixture

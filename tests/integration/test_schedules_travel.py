@@ -17,24 +17,11 @@ from celery_rabbitdelay.testing.session import Worker
 from celery_rabbitdelay.testing.travel import forget
 from tests.integration.notes import Notes, instants
 from tests.integration.shop import PATIENCE
-from tests.integration.travelling_shop import app
+from tests.integration.travelling_shop import rabbitdelay_celery_app, shop, worker
+
+__all__ = ["rabbitdelay_celery_app", "shop", "worker"]
 
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture(scope="session")
-def rabbitdelay_celery_app() -> Any:
-    return app
-
-
-@pytest.fixture
-def shop(rabbitdelay_app: Any) -> Any:
-    return rabbitdelay_app
-
-
-@pytest.fixture
-def worker(rabbitdelay_worker: Worker) -> Worker:
-    return rabbitdelay_worker
 
 
 @pytest.fixture(autouse=True)

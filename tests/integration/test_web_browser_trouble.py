@@ -33,13 +33,6 @@ NOBODY_LISTENS = ("Failed to load resource: net::ERR_", "htmx:error: Failed to f
 
 
 @pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    """A Redis that a test may kill."""
-    with RedisServer() as redis:
-        yield redis
-
-
-@pytest.fixture
 def serve_page(
     configuration: dict[str, Any], make_shop: Callable[..., Any], redis: RedisServer
 ) -> Iterator[Callable[..., Any]]:

@@ -1,7 +1,15 @@
-"""The application of :mod:`tests.integration.shop`, for tests that travel in time."""
+"""The application of :mod:`tests.integration.shop`, for tests that travel in time; and fixtures.
+
+A test module that uses the fixtures imports them and names them in its ``__all__``.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from celery_rabbitdelay.testing.session import Worker
 from tests.integration.modules import MODULES
 from tests.integration.shop import make_app
 
@@ -16,3 +24,18 @@ app = make_app(
         "task_acks_late": True,
     }
 )
+
+
+@pytest.fixture(scope="session")
+def rabbitdelay_celery_app() -> Any:
+    return app
+
+
+@pytest.fixture
+def shop(rabbitdelay_app: Any) -> Any:
+    return rabbitdelay_app
+
+
+@pytest.fixture
+def worker(rabbitdelay_worker: Worker) -> Worker:
+    return rabbitdelay_worker

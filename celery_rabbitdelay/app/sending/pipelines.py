@@ -29,12 +29,7 @@ from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.declaration import declare_again
 from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import (
-    BACKOFF,
-    RESENDS,
-    Publication,
-    PublishPolicy,
-)
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 logger = logging.getLogger(__name__)
@@ -277,10 +272,8 @@ class PipelinedProducer(DelayedTaskProducer):
         self,
         delayed: Delayed,
         due: Due,
-        *,
+        policy: PublishPolicy,
         declare: Iterable[Exchange | Queue] = (),
-        resends: int | None = RESENDS,
-        backoff: tuple[float, float, float] = BACKOFF,
     ) -> None:
         """Write the message, as :class:`.DelayedProducer` publishes it."""
 
@@ -291,7 +284,6 @@ class PipelinedProducer(DelayedTaskProducer):
             return publication
 
         sent = Sent(self._task, self._task_id, due.at_ms, queue_label(delayed))
-        policy = PublishPolicy(self.timeout, resends, backoff, reconnects=self.reconnects)
         self._pipeline.publish(make, sent, policy)
 
 

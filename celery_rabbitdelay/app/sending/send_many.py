@@ -155,13 +155,11 @@ class RowSender(Sending):
                 self._envelopes = False
         groups = self._groups(chain([(number, given)], work))
         publications = filter(None, map(self._publication, groups))
+        producer = self._template.producer
         # Nobody waits for the answer to a request: connecting takes as long as it may.
-        policy = self._template.policy._replace(
-            window=self._settings.max_unconfirmed, reconnects=None
-        )
-        declares = self._template.producer.declares
+        policy = producer.policy._replace(window=self._settings.max_unconfirmed, reconnects=None)
         try:
-            publisher.publish_all(publications, policy, done=self._done, **declares)
+            publisher.publish_all(publications, policy, done=self._done, **producer.declares)
         except exceptions.PublishError as error:
             if self.is_reporting:
                 raise  # it is the caller's own

@@ -18,12 +18,7 @@ from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import (
-    BACKOFF,
-    RESENDS,
-    Declaration,
-    PublishPolicy,
-)
+from celery_rabbitdelay.publishing.publication import Declaration, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -114,13 +109,11 @@ class CapturingProducer(DelayedTaskProducer):
         self,
         delayed: Delayed,
         due: Due,
-        *,
+        policy: PublishPolicy,
         declare: Iterable[Exchange | Queue] = (),
-        resends: int | None = RESENDS,
-        backoff: tuple[float, float, float] = BACKOFF,
     ) -> None:
         """Keep everything that publishing the message takes."""
-        self.policy = PublishPolicy(self.timeout, resends, backoff)
+        self.policy = policy
         self.declares = self.declarations(delayed.queue, declare)
 
 

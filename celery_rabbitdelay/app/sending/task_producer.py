@@ -101,7 +101,6 @@ class DelayedTaskProducer(DelayedProducer):
         super().__init__(publisher, **app.rabbitdelay.settings.for_producer)
         self._app = app
         self.amqp: AMQP = app.amqp
-        self._settings_timeout = self.timeout
         self._due = due
         self._given = options
         self._came_from = came_from
@@ -134,20 +133,14 @@ class DelayedTaskProducer(DelayedProducer):
         retry, retry_policy = options.pop("retry", False), options.pop("retry_policy", None)
         policy = publish_policy(self._app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)
-        timeout = self._settings_timeout if given is None else checked("confirm_timeout", given)
-        self.timeout, self.reconnects = max(timeout - self._waited, MIN_TIMEOUT), policy.reconnects
+        timeout = self.timeout if given is None else checked("confirm_timeout", given)
+        policy = policy._replace(timeout=max(timeout - self._waited, MIN_TIMEOUT))
         options.pop("timeout", None)
         began = time.monotonic()
         try:
             self.body, self.options = body, options
             self.delayed = self.delayed_message(body, destination, self._due, **options)
-            self.publish_message(
-                self.delayed,
-                self._due,
-                declare=declare,
-                resends=policy.resends,
-                backoff=policy.backoff,
-            )
+            self.publish_message(self.delayed, self._due, policy, declare)
         finally:
             self._waited += time.monotonic() - began
         self.is_sent = True

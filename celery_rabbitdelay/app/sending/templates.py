@@ -41,7 +41,7 @@ from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.task import Task
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 #: The options that are the same for all sends of a template. Each is a text, a number or None.
@@ -73,15 +73,14 @@ class Template(NamedTuple):
 
     Attributes:
         writer: Writes the message of a call.
-        producer: Celery's message, where it goes, and how its destination is declared.
-        policy: How long, and how often, a message is tried.
+        producer: Celery's message, where it goes, how its destination is declared, and how long
+            and how often it is tried.
         ignores_result: Celery's option ``ignore_result``.
         label: The queue, for metrics.
     """
 
     writer: Writer
     producer: CapturingProducer
-    policy: PublishPolicy
     ignores_result: bool | None
     label: str
 
@@ -94,10 +93,9 @@ class Template(NamedTuple):
             call: The call.
             options: The options of ``apply_async`` for all calls.
         """
-        policy = first.policy._replace(reconnects=first.reconnects)
         ignores_result = first.delayed.message.headers.others.get("ignore_result")
         writer = Writer(first, call, options)
-        return cls(writer, first, policy, ignores_result, queue_label(first.delayed))
+        return cls(writer, first, ignores_result, queue_label(first.delayed))
 
     def publication(self, call: Call, reply_to: str | None = None) -> Publication:
         """Return the message of a call, to be published.
@@ -183,17 +181,18 @@ class Templates:
             raise
         except Exception:  # noqa: BLE001 - Celery tries once more, and raises its own error
             return None
+        producer = template.producer
         if not template.ignores_result:
-            app.backend.on_task_call(template.producer, task_id)
+            app.backend.on_task_call(producer, task_id)
         name = task if isinstance(task, str) else str(task.name)
         sent = Sent(name, task_id, due.at_ms, template.label)
         if pipeline is None:
-            self._publish(template, publication, sent)
+            self._publish(producer, publication, sent)
         else:
-            pipeline.borrow(template.policy.timeout)
+            pipeline.borrow(producer.policy.timeout)
             publication.context = sent
-            publication.declare = template.producer.declares["declare"]
-            pipeline.publish(lambda _: publication, sent, template.policy)
+            publication.declare = producer.declares["declare"]
+            pipeline.publish(lambda _: publication, sent, producer.policy)
         delays.warn_blocked_loop(time.monotonic() - began)
         result: AsyncResult[Any]
         result = app.AsyncResult(task_id) if isinstance(task, str) else task.AsyncResult(task_id)
@@ -273,14 +272,14 @@ class Templates:
             and makes_messages_alone(delays.app, known, Task)
         )
 
-    def _publish(self, template: Template, publication: Publication, sent: Sent) -> None:
-        delays, declares = self._delays, template.producer.declares
+    def _publish(self, producer: CapturingProducer, publication: Publication, sent: Sent) -> None:
+        delays = self._delays
         began, is_confirmed = time.monotonic(), False
         with delays.publisher() as publisher:
-            left = max(template.policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
-            policy = template.policy._replace(timeout=left)
+            left = max(producer.policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
+            policy = producer.policy._replace(timeout=left)
             try:
-                publisher.publish_one(publication, policy, **declares)
+                publisher.publish_one(publication, policy, **producer.declares)
                 is_confirmed = True
             finally:
                 resent = publication.resent
