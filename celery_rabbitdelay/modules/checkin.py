@@ -15,7 +15,7 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import client_tasks
@@ -116,11 +116,6 @@ class CheckIn:
             return Outgoing(exchange, routing_key, sent)
         self.bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)
         due = Due(wall_clock.ns() + delay_ms * NS_PER_MS, delay_ms)
-        if due.at_ms > MAX_DUE_MS:
-            raise UnprocessableMessage(
-                f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
-                "since 1970, exceeds 64 bits"
-            )
         return for_distribution(self.topology, sent, due, exchange, routing_key, self.signing_keys)
 
     def _check_destination(self, exchange: str, routing_key: str) -> None:

@@ -127,20 +127,6 @@ def test_a_priority_and_no_expiration_need_no_headers(receive: Any) -> None:
     assert not {headers.PRIORITY, headers.EXPIRATION} & set(properties["application_headers"])
 
 
-def test_the_latest_due_time_is_the_last_that_amqp_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
-    unbounded = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=2.0**63))
-    latest = 2**63 - 1 - NOW
-    (outgoing,) = unbounded.receive(message(application_headers={"x-delay": latest}))
-    assert outgoing.exchange == "t.meditation"
-    assert outgoing.message.headers.to_headers()[headers.DUE] == 2**63 - 1
-    with pytest.raises(UnprocessableMessage) as caught:
-        list(unbounded.receive(message(application_headers={"x-delay": latest + 1})))
-    assert caught.value.reason == (
-        f"x-delay is {latest + 1}: its due time, in milliseconds since 1970, exceeds 64 bits"
-    )
-
-
 def test_the_longest_delay_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
     module = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=100))
