@@ -29,7 +29,7 @@ from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, EarlyWarning, RareWarning
+from celery_rabbitdelay.modules.bounds import EarlyWarning, RareWarning, check_delay
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
@@ -220,7 +220,6 @@ class EarlyMessages:
         now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
         on_early: Called for each message that goes back.
         warning: Says in the log that messages are early.
-        bounds: Its ``max_delay`` limits how far ahead a message may be due.
     """
 
     topology: Topology
@@ -228,7 +227,6 @@ class EarlyMessages:
     now_ms: Callable[[], int] = lambda: wall_clock.ms()
     on_early: Callable[[], None] | None = None
     warning: RareWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
-    bounds: Bounds = DEFAULT_BOUNDS
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
@@ -245,7 +243,7 @@ class EarlyMessages:
             return None
         # The delay was checked when the message came in. A due time too far ahead is forged, and
         # the message would go back into the levels for ever.
-        self.bounds.check_delay(DUE, message.headers.due_ms, by_ms - DUE_SLACK_MS)
+        check_delay(DUE, message.headers.due_ms, by_ms - DUE_SLACK_MS)
         if not earlier.expects(now_ms, self.tolerated_ms):
             self.warning.warn(f"Distribution: message {message.task_id}", by_ms / _MS_PER_S)
             if self.on_early is not None:
