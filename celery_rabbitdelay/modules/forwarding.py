@@ -25,7 +25,7 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
@@ -217,14 +217,12 @@ class EarlyMessages:
         topology: The levels.
         tolerated_ms: How many milliseconds early a message may be: the setting
             ``rabbitdelay_early_tolerance``.
-        now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
         on_early: Called for each message that goes back.
         warning: Says in the log that messages are early.
     """
 
     topology: Topology
     tolerated_ms: int
-    now_ms: Callable[[], int] = lambda: wall_clock.ms()
     on_early: Callable[[], None] | None = None
     warning: RareWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
 
@@ -237,7 +235,7 @@ class EarlyMessages:
         Raises:
             UnprocessableMessage: It is early by more than the longest delay.
         """
-        now_ms, earlier = self.now_ms(), message.headers.early
+        now_ms, earlier = wall_clock.ms(), message.headers.early
         by_ms = early_ms(message.headers, now_ms, self.tolerated_ms)
         if by_ms is None:
             return None
@@ -303,14 +301,12 @@ class Redelivery:
         topology: The levels that it waits in.
         seconds: How long a message is tried again; 0 for not at all.
         jitter: Returns a random number between two others.
-        now_ns: The time, in nanoseconds since 1970.
         signing_keys: Signs the message that waits; None: it stays unsigned.
     """
 
     topology: Topology
     seconds: float
     jitter: Callable[[float, float], float] = random.uniform
-    now_ns: Callable[[], int] = wall_clock.ns
     signing_keys: SigningKeys | None = None
 
     def after_failure(
@@ -327,7 +323,7 @@ class Redelivery:
         Returns:
             The message for the levels; for ``undeliverable`` if it has been tried for too long.
         """
-        now_ms = self.now_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         failures, given_up = self._failed(received.failures, reason, now_ms)
         if given_up is not None:
             undeliverable = self.topology.module_queues.undeliverable.exchange.name
@@ -374,7 +370,7 @@ class Redelivery:
             waiting = left.with_low_priority()
             if left.headers.signature is not None or left.headers.priority is not None:
                 waiting = waiting._replace(headers=left.headers)
-        now_ms = self.now_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         by_ms = early_ms(left.headers, now_ms)
         if by_ms is not None:
             due = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)

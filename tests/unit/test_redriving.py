@@ -61,7 +61,7 @@ def redrive(
 ) -> Outgoing:
     message = amqp.Message(body, application_headers=dict(given), **(properties or {}))
     message.delivery_info = {"exchange": "p.undeliverable", "routing_key": key}
-    options = {"modules": ("check-in", "distribution"), "now_ns": CLOCK.time_ns, **options}
+    options = {"modules": ("check-in", "distribution"), **options}
     return Redriving(topology, allowed, **options).redriven(message)
 
 

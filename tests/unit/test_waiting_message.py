@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import Failures
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import bounds
@@ -74,7 +75,8 @@ def after_failure(message: amqp.Message) -> WaitingMessage:
 def put_back(message: amqp.Message) -> WaitingMessage:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "MAX_DELAY", math.inf)
-        early = EarlyMessages(TOPOLOGY, 0, lambda: -1).put_back(waiting(message))
+        patch.setattr(wall_clock, "source", lambda: -wall_clock.NS_PER_MS)
+        early = EarlyMessages(TOPOLOGY, 0).put_back(waiting(message))
     assert early is not None
     return early.message
 

@@ -147,7 +147,6 @@ class Redriving:
             If the broker cannot be reached or refuses, the message stays.
         signing_keys: What verifies and signs messages; None: signatures do not matter.
         vouches: Whether messages without a valid signature are signed as well.
-        now_ns: The time, in nanoseconds since 1970.
     """
 
     topology: Topology
@@ -163,7 +162,6 @@ class Redriving:
     ensure: Callable[[str], None] = lambda queue: None
     signing_keys: SigningKeys | None = None
     vouches: bool = False
-    now_ns: Callable[[], int] = wall_clock.ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
         """Return what to publish for a message.
@@ -248,7 +246,7 @@ class Redriving:
 
         If the due time has passed, the header keeps it, unless the message waits again.
         """
-        now_ms = self.now_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         was_due_ms = said.due_ms
         delay_ms = self.delay_ms or 0
         if is_new:
