@@ -17,7 +17,6 @@ from celery_rabbitdelay.levels.entities import CHECK_IN, MODULES, QueueType
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
@@ -391,11 +390,6 @@ class Settings:
             "signing_keys": self.signing_keys,
             "max_message_bytes": self.max_message_bytes,
         }
-
-    @property
-    def bounds(self) -> Bounds:
-        """What a message may cost that a module takes."""
-        return Bounds(self.max_message_bytes)
 
     def check_unchanged(self, other: Settings, namespace: str | None = None) -> None:
         """Refuse a change of the configuration, which would count in some places only.

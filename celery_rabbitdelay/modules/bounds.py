@@ -17,7 +17,6 @@ from typing import Any, Final
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
-from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 
 #: Warnings of a kind in a minute.
 LOGGED: Final = 5
@@ -156,38 +155,22 @@ _MS_PER_S: Final = 1000
 _CONTAINERS: Final = (dict, list, tuple)
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The bounds of one message.
+def check_delay(what: str, value: object, delay_ms: int) -> None:
+    """Refuse a delay that is too long.
 
-    Attributes:
-        max_message_bytes: The largest body of a message, and of each message in an envelope.
-        max_delay: The longest delay, in seconds.
+    Args:
+        what: Where the delay comes from, such as the name of a header.
+        value: What stands there, for the error.
+        delay_ms: The delay, in milliseconds.
+
+    Raises:
+        UnprocessableMessage: It is longer than :data:`.MAX_DELAY`.
     """
-
-    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    max_delay: float = MAX_DELAY
-
-    def check_delay(self, what: str, value: object, delay_ms: int) -> None:
-        """Refuse a delay that is too long.
-
-        Args:
-            what: Where the delay comes from, such as the name of a header.
-            value: What stands there, for the error.
-            delay_ms: The delay, in milliseconds.
-
-        Raises:
-            UnprocessableMessage: It is longer than ``max_delay``.
-        """
-        if delay_ms > self.max_delay * _MS_PER_S:
-            raise UnprocessableMessage(
-                f"{what} is {shortened(value)}, which is more than the longest delay ahead, "
-                f"{self.max_delay:,.0f} s"
-            )
-
-
-#: The bounds where nobody has set others.
-DEFAULT_BOUNDS: Final = Bounds()
+    if delay_ms > MAX_DELAY * _MS_PER_S:
+        raise UnprocessableMessage(
+            f"{what} is {shortened(value)}, which is more than the longest delay ahead, "
+            f"{MAX_DELAY:,.0f} s"
+        )
 
 
 def check_depth(headers: Mapping[str, Any]) -> None:

@@ -15,12 +15,12 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import client_tasks
 from celery_rabbitdelay.modules.allowed import where_in_words
-from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.bounds import check_delay, check_depth
 from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -35,7 +35,6 @@ class CheckIn:
         allowed: Returns whether a message may go to an exchange (empty: the default one) with a
             routing key.
         signing_keys: What signs the messages that may go there, for distribution; None: nothing.
-        bounds: What a message may cost.
         trusts_clients: Whether a task may have callbacks, and all else that
             :mod:`.client_tasks` refuses.
     """
@@ -43,7 +42,6 @@ class CheckIn:
     topology: Topology
     allowed: Callable[[str, str], bool]
     signing_keys: SigningKeys | None = None
-    bounds: Bounds = DEFAULT_BOUNDS
     trusts_clients: bool = False
 
     def admit(self, message: amqp.Message) -> None:
@@ -92,7 +90,7 @@ class CheckIn:
             )
         # Recompute the remaining delay from the due time: the message has also waited for this
         # module, not only in meditation.
-        # Its delay was checked when it came in, maybe by another clock, and another setting.
+        # Its delay was checked when it came in, maybe by another clock.
         due = Due(due_ms * NS_PER_MS, due_ms - wall_clock.ms(), is_instant=True)
         return into_levels(self.topology, waiting, due, destination)
 
@@ -114,13 +112,8 @@ class CheckIn:
             sent = client_tasks.checked(sent)
         if not delay_ms:
             return Outgoing(exchange, routing_key, sent)
-        self.bounds.check_delay(header_names.X_DELAY, delay_ms, delay_ms)
+        check_delay(header_names.X_DELAY, delay_ms, delay_ms)
         due = Due(wall_clock.ns() + delay_ms * NS_PER_MS, delay_ms)
-        if due.at_ms > MAX_DUE_MS:
-            raise UnprocessableMessage(
-                f"{header_names.X_DELAY} is {shortened(delay_ms)}: its due time, in milliseconds "
-                "since 1970, exceeds 64 bits"
-            )
         return for_distribution(self.topology, sent, due, exchange, routing_key, self.signing_keys)
 
     def _check_destination(self, exchange: str, routing_key: str) -> None:

@@ -23,10 +23,14 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import allowed
-from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.bounds import check_depth
 from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.message import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    WaitingMessage,
+    headers_of,
+)
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 
@@ -62,8 +66,7 @@ class Distribution:
         signing_keys: What verifies their signatures; None: signatures do not matter.
         is_signing_required: Whether a message without a valid signature is refused, if there are
             keys.
-        bounds: The largest body of a message in an envelope. How far ahead a message may be due is
-            for ``put_back`` to say.
+        max_message_bytes: The largest body of a message in an envelope.
     """
 
     topology: Topology
@@ -72,7 +75,7 @@ class Distribution:
     reach: allowed.DistributionReach = allowed.ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
-    bounds: Bounds = DEFAULT_BOUNDS
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     confirm: Callable[[str, str], None] | None = None
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
@@ -245,7 +248,7 @@ class Distribution:
         """
         arrivals = []
         try:
-            envelope = OpenedEnvelope(message.body, self.bounds.max_message_bytes)
+            envelope = OpenedEnvelope(message.body, self.max_message_bytes)
             is_shared_checked = False
             for item in envelope:
                 # Whether it has something of its own that decides whether it is published.

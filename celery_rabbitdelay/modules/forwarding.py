@@ -25,11 +25,11 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, EarlyWarning, RareWarning
+from celery_rabbitdelay.modules.bounds import EarlyWarning, RareWarning, check_delay
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
@@ -217,18 +217,14 @@ class EarlyMessages:
         topology: The levels.
         tolerated_ms: How many milliseconds early a message may be: the setting
             ``rabbitdelay_early_tolerance``.
-        now_ms: Returns the time in milliseconds since 1970-01-01 UTC.
         on_early: Called for each message that goes back.
         warning: Says in the log that messages are early.
-        bounds: Its ``max_delay`` limits how far ahead a message may be due.
     """
 
     topology: Topology
     tolerated_ms: int
-    now_ms: Callable[[], int] = lambda: wall_clock.ms()
     on_early: Callable[[], None] | None = None
     warning: RareWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
-    bounds: Bounds = DEFAULT_BOUNDS
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
@@ -239,13 +235,13 @@ class EarlyMessages:
         Raises:
             UnprocessableMessage: It is early by more than the longest delay.
         """
-        now_ms, earlier = self.now_ms(), message.headers.early
+        now_ms, earlier = wall_clock.ms(), message.headers.early
         by_ms = early_ms(message.headers, now_ms, self.tolerated_ms)
         if by_ms is None:
             return None
         # The delay was checked when the message came in. A due time too far ahead is forged, and
         # the message would go back into the levels for ever.
-        self.bounds.check_delay(DUE, message.headers.due_ms, by_ms - DUE_SLACK_MS)
+        check_delay(DUE, message.headers.due_ms, by_ms - DUE_SLACK_MS)
         if not earlier.expects(now_ms, self.tolerated_ms):
             self.warning.warn(f"Distribution: message {message.task_id}", by_ms / _MS_PER_S)
             if self.on_early is not None:
@@ -305,14 +301,12 @@ class Redelivery:
         topology: The levels that it waits in.
         seconds: How long a message is tried again; 0 for not at all.
         jitter: Returns a random number between two others.
-        now_ns: The time, in nanoseconds since 1970.
         signing_keys: Signs the message that waits; None: it stays unsigned.
     """
 
     topology: Topology
     seconds: float
     jitter: Callable[[float, float], float] = random.uniform
-    now_ns: Callable[[], int] = wall_clock.ns
     signing_keys: SigningKeys | None = None
 
     def after_failure(
@@ -329,7 +323,7 @@ class Redelivery:
         Returns:
             The message for the levels; for ``undeliverable`` if it has been tried for too long.
         """
-        now_ms = self.now_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         failures, given_up = self._failed(received.failures, reason, now_ms)
         if given_up is not None:
             undeliverable = self.topology.module_queues.undeliverable.exchange.name
@@ -376,7 +370,7 @@ class Redelivery:
             waiting = left.with_low_priority()
             if left.headers.signature is not None or left.headers.priority is not None:
                 waiting = waiting._replace(headers=left.headers)
-        now_ms = self.now_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         by_ms = early_ms(left.headers, now_ms)
         if by_ms is not None:
             due = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)

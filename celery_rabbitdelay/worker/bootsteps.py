@@ -319,19 +319,13 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
             topology,
             checkin_destinations(app).includes,
             settings.signing_keys,
-            settings.bounds,
             settings.checkin_trusted,
         )
         receive, admit = check_in.receive, check_in.admit
     else:
         queue = topology.module_queues.distribution
         on_early = partial(app.rabbitdelay.recorder.record, {EARLY: 1}, "", queue.name)
-        early = EarlyMessages(
-            topology,
-            milliseconds(settings.early_tolerance),
-            on_early=on_early,
-            bounds=settings.bounds,
-        )
+        early = EarlyMessages(topology, milliseconds(settings.early_tolerance), on_early=on_early)
         look = confirm = None
         if settings.registry_url is not None:
             look, confirm = _look(app), app.rabbitdelay.registry.jobs.confirm
@@ -342,7 +336,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
             distribution_reach(app),
             settings.signing_keys,
             settings.signing_required,
-            settings.bounds,
+            settings.max_message_bytes,
             confirm,
         )
         receive, admit = distribution.receive, None

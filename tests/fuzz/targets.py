@@ -19,7 +19,7 @@ from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
-from celery_rabbitdelay.modules.bounds import MAX_DEPTH, Bounds
+from celery_rabbitdelay.modules.bounds import MAX_DEPTH
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.client_tasks import CANVAS
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -51,7 +51,7 @@ UNDELIVERABLE: Final = MODULES.undeliverable.exchange.name
 FRAME_MAX: Final = 131_072
 
 #: Bytes of a body that is read; the fuzzer's own are below it.
-BOUNDS: Final = Bounds(2**16)
+MAX_MESSAGE_BYTES: Final = 2**16
 
 #: Where messages may go, besides the levels and ``undeliverable``.
 ALLOWED: Final = AllowedDestinations(frozenset({"allowed"}), frozenset({"news"}))
@@ -137,7 +137,7 @@ def _refused(message: amqp.Message, reason: str) -> None:
 
 def check_in(given: bytes) -> None:
     """Whatever a client checks in, or comes back from meditation."""
-    module = CheckIn(TOPOLOGY, ALLOWED.includes, bounds=BOUNDS)
+    module = CheckIn(TOPOLOGY, ALLOWED.includes)
     message = received(given, (MODULES.checkin.exchange.name, MODULES.meditated.name))
     if message is None or seen_of(message).skipped_bytes is not None:
         return
@@ -195,9 +195,12 @@ def decompression(given: bytes) -> None:
 
 def distribution(given: bytes) -> None:
     """Whatever leaves the levels for distribution, envelopes among it."""
-    early = EarlyMessages(TOPOLOGY, 1000, bounds=BOUNDS).put_back
+    early = EarlyMessages(TOPOLOGY, 1000).put_back
     module = Distribution(
-        TOPOLOGY, early, reach=DistributionReach(ALLOWED, is_list=True), bounds=BOUNDS
+        TOPOLOGY,
+        early,
+        reach=DistributionReach(ALLOWED, is_list=True),
+        max_message_bytes=MAX_MESSAGE_BYTES,
     )
     message = received(given, (TOPOLOGY.delivery.name, MODULES.unrouted.name))
     if message is None or seen_of(message).skipped_bytes is not None:
@@ -214,8 +217,8 @@ def envelope(given: bytes) -> None:
     """The body of an envelope; also one that is compressed well, around whatever is given."""
     for body in (given, compressed(given, 1)):
         try:
-            for item in OpenedEnvelope(body, 2**16):
-                assert len(item.body) <= 2**16
+            for item in OpenedEnvelope(body, MAX_MESSAGE_BYTES):
+                assert len(item.body) <= MAX_MESSAGE_BYTES
                 assert _depth(item.headers) <= MAX_DEPTH
         except InvalidEnvelope:
             pass

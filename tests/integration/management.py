@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations.verify.checks import verify
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
@@ -53,7 +54,7 @@ class Place:
         self.destinations = [self.orders]
         self.connection = Connection(self.url)
         self.api = ManagementAPI(node.management_url)
-        self.now: Callable[[], float] = time.time
+        self.clock_ahead = 0.0
 
     def declare(self) -> None:
         """Declare levels and destination."""
@@ -99,9 +100,11 @@ class Place:
         self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
     def verify(self) -> Verification:
-        """Look for faults."""
-        with self.connection.clone() as connection:
-            return verify(connection, self.settings, self.destinations, self.api, self.now)
+        """Look for faults, by a clock that is so many seconds ahead."""
+        ahead_ns = round(self.clock_ahead * 1e9)
+        with pytest.MonkeyPatch.context() as patch, self.connection.clone() as connection:
+            patch.setattr(wall_clock, "source", lambda: time.time_ns() + ahead_ns)
+            return verify(connection, self.settings, self.destinations, self.api)
 
     def verify_until(self, codes: set[str]) -> Verification:
         """Look for faults until they are these, as far as the broker reports them late."""

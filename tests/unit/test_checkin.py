@@ -11,8 +11,8 @@ import pytest
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers, wall_clock
+from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import ENVELOPE
-from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
@@ -127,33 +127,18 @@ def test_a_priority_and_no_expiration_need_no_headers(receive: Any) -> None:
     assert not {headers.PRIORITY, headers.EXPIRATION} & set(properties["application_headers"])
 
 
-def test_the_latest_due_time_is_the_last_that_amqp_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
-    unbounded = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=2.0**63))
-    latest = 2**63 - 1 - NOW
-    (outgoing,) = unbounded.receive(message(application_headers={"x-delay": latest}))
-    assert outgoing.exchange == "t.meditation"
-    assert outgoing.message.headers.to_headers()[headers.DUE] == 2**63 - 1
-    with pytest.raises(UnprocessableMessage) as caught:
-        list(unbounded.receive(message(application_headers={"x-delay": latest + 1})))
-    assert caught.value.reason == (
-        f"x-delay is {latest + 1}: its due time, in milliseconds since 1970, exceeds 64 bits"
-    )
-
-
-def test_the_longest_delay_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", lambda: NOW * 1_000_000)
-    module = CheckIn(TOPOLOGY, lambda exchange, key: True, bounds=Bounds(max_delay=100))
-    too_long = "which is more than the longest delay ahead, 100 s"
-    from_client = message(application_headers={"x-delay": 100_000})
-    assert next(module.receive(from_client)).exchange == "t.meditation"
-    with pytest.raises(UnprocessableMessage, match=f"x-delay is 100001, {too_long}"):
-        next(module.receive(message(application_headers={"x-delay": 100_001})))
-    # What waits already was let in by another clock, or by another value of the setting.
-    for ahead in (100_000, 100_001, 400_000_000):
+def test_a_delay_beyond_the_longest_is_refused(receive: Any) -> None:
+    longest_ms = int(MAX_DELAY * 1000)
+    too_long = "which is more than the longest delay ahead, 3,153,600,000 s"
+    from_client = message(application_headers={"x-delay": longest_ms})
+    assert receive(from_client).exchange == "t.meditation"
+    with pytest.raises(UnprocessableMessage, match=f"x-delay is {longest_ms + 1}, {too_long}"):
+        receive(message(application_headers={"x-delay": longest_ms + 1}))
+    # What waits already was let in by another clock.
+    for ahead in (longest_ms, longest_ms + 1, 4 * longest_ms):
         told = {headers.DUE: NOW + ahead}
         meditated = message("t.meditated", "q", application_headers=told)
-        assert next(module.receive(meditated)).exchange == "t.meditation"
+        assert receive(meditated).exchange == "t.meditation"
 
 
 FORGED: dict[Any, Any] = {

@@ -12,10 +12,10 @@ import pytest
 from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Outgoing
@@ -51,6 +51,13 @@ def test_the_messages_of_an_envelope_go_where_it_says_and_where_each_says_itself
     assert (one.exchange, one.routing_key, one.message.body) == ("", "queue", b"one")
     assert (two.exchange, two.routing_key, two.message.body) == ("posts", "airmail", b"two")
     assert one.message.headers.to_headers() == {"id": "1", header_names.DUE: DUE}
+
+
+def test_an_envelope_with_a_message_above_the_largest_is_refused_whole() -> None:
+    distribution = Distribution(TOPOLOGY, max_message_bytes=3)
+    assert len(list(distribution.receive(letter(Item(b"one"), Item(b"two"), **QUEUE)))) == 2
+    with pytest.raises(UnprocessableMessage, match="a message of 5 bytes is in it, more than 3"):
+        next(distribution.receive(letter(Item(b"one"), Item(b"three"), **QUEUE)))
 
 
 def test_an_envelope_of_which_one_message_goes_nowhere_is_refused_whole() -> None:
@@ -365,18 +372,17 @@ def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() ->
 def test_a_wrong_clock_is_tolerated_and_a_forged_due_time_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now_ms, day_ms = 1_900_000_000_000, 86_400_000
+    now_ms, day_ms, longest_ms = 1_900_000_000_000, 86_400_000, int(MAX_DELAY * 1000)
     monkeypatch.setattr(wall_clock, "source", lambda: now_ms * 1_000_000)
-    bounds = Bounds(max_delay=3600)
-    distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0, bounds=bounds).put_back)
+    distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back)
 
     def receive(ahead_ms: int) -> Outgoing:
         own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "q"}
         (outgoing,) = distribution.receive(waited({**own, header_names.DUE: now_ms + ahead_ms}))
         return outgoing
 
-    # It was due at once when it was sent, by a clock that is two hours ahead of this one.
-    assert receive(2 * 3_600_000).reroute is not None
-    assert receive(3_600_000 + day_ms).reroute is not None
+    # It was sent with the longest delay, by a clock that is two hours ahead of this one.
+    assert receive(longest_ms + 2 * 3_600_000).reroute is not None
+    assert receive(longest_ms + day_ms).reroute is not None
     with pytest.raises(UnprocessableMessage, match="the longest delay"):
-        receive(3_600_001 + day_ms)
+        receive(longest_ms + day_ms + 1)

@@ -14,6 +14,7 @@ from kombu import Message
 
 from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders, EarlyHeader
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import forwarding
@@ -22,7 +23,7 @@ from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from celery_rabbitdelay.worker.restore import restore
 from tests.unit.broker_model import BrokerModel
-from tests.unit.clock import frozen
+from tests.unit.clock import Clock
 from tests.unit.waiting import said, waiting
 
 NOW = 1_800_000_000_000
@@ -33,7 +34,8 @@ TOPOLOGY = Topology()
 @pytest.fixture(autouse=True, scope="module")
 def standstill() -> Any:
     """No time passes, so that a route does not depend on a busy machine."""
-    with frozen():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wall_clock, "source", Clock(NOW / 1000).time_ns)
         yield
 
 
@@ -46,7 +48,7 @@ def due_in(delay_ms: int, **headers: Any) -> amqp.Message:
 def early_messages(
     topology: Topology = TOPOLOGY, tolerated_ms: int = 1000
 ) -> forwarding.EarlyMessages:
-    return forwarding.EarlyMessages(topology, tolerated_ms, lambda: NOW)
+    return forwarding.EarlyMessages(topology, tolerated_ms)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_only_what_waited_for_less_than_it_was_put_back_for_is_counted_and_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counted: list[None] = []
-    early = forwarding.EarlyMessages(TOPOLOGY, 1000, lambda: NOW, lambda: counted.append(None))
+    early = forwarding.EarlyMessages(TOPOLOGY, 1000, lambda: counted.append(None))
     for until_ms, count in ((NOW + 1000, 0), (NOW + 1001, 1)):
         put_back = header_names.EarlyHeader(1, until_ms).header()
         assert early.put_back(waiting(due_in(A_DAY, **put_back))) is not None

@@ -23,6 +23,7 @@ from tests.unit.strategies import layouts
 
 MS = 1_000_000
 START_NS = 1_900_000_000_000_400_000
+CLOCK = Clock()
 
 
 def due(clock: Clock, delay_ms: int, tolerance_ms: int = 0, *, is_instant: bool = False) -> Due:
@@ -30,10 +31,14 @@ def due(clock: Clock, delay_ms: int, tolerance_ms: int = 0, *, is_instant: bool 
     return Due(clock.now_ns + delay_ms * MS, delay_ms, is_instant, tolerance_ms)
 
 
+@pytest.fixture(autouse=True)
+def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wall_clock, "source", CLOCK.time_ns)
+
+
 def started() -> Clock:
-    clock = Clock()
-    clock.now_ns = START_NS
-    return clock
+    CLOCK.now_ns = START_NS
+    return CLOCK
 
 
 class Grouped:
@@ -41,7 +46,7 @@ class Grouped:
 
     def __init__(self, layout: Layout) -> None:
         self.clock = started()
-        self.grouper = Grouper(layout, lambda message: message, self.clock.time_ns)
+        self.grouper = Grouper(layout, lambda message: message)
         self.out: list[tuple[int, Group]] = []
         self.dues: dict[int, Due] = {}
         self.added: dict[int, int] = {}
@@ -197,7 +202,7 @@ def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
         return message
 
     fake = started()
-    it = Grouper(clock(), write, fake.time_ns)
+    it = Grouper(clock(), write)
     it.add(0, b"a", due(fake, 5_000))
     with pytest.raises(ValueError, match="no message"):
         it.add(1, b"", due(fake, 5_000))
@@ -226,7 +231,8 @@ def test_a_clock_that_is_set_back_makes_nothing_early() -> None:
         assert all(group.due.at_ns >= it.dues[row].at_ns for row in group.rows)
 
 
-def test_the_real_clock_is_the_one_that_due_uses() -> None:
+def test_the_real_clock_is_the_one_that_due_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     it = Grouper(clock(), lambda message: message)
     soon = Due.at(datetime.now(UTC) + timedelta(seconds=30))
     it.add(0, b"x", soon)

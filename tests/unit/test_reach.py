@@ -18,7 +18,6 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
-from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
@@ -239,8 +238,7 @@ def test_without_a_binding_it_goes_to_the_queue_in_its_key(queue: str, told: Any
 def test_without_a_binding_it_goes_nowhere_else(queue: str, told: dict[str, Any], due: int) -> None:
     """A producer may have the right to send to the queue in the key, and to no other."""
     message = unrouted(TOPOLOGY.route(5, queue).routing_key, **told, **{header_names.DUE: due})
-    early = EarlyMessages(TOPOLOGY, 0, bounds=Bounds(max_delay=10**9))
-    distribution = Distribution(TOPOLOGY, early.put_back, reach=KNOWN)
+    distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back, reach=KNOWN)
     with pytest.raises(
         UnprocessableMessage, match=r"its routing key is for the queue|, not a queue's name"
     ):

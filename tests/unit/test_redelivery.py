@@ -44,8 +44,8 @@ def middle(least: float, most: float) -> float:
     return (least + most) / 2
 
 
-def redelivery(clock: Clock, seconds: float = 86_400, topology: Topology = TOPOLOGY) -> Redelivery:
-    return Redelivery(topology, seconds, middle, clock.time_ns)
+def redelivery(seconds: float = 86_400, topology: Topology = TOPOLOGY) -> Redelivery:
+    return Redelivery(topology, seconds, middle)
 
 
 def message(**told: Any) -> Outgoing:
@@ -70,7 +70,7 @@ def test_the_pauses_are_a_fifth_of_the_time_of_failing(clock: Clock) -> None:
     pauses = []
     for attempt, second in enumerate((0, 1, 10, 60, 3000, 80_000), start=1):
         clock.now_ns = (NOW + second * 1000) * 1_000_000
-        later = redelivery(clock).after_failure(message(), said(received), "it is full")
+        later = redelivery().after_failure(message(), said(received), "it is full")
         received = headers_of(later)
         assert received[headers.ATTEMPTS] == attempt
         pauses.append(pause_of(later))
@@ -81,7 +81,7 @@ def test_where_each_attempt_makes_copies_the_pauses_begin_with_a_minute(clock: C
     received = DelayHeaders()
     pauses = []
     for _ in range(6):
-        later = redelivery(clock).after_failure(message(), received, "it is full", True)
+        later = redelivery().after_failure(message(), received, "it is full", True)
         received = later.message.headers
         pauses.append(pause_of(later))
         clock.now_ns += int(pauses[-1] * 1e9)
@@ -89,9 +89,9 @@ def test_where_each_attempt_makes_copies_the_pauses_begin_with_a_minute(clock: C
 
 
 @pytest.mark.parametrize("seconds", [86_400, 0])
-def test_the_count_of_redriving_stays_while_it_is_tried_again(clock: Clock, seconds: int) -> None:
+def test_the_count_of_redriving_stays_while_it_is_tried_again(seconds: int) -> None:
     received = {headers.REDRIVEN: 2}
-    later = redelivery(clock, seconds).after_failure(message(), said(received), "it is full")
+    later = redelivery(seconds).after_failure(message(), said(received), "it is full")
     assert headers_of(later)[headers.REDRIVEN] == 2
 
 
@@ -104,9 +104,9 @@ def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
     assert max(pauses) <= 1.3
 
 
-def test_what_comes_back_is_what_was_sent(clock: Clock) -> None:
+def test_what_comes_back_is_what_was_sent() -> None:
     first = message(priority=9, expiration="5000", app_id="shop")
-    later = redelivery(clock).after_failure(first, DelayHeaders(), "it is full")
+    later = redelivery().after_failure(first, DelayHeaders(), "it is full")
     assert later.reroute is not None
     assert later.reroute() == (later.exchange, later.routing_key)
     waits = later.message.amqp().properties
@@ -118,11 +118,11 @@ def test_what_comes_back_is_what_was_sent(clock: Clock) -> None:
     assert (restored["priority"], restored["expiration"], restored["app_id"]) == (9, "5000", "shop")
 
 
-def test_a_message_for_a_known_queue_keeps_what_its_worker_restores(clock: Clock) -> None:
+def test_a_message_for_a_known_queue_keeps_what_its_worker_restores() -> None:
     told = {headers.DUE: NOW, headers.EXCHANGE: "office", headers.ROUTING_KEY: "paper"}
     told[headers.QUEUE] = "letters"
     first = Outgoing("", "letters", waiting(amqp.Message(b"", application_headers=told)))
-    later = redelivery(clock).after_failure(first, DelayHeaders(), "it is full")
+    later = redelivery().after_failure(first, DelayHeaders(), "it is full")
     (again,) = Distribution(TOPOLOGY).receive(later.message.amqp())
     assert (again.exchange, again.routing_key, headers_of(again)) == ("", "letters", told)
 
@@ -131,7 +131,7 @@ def test_a_message_for_a_known_queue_keeps_what_its_worker_restores(clock: Clock
 def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(
     clock: Clock, seconds: float
 ) -> None:
-    tried = redelivery(clock, seconds)
+    tried = redelivery(seconds)
     received: dict[str, Any] = {}
     if seconds:
         for passed_ms in (0, 59_999):
@@ -161,9 +161,8 @@ def failed(attempts: Any, since: Any, reason: Any) -> DelayHeaders:
 
 @given(values, values, values)
 def test_a_stranger_s_headers_stop_no_attempts(attempts: Any, since: Any, reason: Any) -> None:
-    clock = Clock(NOW / 1000)
     received = failed(attempts, since, reason)
-    later = redelivery(clock).after_failure(message(), received, "it is full")
+    later = redelivery().after_failure(message(), received, "it is full")
     if later.reroute is not None:
         assert headers_of(later)[headers.ATTEMPTS] >= 1
         assert 0 < pause_of(later) <= TEN_MINUTES
@@ -182,11 +181,9 @@ def test_a_stranger_s_headers_stop_no_attempts(attempts: Any, since: Any, reason
         (1, 2**63, False),
     ],
 )
-def test_numbers_of_no_module_do_not_count(
-    clock: Clock, attempts: int, since: int, is_counted_on: bool
-) -> None:
+def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted_on: bool) -> None:
     received = failed(attempts, since, "it was full")
-    later = redelivery(clock, seconds=NOW).after_failure(message(), received, "it is gone")
+    later = redelivery(seconds=NOW).after_failure(message(), received, "it is gone")
     assert headers_of(later) == {
         **headers_of(message()),
         headers.EXCHANGE: "office",
@@ -198,10 +195,8 @@ def test_numbers_of_no_module_do_not_count(
     }
 
 
-def test_no_pause_is_above_the_capacity(clock: Clock) -> None:
+def test_no_pause_is_above_the_capacity() -> None:
     topology = Topology(layout=custom([("seconds", 6, 1)]))
-    later = redelivery(clock, topology=topology).after_failure(
-        message(), failed(9, NOW - 60_000, "x"), ""
-    )
+    later = redelivery(topology=topology).after_failure(message(), failed(9, NOW - 60_000, "x"), "")
     assert later.exchange == "rabbitdelay.seconds.x1"
     assert later.routing_key.startswith("5.")

@@ -14,10 +14,10 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import SigningKeys, Topology, custom
 from celery_rabbitdelay.levels import headers, wall_clock
+from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.bounds import Bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
@@ -61,7 +61,7 @@ def redrive(
 ) -> Outgoing:
     message = amqp.Message(body, application_headers=dict(given), **(properties or {}))
     message.delivery_info = {"exchange": "p.undeliverable", "routing_key": key}
-    options = {"modules": ("check-in", "distribution"), "now_ns": CLOCK.time_ns, **options}
+    options = {"modules": ("check-in", "distribution"), **options}
     return Redriving(topology, allowed, **options).redriven(message)
 
 
@@ -470,10 +470,10 @@ def test_what_a_client_wrote_is_not_believed_if_the_broker_took_it_from_check_in
 
 
 def test_a_due_time_beyond_the_longest_delay_stays() -> None:
-    bounds = Bounds(max_delay=100)
-    assert redrive(straight(**{headers.DUE: NOW + 100_000}), bounds=bounds)
+    latest_ms = NOW + int(MAX_DELAY * 1000)
+    assert redrive(straight(**{headers.DUE: latest_ms}))
     with pytest.raises(UnprocessableMessage, match=r"its due time is .*the longest delay"):
-        redrive(straight(**{headers.DUE: NOW + 100_001}), bounds=bounds)
+        redrive(straight(**{headers.DUE: latest_ms + 1}))
 
 
 @pytest.mark.parametrize("refused", [OSError("away"), amqp.AccessRefused("no right")])

@@ -13,6 +13,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.checkin import CheckIn
@@ -25,6 +26,7 @@ from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
+from tests.unit.clock import Clock
 from tests.unit.waiting import said, signed, verifies
 
 KEY = "k" * MIN_KEY_BYTES
@@ -246,8 +248,11 @@ def test_what_is_let_through_without_a_signature_gets_none() -> None:
 
 
 @pytest.mark.parametrize("sign", [True, False])
-def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
-    early = EarlyMessages(TOPOLOGY, 1000, lambda: DUE - 60_000)
+def test_only_what_was_signed_is_signed_in_undeliverable(
+    sign: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000 - 60).time_ns)
+    early = EarlyMessages(TOPOLOGY, 1000)
     put_back = distribution(is_signing_required=False, put_back=early.put_back)
     queue = TOPOLOGY.module_queues.distribution
     module = Module("distribution", TOPOLOGY, queue, put_back.receive, 1, 1, 60, 60, KEYS)
@@ -271,8 +276,9 @@ def test_what_waits_to_be_tried_again_is_signed_and_opened_again() -> None:
         assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
 
 
-def test_an_early_message_stays_signed() -> None:
-    early = EarlyMessages(TOPOLOGY, 1000, lambda: DUE - 60_000)
+def test_an_early_message_stays_signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000 - 60).time_ns)
+    early = EarlyMessages(TOPOLOGY, 1000)
     message = delayed()
     for _ in range(2):
         (outgoing,) = distribution(put_back=early.put_back).receive(message)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
@@ -23,6 +24,7 @@ from celery_rabbitdelay.modules.forwarding import Redelivery
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
+from tests.unit.clock import NS_PER_S, Clock
 
 TOPOLOGY = Topology()
 MODULES = TOPOLOGY.module_queues
@@ -34,6 +36,14 @@ LATER: list[dict[str, Any]] = [
     {"content_type": "application/vnd.rabbitdelay.envelope.2"},
     {"content_type": "application/vnd.rabbitdelay.parcel.1"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock that stands at the time at which the message is due."""
+    clock = Clock(NOW_MS / 1000)
+    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
+    return clock
 
 
 def later_message(given: dict[str, Any], **headers: Any) -> amqp.Message:
@@ -71,9 +81,10 @@ def test_distribution_and_redriving_leave_it_to_a_later_version(given_as: dict[s
 
 
 @pytest.mark.parametrize("given_as", LATER)
-def test_it_goes_back_into_the_levels_with_growing_pauses(given_as: dict[str, Any]) -> None:
-    times = iter(range(NOW_MS, NOW_MS + 10 * 86_400_000, 600_000))
-    redelivery = Redelivery(TOPOLOGY, 86_400, lambda a, b: 1.0, lambda: next(times) * 1_000_000)
+def test_it_goes_back_into_the_levels_with_growing_pauses(
+    given_as: dict[str, Any], clock: Clock
+) -> None:
+    redelivery = Redelivery(TOPOLOGY, 86_400, lambda a, b: 1.0)
     message = before = later_message(given_as)
     for attempt in range(1, 145):
         outgoing = redelivery.until_upgraded(message, "it is of a later version")
@@ -87,6 +98,7 @@ def test_it_goes_back_into_the_levels_with_growing_pauses(given_as: dict[str, An
         assert (headers, message.body) == (before.properties["application_headers"], before.body)
         assert message.properties["priority"] == 3
         assert message.properties.get("content_type") == before.properties.get("content_type")
+        clock.now_ns += 600 * NS_PER_S
     outgoing = redelivery.until_upgraded(message, "it is of a later version")
     assert outgoing.exchange == MODULES.undeliverable.exchange.name
     found = examine(outgoing.message.headers.to_headers(), TOPOLOGY)
@@ -96,13 +108,15 @@ def test_it_goes_back_into_the_levels_with_growing_pauses(given_as: dict[str, An
 
 @pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("destination", [DISTRIBUTION, "mine"])
-def test_a_high_priority_never_waits_in_quorum_levels(destination: str, is_early: bool) -> None:
-    now_ms = NOW_MS - 3_600_000 * is_early
+def test_a_high_priority_never_waits_in_quorum_levels(
+    destination: str, is_early: bool, clock: Clock
+) -> None:
+    clock.now_ns -= 3600 * NS_PER_S * is_early
 
     def waiting(topology: Topology, **headers: Any) -> tuple[Any, Any]:
         message = later_message(LATER[0], **headers)
         message.properties["priority"] = 9
-        redelivery = Redelivery(topology, 86_400, now_ns=lambda: now_ms * 1_000_000)
+        redelivery = Redelivery(topology, 86_400)
         found = redelivery.until_upgraded(message, "later", destination).message.amqp().properties
         return found["priority"], found["application_headers"].get(header_names.PRIORITY)
 
@@ -112,15 +126,16 @@ def test_a_high_priority_never_waits_in_quorum_levels(destination: str, is_early
     assert waiting(Topology(queue_type="classic")) == (9, None)
 
 
-def test_one_that_is_early_waits_until_it_is_due_and_that_is_no_attempt() -> None:
-    redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: (NOW_MS - 3_600_000) * 1_000_000)
+def test_one_that_is_early_waits_until_it_is_due_and_that_is_no_attempt(clock: Clock) -> None:
+    clock.now_ns -= 3600 * NS_PER_S
+    redelivery = Redelivery(TOPOLOGY, 0)
     outgoing = redelivery.until_upgraded(later_message(LATER[0]), "later")
     assert outgoing.exchange == "rabbitdelay.hours.x1"
     assert header_names.ATTEMPTS not in outgoing.message.headers.to_headers()
 
 
 def test_without_redelivery_it_is_undeliverable_at_once_with_its_headers() -> None:
-    redelivery = Redelivery(TOPOLOGY, 0, now_ns=lambda: NOW_MS * 1_000_000)
+    redelivery = Redelivery(TOPOLOGY, 0)
     outgoing = redelivery.until_upgraded(later_message(LATER[0]), "because it is later")
     headers = outgoing.message.headers.to_headers()
     assert headers["rabbitdelay-new"] == [1]

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import Failures
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import Bounds
+from celery_rabbitdelay.modules import bounds
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import (
@@ -72,8 +73,10 @@ def after_failure(message: amqp.Message) -> WaitingMessage:
 
 
 def put_back(message: amqp.Message) -> WaitingMessage:
-    any_delay = Bounds(max_delay=math.inf)
-    early = EarlyMessages(TOPOLOGY, 0, lambda: -1, bounds=any_delay).put_back(waiting(message))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "MAX_DELAY", math.inf)
+        patch.setattr(wall_clock, "source", lambda: -wall_clock.NS_PER_MS)
+        early = EarlyMessages(TOPOLOGY, 0).put_back(waiting(message))
     assert early is not None
     return early.message
 

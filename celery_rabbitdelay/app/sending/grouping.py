@@ -58,7 +58,6 @@ class Grouper:
     Args:
         layout: The levels that they wait in.
         write: Returns the bytes of a message as they stand in an envelope.
-        now_ns: The time, in nanoseconds since 1970.
         max_bytes: Bytes of messages that complete a group; :data:`MAX_GROUP_BYTES` do in any case.
     """
 
@@ -66,14 +65,12 @@ class Grouper:
         self,
         layout: Layout,
         write: Callable[[Any], bytes],
-        now_ns: Callable[[], int] = wall_clock.ns,
         max_bytes: int = MAX_GROUP_BYTES,
     ) -> None:
         self._max_bytes = min(max_bytes, MAX_GROUP_BYTES)
         self._layout = layout
         self._tick_ms = layout.tick_ms
         self._write = write
-        self._now_ns = now_ns
         self._groups: dict[int, Group] = {}
         self._total_bytes = 0
         self._reference_ns = 0
@@ -89,7 +86,7 @@ class Grouper:
         """
         item = self._write(message)
         ready: list[Group] = []
-        now_ns = self._now_ns()
+        now_ns = wall_clock.ns()
         if now_ns >= self._until_ns or self._total_bytes >= MAX_TOTAL_BYTES:
             ready = list(self.flush())
         if not self._groups:

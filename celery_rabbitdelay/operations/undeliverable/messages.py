@@ -183,14 +183,9 @@ class UndeliverableFilter:
     older_than: timedelta | None = None
     newer_than: timedelta | None = None
 
-    def matches(self, message: UndeliverableMessage, now: datetime | None = None) -> bool:
-        """Return whether a message is meant.
-
-        Args:
-            message: The message.
-            now: The time, aware; None for now.
-        """
-        if not self._matches_age(message.found.since, now):
+    def matches(self, message: UndeliverableMessage) -> bool:
+        """Return whether a message is meant."""
+        if not self._matches_age(message.found.since):
             return False
         if self.reasons and not any(_is_in(message.found.reason, each) for each in self.reasons):
             return False
@@ -204,12 +199,12 @@ class UndeliverableFilter:
             and (not self.ids or not ids.isdisjoint(self.ids))
         )
 
-    def _matches_age(self, since: datetime | None, now: datetime | None) -> bool:
+    def _matches_age(self, since: datetime | None) -> bool:
         if self.older_than is None and self.newer_than is None:
             return True
         if since is None:
             return False
-        age = (now or wall_clock.now()) - since
+        age = wall_clock.now() - since
         return (self.older_than is None or age >= self.older_than) and (
             self.newer_than is None or age <= self.newer_than
         )

@@ -111,7 +111,6 @@ def redriving_for(
         ensure=ensure,
         signing_keys=settings.signing_keys,
         vouches=vouches or not settings.signing_required,
-        bounds=settings.bounds,
     )
 
 

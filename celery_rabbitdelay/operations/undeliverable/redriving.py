@@ -27,7 +27,7 @@ from celery_rabbitdelay.levels.routing_key import (
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import client_tasks
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, where_in_words
-from celery_rabbitdelay.modules.bounds import DEFAULT_BOUNDS, Bounds, check_depth
+from celery_rabbitdelay.modules.bounds import check_delay, check_depth
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
@@ -147,8 +147,6 @@ class Redriving:
             If the broker cannot be reached or refuses, the message stays.
         signing_keys: What verifies and signs messages; None: signatures do not matter.
         vouches: Whether messages without a valid signature are signed as well.
-        bounds: What a message may cost.
-        now_ns: The time, in nanoseconds since 1970.
     """
 
     topology: Topology
@@ -164,8 +162,6 @@ class Redriving:
     ensure: Callable[[str], None] = lambda queue: None
     signing_keys: SigningKeys | None = None
     vouches: bool = False
-    bounds: Bounds = DEFAULT_BOUNDS
-    now_ns: Callable[[], int] = wall_clock.ns
 
     def redriven(self, message: amqp.Message) -> Outgoing:
         """Return what to publish for a message.
@@ -250,13 +246,13 @@ class Redriving:
 
         If the due time has passed, the header keeps it, unless the message waits again.
         """
-        now_ms = self.now_ns() // NS_PER_MS
+        now_ms = wall_clock.ms()
         was_due_ms = said.due_ms
         delay_ms = self.delay_ms or 0
         if is_new:
             delay_ms = max(delay_ms, self._delay_of_client(headers))
         until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
-        self.bounds.check_delay("its due time", until_ms, until_ms - now_ms)
+        check_delay("its due time", until_ms, until_ms - now_ms)
         due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 

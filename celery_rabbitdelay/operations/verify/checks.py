@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.app.schedules import HEAL_AFTER_MS
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.entities import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import Topology
@@ -56,7 +56,6 @@ def verify(
     settings: Settings,
     queues: Iterable[Queue],
     management: ManagementAPI,
-    now: Callable[[], float] = time.time,
     workers: Mapping[str, Mapping[str, Any]] | None = None,
     schedules: Schedules | None = None,
 ) -> Verification:
@@ -67,7 +66,6 @@ def verify(
         settings: The application's settings.
         queues: The queues that its tasks are sent to, with their arguments.
         management: The management API of that broker.
-        now: Returns seconds since the epoch: this machine's clock.
         workers: What the workers answer, by their names; see :func:`.status_of_workers`. None: they
             were not asked.
         schedules: The schedules of the application; None: it has no registry.
@@ -78,7 +76,7 @@ def verify(
     """
     connect(connection)
     virtual_host = connection.virtual_host or "/"
-    inventory, topology = read_inventory(management, virtual_host, now), settings.topology
+    inventory, topology = read_inventory(management, virtual_host), settings.topology
     # The others go with a connection or consumer.
     lasting = [queue for queue in queues if not (queue.exclusive or queue.auto_delete)]
     names = destinations_of(topology, lasting, inventory)
@@ -109,7 +107,7 @@ def verify(
             *check_orphans(topology, inventory, count),
             *check_permissions(connection, settings, lasting, inventory),
             *check_probes(settings, workers),
-            *check_schedules(schedules, round(now() * 1000)),
+            *check_schedules(schedules, wall_clock.ms()),
         ]
     return Verification(inventory.version, findings_of(rows))
 

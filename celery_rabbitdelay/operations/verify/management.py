@@ -11,8 +11,7 @@ import base64
 import http.client
 import json
 import ssl
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from kombu import Connection
 from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.levels.shown_url import without_password
@@ -214,20 +214,19 @@ class Inventory(NamedTuple):
     clock_ahead: float = 0.0
 
 
-def read_inventory(
-    api: ManagementAPI, virtual_host: str, now: Callable[[], float] = time.time
-) -> Inventory:
+def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
     """Read a virtual host.
 
     Args:
         api: The management API.
         virtual_host: Its name.
-        now: Returns seconds since the epoch: this machine's clock.
 
     Raises:
         ManagementUnavailable: The API does not answer, or the user may not read all of it.
     """
-    before, (overview, broker), after = now(), api.dated("overview"), now()
+    before = wall_clock.now().timestamp()
+    overview, broker = api.dated("overview")
+    after = wall_clock.now().timestamp()
     at_least, at_most = before - broker - CLOCK_STEP, after - broker
     version = overview["rabbitmq_version"]
     needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
