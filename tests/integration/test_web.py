@@ -122,20 +122,16 @@ def test_the_servers_are_asked_as_often_for_twenty_viewers_as_for_one(
     monkeypatch.setattr(site, "status_of", status_of)
     web = application(tracked)
     assert not looks, "nobody has looked yet"
-    deadline = time.monotonic() + 5
     began = time.monotonic()
 
-    def watch(_: int) -> int:
-        browser, number = Browser(web), 0
-        while time.monotonic() < deadline:
+    def watch(_: int) -> None:
+        browser = Browser(web)
+        for _ in range(10):
             assert browser.get("/now").status_code == 200
-            number += 1
-        return number
 
     with ThreadPoolExecutor(20) as viewers:
-        requests = sum(viewers.map(watch, range(20)))
+        list(viewers.map(watch, range(20)))
     seconds = time.monotonic() - began
-    assert requests > 20
     assert 1 <= len(looks) <= seconds / site.STATUS_PERIOD + 1
 
 
