@@ -54,7 +54,7 @@ AT_ONCE = --dist=loadfile --no-loadscope-reorder --numprocesses
 TEST = -m pytest $(AT_ONCE)=$(PROCESSES) \
         $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS) $(TROUBLE_TESTS) $(BROWSER_TESTS),--ignore=$(each))
 
-test: $(VENV)/test.done  ## All tests but those of the next four, on private RabbitMQ and Redis servers
+test: $(VENV)/test.done  ## All tests but those of the other targets test-*, on private RabbitMQ and Redis servers
 	$(BIN)/python $(TEST)
 
 coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half as long again)

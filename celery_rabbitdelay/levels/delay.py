@@ -51,13 +51,15 @@ def _exact_milliseconds(delay: Delay) -> int | Decimal | Fraction:
     if type(delay) is float and isfinite(delay):
         return _EXACT.scaleb(Decimal(repr(delay)), 3)
     if isinstance(delay, timedelta):
-        return _EXACT.scaleb(Decimal(delay // timedelta(microseconds=1)), -3)
+        # Rounded up to microseconds: pandas counts nanoseconds.
+        return _EXACT.scaleb(Decimal(-(delay // timedelta(microseconds=-1))), -3)
     if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
         raise InvalidDelayType(delay, "takes seconds, such as 90, or timedelta(days=3)")
     if isinstance(delay, Rational):
         # NumPy's integers overflow.
         return Fraction(int(delay.numerator), int(delay.denominator)) * 1000
-    if not (delay.is_finite() if isinstance(delay, Decimal) else isfinite(delay)):
+    is_signaling = isinstance(delay, Decimal) and delay.is_snan()
+    if is_signaling or not isfinite(delay):
         raise InvalidDelay(delay, "takes a finite number of seconds, such as 90")
     return _exact_milliseconds(Fraction(delay) if isinstance(delay, Decimal) else float(delay))
 

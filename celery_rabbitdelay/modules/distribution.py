@@ -1,4 +1,4 @@
-"""Distribution: publishes each message, once it is due, to its final exchange, as it was before.
+"""Distribution: publishes each message, once it is due, to its final exchange, as it was.
 
 Opens no connection itself; ``look`` and ``confirm`` ask the registry.
 """

@@ -11,6 +11,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -22,7 +23,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.operations.verify import management
 from celery_rabbitdelay.operations.verify.checks import verify
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
@@ -101,9 +102,9 @@ class Place:
 
     def verify(self) -> Verification:
         """Look for faults, by a clock that is so many seconds ahead."""
-        ahead_ns = round(self.clock_ahead * 1e9)
+        clock = SimpleNamespace(time=lambda: time.time() + self.clock_ahead)
         with pytest.MonkeyPatch.context() as patch, self.connection.clone() as connection:
-            patch.setattr(wall_clock, "source", lambda: time.time_ns() + ahead_ns)
+            patch.setattr(management, "time", clock)
             return verify(connection, self.settings, self.destinations, self.api)
 
     def verify_until(self, codes: set[str]) -> Verification:

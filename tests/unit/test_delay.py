@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, now_ns: int = START_NS) -> Clock:
         (timedelta(days=3, hours=7), 284_400_000),
         (timedelta(microseconds=1), 1),
         (timedelta(microseconds=-1), 0),
+        (pd.Timedelta(nanoseconds=1_000_001), 2),
         (2**60, 2**60 * 1000),
         (timedelta.max, 86_400_000_000_000_000),
         # More milliseconds than a float holds.
@@ -90,7 +92,10 @@ def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: 
             for value in (True, False, "5", b"5", None, [5], 1j, datetime.now(UTC))
         ),
         *((InvalidDelay, ValueError, float(value)) for value in ("nan", "inf", "-inf")),
-        *((InvalidDelay, ValueError, Decimal(value)) for value in ("NaN", "sNaN", "-Infinity")),
+        *(
+            (InvalidDelay, ValueError, Decimal(value))
+            for value in ("NaN", "sNaN", "-Infinity", "1e400", "-1e400")
+        ),
     ],
 )
 def test_what_is_no_length_of_time_is_an_error_with_the_value(
