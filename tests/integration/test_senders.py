@@ -17,7 +17,7 @@ from celery.utils.time import timezone as celerys_zone
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Celery, install
-from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import find_waiting, take
 from tests.integration.notes import Notes
@@ -76,10 +76,15 @@ def test_a_task_that_is_known_to_the_worker_alone_waits(
 @pytest.mark.parametrize("zone", [UTC, None], ids=["aware", "naive"])
 @pytest.mark.parametrize("text", [False, True], ids=["datetime", "ISO string"])
 @pytest.mark.parametrize("sender", ["apply_async", "send_task", "set on app.signature"])
-def test_an_eta_waits_in_the_levels(served_shop: Any, sender: str, zone: Any, text: bool) -> None:
-    now = datetime.now(UTC)
+def test_an_eta_waits_in_the_levels(
+    served_shop: Any, sender: str, zone: Any, text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = wall_clock.now()
     instant = (now + timedelta(seconds=DELAY)).replace(tzinfo=zone)
-    result = SENDERS[sender](served_shop, eta=instant.isoformat() if text else instant)
+    with monkeypatch.context() as patch:
+        # However long it takes to send it, it is not due yet.
+        patch.setattr(wall_clock, "source", lambda: int(now.timestamp() * 1e9))
+        result = SENDERS[sender](served_shop, eta=instant.isoformat() if text else instant)
     assert_waited(result.get(timeout=PATIENCE), now.timestamp(), DELAY)
 
 
