@@ -108,14 +108,23 @@ def main() -> int:
         if failed:
             print(f"the tests fail already without a mutant: {failed}", file=sys.stderr)
             return 2
-        timeout = max(MIN_TIMEOUT, SLOWER * (time.monotonic() - started))
+        timeout = _timeout_since(started)
+        # Those of one file are over sooner: so is a mutant that does not end.
+        of_own = {}
+        for file in files:
+            started = time.monotonic()
+            _failure(Copy(first, timeout), [_own_tests(file)])
+            of_own[file] = _timeout_since(started)
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(given.jobs):
             here = first if number == 0 else _copy(first, Path(folder, str(number)))
             copies.put(Copy(here, timeout))
         with ThreadPoolExecutor(given.jobs) as pool:
             running = {
-                file: [pool.submit(_result, copies, file, mutant) for mutant in chosen[file]]
+                file: [
+                    pool.submit(_result, copies, file, mutant, of_own[file])
+                    for mutant in chosen[file]
+                ]
                 for file in files
             }
             results = {}
@@ -157,17 +166,24 @@ def _copy(origin: Path, folder: Path) -> Path:
     return folder
 
 
-def _result(copies: SimpleQueue[Copy], file: str, mutant: Mutant) -> Result:
+def _own_tests(file: str) -> str:
+    return f"tests/unit/test_{Path(file).stem}.py"
+
+
+def _timeout_since(started: float) -> float:
+    return max(MIN_TIMEOUT, SLOWER * (time.monotonic() - started))
+
+
+def _result(copies: SimpleQueue[Copy], file: str, mutant: Mutant, of_own: float) -> Result:
     copy = copies.get()
     target = copy.folder / "celery_rabbitdelay" / file
     original = target.read_text()
     try:
         target.write_text(mutant.source)
         # First the file's own tests, which notice most; then all others.
-        own = f"tests/unit/test_{target.stem}.py"
-        noticed_by = None
+        own, noticed_by = _own_tests(file), None
         if (copy.folder / own).exists():
-            noticed_by = _failure(copy, [own])
+            noticed_by = _failure(copy._replace(timeout=of_own), [own])
         return Result(mutant, noticed_by or _failure(copy, ["tests/unit", f"--ignore={own}"]))
     finally:
         target.write_text(original)

@@ -89,6 +89,7 @@ def test_clocks_that_change_and_days_that_are_rare(
         (crontab(minute=0, hour="22-2,12"), "0 0,1,2,12,22,23 * * *"),
         (schedule(90), "every 90000"),
         (timedelta(hours=1), "every 3600000"),
+        (timedelta(seconds=1), "every 1000"),
         (" 0  7 * * 1-5 ", "0 7 * * 1-5"),
         ("@midnight", "0 0 * * *"),
         (timedelta(days=36_500), "every 3153600000000"),
@@ -96,6 +97,13 @@ def test_clocks_that_change_and_days_that_are_rare(
 )  # fmt: skip
 def test_what_celery_and_cron_write_is_a_rule(when: Any, rule: str) -> None:
     assert Recurrence.of(when, "UTC").rules == (rule,)
+
+
+def test_the_most_that_a_schedule_may_have_is_not_refused() -> None:
+    rules, excluded = ["@daily"] * 20, [date(2026, 1, 1)] * 100
+    made = Recurrence.of(rules, "UTC", exclude=excluded)
+    assert (len(made.rules), len(made.excluded)) == (20, 100)
+    assert Recurrence.read([*made]) == made
 
 
 def test_celerys_crontab_is_due_if_both_days_fit() -> None:
@@ -123,9 +131,10 @@ def test_an_interval_counts_from_its_start_and_stops_at_its_end() -> None:
         ("* * *", "UTC", "fields"),
         ("0 0 30 2 *", "UTC", "day-of-month"),
         ("0 0 31 2,4 *", "UTC", "day-of-month|never due"),
-        (timedelta(milliseconds=10), "UTC", "a second at least"),
+        (timedelta(milliseconds=999), "UTC", "a second at least"),
         (7, "UTC", "takes a timedelta"),
         ([], "UTC", "1 to 20"),
+        (["@daily"] * 21, "UTC", "1 to 20"),
         ("@daily", "Europe/Nowhere", "Nowhere"),
     ],
 )  # fmt: skip
