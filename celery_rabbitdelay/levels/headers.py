@@ -8,10 +8,11 @@ Where a message may go is decided in :mod:`.allowed`, what it may cost in :mod:`
 tasks a client may send in :mod:`.client_tasks`. These are the parties, and what each may set:
 
 - A client of check-in says :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
-- Whoever may publish to the levels says everything. If there is a signing key, a message has to be
-  signed, unless ``rabbitdelay_signing_required`` is false: where it goes, when it is due, its
-  priority and expiration, and what the registry is asked with (:data:`REGISTRY`). What was noted on
-  the way is not signed. See :attr:`DelayHeaders.signed` and :mod:`.signature`.
+- Whoever may publish to the levels may set every header. If there is a signing key, a message has
+  to be signed, unless ``rabbitdelay_signing_required`` is false. The signature covers where the
+  message goes, when it is due, its priority and expiration, and the headers that the registry uses
+  (:data:`REGISTRY`), but not what modules add on the way. See :attr:`DelayHeaders.signed` and
+  :mod:`.signature`.
 - The consumer of the message gets what :meth:`DelayHeaders.for_consumer` keeps.
 """
 

@@ -160,7 +160,7 @@ def check_delay(what: str, value: object, delay_ms: int) -> None:
 
     Args:
         what: Where the delay comes from, such as the name of a header.
-        value: What stands there, for the error.
+        value: Its value, which the error shows.
         delay_ms: The delay, in milliseconds.
 
     Raises:

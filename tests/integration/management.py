@@ -101,7 +101,7 @@ class Place:
         self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
     def verify(self) -> Verification:
-        """Look for faults, by a clock that is so many seconds ahead."""
+        """Look for faults on a machine whose clock is :attr:`clock_ahead` seconds ahead."""
         clock = SimpleNamespace(time=lambda: time.time() + self.clock_ahead)
         with pytest.MonkeyPatch.context() as patch, self.connection.clone() as connection:
             patch.setattr(management, "time", clock)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from unittest import mock
 from uuid import UUID, uuid4
 
 import pytest
@@ -16,7 +15,7 @@ from celery.exceptions import TaskRevokedError
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable
-from celery_rabbitdelay.levels import headers, wall_clock
+from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
@@ -25,7 +24,7 @@ from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.worker import Worker, run_celery
 from tests.redis_servers import ConfiguredRedis, SentinelSetup
-from tests.unit.clock import Clock
+from tests.unit.clock import frozen
 
 #: Seconds; long enough for a test to do something before a task is due.
 DELAY = 10.0
@@ -128,7 +127,7 @@ def test_a_task_that_is_older_than_the_registrys_memory_is_undeliverable_until_i
     settings = {"rabbitdelay_registry_keep": 60.0, "rabbitdelay_retry_for": 0}
     noted.shop = shop = serve(**settings)
     sent = time.time() - 2 * 3600
-    with mock.patch.object(wall_clock, "source", Clock(sent).time_ns):
+    with frozen(sent):
         noted.send("old", eta=datetime.fromtimestamp(sent, UTC), once=True)
     wait_until_waiting(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name, 1)
     assert noted.until(0.1) == []

@@ -24,6 +24,7 @@ from tests.integration.notes import Notes
 from tests.integration.shop import FAR_BACKOFFS, LOST, PATIENCE, QUEUES, make_app, named
 from tests.integration.waited import assert_not_delayed, assert_waited
 from tests.integration.worker import Beat
+from tests.unit.clock import frozen
 
 #: Seconds.
 DELAY = 0.3
@@ -76,14 +77,11 @@ def test_a_task_that_is_known_to_the_worker_alone_waits(
 @pytest.mark.parametrize("zone", [UTC, None], ids=["aware", "naive"])
 @pytest.mark.parametrize("text", [False, True], ids=["datetime", "ISO string"])
 @pytest.mark.parametrize("sender", ["apply_async", "send_task", "set on app.signature"])
-def test_an_eta_waits_in_the_levels(
-    served_shop: Any, sender: str, zone: Any, text: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = wall_clock.now()
-    instant = (now + timedelta(seconds=DELAY)).replace(tzinfo=zone)
-    with monkeypatch.context() as patch:
-        # However long it takes to send it, it is not due yet.
-        patch.setattr(wall_clock, "source", lambda: int(now.timestamp() * 1e9))
+def test_an_eta_waits_in_the_levels(served_shop: Any, sender: str, zone: Any, text: bool) -> None:
+    # However long it takes to send it, it is not due yet.
+    with frozen():
+        now = wall_clock.now()
+        instant = (now + timedelta(seconds=DELAY)).replace(tzinfo=zone)
         result = SENDERS[sender](served_shop, eta=instant.isoformat() if text else instant)
     assert_waited(result.get(timeout=PATIENCE), now.timestamp(), DELAY)
 

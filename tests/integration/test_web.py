@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -31,6 +30,7 @@ from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.trouble import suspended
 from tests.node_control import evaluate
+from tests.unit.clock import Clock
 
 #: Two levels whose digits last for hours, so that nothing is due during a test.
 HOURS = [("hours", 24, 3600), ("minutes", 60, 60)]
@@ -114,8 +114,7 @@ def test_the_servers_are_asked_as_often_for_twenty_viewers_as_for_one(
     tracked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[None] = []
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
+    clock = Clock()
     monkeypatch.setattr("celery_rabbitdelay.web.reading.time", clock)
 
     def status_of(*arguments: Any, **options: Any) -> Any:
@@ -149,8 +148,7 @@ def test_twenty_who_have_the_same_page_open_share_its_look_and_who_opens_it_has_
         return known_task(registry, task_id, *arguments)
 
     monkeypatch.setattr("celery_rabbitdelay.web.waiting.known_task", known)
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
+    clock = Clock()
     monkeypatch.setattr("celery_rabbitdelay.web.reading.time", clock)
     web = application(tracked)
 

@@ -45,12 +45,16 @@ class Clock:
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
+def frozen(now: float | None = None) -> Iterator[Clock]:
     """Let no time pass for whoever computes what is left of a delay.
 
     A message then waits for the whole of its delay, in the queues that a test expects, however long
     it took to be sent.
+
+    Args:
+        now: Where the clock stands, in seconds since 1970; None for the present.
     """
+    clock = Clock(time.time() if now is None else now)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wall_clock, "source", Clock(time.time()).time_ns)
-        yield
+        patch.setattr(wall_clock, "source", clock.time_ns)
+        yield clock

@@ -134,7 +134,7 @@ def test_a_delay_beyond_the_longest_is_refused(receive: Any) -> None:
     assert receive(from_client).exchange == "t.meditation"
     with pytest.raises(UnprocessableMessage, match=f"x-delay is {longest_ms + 1}, {too_long}"):
         receive(message(application_headers={"x-delay": longest_ms + 1}))
-    # What waits already was let in by another clock.
+    # A message that waits already was accepted earlier, perhaps by another clock.
     for ahead in (longest_ms, longest_ms + 1, 4 * longest_ms):
         told = {headers.DUE: NOW + ahead}
         meditated = message("t.meditated", "q", application_headers=told)

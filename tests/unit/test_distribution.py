@@ -21,7 +21,7 @@ from celery_rabbitdelay.modules.envelope import Envelope, Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
-from tests.unit.clock import Clock
+from tests.unit.clock import frozen
 from tests.unit.waiting import waiting
 
 TOPOLOGY = Topology()
@@ -283,8 +283,8 @@ def test_of_an_envelope_only_the_tasks_of_an_aborted_job_end_here(decision: Deci
     assert ids(Registry(EXPIRED, EXPIRED).distributed(tasks(2))) == []
 
 
-def test_an_envelope_whose_tasks_all_wait_goes_back_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000).time_ns)
+@frozen(DUE / 1000)
+def test_an_envelope_whose_tasks_all_wait_goes_back_whole() -> None:
     for number in (1, 2):
         message = tasks(number)
         message.properties["application_headers"]["x-death"] = []
@@ -305,8 +305,8 @@ def test_cancelled_tasks_wait_in_their_envelope_with_those_whose_job_is_open() -
     assert later.message.amqp().properties["content_type"] == ENVELOPE
 
 
-def test_an_envelope_waits_for_the_first_of_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000).time_ns)
+@frozen(DUE / 1000)
+def test_an_envelope_waits_for_the_first_of_its_tasks() -> None:
     message = tasks(2)
     registry = Registry(ITS_JOB_IS_OPEN, ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000))
     (later,) = registry.distributed(message)
@@ -333,9 +333,8 @@ def test_the_registry_is_told_of_a_job_that_was_committed() -> None:
         list(Distribution(TOPOLOGY).receive(note()))
 
 
-def test_without_the_registry_the_note_of_a_commit_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000).time_ns)
-
+@frozen(DUE / 1000)
+def test_without_the_registry_the_note_of_a_commit_waits() -> None:
     def away(*job: str) -> None:
         raise RegistryUnavailable("away")
 
@@ -369,11 +368,9 @@ def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() ->
     assert registry.asked == []
 
 
-def test_a_wrong_clock_is_tolerated_and_a_forged_due_time_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_ms, day_ms, longest_ms = 1_900_000_000_000, 86_400_000, int(MAX_DELAY * 1000)
-    monkeypatch.setattr(wall_clock, "source", lambda: now_ms * 1_000_000)
+@frozen(1_900_000_000)
+def test_a_wrong_clock_is_tolerated_and_a_forged_due_time_is_not() -> None:
+    now_ms, day_ms, longest_ms = wall_clock.ms(), 86_400_000, int(MAX_DELAY * 1000)
     distribution = Distribution(TOPOLOGY, EarlyMessages(TOPOLOGY, 0).put_back)
 
     def receive(ahead_ms: int) -> Outgoing:

@@ -14,7 +14,6 @@ from kombu import Message
 
 from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders, EarlyHeader
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import forwarding
@@ -23,7 +22,7 @@ from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from celery_rabbitdelay.worker.restore import restore
 from tests.unit.broker_model import BrokerModel
-from tests.unit.clock import Clock
+from tests.unit.clock import frozen
 from tests.unit.waiting import said, waiting
 
 NOW = 1_800_000_000_000
@@ -34,8 +33,7 @@ TOPOLOGY = Topology()
 @pytest.fixture(autouse=True, scope="module")
 def standstill() -> Any:
     """No time passes, so that a route does not depend on a busy machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wall_clock, "source", Clock(NOW / 1000).time_ns)
+    with frozen(NOW / 1000):
         yield
 
 

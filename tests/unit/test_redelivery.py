@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import amqp
@@ -10,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.kombu import Topology, custom
-from celery_rabbitdelay.levels import headers, wall_clock
+from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
-from tests.unit.clock import Clock
+from tests.unit.clock import Clock, frozen
 from tests.unit.waiting import said, waiting
 
 TOPOLOGY = Topology()
@@ -31,11 +32,10 @@ values = st.none() | st.booleans() | st.integers() | st.text(max_size=9) | st.li
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock() -> Iterator[Clock]:
     """A clock that stands still, so that a pause does not depend on a busy machine."""
-    clock = Clock(NOW / 1000)
-    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
-    return clock
+    with frozen(NOW / 1000) as clock:
+        yield clock
 
 
 def middle(least: float, most: float) -> float:

@@ -13,7 +13,6 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.checkin import CheckIn
@@ -26,7 +25,7 @@ from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
-from tests.unit.clock import Clock
+from tests.unit.clock import frozen
 from tests.unit.waiting import said, signed, verifies
 
 KEY = "k" * MIN_KEY_BYTES
@@ -248,10 +247,8 @@ def test_what_is_let_through_without_a_signature_gets_none() -> None:
 
 
 @pytest.mark.parametrize("sign", [True, False])
-def test_only_what_was_signed_is_signed_in_undeliverable(
-    sign: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000 - 60).time_ns)
+@frozen(DUE / 1000 - 60)
+def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
     early = EarlyMessages(TOPOLOGY, 1000)
     put_back = distribution(is_signing_required=False, put_back=early.put_back)
     queue = TOPOLOGY.module_queues.distribution
@@ -276,8 +273,8 @@ def test_what_waits_to_be_tried_again_is_signed_and_opened_again() -> None:
         assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
 
 
-def test_an_early_message_stays_signed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", Clock(DUE / 1000 - 60).time_ns)
+@frozen(DUE / 1000 - 60)
+def test_an_early_message_stays_signed() -> None:
     early = EarlyMessages(TOPOLOGY, 1000)
     message = delayed()
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,19 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.levels import headers, wall_clock
+from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
 from celery_rabbitdelay.operations.undeliverable import messages
-from tests.unit.clock import Clock
+from tests.unit.clock import frozen
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 @pytest.fixture(autouse=True)
-def standstill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wall_clock, "source", Clock(NOW.timestamp()).time_ns)
+def standstill() -> Iterator[None]:
+    with frozen(NOW.timestamp()):
+        yield
 
 
 def copy(

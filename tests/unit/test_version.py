@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import amqp
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
@@ -24,7 +24,7 @@ from celery_rabbitdelay.modules.forwarding import Redelivery
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
-from tests.unit.clock import NS_PER_S, Clock
+from tests.unit.clock import NS_PER_S, Clock, frozen
 
 TOPOLOGY = Topology()
 MODULES = TOPOLOGY.module_queues
@@ -39,11 +39,10 @@ LATER: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock() -> Iterator[Clock]:
     """A clock that stands at the time at which the message is due."""
-    clock = Clock(NOW_MS / 1000)
-    monkeypatch.setattr(wall_clock, "source", clock.time_ns)
-    return clock
+    with frozen(NOW_MS / 1000) as clock:
+        yield clock
 
 
 def later_message(given: dict[str, Any], **headers: Any) -> amqp.Message:
