@@ -166,11 +166,11 @@ def without_probe() -> dict[str, int]:
 
 
 def lose(queues: list[str]) -> None:
-    """Delete queues of the levels with their messages."""
+    """Purge queues of the levels. They stay: a retry may need one that has held a probe only."""
     with Connection(os.environ["CELERY_BROKER_URL"]) as connection:
         channel: Any = connection.default_channel
         for queue in queues:
-            channel.queue_delete(queue)
+            channel.queue_purge(queue)
 
 
 def stop_while_it_waits(worker: ChildProcess, order: str) -> None:
