@@ -107,7 +107,7 @@ def serialized(
     content_type: str | None = None,
     content_encoding: str | None = None,
     compression: str | None = None,
-) -> tuple[Any, str, str]:
+) -> tuple[bytes, str | None, str | None]:
     """Serialize and compress a body as :meth:`kombu.Producer.publish` does.
 
     Args:
@@ -123,10 +123,12 @@ def serialized(
         The body, its content type and its content encoding.
     """
     private: Any = producer
-    prepared: tuple[Any, str, str] = private._prepare(
+    body, content_type, content_encoding = private._prepare(
         body, serializer, content_type, content_encoding, compression, headers
     )
-    return prepared
+    if isinstance(body, str):
+        body = body.encode(content_encoding or "utf-8")  # as py-amqp does
+    return body, content_type, content_encoding
 
 
 def decompressed(body: bytes, name: Any) -> Iterator[bytes]:

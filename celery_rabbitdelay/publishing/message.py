@@ -92,9 +92,14 @@ class WaitingMessage(NamedTuple):
 
 
 def body_of(message: amqp.Message) -> bytes:
-    """Return a message's body as the bytes that are sent."""
+    """Return a message's body as the bytes that are sent, or were received.
+
+    py-amqp encodes a text, and decodes a body that it receives, by ``content_encoding``.
+    """
     body: str | bytes = message.body
-    return body.encode() if isinstance(body, str) else body
+    if isinstance(body, bytes):
+        return body
+    return body.encode(message.properties.get("content_encoding") or "utf-8")
 
 
 def headers_of(message: amqp.Message) -> dict[str, Any]:

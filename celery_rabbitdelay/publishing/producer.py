@@ -251,9 +251,7 @@ class DelayedProducer(Producer):
             None if queue is None else queue.name,
             others=own_headers,
         )
-        message = WaitingMessage(
-            body.encode() if isinstance(body, str) else body, properties, said._replace(**self.says)
-        )
+        message = WaitingMessage(body, properties, said._replace(**self.says))
         if is_too_high:
             message = message.with_low_priority()
         self.check_size(len(message.body), name, due)
@@ -277,7 +275,9 @@ class DelayedProducer(Producer):
         if not is_straight or due.delay_ms > self.topology.layout.capacity_ms:
             self._check_bound(size)
 
-    def serialize(self, body: Any, headers: dict[str, Any], **how: Any) -> tuple[Any, str, str]:
+    def serialize(
+        self, body: Any, headers: dict[str, Any], **how: Any
+    ) -> tuple[bytes, str | None, str | None]:
         """Return a body as kombu serializes and compresses it; see :func:`.serialized`.
 
         Raises:

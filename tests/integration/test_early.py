@@ -95,9 +95,13 @@ def test_a_task_that_the_levels_release_early_is_the_same_task_when_it_is_due(
     assert without_delay(seen, delayed.id) == without_delay(expected, undelayed.id)
 
 
-@pytest.mark.parametrize("priority", [3, 9])
+@pytest.mark.parametrize(("priority", "encoding"), [(3, "utf-8"), (9, "utf-16")])
 def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_other(
-    served_shop: Any, connection: Connection, make_queue: Callable[..., Queue], priority: int
+    served_shop: Any,
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+    priority: int,
+    encoding: str,
 ) -> None:
     """As if distribution ran on a machine with another clock, and had sent it to both queues."""
     fanout = named(served_shop, "fanout")
@@ -105,6 +109,7 @@ def test_what_only_the_worker_finds_early_comes_back_to_its_queue_and_to_no_othe
     other = make_queue("other", bindings=[binding(Exchange(fanout, type="fanout"))])
     other(connection.default_channel).declare()
     to: dict[str, Any] = {"exchange": fanout, "routing_key": "any", "priority": priority}
+    to["content_encoding"] = encoding
     undelayed = put_into(connection, served_shop, time.time(), "request", **to)
     expected = served_shop.AsyncResult(undelayed).get(timeout=PATIENCE)
     assert count(connection, other.name) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 from uuid import uuid4
 
@@ -34,6 +35,8 @@ def put_into(connection: Connection, shop: Any, due: float, name: str = "look", 
     task = shop.amqp.create_task_message(uuid4().hex, name, (), {})
     own = {**task.headers, headers.DUE: int(due * 1000)}
     properties = {**task.properties, "reply_to": shop.thread_oid}
-    connection.Producer().publish(task.body, headers=own, serializer="json", **properties, **to)
+    body = {"content_type": "application/json", "content_encoding": "utf-8"}
+    options = {**properties, **body, **to}
+    connection.Producer().publish(json.dumps(task.body), headers=own, **options)
     task_id: str = task.headers["id"]
     return task_id

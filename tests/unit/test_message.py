@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import amqp
 import pytest
+from kombu import Connection, Queue
+from kombu.serialization import register, unregister
 
+from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
+from celery_rabbitdelay.publishing.message import WaitingMessage, body_of, kept_properties
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,22 @@ def test_a_message_published_again_keeps_its_properties(received: Any, kept: Any
 )
 def test_a_message_without_an_id_has_one_of_its_body(properties: Any, task_id: str) -> None:
     assert WaitingMessage(b"123456789", properties, DelayHeaders()).task_id == task_id
+
+
+@pytest.mark.parametrize(
+    ("properties", "body"),
+    [({}, "Größe".encode()), ({"content_encoding": "latin-1"}, b"Gr\xf6\xdfe")],
+)
+def test_a_body_that_py_amqp_has_decoded_is_encoded_as_it_was(properties: Any, body: bytes) -> None:
+    assert body_of(amqp.Message("Größe", **properties)) == body
+
+
+def test_a_serializer_may_return_text_of_any_encoding() -> None:
+    register("latin", str, str, "text/x-latin", content_encoding="latin-1")
+    try:
+        producer = DelayedProducer(Publisher(Connection("amqp://")), Topology(), serializer="latin")
+        made = producer.delayed_message("Größe", Destination(Queue("q"), "", "q"), Due.after(5))
+    finally:
+        unregister("latin")
+    body, properties, _ = made.message
+    assert (body, properties["content_encoding"]) == (b"Gr\xf6\xdfe", "latin-1")

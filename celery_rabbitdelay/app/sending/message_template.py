@@ -92,13 +92,13 @@ class Writer:
         if self._rest:
             return f"{self._json((call.args, call.kwargs))[:-1]}{self._rest}".encode()
         options = self._first.options
-        encoded, *_ = self._first.serialize(
+        body, *_ = self._first.serialize(
             (call.args, call.kwargs, self._first.body[2]),
             {},
             serializer=options.get("serializer"),
             compression=options.get("compression"),
         )
-        return encoded.encode() if isinstance(encoded, str) else encoded
+        return body
 
     def _own_headers(self, call: Call) -> dict[str, Any]:
         """Return the headers in which messages differ, without copies of others."""
