@@ -53,7 +53,9 @@ def _exact_milliseconds(delay: Delay) -> int | Decimal | Fraction:
     if isinstance(delay, timedelta):
         # Rounded up to microseconds: pandas counts nanoseconds.
         return _EXACT.scaleb(Decimal(-(delay // timedelta(microseconds=-1))), -3)
-    if isinstance(delay, bool) or not isinstance(delay, Real | Decimal):
+    # NumPy's timedelta64 counts as an integer.
+    is_duration = type(delay).__name__ == "timedelta64"
+    if isinstance(delay, bool) or is_duration or not isinstance(delay, Real | Decimal):
         raise InvalidDelayType(delay, "takes seconds, such as 90, or timedelta(days=3)")
     if isinstance(delay, Rational):
         # NumPy's integers overflow.

@@ -84,12 +84,16 @@ def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: 
     assert 0 <= delay_module.milliseconds(delay) - printed < 1
 
 
+#: They count as integers, although their unit is not the second.
+NUMPYS = np.timedelta64(5, "m"), np.timedelta64(5), np.timedelta64("NaT")
+
+
 @pytest.mark.parametrize(
     ("error", "builtin", "wrong"),
     [
         *(
             (InvalidDelayType, TypeError, value)
-            for value in (True, False, "5", b"5", None, [5], 1j, datetime.now(UTC))
+            for value in (True, False, "5", b"5", None, [5], 1j, datetime.now(UTC), *NUMPYS)
         ),
         *((InvalidDelay, ValueError, float(value)) for value in ("nan", "inf", "-inf")),
         *(
