@@ -100,7 +100,12 @@ class Hand:
         channel.basic_consume(self._tap, TAP, no_ack=True, callback=self._seen)
         waiting = self._source.ready(queues)
         self._source.consume(queues, 0)
-        self._wait_for_marks(list(waiting))
+        self._wait_for_marks([self._tap, *waiting])
+        if sent_meanwhile := +self._on_their_way:
+            # Each comes before a mark that is behind it in its queue. If it does not, its delay was
+            # over before its queue was consumed, and it never comes.
+            self._wait_for_marks(queues)
+            self._on_their_way.subtract(sent_meanwhile & self._on_their_way)
         self.catch_up()
 
     def catch_up(self) -> None:

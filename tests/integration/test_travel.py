@@ -13,13 +13,16 @@ from celery import chain, group
 from celery.schedules import crontab
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from kombu import Queue
 
 from celery_rabbitdelay import Outcome, Row
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.operations.moving.source import Source
 from celery_rabbitdelay.testing import DidNotSettle, RabbitMQServer, Travel, wait_for
 from celery_rabbitdelay.testing.session import name_of
 from tests.integration import travelling
+from tests.integration.arrivals import count
 from tests.integration.travelling import app, note, ran, redis, remind, texts, try_again
 
 DAY_MS = 86_400_000
@@ -84,6 +87,27 @@ def test_what_is_left_of_a_delay_is_waited_in_the_levels(trip: Travel) -> None:
     trip.clock.go_on()
     assert texts() == []
     wait_for(texts, "what is due in a second")
+
+
+def test_what_leaves_the_levels_while_they_are_taken_is_not_waited_for(
+    trip: Travel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow machine, a worker that puts a paused task back for a second does that."""
+    consume = Source.consume
+    with app.connection_for_write() as connection:
+        unread = Queue("travelling.unread", durable=False)(connection.default_channel)
+        unread.declare()
+
+        def consume_late(source: Source, *given: Any) -> None:
+            note.apply_async(("gone",), delay=0.1, queue=unread)
+            wait_for(lambda: count(connection, unread.name), "a task that is due")
+            consume(source, *given)
+
+        note.apply_async(("here",), delay=60)
+        monkeypatch.setattr(Source, "consume", consume_late)
+        trip(seconds=60)
+        assert texts() == ["here"]
+        unread.delete()
 
 
 def test_without_waiting_all_that_is_due_is_delivered_at_once(trip: Travel) -> None:

@@ -53,7 +53,7 @@ def web_of(shop: Any) -> FastAPI:
     @web.get("/ready")
     def ready() -> None:
         try:
-            shop.rabbitdelay.check()
+            shop.rabbitdelay.check(timeout=5)
         except PublishError as error:
             raise HTTPException(503, str(error)) from error
 
@@ -203,7 +203,7 @@ def test_check_says_in_time_that_a_send_would_fail(
 ) -> None:
     shop = make_shop(broker_url=private_rabbitmq.url)
     if is_connected:
-        shop.rabbitdelay.check()
+        shop.rabbitdelay.check(timeout=PATIENCE)
     with trouble(private_rabbitmq):
         began = time.monotonic()
         with pytest.raises(error):
@@ -223,10 +223,10 @@ def test_check_leaves_nothing_and_needs_no_levels_that_a_send_would_declare(
     make_shop: Callable[..., Any], connection: Connection, prefix: str
 ) -> None:
     shop = make_shop()
-    shop.rabbitdelay.check()
+    shop.rabbitdelay.check(timeout=PATIENCE)
     shop.tasks["look"].apply_async(delay=0.1)
     for _ in range(3):
-        shop.rabbitdelay.check()
+        shop.rabbitdelay.check(timeout=PATIENCE)
     assert not count(connection, f"{prefix}.undeliverable")
 
 
@@ -235,10 +235,10 @@ def test_check_says_that_levels_are_missing_that_operators_declare(
 ) -> None:
     shop, declaring = make_shop(rabbitdelay_declare="never"), make_shop()
     with pytest.raises(TopologyIncomplete):
-        shop.rabbitdelay.check()
+        shop.rabbitdelay.check(timeout=PATIENCE)
     with declaring.connection_for_write() as connection:
         declaring.rabbitdelay.declare(connection)
-    shop.rabbitdelay.check()
+    shop.rabbitdelay.check(timeout=PATIENCE)
 
 
 def test_check_needs_no_permission_that_a_producer_lacks(
@@ -251,8 +251,8 @@ def test_check_needs_no_permission_that_a_producer_lacks(
             declaring.rabbitdelay.declare(connection)
         shop = make_shop(broker_url=private_rabbitmq.url, broker_write_url=url)
         shop.conf.rabbitdelay_declare = "never"
-        shop.rabbitdelay.check()
-        shop.rabbitdelay.check()
+        shop.rabbitdelay.check(timeout=PATIENCE)
+        shop.rabbitdelay.check(timeout=PATIENCE)
         shop.close()
 
 
