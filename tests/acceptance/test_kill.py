@@ -25,7 +25,8 @@ from tests.acceptance.journal import (
 def test_all_tasks_run_after_one_was_killed_while_they_waited(
     celery_setup: CeleryTestSetup, journal: Journal, victim: str, tasks: int, delay: int
 ) -> None:
-    publications = [journal.publish(delay) for _ in range(tasks)]
+    with celery_setup.app.rabbitdelay.pipeline():
+        publications = [journal.publish(delay) for _ in range(tasks)]
 
     node = getattr(celery_setup, victim)
     node.kill()

@@ -11,6 +11,7 @@ app = Celery("shop", broker="amqp://")
 app.conf.rabbitdelay_modules = ["check-in", "distribution"]
 # Pages about the registry set this variable, to the Redis of the tests.
 app.conf.rabbitdelay_registry_url = os.environ.get("SHOP_REGISTRY_URL")
+app.conf.rabbitdelay_registry_options = {"socket_timeout": 10}  # on a slow machine
 
 
 @app.task

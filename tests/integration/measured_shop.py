@@ -43,7 +43,7 @@ def main() -> None:
     app: Any = make_app(json.loads(os.environ["SHOP"]))
     with start_worker(app, perform_ping_check=False, shutdown_timeout=30):
         app.tasks["look"].apply_async(delay=0.3)
-        eta = datetime.now(UTC) + timedelta(seconds=1)
+        eta = datetime.now(UTC) + timedelta(seconds=5)
         app.rabbitdelay.send_many("look", [Row(eta=eta)] * 2)
 
         def total(name: str) -> float:

@@ -177,7 +177,7 @@ def test_a_worker_puts_back_what_was_deleted_by_hand(
 def test_a_retry_that_cannot_be_sent_does_not_drop_the_task(
     private_rabbitmq: RabbitMQServer, serve: Callable[..., Any]
 ) -> None:
-    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_confirm_timeout": 1}
+    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_confirm_timeout": 5}
     shop = serve(**here, task_acks_late=True)
     redis = shop.backend.client
     result = shop.tasks["retry-when"].apply_async(("blocked",))

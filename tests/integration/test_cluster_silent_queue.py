@@ -116,7 +116,7 @@ def make_stage(
 
 
 @pytest.mark.parametrize(
-    ("number", "timeout"), [(MANY, 300), (1, 3)], ids=["many", "one, until its time is up"]
+    ("number", "timeout"), [(MANY, 300), (1, 10)], ids=["many", "one, until its time is up"]
 )
 def test_a_queue_that_does_not_answer_holds_up_no_other(
     make_stage: Callable[..., Stage], number: int, timeout: float

@@ -79,7 +79,7 @@ def test_show_tells_what_is_known_of_one_task(
     settings = {**settings, "rabbitdelay_layout": [("minutes", 50, 60)]}
     shop = make_shop(**settings)
     key, job = f"order:{uuid4().hex}", f"import-{uuid4().hex}"
-    shop.rabbitdelay.open_job(job, expires=60)
+    shop.rabbitdelay.open_job(job, expires=3600)
     task_id = send(shop, 3600, args=(7,), key=key, job=job)
     wait_for(lambda: shop.rabbitdelay.show(task_id).may_be_in, "the message", PATIENCE)
 

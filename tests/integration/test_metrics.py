@@ -57,7 +57,7 @@ def scraped(port: int, condition: Callable[[Scraped], object], what: str) -> Scr
 
 def due_together(number: int) -> list[Row]:
     """Return rows that travel in one envelope."""
-    return [Row(eta=datetime.now(UTC) + timedelta(seconds=3))] * number
+    return [Row(eta=datetime.now(UTC) + timedelta(seconds=5))] * number
 
 
 def of_process(shop: Any) -> Scraped:

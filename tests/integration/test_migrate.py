@@ -395,7 +395,7 @@ def test_a_cancelled_task_stays_cancelled_after_the_migration(
     old, new = {**old, **registry}, {**new, **registry}
     before = make(old)
     notes = Notes(before)
-    options: dict[str, Any] = {"kwargs": {"key": notes.key}, "delay": 60, "track": True}
+    options: dict[str, Any] = {"kwargs": {"key": notes.key}, "delay": 100, "track": True}
     first = before.tasks["note"].apply_async(("cancelled",), **options)
     before.tasks["note"].apply_async(("runs",), **options)
     before.rabbitdelay.cancel(first.id)
@@ -406,7 +406,7 @@ def test_a_cancelled_task_stays_cancelled_after_the_migration(
     make(new)
     assert answer(new, migrate(old), "moved")["moved"] == 2
     with Worker(new):
-        notes.wait(1, timeout=180)
+        notes.wait(1, timeout=240)
     assert notes() == ["runs"]
     with pytest.raises(TaskRevokedError):
         first.get(timeout=PATIENCE)

@@ -222,7 +222,7 @@ def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broke
     with bench.serve(receive, window=100_000) as served:
         wait_for(served.stopping.is_set, "the stop")
     assert not served.errors
-    assert count(connection, bench.source.name) > messages // 2
+    wait_for(lambda: count(connection, bench.source.name) > messages // 2, "what was given back")
 
 
 def test_many_messages_that_close_the_channel_are_found_without_sending_the_others_again(

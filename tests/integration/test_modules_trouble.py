@@ -81,12 +81,12 @@ def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
     target: Queue,
 ) -> None:
     """And no connection is given up, which would count as one delivery in vain each time."""
-    shop = serve(only="default", **OPEN, **HUNDRED_SECONDS, rabbitdelay_confirm_timeout=1)
+    shop = serve(only="default", **OPEN, **HUNDRED_SECONDS, rabbitdelay_confirm_timeout=10)
     client = Client(connection, shop)
     with blocked(private_rabbitmq, client, target) as due:
         began = time.time()
         # Longer than the timeout, and than the time between two looks at the backlog.
-        wait_for(lambda: time.time() > began + 4, "some time")
+        wait_for(lambda: time.time() > began + 12, "some time")
         assert client.count(target) < MESSAGES
     arrivals = client.take(target, MESSAGES)
     assert "connects again" not in shop.worker.log

@@ -136,15 +136,16 @@ def test_an_iterator_may_take_its_time(
     def source() -> Iterator[Publication]:
         sent = postings(target.name, 40)
         yield from sent[:20]
-        work(2.5)
+        work(4.5)
         for number, each in enumerate(sent[20:], start=21):
             yield each
             work(0.02)
             wait_for(partial(holds, number), "all that were given")
-        work(2.5)
+        work(4.5)
 
     outcomes: list[Publication] = []
-    publisher.publish_all(source(), PublishPolicy(2.0), done=outcomes.append)
+    publisher.connection.ensure_connection()
+    publisher.publish_all(source(), PublishPolicy(4.0), done=outcomes.append)
     assert len(outcomes) == 40
     assert {each.error for each in outcomes} == {None}
     assert bodies(connection, target, 40) == Counter(map(str, range(40)))

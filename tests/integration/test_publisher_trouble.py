@@ -56,6 +56,8 @@ def queue(broker: RabbitMQServer, prefix: str) -> Iterator[Queue]:
 @pytest.fixture
 def publisher(broker: RabbitMQServer) -> Iterator[Publisher]:
     publisher = Publisher(Connection(broker.url))
+    # Which takes long on a busy machine.
+    publisher.connection.ensure_connection()
     yield publisher
     publisher.discard()
 
@@ -209,8 +211,9 @@ def test_a_broker_that_never_confirms_says_so_and_its_connection_is_not_used_aga
     broker: RabbitMQServer, publisher: Publisher, queue: Queue
 ) -> None:
     """Also where connecting took a part of the time: no other message was confirmed meanwhile."""
+    publisher.discard()
     with resumed(broker), pytest.raises(ConfirmTimeout, match=r"did not confirm in time$"):
-        publish(publisher, queue.name, timeout=TIMEOUT, declare=lambda _: broker.suspend())
+        publish(publisher, queue.name, timeout=10, declare=lambda _: broker.suspend())
     assert not publisher.connection.connected
     publish(publisher, queue.name, timeout=30)
 

@@ -272,7 +272,7 @@ def test_a_decision_counts_once_it_has_its_copies() -> None:
 
 @pytest.mark.parametrize("writes", ["yes", "no"])
 def test_the_append_only_file_is_a_copy_where_redis_can_say_so(writes: str) -> None:
-    with ConfiguredRedis("--appendonly", writes) as server:
+    with ConfiguredRedis("--appendonly", writes, "--appendfsync", "always") as server:
         knows = server.ask("command", "info", "waitaof") != ""
         registry = Registry(connect(server.url, COPYING, 1), "test", KEEP_MS, MARGIN_MS)
         if knows and writes == "yes":

@@ -424,13 +424,13 @@ def test_one_occurrence_waits_for_the_end_of_another_run_and_others_are_left_out
 def test_one_that_has_waited_for_the_end_of_a_run_is_not_too_late(
     settings: dict[str, Any], put: Callable[..., Any], noted: Notes, let_end: Callable[[], Any]
 ) -> None:
-    put("a", timedelta(seconds=3), task="hold", overlap="queue-one", catch_up="last")
+    put("a", timedelta(seconds=8), task="hold", overlap="queue-one", catch_up="last")
     with Worker(settings, None, "-c", "3") as worker:
         wait_for(partial(overlapped, worker, 2), "two that overlap", PATIENCE)
         (held,) = instants(noted, "a")
         let_end()
         wait_until_ran(noted, 2)
-    assert instants(noted, "a")[1] == held + 3
+    assert instants(noted, "a")[1] == held + 8
 
 
 def test_a_run_whose_worker_was_killed_holds_up_others_for_a_minute(

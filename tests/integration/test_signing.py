@@ -17,6 +17,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
 from tests.integration.modules import OPEN, put_in_envelope
 from tests.integration.notes import Notes
@@ -181,7 +182,7 @@ def test_only_a_signed_message_decides_about_a_task(
     shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=0.5, once=True).get(60)
     rows_sent = {f"{number}-{row}" for number in range(3) for row in (1, 2)}
     wanted = {"victim", "keyed", "plain", "moved", "job", *range(3), *rows_sent}
-    notes.wait(len(wanted), 60)
+    wait_for(lambda: set(notes()) >= wanted, "all tasks", 60)
     assert set(notes()) == wanted
     found = undeliverable(connection, shop, 2)
     assert {each.message.headers[headers.REASON] for each in found} == {NOT_SIGNED}

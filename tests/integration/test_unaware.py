@@ -199,7 +199,7 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
 ) -> None:
     here = {
         "broker_url": private_rabbitmq.url,
-        "rabbitdelay_confirm_timeout": 1,
+        "rabbitdelay_confirm_timeout": 5,
         "rabbitdelay_layout": [("minutes", 60, 60)],
     }
     shop = make_shop(**here)
@@ -216,7 +216,7 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
             wait_for(lambda: "could not be put into the levels" in worker.log, "a failed attempt")
         with Connection(private_rabbitmq.url) as connection:
             queues = shop.rabbitdelay.topology.digit_queues
-            waiting = find_waiting(connection, queues, copies=True)
+            waiting = find_waiting(connection, queues, PATIENCE, copies=True)
     assert waiting.message.headers["id"] == result.id
     assert headers.DUE in waiting.message.headers
 
@@ -293,8 +293,8 @@ def test_a_level_that_takes_nothing_holds_up_no_other_task(
 def test_a_message_that_cannot_be_read_stops_nothing(
     serve: Any, send: Callable[..., Any], connection: Connection, prefix: str, pool: str
 ) -> None:
-    shop = serve("-P", pool, **NO_MODULES)
-    eta = (datetime.now(UTC) + timedelta(seconds=50)).isoformat()
+    shop = serve("-P", pool, **NO_MODULES, **MINUTE)
+    eta = (datetime.now(UTC) + timedelta(minutes=10)).isoformat()
     for number in range(5):
         # Above the capacity, so that it goes on to Celery's own way.
         connection.Producer().publish(
@@ -306,7 +306,7 @@ def test_a_message_that_cannot_be_read_stops_nothing(
             headers={"task": "look", "id": f"poison-{number}", "eta": eta},
         )
     wait_for(lambda: shop.worker.log.count("poison-") >= 5, "the messages")
-    assert headers.DUE in send(countdown=5.5).get(timeout=PATIENCE)["headers"]
+    assert headers.DUE in send(countdown=20).get(timeout=PATIENCE)["headers"]
 
 
 def test_a_queue_that_ends_with_the_worker_keeps_its_early_tasks(

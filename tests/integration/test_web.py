@@ -416,7 +416,7 @@ def test_what_is_cancelled_on_the_page_does_not_run_and_run_now_does(
 ) -> None:
     shop = serve(rabbitdelay_registry_url=redis_url, rabbitdelay_track="all")
     notes, browser = Notes(shop), Browser(application(shop, loopback_role="operator"))
-    cancelled, soon, later = (notes.send(each, delay=8) for each in ("cancelled", "soon", "later"))
+    cancelled, soon, later = (notes.send(each, delay=20) for each in ("cancelled", "soon", "later"))
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
         answer = browser.post("/waiting/cancel", id=[cancelled.id])
         assert "1 of 1 cancelled" in " ".join(read(answer.text).text.split())
@@ -424,7 +424,7 @@ def test_what_is_cancelled_on_the_page_does_not_run_and_run_now_does(
         assert postponed.status_code == 200
         assert browser.post("/waiting/run-now", id=[soon.id]).status_code == 200
     wait_for(lambda: notes() == ["soon"], "the task that runs now", PATIENCE)
-    assert notes.until(8.0) == ["soon"]
+    assert notes.until(20.0) == ["soon"]
     assert ids_of(browser.json("/waiting")) == [later.id]
     lines = [each.getMessage() for each in caplog.records]
     assert lines == [
@@ -698,9 +698,9 @@ def test_a_frozen_broker_holds_up_no_other_page(
     private_rabbitmq: RabbitMQServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("celery_rabbitdelay.web.reading.ANSWER_TIMEOUT", 0.5)
     send(tracked, 1)
     wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
+    monkeypatch.setattr("celery_rabbitdelay.web.reading.ANSWER_TIMEOUT", 0.5)
     with suspended(private_rabbitmq):
         wait_for(lambda: browser.json("/now")["broker_error"], "the page to notice")
         seconds: list[float] = []

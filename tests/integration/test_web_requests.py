@@ -207,12 +207,12 @@ def test_check_says_in_time_that_a_send_would_fail(
     with trouble(private_rabbitmq):
         began = time.monotonic()
         with pytest.raises(error):
-            shop.rabbitdelay.check()
+            shop.rabbitdelay.check(timeout=5)
         assert time.monotonic() - began < GRACE
 
     def is_ready() -> bool:
         with suppress(PublishError):
-            shop.rabbitdelay.check()
+            shop.rabbitdelay.check(timeout=5)
             return True
         return False
 
