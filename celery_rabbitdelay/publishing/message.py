@@ -92,14 +92,18 @@ class WaitingMessage(NamedTuple):
 
 
 def body_of(message: amqp.Message) -> bytes:
-    """Return a message's body as the bytes that are sent, or were received.
+    """Return a message's body as the bytes that are sent, or were received; never raises.
 
-    py-amqp encodes a text, and decodes a body that it receives, by ``content_encoding``.
+    py-amqp encodes a text, and decodes a body that it receives, by ``content_encoding``. Anybody
+    may have named one: an empty body is a text under any name, and not all encodings can be undone.
     """
     body: str | bytes = message.body
     if isinstance(body, bytes):
         return body
-    return body.encode(message.properties.get("content_encoding") or "utf-8")
+    try:
+        return body.encode(message.properties.get("content_encoding") or "utf-8")
+    except (LookupError, ValueError):
+        return body.encode("utf-8", "surrogatepass")
 
 
 def headers_of(message: amqp.Message) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import amqp
 from amqp.exceptions import AMQPError, FrameSyntaxError
 from kombu import Connection
 
+from celery_rabbitdelay.publishing.message import body_of
 from celery_rabbitdelay.publishing.properties import encoded, short_string
 
 #: Frame types: a method; a message's size and properties; a part of its body.
@@ -89,10 +90,9 @@ class Content(NamedTuple):
             amqp.exceptions.FrameSyntaxError: AMQP has no type for one of its headers.
             struct.error: A number is too large, or a text too long, for its field.
         """
-        body: Any = message.body
-        if isinstance(body, str):
-            body = body.encode(message.properties.setdefault("content_encoding", "utf-8"))
-        return cls(encoded(message.properties), body)
+        if isinstance(message.body, str):
+            message.properties.setdefault("content_encoding", "utf-8")
+        return cls(encoded(message.properties), body_of(message))
 
     def message(self) -> amqp.Message:
         """Return the message again."""

@@ -135,6 +135,18 @@ def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
     assert not served.errors
 
 
+def test_an_empty_body_of_an_unknown_encoding_that_no_queue_takes_costs_no_connection(
+    bench: Bench, prefix: str
+) -> None:
+    """py-amqp gives an empty body as a text."""
+    stranger = waiting(amqp.Message(b"", content_encoding="unknown"))
+    with bench.serve(lambda _: iter([Outgoing("", f"{prefix}-gone", stranger)])) as served:
+        bench.put("x")
+        (reason,) = bench.reasons(1)
+    assert "no queue" in reason
+    assert not served.errors
+
+
 def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishing_channel(
     bench: Bench,
     connection: Connection,

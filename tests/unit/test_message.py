@@ -12,6 +12,7 @@ from kombu.serialization import register, unregister
 from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.publishing.message import WaitingMessage, body_of, kept_properties
+from celery_rabbitdelay.publishing.wire import Content
 
 
 @pytest.mark.parametrize(
@@ -49,11 +50,23 @@ def test_a_message_without_an_id_has_one_of_its_body(properties: Any, task_id: s
 
 
 @pytest.mark.parametrize(
-    ("properties", "body"),
-    [({}, "Größe".encode()), ({"content_encoding": "latin-1"}, b"Gr\xf6\xdfe")],
+    ("text", "encoding", "body"),
+    [
+        ("Größe", None, "Größe".encode()),
+        ("Größe", "latin-1", b"Gr\xf6\xdfe"),
+        # A body that was empty is a text, whatever a stranger calls its encoding.
+        ("", "unknown", b""),
+        ("", "a\0b", b""),
+        # "-" * 64, for example, can be decoded by this, and not be encoded again.
+        ("-" * 64, "idna", b"-" * 64),
+    ],
 )
-def test_a_body_that_py_amqp_has_decoded_is_encoded_as_it_was(properties: Any, body: bytes) -> None:
-    assert body_of(amqp.Message("Größe", **properties)) == body
+def test_a_body_that_py_amqp_has_decoded_is_encoded_as_it_was(
+    text: str, encoding: str | None, body: bytes
+) -> None:
+    message = amqp.Message(text, content_encoding=encoding)
+    assert body_of(message) == body
+    assert Content.of(message).body == body
 
 
 def test_a_serializer_may_return_text_of_any_encoding() -> None:
