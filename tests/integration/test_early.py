@@ -19,7 +19,6 @@ from tests.integration.arrivals import count, find_waiting
 from tests.integration.shop import PATIENCE, named
 from tests.integration.trouble import virtual_host
 from tests.integration.waited import put_into
-from tests.integration.worker import Worker
 from tests.node_control import set_policy
 
 #: Seconds until an early task is due: more than ``rabbitdelay_early_tolerance``.
@@ -164,15 +163,16 @@ def test_what_the_levels_cannot_take_is_held_by_the_worker_and_not_started(
 
 
 def test_there_is_one_warning_however_many_are_early(
-    shop: Any, worker: Worker, connection: Connection, prefix: str
+    serve: Callable[..., Any], connection: Connection
 ) -> None:
-    due = time.time() + DELAY
-    ids = [put_into(connection, shop, due, routing_key=f"{prefix}.second") for _ in range(10)]
+    shop = serve(rabbitdelay_early_tolerance=0.001)
+    due, second = time.time() + DELAY, named(shop, "second")
+    ids = [put_into(connection, shop, due, routing_key=second) for _ in range(10)]
     for task_id in ids:
-        assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - TOLERATED
-    assert worker.log.count(WARNING) == 1
-    assert "message-ttl" in worker.log
-    assert "clocks" in worker.log
+        assert shop.AsyncResult(task_id).get(timeout=PATIENCE)["at"] >= due - 0.001
+    assert shop.worker.log.count(WARNING) == 1
+    assert "message-ttl" in shop.worker.log
+    assert "clocks" in shop.worker.log
 
 
 def test_what_is_early_by_less_than_the_setting_says_starts(

@@ -92,13 +92,12 @@ class Writer:
         if self._rest:
             return f"{self._json((call.args, call.kwargs))[:-1]}{self._rest}".encode()
         options = self._first.options
-        body, *_ = self._first.serialize(
+        return self._first.serialize(
             (call.args, call.kwargs, self._first.body[2]),
             {},
             serializer=options.get("serializer"),
             compression=options.get("compression"),
-        )
-        return body
+        )[0]
 
     def _own_headers(self, call: Call) -> dict[str, Any]:
         """Return the headers in which messages differ, without copies of others."""
