@@ -18,6 +18,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections, own_changes
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
+from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.sending.pipelines import current_pipeline
 from celery_rabbitdelay.app.sending.task_producer import StandIn
 from celery_rabbitdelay.app.settings import PREFIX, Settings
@@ -183,13 +184,16 @@ class Connected:
         eta: datetime | str | None,
         tolerance_ms: int = 0,
     ) -> Due:
-        """Return when a task is due: ``delay`` counts first, then ``countdown``, then ``eta``.
+        """Return when a task is due, by a delay, or else a countdown that is not 0, or else an eta.
 
         Raises:
             InvalidDelay: A time that is not finite, or an ``eta`` that is not ISO 8601.
-            InvalidDelayType: A value that is neither a length of time nor an instant.
+            InvalidDelayType: A value that is neither a length of time nor an instant; or a delay
+                together with one of the others.
         """
         if delay is not None:
+            if countdown is not None or eta is not None:
+                refuse_two_times(delay, countdown, eta)
             return Due.after(delay, tolerance_ms)
         if countdown or eta is None:
             return Due.after(countdown or 0, tolerance_ms)

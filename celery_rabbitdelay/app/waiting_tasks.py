@@ -18,7 +18,6 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
 from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.app.known_task import KnownTask, known_task
-from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
@@ -258,8 +257,6 @@ class WaitingTasks(Jobs):
         """
         if delay is None and eta is None:
             raise TypeError("takes a delay or an eta, such as delay=60; neither was given")
-        if delay is not None:
-            refuse_two_times(delay, None, eta)
         self.check_settings()
         due = self.due(delay, None, eta)
         check_max_delay(due)

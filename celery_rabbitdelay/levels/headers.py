@@ -26,7 +26,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self, TypeGuard
 
-from celery_rabbitdelay.exceptions import LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 
 #: The instant at which the task may start: int, milliseconds since 1970-01-01 UTC.
@@ -463,13 +463,6 @@ def later_version(headers: Mapping[str, Any], content_type: object) -> str | Non
             f"{shortened(content_type)}, and this version opens {ENVELOPE!r}"
         )
     return None
-
-
-def refuse_later_version(headers: Mapping[str, Any], content_type: object) -> None:
-    """Raise :class:`.LaterVersion` if only a later version can read a message."""
-    why = later_version(headers, content_type)
-    if why is not None:
-        raise LaterVersion(why)
 
 
 def refuse_sender_selected(headers: Mapping[str, Any]) -> None:

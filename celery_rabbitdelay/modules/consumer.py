@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Event
 from typing import Final
 
@@ -103,7 +104,6 @@ class ModuleConsumer:
         policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.max_unconfirmed)
         self._loop = PublishLoop(self._next, policy, self._done)
         self._loop.window = 1
-        self._loop.write_timeout = module.timeout
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._wire.receive_ahead()
@@ -157,23 +157,21 @@ class ModuleConsumer:
     def _turn(self) -> None:
         """Publish what can be published, and read what the broker sends."""
         channel, began = self._loop.channel, time.monotonic()
-        can_send = self._loop.send()
+        can_send = self._loop.send(self._module.timeout)
         channel.flush(self._module.timeout)
         self._deliveries.write()
-        try:
+        with suppress(TimeoutError):
             channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
-        except TimeoutError:
-            # py-amqp may run out of time while it opens a channel that the broker has closed, and
-            # then raises nothing about the close.
-            if not (channel.open and self._deliveries.channel.is_open):
-                raise
         self._deliveries.write()
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
-            stuck = self._attempts.answer_times.give_up_if_stuck(self._loop.silent_for)
-            if stuck:
-                raise ConnectionStuck(stuck)
+            # Only behind the read: the answers may have waited while other greenlets ran.
+            silent_for = self._loop.silent_for
+            if silent_for >= SILENCE:
+                stuck = self._attempts.answer_times.give_up_if_stuck(silent_for)
+                if stuck:
+                    raise ConnectionStuck(stuck)
         else:
             # The end of the alarm is waited for, however long it takes.
             self._loop.excuse(time.monotonic() - began)

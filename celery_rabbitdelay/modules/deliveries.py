@@ -16,7 +16,7 @@ from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, HeldBytes, WarningLimit
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.incoming import seen_of
+from celery_rabbitdelay.publishing.incoming import Seen
 from celery_rabbitdelay.publishing.wire import (
     ACK,
     REJECT,
@@ -169,7 +169,8 @@ class Deliveries:
 
     def _received(self, message: amqp.Message) -> None:
         """Check a message that has arrived: it is held, given back, or rejected unread."""
-        module, seen = self._module, seen_of(message)
+        module = self._module
+        seen: Seen = cast(Any, message).rabbitdelay_seen
         cost = len(message.body) + HEADER_EXPANSION * seen.properties_bytes
         self.are_redelivered = self.are_redelivered and message.delivery_info["redelivered"]
         if seen.skipped_bytes is not None:

@@ -11,7 +11,12 @@ from typing import Any, Final
 
 import amqp
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, RegistryUnavailable, UnprocessableMessage
+from celery_rabbitdelay.exceptions import (
+    InvalidEnvelope,
+    LaterVersion,
+    RegistryUnavailable,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
@@ -93,7 +98,9 @@ class Distribution:
         """
         given = headers_of(message)
         header_names.refuse_sender_selected(given)
-        header_names.refuse_later_version(given, message.properties.get("content_type"))
+        later = header_names.later_version(given, message.properties.get("content_type"))
+        if later is not None:
+            raise LaterVersion(later)
         check_depth(given)
         headers, problems = header_names.parse(given)
         if problems:
@@ -272,7 +279,8 @@ class Distribution:
         """Refuse a message of an envelope that distribution may not publish, or not read."""
         given = {**envelope.headers, **item.headers}
         content_type = {**envelope.properties, **item.properties}.get("content_type")
-        header_names.refuse_later_version(given, content_type)
+        if (later := header_names.later_version(given, content_type)) is not None:
+            raise LaterVersion(later)
         header_names.refuse_sender_selected(given)
         inner, problems = header_names.parse(given)
         for name in DECISIVE & problems.keys():

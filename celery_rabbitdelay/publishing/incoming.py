@@ -56,19 +56,14 @@ class Seen(NamedTuple):
     skipped_bytes: int | None = None
 
 
-def seen_of(message: amqp.Message) -> Seen:
-    """Return what the frames of a message said; nothing if it did not come by this handler."""
-    seen = vars(message).get("rabbitdelay_seen")
-    return seen if isinstance(seen, Seen) else Seen()
-
-
 def reading_unreadable_properties(connection: Connection, max_bytes: int | None = None) -> None:
     """Install a frame handler that delivers messages which py-amqp cannot read.
 
     If the properties of a message cannot be read, they are replaced by two headers: the error
     (:data:`.UNREADABLE`), and the raw bytes (:data:`.UNREADABLE_PROPERTIES`). If its exchange or
     its routing key is not UTF-8, each byte that is not ASCII becomes a question mark, and the first
-    of these headers is added. :func:`seen_of` says the same, and cannot be forged.
+    of these headers is added. The attribute ``rabbitdelay_seen`` of each message, a :class:`Seen`,
+    says the same, and cannot be forged.
 
     Args:
         connection: A connection that is not open yet.

@@ -271,9 +271,11 @@ class DelayedProducer(Producer):
         Raises:
             MessageTooLarge: It is too large.
         """
+        most = self.max_message_bytes
         is_straight = destination != DISTRIBUTION
-        if not is_straight or due.delay_ms > self.topology.layout.capacity_ms:
-            self._check_bound(size)
+        passes = not is_straight or due.delay_ms > self.topology.layout.capacity_ms
+        if passes and most is not None and size > most:
+            raise MessageTooLarge(size, most)
 
     def serialize(
         self, body: Any, headers: dict[str, Any], **how: Any
@@ -284,13 +286,12 @@ class DelayedProducer(Producer):
             MessageTooLarge: It is compressed, and a worker would not decompress it.
         """
         body, content_type, content_encoding = serialized(self, body, headers, **how)
-        if how.get("compression") and self.max_message_bytes is not None:
-            self._check_bound(sum(map(len, decompressed(body, headers["compression"]))))
+        most = self.max_message_bytes
+        if how.get("compression") and most is not None:
+            size = sum(map(len, decompressed(body, headers["compression"])))
+            if size > most:
+                raise MessageTooLarge(size, most)
         return body, content_type, content_encoding
-
-    def _check_bound(self, size: int) -> None:
-        if self.max_message_bytes is not None and size > self.max_message_bytes:
-            raise MessageTooLarge(size, self.max_message_bytes)
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:
         """Return a message, signed if the producer has a key."""

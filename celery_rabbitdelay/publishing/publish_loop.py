@@ -82,7 +82,6 @@ class PublishLoop:
 
     Attributes:
         window: How many messages may be in flight.
-        write_timeout: Seconds that writing may take; None: until the oldest message's deadline.
         last_settled: When the broker last settled a message, on the clock of
             :func:`time.monotonic`; 0 before the first.
     """
@@ -96,7 +95,6 @@ class PublishLoop:
         prepare: Callable[[Publication], None] | None = None,
     ) -> None:
         self.window = policy.window
-        self.write_timeout: float | None = None
         self.last_settled = 0.0
         self._source = source
         self._policy = policy
@@ -178,11 +176,14 @@ class PublishLoop:
             # It is sent before the next suspect, and its outcome is counted as one of theirs.
             self._suspects_left += 1
 
-    def send(self) -> bool:
+    def send(self, timeout: float | None = None) -> bool:
         """Send as many messages as the window takes; they are written by the channel's flush.
 
         While messages are in flight, it returns after :data:`READ_EVERY` seconds even if the window
         has room, so that its owner can do its other work.
+
+        Args:
+            timeout: Seconds that writing may take; None: until the oldest message's deadline.
 
         Returns:
             Whether it has stopped because of the time: there may be more to send.
@@ -194,7 +195,8 @@ class PublishLoop:
             except BaseException:
                 self._must_redeclare = True
                 raise
-        channel, timeout = self.channel, self._time_to_write()
+        channel = self.channel
+        timeout = self._time_to_write() if timeout is None else timeout
         read_at = time.monotonic() + READ_EVERY
         # A message that is returned meanwhile is sent again after the declaration.
         while channel.blocked is None and not self._must_redeclare:
@@ -247,9 +249,7 @@ class PublishLoop:
             self._read_at = time.monotonic() + READ_EVERY
 
     def _time_to_write(self) -> float:
-        """Seconds that writing may take."""
-        if self.write_timeout is not None:
-            return self.write_timeout
+        """Seconds until the deadline of the oldest message."""
         left, oldest = self._policy.timeout, self._oldest
         if oldest is not None:
             left = min(left, oldest.deadline - time.monotonic())

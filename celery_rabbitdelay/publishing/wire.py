@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
-from amqp.exceptions import AMQPError, FrameSyntaxError
+from amqp import spec
+from amqp.exceptions import AMQPError, FrameSyntaxError, RecoverableConnectionError
 from kombu import Connection
 
 from celery_rabbitdelay.publishing.message import body_of
@@ -66,6 +67,7 @@ REJECT: Final[Settlement] = (60, 90, 0)
 REQUEUE: Final[Settlement] = (60, 120, 2)
 
 _ACK_BYTES: Final = struct.pack(">HH", *ACK[:2])
+_CLOSE_BYTES: Final = struct.pack(">HH", *spec.Channel.Close)
 
 #: Type, channel and payload.
 Frame: TypeAlias = tuple[int, int, Any]
@@ -215,6 +217,8 @@ class Wire:
 
         Raises:
             TimeoutError: No frame arrived.
+            amqp.exceptions.RecoverableConnectionError: The broker has closed a channel, and then
+                does not answer.
         """
         transport = self._amqp.transport
         received: bytes = transport._read_buffer
@@ -226,7 +230,13 @@ class Wire:
                 frame = transport.read_frame()
         kind, number, payload = frame
         if kind != METHOD_FRAME or number != channel or payload[:4] != _ACK_BYTES:
-            self._amqp.on_inbound_frame(frame)
+            try:
+                self._amqp.on_inbound_frame(frame)
+            except TimeoutError as slow:
+                if kind != METHOD_FRAME or payload[:4] != _CLOSE_BYTES:
+                    raise  # by a callback
+                # py-amqp opens the channel again, and the broker has not answered in time.
+                raise RecoverableConnectionError("a closed channel did not open again") from slow
             return None
         self._amqp.bytes_recv += 1  # py-amqp counts frames, for its heartbeat
         tag, multiple = _ACKED.unpack_from(payload, 4)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from struct import pack, unpack_from
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import amqp
 from kombu.compression import compress, decompress, encoders
@@ -39,7 +39,7 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
-from celery_rabbitdelay.publishing.incoming import _frame_handler, seen_of
+from celery_rabbitdelay.publishing.incoming import _frame_handler
 from celery_rabbitdelay.publishing.kombu_internals import decompressed
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
@@ -139,7 +139,7 @@ def check_in(given: bytes) -> None:
     """Whatever a client checks in, or comes back from meditation."""
     module = CheckIn(TOPOLOGY, ALLOWED.includes)
     message = received(given, (MODULES.checkin.exchange.name, MODULES.meditated.name))
-    if message is None or seen_of(message).skipped_bytes is not None:
+    if message is None or cast(Any, message).rabbitdelay_seen.skipped_bytes is not None:
         return
     is_client = message.delivery_info["exchange"] == MODULES.checkin.exchange.name
     module.admit(message)
@@ -203,7 +203,7 @@ def distribution(given: bytes) -> None:
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
     message = received(given, (TOPOLOGY.delivery.name, MODULES.unrouted.name))
-    if message is None or seen_of(message).skipped_bytes is not None:
+    if message is None or cast(Any, message).rabbitdelay_seen.skipped_bytes is not None:
         return
     try:
         _check(module.receive(message), ALLOWED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import struct
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from amqp import spec
+from amqp.exceptions import RecoverableConnectionError
 from amqp.transport import Transport
 from kombu import Connection
 
@@ -123,3 +126,25 @@ def test_small_frames_are_received_many_at_a_time(
     assert frames == [(8, 0, b"")] * 100 + [(3, 1, PAYLOAD)]
     assert len(received) < 50  # py-amqp alone receives 203 parts
     assert not read_now(wire)
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [(spec.Channel.Close, RecoverableConnectionError), (spec.Basic.Deliver, TimeoutError)],
+)
+def test_a_closed_channel_that_does_not_open_again_is_no_lack_of_frames(
+    pair: tuple[Any, socket.socket],
+    wire: Wire,
+    monkeypatch: pytest.MonkeyPatch,
+    method: tuple[int, int],
+    error: type[Exception],
+) -> None:
+    """Its messages would be sent on without confirms."""
+
+    def handle(frame: object) -> None:
+        raise TimeoutError  # py-amqp, which has asked the broker; or the callback of a consumer
+
+    monkeypatch.setattr(wire._amqp, "on_inbound_frame", handle)
+    pair[1].sendall(b"\x01\x00\x01\x00\x00\x00\x04" + struct.pack(">HH", *method) + b"\xce")
+    with pytest.raises(error):
+        wire.read(10, channel=1)

@@ -14,7 +14,7 @@ from celery import Task, chain, group
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
-from celery_rabbitdelay.app.sending.rows import checked_row
+from celery_rabbitdelay.app.sending.rows import row_of
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.worker.bootsteps import Modules
 
@@ -88,7 +88,7 @@ def test_what_is_no_eta_is_named_with_an_example(remind: Any, eta: Any) -> None:
         (lambda app: app.rabbitdelay.cancel("a", key="b"), "not 'a' and 'b'", "key='order:7'"),
         (lambda app: app.rabbitdelay.cancel(), "not none", "key='order:7'"),
         (lambda app: app.rabbitdelay.postpone("a"), "neither was given", "delay=60"),
-        (lambda app: checked_row(SEVEN), "row 'seven'", '{"args": [7], "delay": 3600}'),
+        (lambda app: row_of(SEVEN), "row 'seven'", '{"args": [7], "delay": 3600}'),
     ],
 )
 def test_a_refusal_says_what_was_given_and_gives_an_example(

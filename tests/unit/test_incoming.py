@@ -11,7 +11,7 @@ import pytest
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES
 from celery_rabbitdelay.modules.bounds import REMEMBERED, HeldBytes
-from celery_rabbitdelay.publishing.incoming import Seen, _frame_handler, seen_of
+from celery_rabbitdelay.publishing.incoming import Seen, _frame_handler
 from celery_rabbitdelay.publishing.wire import Content
 
 
@@ -57,7 +57,7 @@ def test_a_body_that_is_too_large_is_never_held() -> None:
     line.deliver(told, b"12345", b"67890")
     line.deliver(told, b"12345", b"67890", b"x")
     line.deliver(told, b"12345")
-    bodies = [(message.body, seen_of(message).skipped_bytes) for _, _, message in line.came]
+    bodies = [(message.body, message.rabbitdelay_seen.skipped_bytes) for _, _, message in line.came]
     assert bodies == [(b"1234567890", None), (b"-", 11), (b"12345", None)]
     assert all(message.headers == {"mine": 1} for _, _, message in line.came)
     # py-amqp takes a connection on which it counts no frames for a dead one.
@@ -77,17 +77,17 @@ def test_tables_nested_ten_thousand_deep_cost_their_message_alone() -> None:
     line.deliver(properties(mine=1), b"next")
     line.deliver(deep, b"both, this one too")
     first, second, third = (message for _, _, message in line.came)
-    assert "RecursionError" in str(seen_of(first).unreadable)
+    assert "RecursionError" in str(first.rabbitdelay_seen.unreadable)
     assert (first.headers[UNREADABLE_PROPERTIES], second.headers) == (deep, {"mine": 1})
-    assert seen_of(third).skipped_bytes == 18
-    assert seen_of(third).unreadable
+    assert third.rabbitdelay_seen.skipped_bytes == 18
+    assert third.rabbitdelay_seen.unreadable
 
 
 def test_messages_on_two_channels_do_not_take_each_other_s_marks() -> None:
     line = Line(max_bytes=1)
     line.deliver(nested(10_000), b"x", channel=1)
     line.deliver(properties(), b"xx", channel=2)
-    first, second = (seen_of(message) for _, _, message in line.came)
+    first, second = (message.rabbitdelay_seen for _, _, message in line.came)
     assert first.unreadable
     assert first.skipped_bytes is None
     assert not second.unreadable
@@ -98,8 +98,7 @@ def test_a_sender_forges_nothing_that_the_frames_say() -> None:
     line = Line()
     line.deliver(properties(**{UNREADABLE: "forged", "rabbitdelay_seen": "forged"}), b"x")
     message = line.came[0][2]
-    assert seen_of(message) == Seen(properties_bytes=len(properties(**message.headers)))
-    assert seen_of(amqp.Message(b"x")) == Seen()
+    assert message.rabbitdelay_seen == Seen(properties_bytes=len(properties(**message.headers)))
 
 
 def test_the_names_of_a_returned_message_are_made_readable() -> None:
@@ -109,7 +108,7 @@ def test_the_names_of_a_returned_message_are_made_readable() -> None:
     line._handle((2, 1, pack(">HHQ", 60, 0, 0) + properties()))
     ((method, payload, message),) = line.came
     assert (method, payload) == ((60, 50), arguments.replace(b"\xff", b"?"))
-    assert seen_of(message).unreadable == r"its exchange is b'\xff', which is not UTF-8"
+    assert message.rabbitdelay_seen.unreadable == r"its exchange is b'\xff', which is not UTF-8"
 
 
 def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:

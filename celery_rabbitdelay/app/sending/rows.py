@@ -77,14 +77,12 @@ class Report:
         return self.confirmed / self.seconds if self.seconds else 0.0
 
 
-def checked_row(given: Row | Mapping[str, Any]) -> Row:
-    """Return a row, also of a mapping of its fields.
+def row_of(given: Mapping[str, Any]) -> Row:
+    """Return the row that has these fields.
 
     Raises:
-        InvalidRow: It is neither, or has an unknown field.
+        InvalidRow: It is no mapping, or has an unknown field.
     """
-    if isinstance(given, Row):
-        return given
     if not isinstance(given, Mapping):
         takes = 'a celery_rabbitdelay.Row, or its fields, such as {"args": [7], "delay": 3600}'
         raise InvalidRow(given, f"takes {takes}")
@@ -253,7 +251,7 @@ def send_one_by_one(
     report = sending.report
     for number, given in sending.take(one_by_one(rows)):
         try:
-            row = checked_row(given)
+            row = given if isinstance(given, Row) else row_of(given)
             own: dict[str, Any] = {
                 name: getattr(row, name)
                 for name in ("delay", "eta", "task_id", "key")

@@ -26,7 +26,6 @@ from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
     checked_registry_options,
-    refuse_two_times,
 )
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
 from celery_rabbitdelay.app.sending.message_template import CeleryWriter
@@ -37,7 +36,7 @@ from celery_rabbitdelay.app.sending.rows import (
     Row,
     Sending,
     WrittenRows,
-    checked_row,
+    row_of,
 )
 from celery_rabbitdelay.app.sending.task_messages import (
     NO_HEADERS,
@@ -198,7 +197,7 @@ class RowSender(Sending):
                 if isinstance(given, WrittenRows):
                     work: Work = self._checked(given)
                 else:
-                    work = self._call(checked_row(given))
+                    work = self._call(given if isinstance(given, Row) else row_of(given))
             except Exception as error:  # noqa: BLE001 - a row may run code of the user's
                 self.fail(range(number, self._taken), error)
             else:
@@ -219,8 +218,6 @@ class RowSender(Sending):
             yield Call(str(row.task_id), row.args, row.kwargs, due), item
 
     def _call(self, row: Row) -> Call:
-        if row.delay is not None:
-            refuse_two_times(row.delay, None, row.eta)
         due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         self._settings.check_delay(due)
         args, kwargs = row.args or (), row.kwargs or {}

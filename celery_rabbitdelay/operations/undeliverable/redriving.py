@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import amqp
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
+from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
@@ -363,7 +363,9 @@ def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> Non
     """Refuse a message that this version cannot read, or that has sender-selected queues."""
     if UNREADABLE in headers:
         raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
-    header_names.refuse_later_version(headers, message.properties.get("content_type"))
+    later = header_names.later_version(headers, message.properties.get("content_type"))
+    if later is not None:
+        raise LaterVersion(later)
     header_names.refuse_sender_selected(headers)
 
 
