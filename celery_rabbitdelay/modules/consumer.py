@@ -51,6 +51,9 @@ READ_TIMEOUT: Final = 0.2
 #: Seconds between two samples of how many messages are ready.
 SAMPLE_EVERY: Final = 2.0
 
+#: Seconds that a sample may take; without an answer, there is none.
+SAMPLE_TIMEOUT: Final = 1.0
+
 
 class ConnectionStuck(Exception):
     """The broker reads nothing more from the connection, because of destinations that are away.
@@ -202,7 +205,7 @@ class ModuleConsumer:
                 or len(self._loop.channel.unconfirmed) >= self._loop.window
             )
             may_grow = growth < MAX_GROWTH and silent_for >= SILENCE * growth and is_used_up
-        if not may_grow:
+        if not may_grow or (silent_for >= SILENCE and self._attempts.answer_times.overloaded):
             return
         self._growth = growth * 2 or 1
         deliveries.take(self._module.prefetch * self._growth)
@@ -278,12 +281,14 @@ class ModuleConsumer:
         self._sampled_at = time.monotonic()
         for limit in (*self._attempts.warning_limits, self._deliveries.unread):
             limit.log_count()
-        declare = self._deliveries.channel.queue_declare
+        channel = self._deliveries.channel
         try:
-            with self._wire.answers_within(self._module.timeout):
-                ready = declare(self._module.queue.name, passive=True).message_count
+            with self._wire.answers_within(SAMPLE_TIMEOUT):
+                ready = channel.queue_declare(self._module.queue.name, passive=True).message_count
         except TimeoutError:
-            if self._loop.channel.blocked is None:
+            # While a stuck connection was waited for, nobody would find out that it is one. py-amqp
+            # drops a late answer. It may also have opened a channel again, not in time.
+            if not (self._loop.channel.open and channel.is_open):
                 raise
         else:
             self._statistics.sample(ready)

@@ -142,14 +142,22 @@ class AnswerTimes:
         """
         if broker_silent_for < STUCK_AFTER:
             return []
-        stuck = [
+        stuck = self.overloaded
+        for name in stuck:
+            self._note_silent(name)
+        return stuck
+
+    @property
+    def overloaded(self) -> list[str]:
+        """The destinations that have so many messages in flight that the connection may be stuck.
+
+        Then the broker also answers nothing else that it is asked on this connection.
+        """
+        return [
             name
             for name, in_flight in self._sent.items()
             if name is not None and len(in_flight) > MAX_UNANSWERED
         ]
-        for name in stuck:
-            self._note_silent(name)
-        return stuck
 
     def _note_silent(self, destination: str | None) -> None:
         if destination not in self.silent and len(self.silent) >= MAX_REMEMBERED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from select import select
 from socket import SHUT_RDWR
@@ -20,9 +21,11 @@ from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
-from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.trouble import suspended
 from tests.unit.waiting import waiting
 
 Receive = Callable[[amqp.Message], Iterator[Outgoing]]
@@ -40,6 +43,7 @@ class Serving:
         self.statistics = ModuleStatistics()
         self.errors: list[BaseException] = []
         self.connection = Connection(url)
+        reading_unreadable_properties(self.connection)
         self.consumer = ModuleConsumer(module, self.connection, self.statistics, self.stopping)
         self._thread = Thread(target=self._run, daemon=True)
 
@@ -133,6 +137,41 @@ def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
     # The broker is asked for it, so that no message in flight beside it is sent twice.
     assert served.consumer._loop.channel is channel
     assert not served.errors
+
+
+@pytest.mark.parametrize("window", [1000, 50], ids=["more may be sent", "all that may be is sent"])
+def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_name(
+    private_rabbitmq: RabbitMQServer, prefix: str, topology: Topology, window: int
+) -> None:
+    """The next connection then starts with what is known about the destination."""
+    may_publish = Event()
+    source, target = Queue(f"{prefix}-source"), Queue(f"{prefix}-target")
+
+    def receive(message: amqp.Message) -> Iterator[Outgoing]:
+        if message.body == b"many":
+            may_publish.wait(60)
+            yield from [outgoing("", target.name)] * 100
+
+    with Connection(private_rabbitmq.url) as own:
+        bench = Bench(own, topology, source)
+        target(bench.channel).declare()
+        with bench.serve(receive, window) as served:
+            bench.put("none")
+            wait_for(lambda: served.consumer._growth > 0, "the whole prefetch")
+            bench.put("many")
+            bench.wait_until_waiting(0)
+            # As if it had answered promptly so far: more messages than RabbitMQ takes, if it then
+            # does not, are in flight.
+            name = f"the queue {target.name!r}"
+            served.consumer._attempts.answer_times._limits[name] = (math.inf, 100)
+            with suspended(private_rabbitmq):
+                may_publish.set()
+                wait_for(lambda: bool(served.errors), "the end of the connection", timeout=120)
+        for queue in (source, target):
+            queue(bench.channel).delete()
+    (stuck,) = served.errors
+    assert isinstance(stuck, module_consumer.ConnectionStuck)
+    assert stuck.destinations == [name]
 
 
 def test_an_empty_body_of_an_unknown_encoding_that_no_queue_takes_costs_no_connection(
