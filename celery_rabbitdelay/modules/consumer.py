@@ -83,7 +83,7 @@ class ModuleConsumer:
 
     Args:
         module: The module.
-        connection: A connection that is open.
+        connection: A connection that is open; see :func:`.reading_unreadable_properties`.
         statistics: Where to count what is done.
         stopping: Set once no more messages are to be taken.
         silent: Destinations that have not answered on former connections; it is updated.

@@ -36,6 +36,9 @@ FRAME_OVERHEAD: Final = 8
 #: Where the size of a frame's payload stands: behind type and channel.
 PAYLOAD_SIZE: Final = slice(3, 7)
 
+#: Seconds that a broker which has closed a channel may take to open it again.
+REOPEN_TIMEOUT: Final = 5.0
+
 #: Bytes that are received ahead, if there are as many. More would cost time: with each part of a
 #: frame, py-amqp copies what is left of them.
 RECEIVED_AT_ONCE: Final = 4096
@@ -218,7 +221,7 @@ class Wire:
         Raises:
             TimeoutError: No frame arrived.
             amqp.exceptions.RecoverableConnectionError: The broker has closed a channel, and then
-                does not answer.
+                does not answer for :data:`REOPEN_TIMEOUT` seconds.
         """
         transport = self._amqp.transport
         received: bytes = transport._read_buffer
@@ -229,18 +232,21 @@ class Wire:
             with transport.having_timeout(timeout):
                 frame = transport.read_frame()
         kind, number, payload = frame
-        if kind != METHOD_FRAME or number != channel or payload[:4] != _ACK_BYTES:
-            try:
-                self._amqp.on_inbound_frame(frame)
-            except TimeoutError as slow:
-                if kind != METHOD_FRAME or payload[:4] != _CLOSE_BYTES:
-                    raise  # by a callback
-                # py-amqp opens the channel again, and the broker has not answered in time.
-                raise RecoverableConnectionError("a closed channel did not open again") from slow
+        method = payload[:4] if kind == METHOD_FRAME else None
+        if method == _ACK_BYTES and number == channel:
+            self._amqp.bytes_recv += 1  # py-amqp counts frames, for its heartbeat
+            tag, multiple = _ACKED.unpack_from(payload, 4)
+            return tag, multiple
+        if method != _CLOSE_BYTES:
+            self._amqp.on_inbound_frame(frame)
             return None
-        self._amqp.bytes_recv += 1  # py-amqp counts frames, for its heartbeat
-        tag, multiple = _ACKED.unpack_from(payload, 4)
-        return tag, multiple
+        try:
+            # py-amqp opens the channel again, and waits for the answer.
+            with self.answers_within(REOPEN_TIMEOUT):
+                self._amqp.on_inbound_frame(frame)
+        except TimeoutError as slow:
+            raise RecoverableConnectionError("a closed channel did not open again") from slow
+        return None
 
     @contextmanager
     def answers_within(self, seconds: float) -> Iterator[None]:
