@@ -192,7 +192,7 @@ class Connected:
                 together with one of the others.
         """
         if delay is not None:
-            if countdown is not None or eta is not None:  # many rows come here
+            if countdown is not None or eta is not None:  # rows come by the million
                 refuse_two_times(delay, countdown, eta)
             return Due.after(delay, tolerance_ms)
         if countdown or eta is None:

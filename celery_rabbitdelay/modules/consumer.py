@@ -51,7 +51,7 @@ READ_TIMEOUT: Final = 0.2
 #: Seconds between two samples of how many messages are ready.
 SAMPLE_EVERY: Final = 2.0
 
-#: Seconds that a sample may take; without an answer, there is none.
+#: Seconds that a sample may take; if no answer comes by then, it is left out.
 SAMPLE_TIMEOUT: Final = 1.0
 
 
@@ -169,12 +169,10 @@ class ModuleConsumer:
         self._connection.heartbeat_check()
         if channel.blocked is None:
             self._loop.check_time()
-            # Only behind the read: the answers may have waited while other greenlets ran.
-            silent_for = self._loop.silent_for
-            if silent_for >= SILENCE:
-                stuck = self._attempts.answer_times.give_up_if_stuck(silent_for)
-                if stuck:
-                    raise ConnectionStuck(stuck)
+            # Only after the read: answers may lie in the socket if other greenlets ran for long.
+            silent_for, answer_times = self._loop.silent_for, self._attempts.answer_times
+            if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
+                raise ConnectionStuck(stuck)
         else:
             # The end of the alarm is waited for, however long it takes.
             self._loop.excuse(time.monotonic() - began)
@@ -286,8 +284,8 @@ class ModuleConsumer:
             with self._wire.answers_within(SAMPLE_TIMEOUT):
                 ready = channel.queue_declare(self._module.queue.name, passive=True).message_count
         except TimeoutError:
-            # While a stuck connection was waited for, nobody would find out that it is one. py-amqp
-            # drops a late answer. It may also have opened a channel again, not in time.
+            # Not an error: a longer wait would hide that the connection is stuck, and py-amqp drops
+            # a late answer. But time may have run out while it opened a closed channel again.
             if not (self._loop.channel.open and channel.is_open):
                 raise
         else:

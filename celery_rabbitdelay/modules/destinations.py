@@ -149,9 +149,9 @@ class AnswerTimes:
 
     @property
     def overloaded(self) -> list[str]:
-        """The destinations that have so many messages in flight that the connection may be stuck.
+        """Destinations with more messages in flight than :data:`MAX_UNANSWERED`.
 
-        Then the broker also answers nothing else that it is asked on this connection.
+        If they are silent, the broker may answer nothing at all on this connection.
         """
         return [
             name

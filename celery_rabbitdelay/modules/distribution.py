@@ -279,7 +279,8 @@ class Distribution:
         """Refuse a message of an envelope that distribution may not publish, or not read."""
         given = {**envelope.headers, **item.headers}
         content_type = {**envelope.properties, **item.properties}.get("content_type")
-        if (later := header_names.later_version(given, content_type)) is not None:
+        later = header_names.later_version(given, content_type)
+        if later is not None:
             raise LaterVersion(later)
         header_names.refuse_sender_selected(given)
         inner, problems = header_names.parse(given)

@@ -272,9 +272,9 @@ class DelayedProducer(Producer):
             MessageTooLarge: It is too large.
         """
         most = self.max_message_bytes
-        is_straight = destination != DISTRIBUTION
-        passes = not is_straight or due.delay_ms > self.topology.layout.capacity_ms
-        if passes and most is not None and size > most:
+        capacity_ms = self.topology.layout.capacity_ms
+        is_straight = destination != DISTRIBUTION and due.delay_ms <= capacity_ms
+        if not is_straight and most is not None and size > most:
             raise MessageTooLarge(size, most)
 
     def serialize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from struct import pack
@@ -63,9 +63,12 @@ def frames() -> list[Any]:
 @pytest.fixture
 def wire(pair: tuple[Any, socket.socket], frames: list[Any]) -> Wire:
     """A wire over that connection."""
-    connection = SimpleNamespace(
-        transport=pair[0], frame_max=131_072, on_inbound_frame=frames.append
-    )
+    return wire_over(pair[0], frames.append)
+
+
+def wire_over(transport: Any, handle: Callable[[Any], object]) -> Wire:
+    """A wire whose frames are handled by a function, in place of py-amqp."""
+    connection = SimpleNamespace(transport=transport, frame_max=131_072, on_inbound_frame=handle)
     return Wire(cast(Connection, SimpleNamespace(connection=connection)))
 
 
@@ -130,14 +133,15 @@ def test_small_frames_are_received_many_at_a_time(
 
 @pytest.mark.timeout(30)
 def test_a_closed_channel_that_does_not_open_again_is_no_lack_of_frames(
-    pair: tuple[Any, socket.socket], wire: Wire, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Any, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its messages would be sent on without confirms; and the answer has no bound of its own."""
+    """Or its messages would be sent without confirms. py-amqp would wait for ever."""
 
     def handle(frame: object) -> None:
-        pair[0].read_frame()  # as py-amqp, which asks for another channel and reads the answer
+        pair[0].read_frame()  # as py-amqp, which asks for the channel and reads the answer
 
-    monkeypatch.setattr(wire._amqp, "on_inbound_frame", handle)
+    wire = wire_over(pair[0], handle)
+    # Only to be quick: the wait itself is a real one.
     monkeypatch.setattr("celery_rabbitdelay.publishing.wire.REOPEN_TIMEOUT", 0.2)
     pair[1].sendall(b"\x01\x00\x01\x00\x00\x00\x04" + pack(">HH", *spec.Channel.Close) + b"\xce")
     with pytest.raises(RecoverableConnectionError):

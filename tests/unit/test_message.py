@@ -57,7 +57,7 @@ def test_a_message_without_an_id_has_one_of_its_body(properties: Any, task_id: s
         # A body that was empty is a text, whatever a stranger calls its encoding.
         ("", "unknown", b""),
         ("", "a\0b", b""),
-        # Not all that this encoding decodes can it encode.
+        # This encoding decodes some bytes to a text that it cannot encode.
         ("-" * 64, "idna", b"-" * 64),
     ],
 )
