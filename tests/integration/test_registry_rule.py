@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import pytest
 
+from celery_rabbitdelay.registry import rule as model
 from celery_rabbitdelay.registry.decision import Arrival, Ticket, Verdict, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
-from tests import registry_model as model
+from celery_rabbitdelay.registry.rule import EMPTY, Message
 from tests.integration.registering import MARGIN_MS, RedisSetup, now_ms
-from tests.registry_model import EMPTY, Message
 
 SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "1500"))
 SEED: Final = int(os.environ.get("RABBITDELAY_SEED", "0"))

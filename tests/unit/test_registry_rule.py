@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests import registry_model
-from tests.registry_model import Message
+from celery_rabbitdelay.registry import rule as registry_model
+from celery_rabbitdelay.registry.rule import Message
 
 DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "5"))
 
