@@ -9,30 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import celery
 import celery.result
 import click
-from celery.app import amqp as celery_amqp
-from celery.app.control import Control
 from celery.canvas import Signature
-from kombu import Connection, Producer
+from kombu import Producer
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.options import checked_registry_options, refuse_two_times
+from celery_rabbitdelay.app.options import (
+    checked_registry_options,
+    refuse_two_times,
+    without_stamps,
+)
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.app.task import Task, TaskDecorator
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
@@ -72,40 +73,20 @@ class Celery(celery.Celery):
 
     task: TaskDecorator  # type: ignore[assignment]
 
-    def on_init(self) -> None:
-        """Called by Celery at the end of its initialization."""
-        super().on_init()
-        _add_steps(self)
+    if not TYPE_CHECKING:
+        amqp = celery_internals.Mixed(celery_internals.DelayingAMQP.mixed_into)
+        control = celery_internals.Mixed(partial(celery_internals.mixed, DelayingControl))
+        AsyncResult = celery_internals.Mixed(partial(celery_internals.mixed, WaitingResult))
+        Task = celery_internals.Mixed(partial(celery_internals.mixed, Task))
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _add(self)
 
     @cached_property
     def rabbitdelay(self) -> RabbitDelay:
         """The application's delay levels: topology, settings, publishers."""
         return RabbitDelay(self)
-
-    @cached_property
-    def amqp(self) -> celery_amqp.AMQP:
-        """Celery's AMQP features of the application."""
-        amqp_class = celery_internals.combined_class(celery_internals.DelayingAMQP, self.amqp_cls)
-        amqp: celery_amqp.AMQP = amqp_class(app=self)
-        return amqp
-
-    @cached_property
-    def control(self) -> Control:
-        """Celery's remote control of the application's workers."""
-        control_class = celery_internals.combined_class(DelayingControl, self.control_cls)
-        control: Control = control_class(app=self)
-        return control
-
-    @cached_property
-    def AsyncResult(self) -> type[celery.result.AsyncResult[Any]]:  # noqa: N802
-        """The class of the application's results."""
-        return celery_internals.result_class(self, WaitingResult)
-
-    def create_task_cls(self) -> type[celery.Task[Any, Any]]:
-        """Create the base class of the application's tasks."""
-        return celery_internals.task_class(
-            self, celery_internals.combined_class(Task, self.task_cls)
-        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         reduced: tuple[Any, Any] = super().__reduce__()  # type: ignore[assignment]
@@ -123,19 +104,7 @@ class Celery(celery.Celery):
         super().close()
 
     def send_task(
-        self,
-        name: str,
-        args: Any = None,
-        kwargs: Any = None,
-        countdown: float | None = None,
-        eta: datetime | str | None = None,
-        task_id: str | None = None,
-        producer: Producer | None = None,
-        connection: Connection | None = None,
-        *more: Any,
-        delay: Delay | None = None,
-        tolerance: Delay = 0,
-        **options: Any,
+        self, name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
     ) -> celery.result.AsyncResult[Any]:
         """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
 
@@ -143,15 +112,11 @@ class Celery(celery.Celery):
             name: The task's name.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            countdown: Seconds until it may start.
-            eta: The instant at which it may start; a naive one is in UTC, as in Celery.
-            task_id: Its id; a random one by default.
-            producer: The caller's producer, whose connection is then used.
-            connection: The caller's connection.
             *more: Further positional arguments of Celery.
-            delay: Seconds, or a timedelta, until it may start; zero or less sends it at once.
-            tolerance: Seconds, or a timedelta, that the task may start later if that saves stops.
-            **options: Further options of Celery.
+            **options: Options of Celery and ours: ``delay``, the seconds or a timedelta until it
+                may start, where zero or less sends it at once; ``countdown`` or ``eta``, of which a
+                naive one is in UTC, as in Celery; ``tolerance``, the seconds or a timedelta that it
+                may start later if that saves stops.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
@@ -166,46 +131,41 @@ class Celery(celery.Celery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
-        if producer is None and connection is None and not more:
-            times = {"delay": delay, "countdown": countdown, "eta": eta, "tolerance": tolerance}
-            whole = {**times, "task_id": task_id, **options}
-            sent = self.rabbitdelay.templates.send(name, args, kwargs, whole)
+        by_celery = partial(super().send_task, name, args, kwargs)
+        if more:
+            options = celery_internals.positional(super().send_task, more) | options
+        elif options.get("producer") is None and options.get("connection") is None:
+            sent = self.rabbitdelay.templates.send(name, args, kwargs, options)
             if sent is not None:
                 return sent
-        given = checked_registry_options(options, self)
-        former, options = _without_former_delay(options)
-        body_delay_is_restored = options.pop(canvas.BODY_DELAY_IS_RESTORED, False)
-        if any(options.get(name) for name in canvas.SIGNATURE_OPTIONS):
-            if not body_delay_is_restored and not options.get("retries"):
-                options = canvas.restore_body_delay(options, delay)
+        former = header_names.own(celery_internals.headers_of_former(self, options))
+        if header_names.own(options.get("headers") or {}):
+            options["headers"] = header_names.strip(options["headers"])
+        given, stamps = without_stamps(options)
+        registry_options = checked_registry_options(given, self)
+        body_delay_is_restored = given.pop(canvas.BODY_DELAY_IS_RESTORED, False)
+        if any(given.get(option) for option in canvas.SIGNATURE_OPTIONS):
+            if not body_delay_is_restored and not given.get("retries"):
+                given = canvas.restore_body_delay(given, given.get("delay"))
             takeover = self.rabbitdelay.settings.takeover
             word = "countdown" if takeover else "delay"
             check = partial(checked_registry_options, app=self)
-            options = canvas.translate_delays(options, word, check)
+            given = canvas.translate_delays(given, word, check)
+        delay, tolerance = given.pop("delay", None), given.pop("tolerance", 0)
         if delay is not None:
-            refuse_two_times(delay, countdown, eta)
+            refuse_two_times(delay, given.get("countdown"), given.get("eta"))
         tolerance_ms = tolerance_milliseconds(tolerance)
-        for each in given:
-            options.pop(each)
-        by_celery: Callable[..., celery.result.AsyncResult[Any]] = partial(
-            super().send_task, name, args, kwargs
-        )
-        if delay is None and not countdown and not eta and not any(given.values()):
-            return by_celery(countdown, eta, task_id, producer, connection, *more, **options)
+        for option in registry_options:
+            given.pop(option)
         return TaskSending(
             app=self,
             by_celery=by_celery,
-            more=more,
             name=name,
-            countdown=countdown,
-            eta=eta,
             delay=delay,
             tolerance_ms=tolerance_ms,
-            task_id=task_id,
-            producer=producer,
-            connection=connection,
-            options=options,
-            given=given,
+            options=given,
+            stamps=stamps,
+            registry_options=registry_options,
             former=former,
         ).send()
 
@@ -228,9 +188,8 @@ class Celery(celery.Celery):
 def install(app: celery.Celery[Any]) -> Celery:
     """Make the delays of an existing application live in RabbitMQ; return the application.
 
-    Call it right after the application is created. A task that was defined before has no
-    ``retry(delay=...)``, does not check a delay with ``task_always_eager``, and its signatures may
-    lose a delay as the body of a chord. Everything else works for it too.
+    What the application has and makes stays, with a class of ours mixed in: the classes of its
+    tasks and results, its queues, its remote control.
 
     Args:
         app: Any Celery application, Django's or a third party's. It stays the same object; only
@@ -239,41 +198,24 @@ def install(app: celery.Celery[Any]) -> Celery:
     if isinstance(app, Celery):
         return app
     app.__class__ = celery_internals.combined_class(Celery, type(app))
-    celery_internals.forget_classes(app)
-    _add_steps(app)
-    _make_delaying(app)
+    _add(app)
     installed: Any = app
     assert isinstance(installed, Celery)
     return installed
 
 
-def _add_steps(app: celery.Celery) -> None:
+def _add(app: celery.Celery) -> None:
+    """Add what an application is to have: the steps of its workers, and a part in its tasks."""
     app.steps["consumer"].update(WORKER_STEPS)
     app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
     app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
-
-
-def _make_delaying(app: celery.Celery) -> None:
-    """Turn what an application has made already into :class:`DelayingAMQP` and the like."""
-    control: Any = app.__dict__.get("control")
-    if control is not None:
-        control.__class__ = celery_internals.combined_class(DelayingControl, type(control))
-    amqp: Any = app.__dict__.get("amqp")
-    if amqp is not None:
-        amqp.__class__ = celery_internals.combined_class(celery_internals.DelayingAMQP, type(amqp))
-        if "queues" in amqp.__dict__:
-            amqp._delaying(amqp.queues)
+    # What it has made already, or has been assigned.
+    for name in ("amqp", "control", "AsyncResult", "Task"):
+        if name in vars(app):
+            setattr(app, name, vars(app)[name])
+    celery_internals.MixingTasks.mix(app, Task)
 
 
 def _rebuild(rebuild: Callable[..., celery.Celery], *arguments: Any) -> celery.Celery:
     """Unpickle an application: the class that :func:`install` made cannot be imported by name."""
     return install(rebuild(*arguments))
-
-
-def _without_former_delay(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Remove the headers of an earlier delay; for a retry, return them as well."""
-    headers = options.get("headers")
-    if not headers or not any(name.startswith(header_names.OWN_PREFIX) for name in headers):
-        return {}, options
-    former = dict(headers) if options.get("retries") else {}
-    return former, {**options, "headers": header_names.strip(headers)}

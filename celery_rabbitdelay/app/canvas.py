@@ -16,7 +16,7 @@ from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.celery_internals import copied_as
-from celery_rabbitdelay.app.options import DelayOptions
+from celery_rabbitdelay.app.options import OWN_OPTIONS, DelayOptions, without_stamps
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds
 
@@ -61,7 +61,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
 
     def set(self, immutable: bool | None = None, **options: Unpack[DelayOptions]) -> Self:
         """Set options; setting one of delay, countdown, eta removes the other two."""
-        given: dict[str, Any] = {**options}
+        given = self._checked(options)
         _drop_other_times(self.options, given)
         super().set(immutable, **given)
         return self
@@ -88,19 +88,28 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         Raises:
             UnknownOption: A ``key`` that was given to a group, chain or chord as a whole.
         """
-        given: dict[str, Any] = {**options}
+        given = self._checked(options)
+        own, _ = without_stamps(given)
         # Only a chord or a chain that contains this signature gives these options here.
         is_part = given.get("chord") is not None or bool(given.get("chain"))
-        if given.get("key") is not None and (is_part or "group_id" in self.options):
-            raise UnknownOption("key", given["key"], OF_ONE_TASK)
+        if own.get("key") is not None and (is_part or "group_id" in self.options):
+            raise UnknownOption("key", own["key"], OF_ONE_TASK)
         if is_part:
-            given = restore_body_delay(given, given.get("delay"))
+            given = restore_body_delay(given, own.get("delay"))
             given[BODY_DELAY_IS_RESTORED] = True
         sent = self
         if _says_when(self.options) and _says_when(given):
             sent = self.clone()
             _drop_other_times(sent.options, given)
         return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **given)
+
+    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of this signature; refuse one that its stamps would hide."""
+        own, _ = without_stamps(options)
+        for name in self.options.get("stamped_headers") or ():
+            if name in OWN_OPTIONS and own.get(name) is not None:
+                raise UnknownOption(name, own[name], "the signature has a stamp of this name")
+        return dict(options)
 
     @classmethod
     def of(cls, signature: Any) -> Self:
@@ -109,13 +118,15 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
 
 
 def _says_when(options: Mapping[str, Any]) -> bool:
-    return any(options.get(time) is not None for time in TIMES)
+    own, _ = without_stamps(options)
+    return any(own.get(time) is not None for time in TIMES)
 
 
 def _drop_other_times(own: dict[str, Any], given: Mapping[str, Any]) -> None:
     if _says_when(given):
+        stamps = own.get("stamped_headers") or ()
         for time in TIMES:
-            if given.get(time) is None:
+            if given.get(time) is None and time not in stamps:
                 own.pop(time, None)
 
 
@@ -202,11 +213,12 @@ def _translate(
     signature: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], object]
 ) -> dict[str, Any]:
     options = signature.get("options") or {}
+    options, stamps = without_stamps(options)
     check(options)
     options = translate_delays(options, word, check)
     delay = options.pop("delay", None)
     translated = _with_parts(signature, lambda part: _translate(part, word, check))
-    translated["options"] = options
+    translated["options"] = {**options, **stamps}
     if delay is None:
         return translated
     return _add_delay(translated, word, milliseconds(delay) / 1000)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
+from inspect import Parameter, signature
+from threading import RLock
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, TypeVar
 
@@ -19,10 +21,10 @@ import celery
 from celery import signals
 from celery.app import amqp as celery_amqp
 from celery.app.defaults import SETTING_KEYS
+from celery.app.registry import TaskRegistry
 from celery.app.routes import MapRoute, Router
 from celery.backends.base import Backend
 from celery.canvas import Signature, group
-from celery.utils.imports import symbol_by_name
 from celery.utils.quorum_queues import detect_quorum_queues
 from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -189,9 +191,7 @@ def _is_plain(task: Any, our_task: type[Any]) -> bool:
         and not task.__v2_compat__
         and "shadow_name" not in vars(task)
         and _definers(task, "shadow_name") == [celery.Task]
-        # One that was defined before ``install`` is sent by its name alone.
-        and definers[-1] is celery.Task
-        and (our_task not in definers or definers[-2] is our_task)
+        and definers[-2:] == [our_task, celery.Task]
     )
 
 
@@ -208,18 +208,25 @@ def _is_celerys(function: object) -> bool:
     return function.__code__.co_filename == file
 
 
-# Combining our classes with the user's.
+# Combining our classes with those of an application.
 
 
-def combined_class(ours: type[Any], named: Any) -> type[Any]:
-    """Return a class that is ours and another, given by itself or by name, as ``task_cls`` is."""
-    base: type[Any] = symbol_by_name(named)
+def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
+    """Return a class that is ours and another one, whose methods ours call by ``super()``."""
     if issubclass(base, ours):
         return base
     if issubclass(ours, base):
         return ours
-    attributes = {"__module__": base.__module__, "_installed_on": base}
-    return type(base.__name__, (ours, base), attributes)
+    own = {"__module__": base.__module__, "__doc__": base.__doc__, "_installed_on": base}
+    return type(base.__name__, (ours, base), own)
+
+
+def mixed(ours: type[Any], made: Any) -> Any:
+    """Return a class as :func:`combined_class` does; an object gets that class."""
+    if isinstance(made, type):
+        return combined_class(ours, made)
+    made.__class__ = combined_class(ours, type(made))
+    return made
 
 
 def installed_on(cls: type[Any]) -> type[Any]:
@@ -228,24 +235,64 @@ def installed_on(cls: type[Any]) -> type[Any]:
     return base
 
 
-def task_class(app: celery.Celery, base: type[Any]) -> type[celery.Task[Any, Any]]:
-    """Return the base class of an application's tasks, as ``create_task_cls`` makes it."""
-    made: type[celery.Task[Any, Any]] = app.subclass_with_self(
-        base, name="Task", attribute="_app", keep_reduce=True, abstract=True
-    )
-    return made
+class Mixed:
+    """An attribute of an application that Celery caches, with a class of ours mixed in.
+
+    Celery, or the application's own class, makes the value when it is first needed. What is
+    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
+
+    Args:
+        mix: Mixes our class into a value, once.
+    """
+
+    def __init__(self, mix: Callable[[Any], Any]) -> None:
+        self._mix = mix
+        self._lock = RLock()
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, app: Any, owner: type[Any] | None = None) -> Any:
+        if app is None:
+            return self
+        # As in Celery, all threads get the same value.
+        with self._lock:
+            if self._name not in vars(app):
+                made = getattr(super(self._owner, app), self._name)
+                vars(app)[self._name] = self._mix(made)
+            return vars(app)[self._name]
+
+    def __set__(self, app: Any, value: Any) -> None:
+        with self._lock:
+            vars(app)[self._name] = self._mix(value)
+
+    def __delete__(self, app: Any) -> None:
+        with self._lock:
+            vars(app).pop(self._name, None)
 
 
-def result_class(app: celery.Celery, base: type[Any]) -> type[Any]:
-    """Return the class of an application's results, which are pickled as ``app.AsyncResult``."""
-    made: type[Any] = app.subclass_with_self(base, name="AsyncResult", reverse="AsyncResult")
-    return made
+class MixingTasks(TaskRegistry):
+    """An application's tasks, with a class of ours mixed into each.
 
+    Celery puts each task in here, whatever its ``base`` and whoever has made it: the decorators,
+    ``shared_task`` and ``register_task``.
+    """
 
-def forget_classes(app: celery.Celery) -> None:
-    """Drop the cached classes of tasks and results; the application creates them when needed."""
-    for name in ("Task", "AsyncResult"):
-        app.__dict__.pop(name, None)
+    ours: type[Any]
+
+    @classmethod
+    def mix(cls, app: celery.Celery, ours: type[Any]) -> None:
+        """Mix a class into the tasks that an application has, and into those to come."""
+        private: Any = app
+        tasks: MixingTasks = mixed(cls, private._tasks)
+        tasks.ours = ours
+        for name, task in list(tasks.items()):
+            tasks[name] = task
+
+    def __setitem__(self, name: str, task: Any) -> None:
+        # A stand-in, such as the one that a decorator returns, is no task itself.
+        is_task = issubclass(type(task), celery.Task)
+        super().__setitem__(name, mixed(self.ours, task) if is_task else task)
 
 
 class DelayingQueues(celery_amqp.Queues):
@@ -265,16 +312,23 @@ class DelayingQueues(celery_amqp.Queues):
 class DelayingAMQP(celery_amqp.AMQP):
     """Celery's AMQP features; its queues know how to become ready for delayed tasks."""
 
+    @classmethod
+    def mixed_into(cls, made: celery_amqp.AMQP) -> celery_amqp.AMQP:
+        """Give this class to what an application has made, and may have used already."""
+        amqp: Any = mixed(cls, made)
+        if "queues" in vars(amqp):
+            amqp._delaying(amqp.queues)
+        return made
+
     def Queues(self, *args: Any, **options: Any) -> celery_amqp.Queues:  # noqa: N802
         """Create Celery's queues by name."""
         return self._delaying(super().Queues(*args, **options))
 
     def _delaying(self, queues: celery_amqp.Queues) -> celery_amqp.Queues:
-        queues.__class__ = combined_class(DelayingQueues, type(queues))
-        assert isinstance(queues, DelayingQueues)
         app: Any = self.app
-        queues.on_declared = app.rabbitdelay.bind_declared_queue
-        return queues
+        delaying: DelayingQueues = mixed(DelayingQueues, queues)
+        delaying.on_declared = app.rabbitdelay.bind_declared_queue
+        return delaying
 
 
 # Tasks and signatures.
@@ -286,10 +340,10 @@ def argument_check(task: celery.Task[Any, Any]) -> Callable[..., Any] | None:
     return check
 
 
-def copied_as(cls: type[SignatureT], signature: Signature[Any]) -> SignatureT:
+def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
     """Return a signature of another class with everything that a signature has."""
-    private: Any = signature
-    copy: Any = cls(signature, app=private._app)  # type: ignore[arg-type]
+    private: Any = made
+    copy: Any = cls(made, app=private._app)  # type: ignore[arg-type]
     copy._type = private._type
     copied: SignatureT = copy
     return copied
@@ -343,22 +397,41 @@ def sends_a_group() -> bool:
     return sys._getframe(2).f_code is code
 
 
-def former_of_replacement(
-    app: celery.Celery, task_id: str | None, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Return the headers of the task that ``Task.replace`` replaces by one that is sent.
+def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the headers of the message whose task is retried, or replaced, by one that is sent.
+
+    They are those of the task that runs: what ``retry(headers=...)`` gives comes instead of them.
+    Where none runs, because its worker process was lost, Celery sends them with the retry.
 
     Args:
         app: The application.
-        task_id: The id of the task that is sent.
-        options: Its options.
+        options: The options of the task that is sent.
     """
-    if not options.get("replaced_task_nesting"):
+    is_retry = options.get("retries")
+    if not is_retry and not options.get("replaced_task_nesting"):
         return {}
     task: Any = app.current_worker_task
-    if task is None or task.request.id != task_id:
-        return {}
-    return task.request.headers or {}
+    if task is not None and task.request.id == options.get("task_id"):
+        return task.request.headers or {}
+    return (is_retry and options.get("headers")) or {}
+
+
+def positional(function: Callable[..., Any], values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the fourth and later positional arguments of ``send_task`` by their names.
+
+    Args:
+        function: The method that takes them.
+        values: The arguments.
+    """
+    for each in (function, celery.Celery.send_task.__get__(object())):
+        names = [
+            name
+            for name, parameter in signature(each).parameters.items()
+            if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+        ][3:]
+        if len(names) >= len(values):
+            return dict(zip(names, values, strict=False))
+    raise TypeError(f"send_task() takes at most {len(names) + 3} arguments by position")
 
 
 def celerys_repr(value: Any, size: int, depth: int | None) -> str:

@@ -21,7 +21,11 @@ from kombu import Connection
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import beat
-from celery_rabbitdelay.app.options import checked_registry_options
+from celery_rabbitdelay.app.options import (
+    BESIDE_STAMPS,
+    checked_registry_options,
+    without_stamps,
+)
 from celery_rabbitdelay.app.pausing import Pausing
 from celery_rabbitdelay.app.schedules import Schedules
 from celery_rabbitdelay.app.sending.pipelines import open_pipeline
@@ -185,13 +189,16 @@ class RabbitDelay(WaitingTasks, Pausing):
             NoPublisherFree: No thread was free within the timeout. Nothing was sent.
             Exception: What ``apply_async`` raises.
         """
-        timeout = options.get("confirm_timeout")
+        own, _ = without_stamps(options)
+        timeout = own.get("confirm_timeout")
         timeout = self.settings.confirm_timeout if timeout is None else timeout
         deadline = time.monotonic() + checked("confirm_timeout", timeout)
 
         def send() -> AsyncResult[Any]:
             left = max(deadline - time.monotonic(), MIN_TIMEOUT)
-            given = {**options, "confirm_timeout": left}
+            if own.get("confirm_timeout") is not None:
+                options.pop("confirm_timeout")
+            given = {**options, BESIDE_STAMPS: {"confirm_timeout": left}}
             result: AsyncResult[Any] = function_to_send(self.app, task)(args, kwargs, **given)
             return result
 
@@ -251,11 +258,12 @@ class RabbitDelay(WaitingTasks, Pausing):
                 them, or if the broker cannot be reached, no further rows are taken.
             NeedsDistribution: Envelopes, or the options, need distribution, which no worker serves.
         """
+        given, _ = without_stamps(options)
         for name, reason in _REFUSED.items():
-            if options.get(name) is not None:
-                raise exceptions.UnknownOption(name, options[name], reason)
+            if given.get(name) is not None:
+                raise exceptions.UnknownOption(name, given[name], reason)
         self.check_settings()
-        checked_registry_options(options, self.app)
+        checked_registry_options(given, self.app)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)
@@ -268,9 +276,7 @@ class RabbitDelay(WaitingTasks, Pausing):
         ):
             if connection is not None:
                 options["connection"] = connection
-            return send_one_by_one(
-                self.app, task, rows, progress, {**options, "tolerance": tolerance}
-            )
+            return send_one_by_one(self.app, task, rows, progress, tolerance, options)
 
         sender = RowSender(self, connection, task, tolerance_ms, envelopes, progress, options)
         return sender.send(rows)

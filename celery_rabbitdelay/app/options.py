@@ -39,6 +39,14 @@ REGISTRY_OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 }
 
 
+#: All options of this package. A stamp may have the name of any of them.
+OWN_OPTIONS: Final = (*REGISTRY_OPTIONS, "delay", "tolerance", "confirm_timeout")
+
+#: An option that holds options of this package where there may be stamps of the same names, which
+#: somebody else has chosen.
+BESIDE_STAMPS: Final = "rabbitdelay_options"
+
+
 class SendOptions(TypedDict, total=False):
     """The options of a send without those of its time, for type checkers: ours, then Celery's."""
 
@@ -178,26 +186,33 @@ def _unique_ms(given: Mapping[str, Any], key: str) -> int | None:
     return None
 
 
-def checked_registry_options(options: Mapping[str, Any], app: Any) -> dict[str, Any]:
-    """Return those of a send's options that the registry takes, checked.
+def without_stamps(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of a send, and apart from them the stamps that have the name of one.
 
-    A stamp of such a name is not an option: Celery passes stamps among the options, and lists
-    their names.
+    Celery passes stamps among the options, and lists their names.
 
     Args:
         options: What ``apply_async`` takes.
+    """
+    given = dict(options)
+    names = given.get("stamped_headers") or ()
+    stamps = {name: given.pop(name) for name in OWN_OPTIONS if name in names and name in given}
+    beside = given.pop(BESIDE_STAMPS, {})
+    return {**given, **beside}, stamps
+
+
+def checked_registry_options(options: Mapping[str, Any], app: Any) -> dict[str, Any]:
+    """Return those of a send's options that the registry takes, checked.
+
+    Args:
+        options: What ``apply_async`` takes, without stamps of such names.
         app: The application, whose settings are only looked at if there is such an option.
 
     Raises:
         RegistryRequired: One of them is given, and there is no registry.
         UnknownOption: One of them has a value that it does not take.
     """
-    stamps = options.get("stamped_headers") or ()
-    given = {
-        name: options[name]
-        for name in REGISTRY_OPTIONS
-        if options.get(name) is not None and name not in stamps
-    }
+    given = {name: options[name] for name in REGISTRY_OPTIONS if options.get(name) is not None}
     for name, value in given.items():
         is_taken, takes = REGISTRY_OPTIONS[name]
         if not is_taken(value):

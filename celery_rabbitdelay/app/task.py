@@ -30,10 +30,13 @@ from celery.result import AsyncResult
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.options import (
+    BESIDE_STAMPS,
+    OWN_OPTIONS,
     DelayOptions,
     SendOptions,
     checked_registry_options,
     refuse_two_times,
+    without_stamps,
 )
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 
@@ -58,13 +61,8 @@ TEMPORARY_ERRORS: Final = (
 MAX_REQUEUE_WAIT: Final = 10.0
 
 
-class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
-    """The base class of the application's tasks, mixed with the one that the user chose.
-
-    A :class:`celery.Task`, to be named where a type is: as a ``base``, or as that of ``self``.
-    """
-
-    abstract = True
+class TaskAttributes:
+    """What the attributes of a task are if neither the task nor its own base class says so."""
 
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True
@@ -74,6 +72,13 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
 
     #: Whether the task is listed in the registry while it waits; None for ``rabbitdelay_track``.
     track: bool | None = None
+
+
+class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore[type-arg]
+    """The base class of the application's tasks, mixed into the one that the user chose.
+
+    A :class:`celery.Task`, to be named where a type is: as a ``base``, or as that of ``self``.
+    """
 
     if TYPE_CHECKING:
 
@@ -111,10 +116,11 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
         self, request: Any = None, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
     ) -> DelayingSignature[ResultT_co]:
         """Create the signature of a retry, as in Celery; a ``delay`` replaces the countdown."""
-        if options.get("delay") is not None:
+        given, _ = without_stamps(options)
+        if given.get("delay") is not None:
             options.pop("countdown", None)
-        signature = super().signature_from_request(request, args, kwargs, *more, **options)
-        assert isinstance(signature, DelayingSignature)
+        signature: DelayingSignature[ResultT_co]
+        signature = super().signature_from_request(request, args, kwargs, *more, **options)  # type: ignore[assignment]
         return signature
 
     subtask_from_request = signature_from_request
@@ -142,20 +148,22 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
             ValueError: A delay that is not finite.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        given: dict[str, Any] = {**options}
+        passed: dict[str, Any] = {**options}
         if not more:
-            sent = self.app.rabbitdelay.templates.send(self, args, kwargs, given)
+            sent = self.app.rabbitdelay.templates.send(self, args, kwargs, passed)
             if sent is not None:
                 return sent
+        given, stamps = without_stamps(passed)
         checked_registry_options(given, self.app)
         delay: Delay | None = given.get("delay")
         if delay is not None and self.app.conf.task_always_eager:
             refuse_two_times(delay, given.get("countdown"), given.get("eta"))
-            given["countdown"] = milliseconds(given.pop("delay")) / 1000
-            if given["countdown"] > 0:
+            countdown = milliseconds(given.pop("delay")) / 1000
+            passed = {**given, **stamps, "countdown": countdown}
+            if countdown > 0:
                 why = "with task_always_eager, the task runs at once"
                 self.app.rabbitdelay.warn_treated_as_countdown(why)
-        return super().apply_async(args, kwargs, *more, **given)
+        return super().apply_async(args, kwargs, *more, **passed)
 
     def retry(
         self,
@@ -175,7 +183,8 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
         A retry that could not be sent is not lost in silence. If the error may pass and the task
         has ``acks_late``, its message is requeued after a pause of up to 10 s, and the task runs
         again; each time counts towards the queue's delivery limit. Otherwise the task fails with
-        the error.
+        the error. A ``delay`` in ``retry_kwargs`` counts like a countdown there: Celery's
+        ``retry_backoff`` comes before it.
 
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
@@ -183,22 +192,38 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
         """
         given: dict[str, Any] = {**options}
         checked_registry_options(given, self.app)
+        if delay is not None and countdown is not None and self._backs_off(delay):
+            delay = None
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
             given["delay"] = delay
+        if own := {name: given.pop(name) for name in OWN_OPTIONS if name in given}:
+            given[BESIDE_STAMPS] = own
+        of_celery = {"args": args, "kwargs": kwargs, "exc": exc, "eta": eta}
+        of_celery |= {"countdown": countdown, "max_retries": max_retries}
+        # An override of the application's may know these by name only, or have its own defaults.
+        given |= {name: value for name, value in of_celery.items() if value is not None}
+        if not throw:
+            given["throw"] = False
         try:
-            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **given)
+            return super().retry(**given)
         except Reject as rejected:
-            if not self.rabbitdelay:
-                raise
             # Celery would drop the message: the retry could not be sent.
-            unsent = rejected.args[0]
+            unsent = rejected.args[0] if rejected.args else None
+            is_ours = isinstance(unsent, exceptions.RabbitDelayError)
+            if not isinstance(unsent, Exception) or not (self.rabbitdelay or is_ours):
+                raise
             if self.acks_late and isinstance(unsent, TEMPORARY_ERRORS):
                 # Without a pause, the message would come back and fail in a hot loop.
                 time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
                 raise Reject(unsent, requeue=True) from unsent
             raise unsent from None
+
+    def _backs_off(self, delay: Delay) -> bool:
+        """Return whether Celery retries the task by itself, with a backoff and with this delay."""
+        retry_kwargs = getattr(self, "retry_kwargs", None) or {}
+        return bool(getattr(self, "retry_backoff", False)) and retry_kwargs.get("delay") == delay
 
 
 class TaskDecorator(Protocol):

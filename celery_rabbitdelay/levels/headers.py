@@ -546,6 +546,11 @@ def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
     return stripped
 
 
+def own(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our own headers among those of a message."""
+    return {name: each for name, each in headers.items() if name[:_PREFIX_LENGTH] == OWN_PREFIX}
+
+
 def drop_own(headers: dict[str, Any]) -> None:
     """Remove our own headers, also nested ones, from a message that has not been in the levels."""
     table: Any = headers

@@ -30,7 +30,6 @@ from kombu.exceptions import DecodeError
 from kombu.utils.limits import TokenBucket
 
 from celery_rabbitdelay.app import celery_internals as of_app
-from celery_rabbitdelay.app.task import Task as OurTask
 from celery_rabbitdelay.worker import celery_internals as of_worker
 
 
@@ -122,25 +121,37 @@ def test_a_quorum_queue_turns_native_delayed_delivery_on(app: Any) -> None:
     assert of_app.has_quorum_queue(app), moved("detect_quorum_queues")
 
 
-def test_an_application_makes_its_task_class_of_another_one(app: Any) -> None:
-    assert hasattr(celery.Celery, "subclass_with_self"), moved("Celery.subclass_with_self")
-    made: Any = of_app.task_class(app, Task)
-    assert issubclass(made, Task)
-    assert made._app is app, moved("Celery.subclass_with_self(attribute)")
-    assert issubclass(app.Task, Task)
-    assert "Task" in app.__dict__, moved("Celery.Task, which was a cached property")
+@pytest.mark.parametrize("name", ["amqp", "control", "AsyncResult", "Task"])
+def test_an_application_caches_what_it_makes(app: Any, name: str) -> None:
+    assert name not in vars(app)
+    assert getattr(app, name) is vars(app)[name], moved(f"Celery.{name}, a cached property")
+
+
+def test_each_task_is_put_into_the_registry_before_it_is_used(app: Any) -> None:
+    seen: list[str] = []
+
+    class Tasks(type(app._tasks)):  # type: ignore[misc]
+        def __setitem__(self, name: str, task: Any) -> None:
+            seen.append(name)
+            super().__setitem__(name, task)
+
+    class Registered(Task):
+        name = "registered"
+
+    def run() -> None: ...
+
+    app._tasks.__class__ = Tasks
+    celery.shared_task(run, name="shared")
+    app.task(run, name="decorated", shared=False)
+    app.register_task(Registered())
+    app.finalize()
+    assert {"decorated", "registered", "shared", "celery.chord"} <= {*seen}, moved("Celery._tasks")
 
 
 def test_an_application_is_rebuilt_from_its_class_first(app: Any) -> None:
     rebuild, arguments = app.__reduce__()
     assert callable(rebuild), moved("the shape of Celery.__reduce__")
     assert arguments[0] is celery.Celery, moved("the shape of Celery.__reduce__")
-
-
-def test_classes_are_imported_by_name() -> None:
-    for named in (Task, "celery.app.task:Task"):
-        combined = of_app.combined_class(OurTask, named)
-        assert combined is OurTask, moved("utils.imports.symbol_by_name")
 
 
 def test_queues_are_made_and_selected_by_these_methods(app: Any) -> None:

@@ -14,6 +14,7 @@ import celery
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.utils.json import loads
 
+from celery_rabbitdelay.app.options import BESIDE_STAMPS
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
 from celery_rabbitdelay.exceptions import InvalidRow, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels import wall_clock
@@ -233,6 +234,7 @@ def send_one_by_one(
     task: celery.Task[Any, Any] | str,
     rows: Iterable[Given],
     progress: Callable[[Report], None] | None,
+    tolerance: Delay,
     options: Mapping[str, Any],
 ) -> Report:
     """Send a task for each row with Celery's ``apply_async``; its return counts as a confirm.
@@ -242,6 +244,7 @@ def send_one_by_one(
         task: The task, or its name.
         rows: The rows.
         progress: Called with the report, now and then and at the end.
+        tolerance: How much later each may start.
         options: Further options of ``apply_async``, for all rows.
 
     Raises:
@@ -252,12 +255,12 @@ def send_one_by_one(
     for number, given in sending.take(one_by_one(rows)):
         try:
             row = given if isinstance(given, Row) else row_of(given)
-            own: dict[str, Any] = {
-                name: getattr(row, name)
-                for name in ("delay", "eta", "task_id", "key")
-                if getattr(row, name) is not None
-            }
-            send(row.args, row.kwargs, **own, **options)
+            given = row._asdict() | {"tolerance": tolerance}
+            ours, celerys = (
+                {name: given[name] for name in names if given[name] is not None}
+                for names in (("delay", "key", "tolerance"), ("eta", "task_id"))
+            )
+            send(row.args, row.kwargs, **celerys, **options, **{BESIDE_STAMPS: ours})
         except ROW_ERRORS as error:
             sending.fail([number], error)
             report.sent += isinstance(error, OperationalError)

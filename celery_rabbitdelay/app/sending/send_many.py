@@ -26,6 +26,7 @@ from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
     RegistryOptions,
     checked_registry_options,
+    without_stamps,
 )
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
 from celery_rabbitdelay.app.sending.message_template import CeleryWriter
@@ -101,17 +102,18 @@ class RowSender(Sending):
         self._tolerance_ms = tolerance_ms
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
+        own, stamps = without_stamps(options)
         #: None without a registry.
         self._registration: RowRegistration | None = None
         if self._settings.registry_url is not None:
             known = self._app.tasks.get(task) if isinstance(task, str) else task
-            given = checked_registry_options(options, self._app)
+            given = checked_registry_options(own, self._app)
             wanted = RegistryOptions.of(self._settings, known, given, {})
             self._registration = RowRegistration(delays, wanted, self._name, self.fail)
         self._options = options
         self._celerys_options = {
-            name: each for name, each in options.items() if name not in REGISTRY_OPTIONS
-        }
+            name: each for name, each in own.items() if name not in REGISTRY_OPTIONS
+        } | stamps
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
         #: What the metrics have counted.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any, Final
 
 from celery.result import AsyncResult
@@ -16,7 +15,6 @@ from kombu.utils.uuid import uuid
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.celery_internals import (
-    former_of_replacement,
     has_quorum_queue,
     is_sent_by_celery,
     registered_task,
@@ -35,7 +33,7 @@ from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, Unknow
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
-from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, UNKNOWN_LIFE
+from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, REGISTRY, UNKNOWN_LIFE
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.decision import Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
@@ -49,67 +47,67 @@ NS_PER_US: Final = 1000
 
 @dataclass
 class TaskSending:
-    """One call of ``Celery.send_task`` that has a delay, or an option of the registry.
+    """One call of ``Celery.send_task``.
 
     Its options and its delay are checked.
 
     Attributes:
         app: The application, a :class:`.Celery`.
-        by_celery: Celery's ``send_task`` for its name and arguments: takes countdown, eta, id,
-            producer, connection, ``more``, and options.
-        more: Celery's further positional arguments.
+        by_celery: Celery's ``send_task``, or the application's own, for a name and arguments.
         name: The task's name.
-        countdown: Seconds until it may start.
-        eta: The instant at which it may start.
         delay: Seconds, or a timedelta, until it may start; None if ``countdown`` or ``eta`` says.
         tolerance_ms: Milliseconds that it may start later.
-        task_id: Its id; None for a random one.
-        producer: The caller's producer.
-        connection: The caller's connection.
-        options: Celery's options.
-        given: The options of the registry.
-        former: The headers of this package that a retried task had.
+        options: Celery's options that the caller has given, and no others.
+        stamps: The stamps that have the name of an option of this package.
+        registry_options: The options of the registry.
+        former: The headers of this package that the task had which this one retries or replaces.
     """
 
     app: Any
     by_celery: Callable[..., AsyncResult[Any]]
-    more: tuple[Any, ...]
     name: str
-    countdown: float | None
-    eta: datetime | str | None
     delay: Delay | None
     tolerance_ms: int
-    task_id: str | None
-    producer: Producer | None
-    connection: Connection | None
     options: dict[str, Any]
-    given: Mapping[str, Any]
+    stamps: Mapping[str, Any]
+    registry_options: Mapping[str, Any]
     former: Mapping[str, Any]
 
     def send(self) -> AsyncResult[Any]:
         """Send the task, to where these rules lead, the first one that applies.
 
-        - the broker is not RabbitMQ: Celery's own path; ``delay`` becomes a countdown
+        - no delay, and nothing that the registry has to know: Celery's own path
+        - the broker is not RabbitMQ: the same; ``delay`` becomes a countdown
         - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
         - the delay is over by now: Celery's own path, at once
         - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
           distribution
+
+        What the registry has to know goes with each message of a task: also with a retry, or a
+        replacement, that has no delay, because the next one that has a delay looks for it there.
         """
-        self._has_id, self.task_id = self.task_id is not None, self.task_id or uuid()
+        is_continued = not REGISTRY.isdisjoint(self.former)
+        has_options = any(self.registry_options.values())
+        countdown, eta = self.options.get("countdown"), self.options.get("eta")
+        has_delay = self.delay is not None or countdown or eta
+        if not (has_delay or has_options or is_continued):
+            return self._send_by_celery()
+        self._has_id = self.options.get("task_id") is not None
+        self.options["task_id"] = self.options.get("task_id") or uuid()
         if not self.app.rabbitdelay.is_available(self._callers_connection):
             self._refuse_registry_options("the broker is not RabbitMQ")
             return self._send_to_other_broker()
         self.app.rabbitdelay.check_settings()
-        has_delay = self.delay is not None or self.countdown or self.eta
-        if has_delay and not self._takes_over():
+        wanted = RegistryOptions.of(
+            self.app.rabbitdelay.settings, self._task, self.registry_options, self.former
+        )
+        is_known = has_options or (is_continued and any(wanted))
+        if has_delay and not self._takes_over() and not (is_continued and is_known):
             self._refuse_registry_options("the task does not wait in the levels")
             return self._send_with_eta()
-        due = self.app.rabbitdelay.due(self.delay, self.countdown, self.eta, self.tolerance_ms)
-        wanted = RegistryOptions.of(
-            self.app.rabbitdelay.settings, self._task, self.given, self.former
-        )
-        if due.is_past and not any(self.given.values()):
-            return self._send_by_celery()
+        due = self.app.rabbitdelay.due(self.delay, countdown, eta, self.tolerance_ms)
+        if due.is_past and not is_known:
+            return self._send_with_eta()
         # Also without a delay: behind the levels, the registry is asked about it.
         began = time.monotonic()
         try:
@@ -120,7 +118,7 @@ class TaskSending:
             self.app.rabbitdelay.warn_blocked_loop(time.monotonic() - began)
 
     def _refuse_registry_options(self, why: str) -> None:
-        for name, value in self.given.items():
+        for name, value in self.registry_options.items():
             if value is not False:
                 raise UnknownOption(name, value, f"{why}, so the registry cannot reach it")
 
@@ -129,13 +127,24 @@ class TaskSending:
         return self.options.get("task_type") or registered_task(self.app, self.name)
 
     @property
+    def _task_id(self) -> str:
+        task_id: str = self.options["task_id"]
+        return task_id
+
+    @property
+    def _came_from(self) -> str | None:
+        """The queue that a retry returns to; a replacement goes where its own options say."""
+        return self.former.get(header_names.QUEUE) if self.options.get("retries") else None
+
+    @property
     def _callers_producer(self) -> Producer | None:
-        return self.producer or self.options.get("publisher")
+        return self.options.get("producer") or self.options.get("publisher")
 
     @property
     def _callers_connection(self) -> Connection | None:
         producer = self._callers_producer
-        return self.connection or (producer.connection if producer is not None else None)
+        connection: Connection | None = self.options.get("connection")
+        return connection or (producer.connection if producer is not None else None)
 
     def _takes_over(self) -> bool:
         """Whether a delay goes into the levels: see ``rabbitdelay=False`` and ``takeover``."""
@@ -143,27 +152,24 @@ class TaskSending:
             return False
         return self.delay is not None or self.app.rabbitdelay.settings.takeover
 
-    @property
-    def _countdown(self) -> float | None:
-        return self.countdown if self.delay is None else milliseconds(self.delay) / 1000
-
     def _send_to_other_broker(self) -> AsyncResult[Any]:
-        countdown = self._countdown
-        if self.delay is not None and (countdown or 0) > 0:
+        if self.delay is not None and milliseconds(self.delay) > 0:
             why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
             self.app.rabbitdelay.warn_treated_as_countdown(why)
-        return self._send_by_celery(countdown, self.eta)
+        return self._send_by_celery()
 
     def _send_with_eta(self) -> AsyncResult[Any]:
         if not has_quorum_queue(self.app):
-            return self._send_by_celery(self._countdown, self.eta)
+            return self._send_by_celery()
         # Celery would use its native delayed delivery, whose queues our workers do not declare.
-        producer = self._callers_producer
-        if self.connection is not None:
-            producer = self.app.amqp.Producer(self.connection, auto_declare=False)
+        producer, connection = self._callers_producer, self.options.get("connection")
+        if connection is not None:
+            producer = self.app.amqp.Producer(connection, auto_declare=False)
         with self.app.producer_or_acquire(producer) as acquired:
-            eta_producer = EtaProducer(acquired, self._countdown, self.eta)
-            return self._send_by_celery(producer=eta_producer)
+            given = self._celerys_options
+            return self._send_by_celery(
+                EtaProducer(acquired, given.get("countdown"), given.get("eta"))
+            )
 
     def _send_into_levels(self, due: Due, wanted: RegistryOptions) -> AsyncResult[Any]:
         delays = self.app.rabbitdelay
@@ -185,13 +191,13 @@ class TaskSending:
                 self.app,
                 due,
                 self.options,
-                came_from=self.former.get(header_names.QUEUE),
+                came_from=self._came_from,
                 waited=time.monotonic() - began,
             )
             producer.says = {"registry": wanted.headers(copy, ticket, job_id)}
             resent = publisher.resent
             try:
-                result = self._send_by_celery(producer=producer)
+                result = self._send_by_celery(producer)
             finally:
                 count_send(delays.recorder, self.name, producer, publisher.resent - resent)
         if copy:
@@ -218,10 +224,10 @@ class TaskSending:
             except RegistryUnavailable as error:
                 if not is_sent_by_celery():
                     raise
-                logger.warning("Task %s is sent although %s.", self.task_id, error)
+                logger.warning("Task %s is sent although %s.", self._task_id, error)
             if holder is None:
                 return self._send_into_levels(due, wanted)
-        logger.info("Task %s is left out: %s has its key %r.", self.task_id, holder, wanted.key)
+        logger.info("Task %s is left out: %s has its key %r.", self._task_id, holder, wanted.key)
         result_of = self.options.get("result_cls") or self.app.AsyncResult
         result: AsyncResult[Any] = result_of(holder)
         result.ignored = bool(self.options.get("ignore_result"))
@@ -249,13 +255,11 @@ class TaskSending:
     ) -> AsyncResult[Any]:
         """Send a task that the registry does not know in a block, which confirms it."""
         publisher = pipeline.borrow(timeout or self.app.rabbitdelay.settings.confirm_timeout)
-        assert self.task_id is not None
-        came_from = self.former.get(header_names.QUEUE)
         producer = PipelinedProducer(
-            pipeline, publisher, self.name, self.task_id, due, self.options, came_from
+            pipeline, publisher, self.name, self._task_id, due, self.options, self._came_from
         )
         producer.says = {"registry": wanted.headers("", NO_TICKET)}
-        return self._send_by_celery(producer=producer)
+        return self._send_by_celery(producer)
 
     def _ask(self, due: Due, wanted: RegistryOptions) -> tuple[Ticket, str]:
         """Ask the registry what the message has to carry: its ticket, and the id of its job.
@@ -267,7 +271,7 @@ class TaskSending:
             JobClosed: The job is not open, and it is not Celery that sends what follows a task.
             RegistryUnavailable: Redis does not answer, likewise.
         """
-        former = self.former or former_of_replacement(self.app, self.task_id, self.options)
+        former = self.former
         life, order = Ticket.of(former)
         if former.get(KEY, "") != wanted.key:
             order = 0
@@ -281,30 +285,32 @@ class TaskSending:
                 if state is not JobState.OPEN and not is_sent_by_celery():
                     raise JobClosed(wanted.job, "unknown" if state is None else state.value)
             if wanted.is_registered and (not former or (wanted.key and not order)):
-                known = "" if former or not self._has_id else self.task_id
+                known = "" if former or not self._has_id else self._task_id
                 (ticket,) = registry.ask([(known, wanted.key)])
                 life, order = life if former else ticket.life, ticket.order
         except RegistryUnavailable as error:
             if not former and not is_sent_by_celery():
                 raise
-            logger.warning("Task %s is sent although %s.", self.task_id, error)
+            logger.warning("Task %s is sent although %s.", self._task_id, error)
             life = life if former else UNKNOWN_LIFE
             order = order or wall_clock.ns() // NS_PER_US
         # A task that runs once has one life.
         return Ticket(0 if wanted.once else life, order if wanted.key else 0), job_id
 
-    def _send_by_celery(
-        self,
-        countdown: float | None = None,
-        eta: datetime | str | None = None,
-        producer: Any = None,
-    ) -> AsyncResult[Any]:
+    @property
+    def _celerys_options(self) -> dict[str, Any]:
+        """The caller's options in Celery's words: a ``delay`` is a countdown."""
+        own = {} if self.delay is None else {"countdown": milliseconds(self.delay) / 1000}
+        return {**self.options, **own, **self.stamps}
+
+    def _send_by_celery(self, producer: Any = None) -> AsyncResult[Any]:
         """Let Celery make, route and publish the message; with a producer, only make and route."""
-        connection = self.connection if producer is None else None
-        producer = self.producer if producer is None else producer
-        return self.by_celery(
-            countdown, eta, self.task_id, producer, connection, *self.more, **self.options
-        )
+        options = self._celerys_options
+        if producer is not None:
+            for name in ("countdown", "eta", "connection", "publisher"):
+                options.pop(name, None)
+            options["producer"] = producer
+        return self.by_celery(**options)
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:
