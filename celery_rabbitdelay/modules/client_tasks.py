@@ -53,7 +53,7 @@ SETTING: Final = "see rabbitdelay_checkin_trusted"
 #: The names of Celery's own tasks begin so. Some take signatures as arguments.
 CELERYS_OWN: Final = "celery."
 
-#: The largest body of protocol 1 that is read, in bytes: JSON takes 20 times as many in Python.
+#: The largest body that is read, in bytes: JSON takes 20 times as many in Python.
 MAX_READ_BYTES: Final = 2**20
 
 _JSON: Final = "application/json"
@@ -128,6 +128,22 @@ def checked(message: WaitingMessage) -> WaitingMessage:
     return message.having(reply_to=None) if properties.get("reply_to") else message
 
 
+def is_read(message: WaitingMessage) -> bool:
+    """Return whether check-in may read a body: it is JSON in UTF-8, and not too large."""
+    properties = message.properties
+    return (
+        properties.get("content_type") == _JSON
+        and str(properties.get("content_encoding") or "").lower() in READ_ENCODINGS
+        and not message.headers.others.get("compression")
+        and len(message.body) <= MAX_READ_BYTES
+    )
+
+
+def may_be_version_1(body: bytes) -> bool:
+    """Return whether JSON may be an object with a member ``task``."""
+    return _NAMES_TASK.search(body) is not None
+
+
 def _codec(encoding: str) -> str:
     """Return Python's name of an encoding; empty if it knows none of that name."""
     try:
@@ -150,7 +166,6 @@ def _check_taken_over(headers: object) -> None:
 def _check_version_2(body: bytes, headers: Mapping[str, Any], content_type: object) -> None:
     _check_name(headers[_TASK])
     _check_canvas(headers)
-    check_fields(headers)
     if content_type != _JSON:
         raise UnprocessableMessage(
             f"it is a task whose content type is {shortened(content_type)}, and check-in reads "
@@ -166,7 +181,7 @@ def _check_version_2(body: bytes, headers: Mapping[str, Any], content_type: obje
 
 def _is_task_of_version_1(body: bytes) -> bool:
     """Return whether JSON is a task of protocol 1, after checking it."""
-    if not _NAMES_TASK.search(body):
+    if not may_be_version_1(body):
         return False
     if len(body) > MAX_READ_BYTES:
         raise UnprocessableMessage(
@@ -183,7 +198,6 @@ def _is_task_of_version_1(body: bytes) -> bool:
         return False
     _check_name(read[_TASK])
     _check_canvas(read)
-    check_fields(read)
     return True
 
 
@@ -192,24 +206,6 @@ def _check_name(name: object) -> None:
         raise UnprocessableMessage(
             f"it is the task {shortened(name)}, which Celery keeps to itself: {SETTING}"
         )
-
-
-def check_fields(told: Mapping[str, Any]) -> None:
-    """Check the fields of a task whose values Celery does not check: wrong ones end a worker.
-
-    Raises:
-        UnprocessableMessage: One has a value of a wrong type.
-    """
-    limits, expires = told.get("timelimit"), told.get("expires")
-    are_numbers = isinstance(limits, list | tuple) and all(
-        each is None or isinstance(each, int | float) for each in limits
-    )
-    if not isinstance(told.get("id"), str | int):
-        raise UnprocessableMessage(f"its task has the id {shortened(told.get('id'))}")
-    if limits is not None and not (are_numbers and len(limits) == 2):
-        raise UnprocessableMessage(f"its timelimit is {shortened(limits)}")
-    if expires is not None and not isinstance(expires, str | int | float):
-        raise UnprocessableMessage(f"its expires is {shortened(expires)}")
 
 
 def _check_canvas(told: Mapping[str, Any]) -> None:

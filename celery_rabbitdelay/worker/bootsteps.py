@@ -14,7 +14,7 @@ from amqp.exceptions import AccessRefused, NotFound
 from celery.worker.components import Pool
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from celery.worker.consumer.tasks import Tasks
-from kombu import Connection
+from kombu import Connection, Message
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
@@ -44,6 +44,7 @@ from celery_rabbitdelay.worker.celery_internals import (
     bound_bodies,
     leave_out_delayed_delivery,
 )
+from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_consumer, guard_pool
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.occurrences import Occurrences
@@ -207,6 +208,10 @@ class RestoreTasks(RabbitMQStep):
 
     requires = (DelayLevels,)
 
+    def create(self, consumer: Any) -> None:
+        """Let what Celery raises about a message of ours concern this message alone."""
+        guard_consumer(consumer, partial(_refuse, consumer))
+
     def start(self, consumer: Any) -> None:
         """Wrap the execution strategies, and begin to take early tasks of the new connection."""
         if not isinstance(consumer.strategies, RestoringStrategies):
@@ -237,6 +242,13 @@ class RestoreTasks(RabbitMQStep):
         strategies.decisions = strategies.occurrences = strategies.early_tasks = None
         for thread in threads:
             thread.stop()
+
+
+def _refuse(consumer: Any, message: Message, error: Exception) -> None:
+    early_tasks: EarlyTasks | None = consumer.strategies.early_tasks
+    # Between two connections there is nothing to acknowledge: RabbitMQ redelivers it.
+    if early_tasks is not None:
+        early_tasks.refuse_unrunnable(message, error)
 
 
 #: The prefetch count of each module; distribution's is lower, as a message may be an envelope.
@@ -278,6 +290,7 @@ class Modules(RabbitMQStep):
         if self._given is not None:
             words = filter(None, map(str.strip, self._given.split(",")))
             self._modules = checked("rabbitdelay_modules", tuple(words))
+        guard_pool(worker, lambda *given: _refuse(worker.consumer, *given))
 
     def start(self, worker: Any) -> None:
         """Start the modules."""
@@ -320,6 +333,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
             checkin_destinations(app).includes,
             settings.signing_keys,
             settings.checkin_trusted,
+            CeleryRequests(app).check,
         )
         receive, admit = check_in.receive, check_in.admit
     else:

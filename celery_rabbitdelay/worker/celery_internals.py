@@ -12,17 +12,17 @@ from typing import Any, Final, NamedTuple
 import amqp
 import click
 from celery import bootsteps
-from celery.exceptions import CeleryCommandException, InvalidTaskError
+from celery.exceptions import CeleryCommandException
 from celery.platforms import EX_FAILURE
 from celery.worker import state
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
 from kombu.compression import compress
-from kombu.exceptions import ContentDisallowed, DecodeError
 
 from celery_rabbitdelay.exceptions import InvalidSetting, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.levels.headers import DUE, shortened
+from celery_rabbitdelay.levels.headers import CHECKED_IN, DUE, shortened
+from celery_rabbitdelay.publishing.incoming import Seen
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 
@@ -93,14 +93,15 @@ def shown(task_id: object) -> str:
 
 
 def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
-    """Let kombu decompress no body of a delayed task beyond ``rabbitdelay_max_message_bytes``.
+    """Note which messages are ours, and let kombu decompress no such body beyond a bound.
 
-    kombu decompresses a body as soon as it receives the message, in the worker's main process.
-    Other messages than those that have been in the levels are left to it.
+    The bound is ``rabbitdelay_max_message_bytes``. kombu decompresses a body as soon as it receives
+    the message, in the worker's main process. Messages that have passed neither the levels nor
+    check-in are left to it. A message whose properties cannot be read is refused, whosever it is.
 
     Args:
         consumer: The worker's consumer, on one connection.
-        refuse: Called with a message whose body is larger, and why it is not decompressed.
+        refuse: Called with a message that is not read, and why.
     """
     delays = consumer.app.rabbitdelay
     most = delays.settings.max_message_bytes
@@ -114,11 +115,16 @@ def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
         def __init__(self, received: amqp.Message, **options: Any) -> None:
             headers, info = headers_of(received), received.delivery_info
             compression = headers.get("compression")
-            if compression and (DUE in headers or info["exchange"] in exchanges):
-                try:
+            self.rabbitdelay_is_ours = (
+                DUE in headers or CHECKED_IN in headers or info["exchange"] in exchanges
+            )
+            try:
+                if unreadable := getattr(received, "rabbitdelay_seen", Seen()).unreadable:
+                    raise UnprocessableMessage(unreadable)
+                if compression and self.rabbitdelay_is_ours:
                     _check_size(decompressed(body_of(received), compression), most)
-                except Exception:  # noqa: BLE001 - kombu's consumer reports it
-                    self.errors = [sys.exc_info()]
+            except Exception:  # noqa: BLE001 - kombu's consumer reports it
+                self.errors = [sys.exc_info()]
             super().__init__(received, **options)
 
     def on_error(message: Message, error: Exception) -> None:
@@ -223,16 +229,6 @@ def call_after(consumer: Any, seconds: float, callback: Callable[[], None]) -> N
 def lower_prefetch(consumer: Any) -> None:
     """Take :func:`raise_prefetch` back."""
     consumer.qos.decrement_eventually()
-
-
-def run_strategy(consumer: Any, delivery: Delivery) -> None:
-    """Run a task's strategy outside of Celery's consumer, with the consumer's error handling."""
-    try:
-        delivery.go_on()
-    except (InvalidTaskError, ContentDisallowed) as invalid:
-        consumer.on_invalid_task(delivery.body, delivery.message, invalid)
-    except DecodeError as unreadable:
-        consumer.on_decode_error(delivery.message, unreadable)
 
 
 def has_event_loop(consumer: Any) -> bool:

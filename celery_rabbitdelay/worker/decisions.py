@@ -21,6 +21,7 @@ from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
+from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.metrics import lateness
 from celery_rabbitdelay.worker.occurrences import Arrived, OccurrenceKind, Occurrences
@@ -275,8 +276,7 @@ class Decisions(BatchThread[_Due]):
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
-                run = partial(celery_internals.run_strategy, self._consumer, due.delivery)
-                self._after_what_follows(due, run)
+                self._after_what_follows(due, partial(self._run, due))
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
                 logger.info(
@@ -311,8 +311,11 @@ class Decisions(BatchThread[_Due]):
         else:
             go_on()
 
+    def _run(self, due: _Due) -> None:
+        run_strategy(self._consumer, due.delivery, self._early_tasks.refuse_unrunnable)
+
     def _discard(self, due: _Due, verdict: Verdict) -> None:
-        run = partial(celery_internals.run_strategy, self._consumer, due.delivery)
+        run = partial(self._run, due)
         celery_internals.discard_as_revoked(self._consumer, due.arrival.task_id, run)
         self._signal(DISCARDED[verdict], due)
 

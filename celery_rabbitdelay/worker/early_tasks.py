@@ -24,7 +24,7 @@ from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
-from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader
+from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, shortened
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.bounds import EarlyWarning, LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
@@ -33,6 +33,7 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
+from celery_rabbitdelay.worker.celery_requests import run_strategy
 
 logger = get_logger(__name__)
 
@@ -137,7 +138,7 @@ class EarlyTasks(BatchThread[Early]):
                 return
             if waited is not None:
                 celery_internals.give_eta(message, body, due.at_ms)
-            celery_internals.run_strategy(self._consumer, delivery)
+            run_strategy(self._consumer, delivery, self.refuse_unrunnable)
 
         destination = self.destination(message, waited)
         if destination is None:
@@ -202,6 +203,23 @@ class EarlyTasks(BatchThread[Early]):
         info, now = message.delivery_info, Due.after(0)
         destination = Destination(None, info["exchange"], info["routing_key"])
         self.give(Early(message, destination, now, now.at_ms, None, ack, refused=why))
+
+    def refuse_unrunnable(self, message: Message, error: Exception) -> None:
+        """Refuse a task about which Celery has raised an error.
+
+        Args:
+            message: The task's message.
+            error: The error.
+        """
+        why = f"Celery cannot run it: {shortened(error)}"
+        warn_undeliverable(message, why)
+        logger.debug(why, exc_info=error)
+
+        def settle(*args: Any) -> None:
+            if not message.acknowledged:  # Celery may do it soon, in the event loop
+                message.ack_log_error(*args)
+
+        self.refuse(message, settle, why)
 
     def refuse_unopened(self, message: Message, why: str) -> None:
         """Refuse a task whose body kombu does not decompress, unless a later version may read it.

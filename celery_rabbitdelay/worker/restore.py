@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, TypeAlias
 
-from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
 from kombu import Message
 
@@ -20,7 +19,6 @@ from celery_rabbitdelay.app.instruments import EARLY, LATENESS, TAKEN_OVER, Inst
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
-from celery_rabbitdelay.modules.client_tasks import check_fields
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue, shown
 from celery_rabbitdelay.worker.decisions import Decisions
@@ -96,12 +94,6 @@ class Origins:
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
 
-#: What Celery raises for a message whose headers have values of wrong types.
-MALFORMED: Final = (
-    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
-    UnprocessableMessage,
-)
-
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., Any]
 
@@ -146,20 +138,7 @@ class RestoringStrategies(dict[str, Strategy]):
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
-            exchange = (message.delivery_info or {}).get("exchange")
-            is_ours = exchange == self._delivery or header_names.DUE in (message.headers or ())
-
-            def go_on() -> Any:
-                try:
-                    if is_ours:
-                        check_fields(body if isinstance(body, dict) else message.headers)
-                    return strategy(message, body, ack, *args, **kwargs)
-                except MALFORMED as error:
-                    if not is_ours:
-                        raise
-                    # Otherwise the worker would end, and the next one that gets the message.
-                    raise InvalidTaskError(f"it is malformed: {error!r}") from error
-
+            go_on = partial(strategy, message, body, ack, *args, **kwargs)
             try:
                 is_taken = self._take(Delivery(message, body, ack, go_on, task_name), takes_eta)
             except Exception:  # anybody may have written the message

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kombu import Queue
 
@@ -19,13 +20,16 @@ from celery_rabbitdelay.levels.entities import MODULES
 from tests.celery_process import CeleryProcess
 from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
 
+#: How a message says which one it is.
+MARK: Final = re.compile(r"#(\d{8})")
+
 
 def make_app(settings: dict[str, Any]) -> Celery:
     """Create the application.
 
     Args:
         settings: ``broker_url``, ``prefix``, and ``journal``: the file that each task that runs is
-            noted in.
+            noted in; ``pool``: the pool of the worker.
     """
     prefix = settings["prefix"]
     app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
@@ -54,9 +58,16 @@ def make_app(settings: dict[str, Any]) -> Celery:
     def honest(way: str, due: float) -> None:
         note("honest", way, time.time() - due)
 
-    @app.task(name="hostile", shared=False)
-    def hostile(number: str) -> None:
-        note("hostile", int(number.removeprefix("#")))
+    def hostile(task: Any, *args: Any, **kwargs: Any) -> None:
+        (mark,) = MARK.findall(f"{args} {(task.request.properties or {}).get('message_id')}")
+        note("hostile", int(mark))
+
+    for name, options in (
+        ("hostile", {}),
+        ("hostile-limited", {"rate_limit": "200/s"}),
+        ("hostile-held", {"rabbitdelay": False}),
+    ):
+        app.task(hostile, name=name, bind=True, shared=False, **options)
 
     return app
 
@@ -69,7 +80,9 @@ class AttackedWorker(CeleryProcess):
 
     def _command(self) -> list[str]:
         queue = f"{self._settings['prefix']}.{TASKS}"
-        return self.celery(f"worker -c 1 -l INFO -n attacked-{self.port}@localhost -Q {queue}")
+        pool = self._settings.get("pool", "prefork")
+        name = f"attacked-{self.port}@localhost"
+        return self.celery(f"worker -P {pool} -c 1 -l INFO -n {name} -Q {queue}")
 
     def _ready(self) -> bool:
         return " ready." in self.log and self.log.count("serving the queue") == len(MODULES)

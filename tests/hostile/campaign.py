@@ -25,6 +25,7 @@ from tests.hostile.client import Client
 from tests.hostile.honest import Honest
 from tests.hostile.kinds import (
     ALLOWED,
+    BEHIND,
     EXPIRED,
     FORBIDDEN,
     KINDS,
@@ -62,6 +63,7 @@ class Account:
         astray: How many messages reached what nobody may reach.
         lateness: For each way of honest tasks, the seconds by which each was late, sorted.
         missing: How many honest tasks did not run.
+        stuck: The good tasks behind a hostile message that did not run.
         rss: The memory of the worker's main process before, and at most.
         trouble: Lines of its log about lost connections; whether it has ended.
         seconds: How long publishing took, and until nothing moved any more.
@@ -79,6 +81,7 @@ class Account:
     astray: int = 0
     lateness: dict[str, list[float]] = field(default_factory=dict)
     missing: int = 0
+    stuck: list[int] = field(default_factory=list)
     rss: tuple[int, int] = (0, 0)
     trouble: list[str] = field(default_factory=list)
     seconds: tuple[float, float] = (0.0, 0.0)
@@ -90,6 +93,7 @@ class Account:
             self.lost
             or self.astray
             or self.missing
+            or self.stuck
             or self.trouble
             or self.rss[1] - self.rss[0] > MAX_GROWTH
         )
@@ -115,10 +119,13 @@ class Account:
                     f"most {late[-1]:.3f} s"
                 )
         lines.append(f"honest tasks that did not run: {self.missing}")
+        lines.append(f"tasks behind a malformed one that did not run: {len(self.stuck)}")
         return "\n".join(lines)
 
 
-def attack(broker_url: str, prefix: str, count: int, seed: int, **rabbitdelay: Any) -> Account:
+def attack(
+    broker_url: str, prefix: str, count: int, seed: int, pool: str = "prefork", **rabbitdelay: Any
+) -> Account:
     """Publish so many hostile messages while an honest client sends tasks; account for all.
 
     Args:
@@ -126,13 +133,14 @@ def attack(broker_url: str, prefix: str, count: int, seed: int, **rabbitdelay: A
         prefix: The first part of all names.
         count: How many messages.
         seed: Chooses them.
+        pool: The pool of the worker, which runs one task at a time.
         **rabbitdelay: Further settings of the application.
     """
     account = Account()
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder, "journal")
         journal.touch()
-        settings: dict[str, Any] = {"broker_url": broker_url, "prefix": prefix}
+        settings: dict[str, Any] = {"broker_url": broker_url, "prefix": prefix, "pool": pool}
         settings["journal"] = str(journal)
         if rabbitdelay:
             settings["rabbitdelay"] = rabbitdelay
@@ -262,7 +270,8 @@ def _settle(
     with own as connection:
         for queue, place in _own_queues(topology).items():
             for message in _drained(connection, queue):
-                marks = _MARK.findall(message.body)
+                told = message.properties.get("message_id") or ""
+                marks = _MARK.findall(message.body) or _MARK.findall(str(told).encode())
                 account.places[place] += 1
                 account.astray += place == FORBIDDEN
                 found.update({int(mark): 1 for mark in marks[-1:]})
@@ -272,6 +281,8 @@ def _settle(
                     account.reasons[_general(examine(headers, topology, key).reason)] += 1
     account.refused, account.unexpected = len(client.refused), client.unexpected
     names = account.names
+    ran = {line[1] for line in noted if line[0] == "hostile"}
+    account.stuck = [n for n in client.confirmed - ran if names[n] == BEHIND]
     for number in sorted(client.confirmed - found.keys()):
         if KINDS[names[number]].is_dropped:
             account.places["dropped by Celery"] += 1

@@ -24,6 +24,16 @@ def integer(value: int) -> bytes:
     return b"l" + pack(">q", value)
 
 
+def double(value: float) -> bytes:
+    """A floating-point number of 64 bits."""
+    return b"d" + pack(">d", value)
+
+
+def boolean(value: bool) -> bytes:
+    """A truth value."""
+    return b"t" + bytes((value,))
+
+
 def table(fields: Mapping[bytes, bytes]) -> bytes:
     """A table, as a field."""
     return b"F" + _sized(_entries(fields))

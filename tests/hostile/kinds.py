@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import zlib
@@ -17,6 +18,7 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope, Item, length_prefixed
+from tests.hostile import malformed
 from tests.hostile.fields import BAD_TEXTS, any_field, array, integer, nested, properties, table
 from tests.hostile.fields import text as field_text
 
@@ -85,9 +87,11 @@ class Draw(Random):
         allowed: The queue that check-in may reach.
         forbidden: The queue that nothing may reach.
         tasks: The queue of the worker.
+        way: How the last task went to the worker.
     """
 
     mark = b""
+    way = "checked in"
 
     # Random makes an object of its first argument alone.
     def __new__(cls, seed: int, topology: Topology) -> Draw:
@@ -118,12 +122,14 @@ class Kind(NamedTuple):
         weight: How often, compared with the others.
         is_refused: Whether the broker may refuse it.
         is_dropped: Whether Celery may drop it, as it does with what its worker cannot read.
+        is_followed: Whether a good task follows on the same way, which has to run.
     """
 
     make: Make
     weight: float = 10
     is_refused: bool = False
     is_dropped: bool = False
+    is_followed: bool = False
 
 
 def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Hostile]:
@@ -133,12 +139,23 @@ def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Host
     # Each kind at least once.
     chosen = [*names, *random.choices(names, weights, k=max(count - len(names), 0))][:count]
     random.shuffle(chosen)
-    for number, name in enumerate(chosen):
+    numbers = itertools.count()
+    for name in chosen:
         kind = KINDS[name]
-        mark = random.mark = _NUMBER % number
-        exchange, key, content, body = kind.make(random)
-        marked = body.replace(_PLACE, mark) if _PLACE in body else body + mark
-        yield Hostile(number, name, exchange.encode(), key, content, marked, kind.is_refused)
+        yield _hostile(random, next(numbers), name)
+        if kind.is_followed:
+            yield _hostile(random, next(numbers), BEHIND)
+
+
+def _hostile(random: Draw, number: int, name: str) -> Hostile:
+    kind = KINDS[name]
+    mark = random.mark = _NUMBER % number
+    exchange, key, content, body = kind.make(random)
+    if _PLACE in content:
+        content = content.replace(_PLACE, mark)
+    else:
+        body = body.replace(_PLACE, mark) if _PLACE in body else body + mark
+    return Hostile(number, name, exchange.encode(), key, content, body, kind.is_refused)
 
 
 def _checked_in(make: Callable[[Draw], Mapping[bytes, bytes]]) -> Make:
@@ -520,6 +537,45 @@ def _forged_reason(random: Draw) -> Made:
     return exchange, random.choice((b"", reason)), properties(headers), b"body"
 
 
+def _malformed(random: Draw) -> Made:
+    """A task whose fields have any value, by one of the ways that a task reaches a worker."""
+    headers, body = malformed.malformed(random)
+    return _to_worker(random, random.choice(_WAYS), headers, body)
+
+
+def _behind(random: Draw) -> Made:
+    """A task without a fault, right behind the former message."""
+    headers = {
+        b"task": field_text(b"hostile"),
+        b"id": field_text(b"%032x" % random.getrandbits(128)),
+    }
+    return _to_worker(random, random.way, headers, b"[[], {}, {}]")
+
+
+def _to_worker(random: Draw, way: str, headers: Mapping[bytes, bytes], body: bytes) -> Made:
+    random.way = way
+    topology, tasks = random.topology, random.tasks.decode()
+    exchange, key = random.checkin, random.tasks
+    own: dict[bytes, bytes] = {}
+    if way == "checked in with a delay":
+        own = {b"x-delay": integer(200)}
+    elif way == "in the levels":
+        exchange, written = topology.route(0.2, tasks)[:2]
+        key, own = written.encode(), {b"rabbitdelay-due": integer(5)}
+    elif way == "delivered":
+        exchange, key = topology.delivery.name, topology.keys.key_without_digits(tasks).encode()
+    short = {"content_type": b"application/json", "content_encoding": b"utf-8"}
+    # The body has to stay as it is.
+    content = properties({**headers, **own}, **short, message_id=_PLACE)
+    return exchange, key, content, body
+
+
+#: How a task reaches a worker.
+_WAYS: Final = ("checked in", "checked in with a delay", "in the levels", "delivered")
+
+#: The kind of a task that follows another message.
+BEHIND: Final = "task behind it"
+
 KINDS: Final[dict[str, Kind]] = {
     "plain": Kind(_checked_in(_plain), 20),
     "delay of any type": Kind(_checked_in(_delay), 15),
@@ -549,4 +605,6 @@ KINDS: Final[dict[str, Kind]] = {
     "not read by check-in": Kind(_unread_by_check_in, 5),
     "not read by Celery": Kind(_unread_by_worker, 5, is_dropped=True),
     "compressed": Kind(_compressed, 2),
+    "malformed task": Kind(_malformed, 60, is_dropped=True, is_followed=True),
+    BEHIND: Kind(_behind, 1),
 }

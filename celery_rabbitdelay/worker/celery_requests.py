@@ -1,0 +1,271 @@
+"""Celery's own request: built before check-in lets a client's task in, and guarded on arrival.
+
+A worker builds a request from each task's message in its main process, and evaluates parts of it
+later: when it holds the task, takes a slot of its pool, and starts the task. Celery does not expect
+wrong values there. One of them ends the worker, or keeps the slot for good. Which values these are
+depends on Celery's version, so nothing here lists them: Celery is asked.
+
+Check-in builds the request as the strategy of a task does (``celery.worker.strategy.default``), and
+lets a pool take it that runs nothing. On arrival, whatever Celery raises for a message that has
+passed check-in or the levels concerns this message alone.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, TypeAlias
+
+from celery.exceptions import InvalidTaskError, TaskRevokedError
+from celery.utils.imports import symbol_by_name
+from celery.worker import state
+from celery.worker.request import create_request_cls
+from celery.worker.strategy import hybrid_to_proto2, proto1_to_proto2
+from kombu import Connection, Message
+from kombu.exceptions import ContentDisallowed, DecodeError
+from kombu.utils import json
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels.headers import shortened
+from celery_rabbitdelay.modules.client_tasks import is_read, may_be_version_1
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
+from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.worker.celery_internals import Delivery
+
+#: Takes a message for which Celery has raised an error.
+Refuse: TypeAlias = Callable[[Message, Exception], None]
+
+_TASK: Final = "task"
+
+
+class _IdlePool:
+    """Evaluates what a pool is given, and runs nothing."""
+
+    @staticmethod
+    def apply_async(_: object, args: object, **options: object) -> None:
+        # The prefork pool writes it to a child.
+        pickle.dumps(args)
+
+
+class _Unread(Message):
+    """The message of a task whose body check-in does not read: taken for one without arguments."""
+
+    payload = ((), {}, {})
+
+
+class CeleryRequests:
+    """Builds Celery's request from the message of a client, without any side effect.
+
+    Args:
+        app: The application, whose request class is used; its tasks need not be known.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._task = app.Task()
+        self._task.name, self._task.ignore_result = "any", True
+        self._pool = _IdlePool()
+        base = symbol_by_name(self._task.Request)
+        celerys: Any = create_request_cls(base, self._task, self._pool, "check-in", None, app=app)
+
+        class Checked(celerys):  # type: ignore[misc]
+            """A request that acknowledges, revokes, stores and tells nothing."""
+
+            def maybe_expire(self) -> bool:
+                return False
+
+            def _announce_revoked(self, *_: object) -> None:
+                pass
+
+        self._request = Checked
+
+    def check(self, sent: WaitingMessage) -> None:
+        """Refuse a message if Celery cannot build a request from it, or hand that to a pool.
+
+        A body that check-in does not read is not checked; its headers are.
+
+        Raises:
+            UnprocessableMessage: Celery raises an error.
+        """
+        headers = dict(sent.headers.others)
+        reads = is_read(sent)
+        if _TASK not in headers and not (reads and may_be_version_1(sent.body)):
+            return
+        headers.pop("compression", None)
+        message = (Message if reads else _Unread)(
+            sent.body if reads else b"",
+            content_type=sent.properties.get("content_type"),
+            content_encoding=sent.properties.get("content_encoding"),
+            properties=dict(sent.properties),
+            headers=headers,
+        )
+        try:
+            self._build(message)
+        except Exception as error:
+            raise UnprocessableMessage(
+                f"Celery cannot read it as a task: {shortened(error)}"
+            ) from error
+
+    def _build(self, message: Message) -> None:
+        # As ``Consumer.create_task_handler`` does.
+        version_1: Any = None
+        try:
+            name = message.headers[_TASK]
+        except KeyError:
+            version_1 = message.decode()
+            try:
+                name = version_1[_TASK]
+            except (TypeError, KeyError):
+                return  # no task, and Celery says so
+        hash(name)  # it looks the task up
+        # As ``celery.worker.strategy.default`` does.
+        payload: Any = message.payload
+        if version_1 is None and "args" not in payload:
+            read = message.body, message.headers, False, True
+        elif "args" in payload:
+            read = hybrid_to_proto2(message, payload)
+        else:
+            read = proto1_to_proto2(message, version_1)
+        body, headers, decoded, utc = read
+        request = self._request(
+            message,
+            app=self._app,
+            hostname="check-in",
+            task=self._task,
+            body=body,
+            headers=headers,
+            decoded=decoded,
+            utc=utc,
+        )
+        check_request(request)
+        with suppress(TaskRevokedError):
+            request.execute_using_pool(self._pool)
+        _ = request.stamps  # read only while a stamp is revoked
+
+
+def check_request(request: Any) -> None:
+    """Evaluate what Celery evaluates in the event loop once a task has started.
+
+    Raises:
+        Exception: Celery would raise it there.
+    """
+    for seconds in request.time_limits:
+        # A timer is set.
+        if seconds and not math.isfinite(time.monotonic() + seconds):
+            raise InvalidTaskError(f"a time limit is {seconds}")
+    _, _, embed = request._payload  # which a pool's child reads
+    dict(**embed or {})
+    # The worker counts tasks by their names, and ``inspect`` shows them.
+    json.dumps({request.name: request.info(safe=True)})
+
+
+def is_ours(message: Message) -> bool:
+    """Return whether a message has passed check-in or the levels; see :func:`.bound_bodies`."""
+    return getattr(message, "rabbitdelay_is_ours", False)
+
+
+def guard_consumer(consumer: Any, refuse: Refuse) -> None:
+    """Let an error that Celery raises about a message of ours concern this message alone.
+
+    Args:
+        consumer: The worker's consumer.
+        refuse: Takes the message, and the error.
+    """
+    connect, create = consumer.ensure_connected, consumer.create_task_handler
+
+    def ensure_connected(connection: Connection) -> Connection:
+        reading_unreadable_properties(connection)
+        connected: Connection = connect(connection)
+        return connected
+
+    def create_task_handler(*args: Any, **options: Any) -> Callable[[Message], Any]:
+        handle = create(*args, **options)
+
+        def on_task_received(message: Message) -> Any:
+            try:
+                return handle(message)
+            except _connection_errors(consumer):
+                raise
+            except Exception as error:
+                if not is_ours(message):
+                    raise
+                refuse(message, error)
+
+        return on_task_received
+
+    consumer.ensure_connected = ensure_connected
+    consumer.create_task_handler = create_task_handler
+
+
+def run_strategy(consumer: Any, delivery: Delivery, refuse: Refuse) -> None:
+    """Run a task's strategy outside of Celery's consumer, with the consumer's error handling.
+
+    Args:
+        consumer: The worker's consumer.
+        delivery: The task's message, as Celery has passed it.
+        refuse: Takes the message, and any other error.
+    """
+    try:
+        delivery.go_on()
+    except (InvalidTaskError, ContentDisallowed) as invalid:
+        consumer.on_invalid_task(delivery.body, delivery.message, invalid)
+    except DecodeError as unreadable:
+        consumer.on_decode_error(delivery.message, unreadable)
+    except _connection_errors(consumer):
+        raise
+    except Exception as error:  # noqa: BLE001 - Celery raises any about a message
+        refuse(delivery.message, error)
+
+
+def guard_pool(worker: Any, refuse: Refuse) -> None:
+    """Let a task of ours that the pool does not take give its slot back.
+
+    Celery gives a task to the pool when its message arrives, when its rate limit or its ``eta``
+    allows it, or when another task has left a slot: all of them call this.
+
+    Args:
+        worker: The worker, whose pool exists and whose consumer does not.
+        refuse: Takes the task's message, and the error.
+    """
+    celerys = worker._process_task  # read anew for each task that waits for a slot
+
+    def process_task(request: Any) -> None:
+        if not is_ours(request.message):
+            celerys(request)
+            return
+        try:
+            check_request(request)
+            request.execute_using_pool(worker.pool)
+        except TaskRevokedError:
+            pass
+        except _connection_errors(worker.consumer):
+            raise
+        except Exception as error:  # noqa: BLE001 - Celery raises any about a message
+            state.task_ready(request)
+            _forget_job(worker.pool, request)
+            refuse(request.message, error)
+        else:
+            return
+        if worker.semaphore is not None:
+            # Not at once: that starts the next task that waits for a slot, within this one.
+            worker.hub.call_soon(worker.semaphore.release)
+
+    worker._process_task = process_task
+    if worker.process_task == celerys:
+        worker.process_task = process_task
+
+
+def _forget_job(pool: Any, request: Any) -> None:
+    """Remove a job that the prefork pool has noted and not sent; its end would wait for it."""
+    jobs = getattr(getattr(pool, "_pool", None), "_cache", {})
+    for job in list(jobs.values()):
+        if getattr(job._callback, "__self__", None) is request:
+            job.discard()
+
+
+def _connection_errors(consumer: Any) -> tuple[type[Exception], ...]:
+    """Return the errors by which a consumer notices that its connection or channel is lost."""
+    return (*consumer.connection_errors, *consumer.channel_errors)
