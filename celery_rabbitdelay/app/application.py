@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.app.task import Task, TaskDecorator
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
@@ -92,6 +94,10 @@ class Celery(celery.Celery):
         reduced: tuple[Any, Any] = super().__reduce__()  # type: ignore[assignment]
         rebuild, (cls, *rest) = reduced
         return _rebuild, (rebuild, celery_internals.installed_on(cls), *rest)
+
+    def now(self) -> datetime:
+        """Return the time, in the application's time zone; a test that travels sets it."""
+        return wall_clock.now().astimezone(self.timezone)
 
     def bugreport(self) -> str:
         """Return what ``celery report`` prints; Celery hides the passwords of its own URLs only."""

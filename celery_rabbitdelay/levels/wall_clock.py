@@ -38,3 +38,8 @@ def ms() -> int:
 def now() -> datetime:
     """Return the instant, in UTC, to the microsecond."""
     return EPOCH + timedelta(microseconds=source() // 1000)
+
+
+def own_us() -> int | None:
+    """Return the microseconds since 1970-01-01 UTC if a test says what time it is; else None."""
+    return None if source is _system_ns else source() // 1000

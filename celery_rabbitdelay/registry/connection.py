@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.shown_url import without_password
 
 AnswerT = TypeVar("AnswerT")
@@ -139,7 +140,9 @@ class ScriptCall(NamedTuple):
     @property
     def packed(self) -> Sequence[str | int]:
         """The arguments as Redis takes them; redis-py takes a microsecond for each of them."""
-        return (self.keep_ms, _json(self.arguments), *self.shared)
+        own_us = wall_clock.own_us()
+        keep = self.keep_ms if own_us is None else f"{self.keep_ms} {own_us}"
+        return (keep, _json(self.arguments), *self.shared)
 
     @property
     def by_text(self) -> Sequence[str | int]:

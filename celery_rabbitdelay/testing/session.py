@@ -19,7 +19,6 @@ from celery.contrib.testing.worker import start_worker
 from kombu import Queue
 
 from celery_rabbitdelay.app.application import Celery as DelayingCelery
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import worker as worker_module
 from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Process, wait_for
@@ -237,14 +236,10 @@ class Session:
         They leave it in queues, in the registry, and in the worker.
         """
         self._is_at_work = True
-        former = wall_clock.source
-        self._clock.install()
-        try:
+        with self._clock.installed():
             self._clock.reset()
             self._remove()
             yield
-        finally:
-            wall_clock.source = former
 
     def _remove(self) -> None:
         self._purge(self.app.rabbitdelay.topology.queues)

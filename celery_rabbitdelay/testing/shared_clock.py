@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import mmap
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from celery.worker.request import Request
+from celery.worker.state import revoked
+
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.modules import destinations
+from celery_rabbitdelay.registry import pauses
 
 #: Which of the numbers is what is added to the monotonic clock; the instant at which the clock
 #: stands, or 0; and whether the user's own code sees this time.
@@ -67,9 +73,31 @@ class SharedClock:
     def is_shown(self, is_shown: bool) -> None:
         self._numbers[_SHOWN] = is_shown
 
-    def install(self) -> None:
-        """Let this process, and what it forks, go by this clock."""
-        wall_clock.source = self.ns
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Let this process, and what it forks, go by this clock in a block.
+
+        Days of a travel pass within the seconds for which the answers of the registry and of the
+        broker are kept: so none is, and tasks expire by this clock as well.
+        """
+        former = wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN
+        celerys = Request.maybe_expire
+        try:
+            wall_clock.source = self.ns
+            pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
+            Request.maybe_expire = _maybe_expire  # type: ignore[method-assign,assignment]
+            yield
+        finally:
+            wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN = former  # type: ignore[misc]
+            Request.maybe_expire = celerys  # type: ignore[method-assign]
+
+
+def _maybe_expire(request: Request) -> bool:
+    """Let a task that has expired count as revoked, as Celery does; return whether it has."""
+    if request.expires is None or wall_clock.now() <= request.expires:
+        return False
+    revoked.add(request.id)
+    return True
 
 
 def shown(instant: datetime) -> AbstractContextManager[Any]:

@@ -41,8 +41,20 @@ TIMEOUT: Final = 60.0
 #: Seconds without an answer before checking that the worker is still running.
 LOOK_AFTER_WORKER: Final = 1.0
 
-#: Milliseconds of a travel, at least, between two looks for what the registry forgets on the way.
-FORGET_EVERY_MS: Final = 86_400_000
+#: Shortens the lives of all keys whose names match a pattern: Redis goes by its own clock. Its
+#: arguments are the pattern, the traveller's time, and by how much that was ahead of Redis's last
+#: time, in milliseconds. It returns by how much it is ahead now.
+AGE: Final = """
+local now = redis.call('TIME')
+local ahead_ms = ARGV[2] - now[1] * 1000 - math.floor(now[2] / 1000)
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+  local left_ms = redis.call('PTTL', key)
+  if left_ms >= 0 then
+    redis.call('PEXPIRE', key, string.format('%.0f', left_ms - (ahead_ms - ARGV[3])))
+  end
+end
+return ahead_ms
+"""
 
 
 class DidNotSettle(AssertionError):
@@ -79,7 +91,8 @@ class Travel:
         # Not those of a test before, whose answers may come late.
         self._looks = time.monotonic_ns()
         self._shown = ExitStack()
-        self._forgot_at_ms = wall_clock.ms()
+        #: How many milliseconds the clock was ahead of Redis's when the registry has aged last.
+        self._ahead_ms = 0
         #: How many messages distribution is to have received.
         self._handed = 0
         #: How many it has received.
@@ -212,7 +225,6 @@ class Travel:
                     yield hand
                     hand.catch_up()
                     hand.put_back()
-                    self._forget(wall_clock.ms())
                 finally:
                     self._hand = None
                     hand.close()
@@ -239,14 +251,9 @@ class Travel:
     def _arrive(self, at_ms: int) -> None:
         self.clock.stand_at(at_ms * NS_PER_MS)
         self._show()
-        if at_ms >= self._forgot_at_ms + FORGET_EVERY_MS:
-            self._forget(at_ms)
-
-    def _forget(self, at_ms: int) -> None:
-        """Delete what the registry forgets by then: Redis goes by its own clock."""
-        self._forgot_at_ms = at_ms
         if self._app.rabbitdelay.has_registry:
-            forget(self._app.rabbitdelay.settings, at_ms)
+            with registry_keys(self._app.rabbitdelay.settings) as (client, pattern):
+                self._ahead_ms = client.eval(AGE, 0, pattern, at_ms, self._ahead_ms)
 
     def _show(self) -> None:
         """Let the code in this process see the time, if it is to."""
@@ -327,25 +334,18 @@ class Travel:
         return answer["taken"], answer["served"]
 
 
-def forget(settings: Any, at_ms: int | None = None) -> None:
-    """Delete what the registry does not know any more at an instant, or all that it knows.
-
-    Args:
-        settings: The application's settings.
-        at_ms: The instant, in milliseconds since 1970-01-01 UTC; None for all.
-    """
+@contextmanager
+def registry_keys(settings: Any) -> Iterator[tuple[Any, str]]:
+    """Connect to the registry's Redis; yield the client, and a pattern of the names of its keys."""
     import redis  # an extra
 
     options = {"decode_responses": True, **(settings.registry_options or {})}
     with redis.Redis.from_url(settings.registry_url, **options) as client:
-        names = [*client.scan_iter(f"{settings.registry_prefix or settings.prefix}:*", count=1000)]
-        if at_ms is not None:
-            seconds, microseconds = client.time()
-            latest_ms = at_ms - seconds * 1000 - microseconds // 1000
-            pipeline = client.pipeline(transaction=False)
-            for name in names:
-                pipeline.pttl(name)
-            left = pipeline.execute()
-            names = [name for name, ms in zip(names, left, strict=True) if 0 <= ms <= latest_ms]
-        if names:
+        yield client, f"{settings.registry_prefix or settings.prefix}:*"
+
+
+def forget(settings: Any) -> None:
+    """Delete all that the registry knows."""
+    with registry_keys(settings) as (client, pattern):
+        if names := [*client.scan_iter(pattern, count=1000)]:
             client.delete(*names)

@@ -24,8 +24,6 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.modules import destinations
-from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, call_after
@@ -170,11 +168,7 @@ def taking_part(app: Any, folder: Path) -> Iterator[None]:
 
         return look
 
-    former = pauses.FRESH, destinations.ASK_AGAIN
     try:
-        # Days of a travel pass within the seconds for which a worker keeps the answers of the
-        # registry and of the broker.
-        pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
         Rest.folder = folder
         app.steps["consumer"].add(Rest)
         app.task(name=LOOK, rabbitdelay=False, Strategy=staticmethod(strategy))(_never_runs)
@@ -186,7 +180,6 @@ def taking_part(app: Any, folder: Path) -> Iterator[None]:
         signals.task_postrun.disconnect(end)
         app.tasks.pop(LOOK, None)
         app.steps["consumer"].discard(Rest)
-        pauses.FRESH, destinations.ASK_AGAIN = former  # type: ignore[misc]
 
 
 def _never_runs() -> None:
@@ -201,8 +194,7 @@ def main() -> None:
     # Its module may have used it already.
     app.rabbitdelay.reset()
     confirm_all(app)
-    SharedClock(Path(folder)).install()
-    with taking_part(app, Path(folder)):
+    with SharedClock(Path(folder)).installed(), taking_part(app, Path(folder)):
         app.worker_main(["worker", *options])
 
 

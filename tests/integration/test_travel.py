@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kombu import Queue
 
-from celery_rabbitdelay import Outcome, Row
+from celery_rabbitdelay import JobClosed, Outcome, Row
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.operations.moving.source import Source
@@ -191,6 +191,38 @@ def test_jobs_travel(trip: Travel) -> None:
     delays.abort_job("given-up")
     trip(days=1)
     assert texts() == ["kept"]
+
+
+def test_what_is_over_after_some_time_is_over_for_the_traveller(trip: Travel) -> None:
+    delays, lease = app.rabbitdelay, app.rabbitdelay.registry.store.lease
+
+    def first() -> str:
+        sent = note.apply_async(
+            ("unique",), delay=60, key="order", unique="first", unique_for=timedelta(hours=2)
+        )
+        return str(sent.id)
+
+    leased = f"{app.conf.rabbitdelay_prefix}:lease"
+    delays.open_job("import", expires=3600)
+    note.apply_async(("of a job",), delay=60, job="import")
+    own = first()
+    note.apply_async(("in time",), delay=3600, expires=3601)
+    note.apply_async(("too late",), delay=3600, expires=3599)
+    assert delays.pause(task="another") == trip.now
+    assert lease(leased, "mine", 7_200_000)
+    trip(hours=1, minutes=59)
+    assert first() == own
+    assert not lease(leased, "another's", 60_000)
+    assert sorted(texts()) == ["in time", "unique"]
+    with pytest.raises(JobClosed, match="aborted"):
+        delays.commit_job("import")
+    trip(minutes=1)
+    assert lease(leased, "another's", 60_000)
+    assert first() != own
+    trip(seconds=delays.settings.registry_keep - 3 * 3600)
+    assert delays.show(own) is not None
+    trip(hours=2)
+    assert delays.show(own) is None
 
 
 def test_schedules_travel(trip: Travel) -> None:

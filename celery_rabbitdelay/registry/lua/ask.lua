@@ -5,8 +5,7 @@
 -- Returns for each task the life of what is sent under its id now, empty if it has not run; for each key
 -- the order of what is sent with it now: the time in microseconds, or more if its newest task has no less.
 
-local now = redis.call('TIME')
-local now_us = now[1] * 1000000 + now[2]
+local now_us = clock_us()
 
 local function look(name, kind)
   if kind == 'key' then

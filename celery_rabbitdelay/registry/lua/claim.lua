@@ -11,7 +11,7 @@ local now_ms = clock()
 local function claim(key, order, id, due)
   local newest, lives = redis.call('GET', key), math.max(tonumber(due), now_ms) + keep_ms
   if not newest then
-    redis.call('SET', key, order .. ' ' .. id, 'PXAT', string.format('%.0f', lives))
+    redis.call('SET', key, order .. ' ' .. id, 'PXAT', by_redis(lives))
     return 'newest '
   end
   local answer = 'newest '

@@ -52,7 +52,7 @@ local function register(record, copy, life, attempt, due, key, order, name, job,
       fields[at + 5], fields[at + 6] = 'job', job
     end
     local lives = math.max(tonumber(due) + keep_ms, now_ms + 1000)
-    redis.call('SET', message_of(record), message, 'PXAT', string.format('%.0f', lives))
+    redis.call('SET', message_of(record), message, 'PXAT', by_redis(lives))
     list(record, name, job, math.max(tonumber(due), tonumber(not_before or '0')))
   end
   redis.call('HSET', record, unpack(fields))
