@@ -138,9 +138,19 @@ def is_any_blocked(broker: RabbitMQServer) -> bool:
     )
 
 
+def connections_of(broker: RabbitMQServer) -> int:
+    """Return how many connections of clients a node has."""
+    return len(listed(broker, "rabbit_networking:local_connections()"))
+
+
 def set_memory_limit(broker: RabbitMQServer, value: str) -> None:
     """Set the most memory that a node uses before it blocks publishers, as Erlang writes it."""
     evaluate(broker, f"vm_memory_monitor:set_vm_memory_high_watermark({value})")
+
+
+def set_disk_limit(broker: RabbitMQServer, value: str) -> None:
+    """Set the disk space below which a node blocks publishers, as Erlang writes it."""
+    evaluate(broker, f"rabbit_disk_monitor:set_disk_free_limit({value})")
 
 
 def set_policy(broker: RabbitMQServer, virtual_host: str, pattern: str, **keys: int | str) -> str:

@@ -18,6 +18,7 @@ import celery
 from celery.result import AsyncResult
 from celery.signals import beat_init
 from kombu import Connection
+from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import beat
@@ -147,6 +148,20 @@ class RabbitDelay(WaitingTasks, Pausing):
                 resends=1,  # an idle connection may be lost
                 declare=complete if self.settings.declare == "never" else None,
             )
+
+    def is_blocked(self, timeout: float = 1.0) -> bool:
+        """Return whether the broker blocks publishers (memory or disk alarm): nothing can be sent.
+
+        Args:
+            timeout: Seconds that the broker may take to answer; it says so at once.
+        """
+        try:
+            self.check(timeout)
+        except exceptions.ConnectionBlocked:
+            return True
+        except (exceptions.RabbitDelayError, OperationalError):
+            pass  # whoever asks finds that out by its own means
+        return False
 
     @contextmanager
     def pipeline(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.operations.verify.application import verify_application
-from celery_rabbitdelay.operations.verify.findings import Severity, Verification
+from celery_rabbitdelay.operations.verify.findings import Finding, Severity, Verification, blocked
 
 
 @rabbitdelay.command()
@@ -49,12 +49,16 @@ def verify(management: str | None, strict: bool) -> None:
 
 def _report_lines(report: Verification, prefix: str, counts: Mapping[str, int]) -> Iterator[str]:
     for finding in report.findings:
-        yield f"{finding.severity}  {finding.code}: {shared.first_of(finding.subjects, 3)}"
-        yield f"  {finding.what}"
-        yield f"  consequence: {finding.consequence}"
-        yield f"  way out: {finding.remedy}"
+        yield from _finding_lines(finding)
     all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
     yield f"RabbitMQ {report.version}, {prefix}: {all_counts}"
+
+
+def _finding_lines(finding: Finding) -> Iterator[str]:
+    yield f"{finding.severity}  {finding.code}: {shared.first_of(finding.subjects, 3)}"
+    yield f"  {finding.what}"
+    yield f"  consequence: {finding.consequence}"
+    yield f"  way out: {finding.remedy}"
 
 
 #: Seconds from one look to the next, and the messages that are read, unless the option says it.
@@ -111,7 +115,7 @@ def status(timeout: float, with_digits: bool, most_reasons: int, watch: float | 
             shared.answer(_as_json(last), lines)
             if watch is None or stopping.wait(watch):
                 break
-    if last.backlog.missing:
+    if last.backlog.missing or last.is_blocked:
         raise SystemExit(shared.FAILED)
 
 
@@ -128,6 +132,7 @@ def _as_json(found: Status) -> dict[str, Any]:
         },
         "paused": [each._asdict() for each in found.paused],
         "undeliverable": read,
+        "publishers_blocked": found.is_blocked,
         "workers": found.workers,
     }
 
@@ -150,6 +155,8 @@ def status_lines(
     def rate(name: str) -> str:
         return "" if rates is None else f" {rates.get(name, 0.0):+10,.1f}/s"
 
+    if status.is_blocked:
+        yield from _finding_lines(blocked())
     backlog = status.backlog
     digit_queues = f"{len(topology.digit_queues)} digit queues"
     yield f"{topology.prefix}: {topology.layout.name}, {digit_queues}"
@@ -180,7 +187,7 @@ def status_lines(
             yield f"  {messages:10,} {reason}"
         if len(status.reasons) > MAX_REASONS_NAMED:
             yield f"  and {len(status.reasons) - MAX_REASONS_NAMED:,} other reasons; see --json"
-    if not status.workers:
+    if not status.workers and not status.is_blocked:
         yield "no worker has answered"
     for worker, modules in sorted(status.workers.items()):
         yield from _worker_lines(worker, modules)

@@ -37,6 +37,7 @@ class Status(NamedTuple):
             no registry.
         paused: The due tasks that wait until they are resumed.
         registry_error: Why the registry could not be asked; None if it could, or there is none.
+        is_blocked: Whether the broker blocks publishers; then the workers are not asked.
         reasons: How many messages are undeliverable for each reason, the most frequent first; None
             if they were not read.
     """
@@ -49,6 +50,7 @@ class Status(NamedTuple):
     registry_error: str | None = None
     paused: Sequence[Paused] = ()
     reasons: Mapping[str, int] | None = None
+    is_blocked: bool = False
 
 
 def status_of(
@@ -75,7 +77,9 @@ def status_of(
         messages = undeliverable_messages(connection, topology, most_reasons)
         counts = Counter(_printable(message.found.reason) for message in messages)
         reasons = dict(counts.most_common())
-    workers = status_of_workers(delays.app, connection, timeout) if timeout else {}
+    is_blocked, workers = delays.is_blocked(), {}
+    if timeout and not is_blocked:  # they are asked by messages
+        workers = status_of_workers(delays.app, connection, timeout)
     first, registry_error, paused = None, None, []
     if delays.has_registry:
         try:
@@ -86,7 +90,17 @@ def status_of(
             registry_error = str(error)
     next_due = None if first is None else first.due
     within_ms = due_within(topology, backlog)
-    return Status(taken_at, backlog, workers, within_ms, next_due, registry_error, paused, reasons)
+    return Status(
+        taken_at,
+        backlog,
+        workers,
+        within_ms,
+        next_due,
+        registry_error,
+        paused,
+        reasons,
+        is_blocked,
+    )
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:

@@ -185,6 +185,12 @@ class ConfirmChannel:
                 return until()
         return True
 
+    def give_up(self) -> None:
+        """Send nothing that is not written yet, and ignore late answers about the rest."""
+        self._sent -= len(self._collected)
+        self._collected, self._collected_bytes = [], 0
+        self.unconfirmed.clear()
+
     def read_all(self) -> None:
         """Read the frames that have arrived already."""
         with suppress(TimeoutError):

@@ -38,6 +38,12 @@ READ_EVERY: Final = 0.05
 #: Seconds that writing may take at least, where the time is over already.
 MIN_WRITE_TIME: Final = 0.001
 
+#: Why nothing is confirmed while an alarm lasts; py-amqp does not pass on the broker's reason.
+BLOCKED: Final = (
+    "RabbitMQ blocks publishers, because a node is low on memory or disk space: see "
+    "rabbitmq-diagnostics alarms"
+)
+
 #: Returns the next message; None if there is none now.
 NextPublication: TypeAlias = Callable[[], Publication | None]
 
@@ -344,7 +350,7 @@ class PublishLoop:
         if was_in_flight and oldest not in channel.unconfirmed.values():
             return
         if channel.blocked is not None:
-            raise exceptions.ConnectionBlocked(*oldest.address(), channel.blocked)
+            raise exceptions.ConnectionBlocked(*oldest.address(), BLOCKED)
         now = time.monotonic()
         taken_at = oldest.deadline - self._policy.timeout
         over = [each for each in channel.unconfirmed.all() if each.deadline <= now]

@@ -20,6 +20,7 @@ from amqp.exceptions import AccessRefused, ChannelError, NotAllowed, NotFound
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import (
+    ConnectionBlocked,
     ConnectionLost,
     DeclarationNotPermitted,
     DeclarationRefused,
@@ -47,6 +48,7 @@ from celery_rabbitdelay.publishing.publication import (
     PublishPolicy,
 )
 from celery_rabbitdelay.publishing.publish_loop import (
+    BLOCKED,
     MayPass,
     NextPublication,
     PublishLoop,
@@ -249,8 +251,22 @@ class Publisher:
 
     def close(self) -> None:
         """Close the connection in order; it cannot be used any more."""
+        if self._channel is not None and self._channel.blocked is not None:
+            self.discard()  # the broker would not answer
         self.close_channel()
         self.connection.release()
+
+    def give_up(self, error: PublishError) -> None:
+        """Leave the connection as the next caller may use it, after an error for all messages.
+
+        Late answers must not be taken for answers about the next messages. A connection of our own
+        is kept while the broker blocks it: the broker does not notice that a blocked connection was
+        closed, so each new one would stay with it until the alarm is over.
+        """
+        if isinstance(error, ConnectionBlocked) and self._is_alone and self._channel is not None:
+            self._channel.give_up()
+        else:
+            self.discard()
 
 
 class Run:
@@ -374,8 +390,13 @@ class Run:
         declared = self._publisher.declared
         if declare is None or (declare in declared and not again):
             return
+        channel = self.loop.channel
+        if channel.blocked is not None and not channel.drain(
+            lambda: channel.blocked is None, publication.deadline
+        ):
+            raise ConnectionBlocked(*publication.address(), BLOCKED)
         try:
-            with self.loop.channel.wire.all_answers_within(_remaining(publication.deadline)):
+            with channel.wire.all_answers_within(_remaining(publication.deadline)):
                 declare(self._publisher.connection)
             declared.add(declare)
         except TimeoutError as slow:
@@ -398,6 +419,8 @@ class Run:
                     self.loop.flush()
                     return
                 self.loop.wait()
+        except ConnectionBlocked:
+            raise  # see Publisher.give_up
         except PublishError:
             # Late answers about these messages must not be taken for answers about the next ones.
             self._publisher.discard()
@@ -450,9 +473,9 @@ class Run:
 
     def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
         """Finish all messages that wait with this error, and raise it."""
-        if not isinstance(error, HARMLESS):
-            self._publisher.discard()
         self.loop.take_back()
+        if not isinstance(error, HARMLESS):
+            self._publisher.give_up(error)
         error.may_have_arrived = error.may_have_arrived or self.loop.may_have_arrived
         error.__cause__ = cause
         self.loop.fail_all(error)

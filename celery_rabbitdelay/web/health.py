@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Final, get_args
 
-from celery_rabbitdelay.operations.verify.findings import Severity
+from celery_rabbitdelay.operations.verify.findings import Severity, blocked
 from celery_rabbitdelay.web.asked import Asked
 
 #: What the findings need.
@@ -18,15 +18,18 @@ NEEDS: Final = (
 
 def health(asked: Asked) -> dict[str, Any]:
     """Return what on the broker loses tasks, or makes them early or late."""
-    reading = asked.site.findings.latest()
+    reading, glance = asked.site.findings.latest(), asked.site.glance.latest().value
     told = {"taken": reading.taken, "error": reading.error, "needs": NEEDS}
-    if reading.value is None:
-        return {**told, "version": None, "counts": None, "findings": []}
-    findings = reading.value.findings
+    found = () if reading.value is None else reading.value.findings
+    # That publishers are blocked is known at once, and without the management API.
+    alarms = [each for each in found if each.code == blocked().code]
+    if glance is not None:
+        alarms = (alarms or [blocked()]) if glance.status.is_blocked else []
+    findings = [*alarms, *(each for each in found if each.code != blocked().code)]
     number = Counter(each.severity for each in findings)
     return {
         **told,
-        "version": reading.value.version,
+        "version": None if reading.value is None else reading.value.version,
         "counts": {severity: number[severity] for severity in get_args(Severity)},
         "findings": [each._asdict() for each in findings],
     }

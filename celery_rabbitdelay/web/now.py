@@ -11,6 +11,7 @@ from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.operations.status import due_at_least
+from celery_rabbitdelay.operations.verify.findings import blocked
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.reading import Reading
 from celery_rabbitdelay.web.site import HORIZONS, DueSoon, Glance, Workers, modules_of
@@ -49,6 +50,7 @@ def now(asked: Asked) -> dict[str, Any]:
             for name, counts in status.backlog.others.items()
         ],
         "missing": status.backlog.missing,
+        "blocked": blocked()._asdict() if status.is_blocked else None,
         "next_due": status.next_due,
         "due_within": None if status.due_within_ms is None else status.due_within_ms / 1000,
         "paused": [each._asdict() for each in status.paused],

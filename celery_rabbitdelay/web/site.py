@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import celery
 from kombu import Connection
+from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
@@ -197,6 +198,8 @@ class Site:
         return float(sum(each.get("publish_in_details", {}).get("rate", 0) for each in counted))
 
     def _look_at_workers(self) -> Workers:
+        if self.delays.is_blocked():
+            raise OperationalError("they are asked by messages, and RabbitMQ blocks publishers")
         answers = self._brokers[1].ask(
             lambda connection: status_of_workers(self.app, connection, WORKERS_TIMEOUT, about=True)
         )

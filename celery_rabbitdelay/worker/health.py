@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.publishing.publish_loop import BLOCKED
 from celery_rabbitdelay.worker.celery_internals import why_not_consuming
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
     """Return a WSGI application that also answers ``/healthz`` and ``/readyz``.
 
-    ``/healthz`` answers 200 as long as the process answers; ``/readyz`` if the worker takes tasks
-    as well, otherwise 503 with the reason in one line.
+    ``/healthz`` answers 200 as long as the process answers; ``/readyz`` if the worker takes and
+    sends tasks as well, otherwise 503 with the reason in one line.
 
     Args:
         metrics: Answers every other path.
@@ -36,9 +37,9 @@ def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
 
 
 def why_not_ready(worker: Any) -> str:
-    """Return why a worker takes no tasks, or cannot ask the registry; empty if it does and can."""
-    reason = why_not_consuming(worker)
+    """Return why a worker takes or sends no tasks, or cannot ask the registry; empty if it can."""
     delays = worker.app.rabbitdelay
+    reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
     if reason or not delays.has_registry:
         return reason
     registry = delays.registry

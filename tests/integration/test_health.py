@@ -14,6 +14,7 @@ import pytest
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.shop import PATIENCE
+from tests.integration.trouble import alarm
 from tests.integration.worker import Worker
 
 
@@ -81,6 +82,15 @@ def test_a_worker_is_ready_while_it_is_connected_and_consumes(
         return probes.ask("readyz") == (503, "consuming from no queue\n")
 
     wait_for(is_unready_without_queues, "a worker that consumes from no queue", PATIENCE)
+
+
+def test_a_worker_is_not_ready_while_the_broker_blocks_publishers(
+    worker: Worker, probes: Probes, private_rabbitmq: RabbitMQServer
+) -> None:
+    probes.wait_until_ready()
+    with alarm(private_rabbitmq):
+        probes.wait_until_not_ready("RabbitMQ blocks publishers")
+    probes.wait_until_ready()
 
 
 def test_a_worker_is_not_ready_while_the_registry_does_not_answer(

@@ -27,6 +27,8 @@ from celery_rabbitdelay.publishing.declaration import (
     queue_counts,
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.web import application
+from tests.browser import Browser
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.faults import (
     FAULTS,
@@ -48,6 +50,7 @@ from tests.integration.management import (
     wait_until_managed,
 )
 from tests.integration.shop import make_app
+from tests.integration.trouble import alarm, disk_alarm
 from tests.integration.undeliverable_messages import message, put, straight
 from tests.integration.worker import Worker, run_celery, start_celery
 from tests.json_schemas import checked
@@ -383,6 +386,42 @@ def test_a_broker_that_is_down_is_one_line() -> None:
     assert "very-secret" not in line
     assert not told.stdout
     assert checked("error", asked.stdout) == {"error": line.removeprefix("Error: ")}
+
+
+def alarms(place: Place) -> bool:
+    """Return whether the management API knows of an alarm."""
+    (node,) = place.api.get("nodes")
+    return bool(node.get("mem_alarm") or node.get("disk_free_alarm"))
+
+
+@pytest.mark.parametrize("raised", [alarm, disk_alarm])
+def test_that_publishers_are_blocked_is_seen_by_verify_by_status_and_on_the_page(
+    place: Place, settings: dict[str, Any], raised: Any
+) -> None:
+    app = make_app(settings)
+    page = Browser(application(app, loopback_role="operator"))  # without the management API
+    assert page.json("/now")["blocked"] is None
+    wait_for(lambda: not alarms(place), "the end of the alarm before")
+    with raised(place.node):
+        wait_for(lambda: alarms(place), "the statistics of the node")
+        verified = run_celery(
+            settings, f"rabbitdelay verify --json --management {place.node.management_url}"
+        )
+        shown = run_celery(settings, "rabbitdelay status")
+        asked = run_celery(settings, "rabbitdelay status --json")
+        wait_for(lambda: page.json("/now")["blocked"], "the page")
+        now, health = page.get("/now").text, page.json("/health")
+    assert verified.returncode == shown.returncode == asked.returncode == 1
+    (found,) = checked("verify", verified.stdout)["findings"]
+    assert (found["code"], found["severity"]) == ("publishers-blocked", "danger")
+    assert found["subjects"] == [f"node {place.node.node}"]
+    assert shown.stdout.startswith("danger  publishers-blocked: RabbitMQ\n")
+    assert checked("status", asked.stdout)["publishers_blocked"]
+    assert "publishers-blocked" in now
+    assert "rabbitmqctl set_disk_free_limit" in health["findings"][0]["remedy"]
+    wait_for(lambda: not page.json("/health")["findings"], "the end of the alarm")
+    assert run_celery(settings, "rabbitdelay status").returncode == 0
+    app.close()
 
 
 # A cluster of three.

@@ -28,6 +28,7 @@ from tests.integration.arrivals import count, take
 from tests.integration.publishing import GRACE, TIMEOUT
 from tests.integration.shop import PATIENCE
 from tests.integration.trouble import alarm, suspended, user
+from tests.node_control import connections_of
 
 Trouble = Callable[[RabbitMQServer], AbstractContextManager[None]]
 
@@ -217,6 +218,28 @@ def test_check_says_in_time_that_a_send_would_fail(
         return False
 
     wait_for(is_ready, "the end of the trouble")
+
+
+def test_check_and_sends_that_fail_keep_the_connection_that_the_broker_blocks(
+    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any]
+) -> None:
+    # It does not notice that a blocked connection was closed until the alarm is over.
+    shop = make_shop(broker_url=private_rabbitmq.url)
+    shop.rabbitdelay.check(timeout=PATIENCE)
+    wait_for(lambda: connections_of(private_rabbitmq), "the connection")
+    before = connections_of(private_rabbitmq)
+    with alarm(private_rabbitmq):
+        for _ in range(3):
+            with pytest.raises(ConnectionBlocked):
+                shop.rabbitdelay.check(timeout=0.5)
+            # Its queue is to be declared first, which the broker would not answer.
+            with pytest.raises(ConnectionBlocked) as caught:
+                shop.tasks["look"].apply_async(delay=0.1, confirm_timeout=0.5)
+            assert not caught.value.may_have_arrived
+        assert connections_of(private_rabbitmq) == before
+    shop.rabbitdelay.check(timeout=PATIENCE)
+    shop.tasks["look"].apply_async(delay=0.1)
+    assert connections_of(private_rabbitmq) == before
 
 
 def test_check_leaves_nothing_and_needs_no_levels_that_a_send_would_declare(

@@ -36,10 +36,18 @@ def verify_application(
     """
     reached = management_api(connection, management)
     workers: Mapping[str, Mapping[str, Any]] = {}
-    with suppress(AccessRefused):  # verify's user may not have the rights for remote control
-        workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
+    is_blocked = delays.is_blocked()
+    if not is_blocked:  # the workers are asked by messages
+        with suppress(AccessRefused):  # verify's user may not have the rights for remote control
+            workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
     queues = delays.app.amqp.queues.values()
     schedules = delays.registry.schedules if delays.has_registry else None
     return verify(
-        connection, delays.settings, queues, reached, workers=workers, schedules=schedules
+        connection,
+        delays.settings,
+        queues,
+        reached,
+        workers=None if is_blocked else workers,
+        schedules=schedules,
+        is_blocked=is_blocked,
     )

@@ -58,6 +58,7 @@ def verify(
     management: ManagementAPI,
     workers: Mapping[str, Mapping[str, Any]] | None = None,
     schedules: Schedules | None = None,
+    is_blocked: bool = False,
 ) -> Verification:
     """Look at a broker, and change nothing.
 
@@ -69,6 +70,7 @@ def verify(
         workers: What the workers answer, by their names; see :func:`.status_of_workers`. None: they
             were not asked.
         schedules: The schedules of the application; None: it has no registry.
+        is_blocked: Whether the broker blocks publishers.
 
     Raises:
         ManagementUnavailable: The management API does not answer, or the user may not read all.
@@ -96,6 +98,7 @@ def verify(
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         rows = [
             *check_broker(settings, inventory),
+            *check_alarms(inventory, is_blocked),
             *check_entities(settings, inventory),
             *check_bindings(topology, inventory),
             *check_consumers(topology, inventory),
@@ -128,6 +131,15 @@ def check_broker(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]
         yield "clock-difference", "this machine", {"difference": difference, "ahead": ahead}
     if settings.queue_type == "classic":
         yield "classic-levels", settings.prefix, {}
+
+
+def check_alarms(inventory: Inventory, is_blocked: bool) -> Iterator[FoundRow]:
+    """Find that a node is low on memory or disk space, and blocks publishers at all nodes."""
+    # The management API knows of an alarm, and of its end, some seconds late.
+    nodes = [f"node {name}" for name in inventory.alarmed]
+    for subject in nodes or [f"RabbitMQ {inventory.version}"]:
+        if is_blocked:
+            yield "publishers-blocked", subject, {}
 
 
 def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:

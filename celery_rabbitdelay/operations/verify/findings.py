@@ -62,6 +62,12 @@ def findings_of(rows: Iterable[FoundRow]) -> tuple[Finding, ...]:
     return tuple(sorted(together, key=lambda each: get_args(Severity).index(each.severity)))
 
 
+def blocked() -> Finding:
+    """Return the finding of a broker that blocks publishers, where nobody runs ``verify``."""
+    (finding,) = findings_of([("publishers-blocked", "RabbitMQ", {})])
+    return finding
+
+
 _danger = partial(Fault, "danger")
 _warning = partial(Fault, "warning")
 _note = partial(Fault, "note")
@@ -100,6 +106,12 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "its clock is at least {difference:.0f} s {ahead} the broker's",
         "tasks come late, because a worker whose clock is behind puts due tasks back",
         "synchronize the clocks (NTP); workers tolerate rabbitdelay_early_tolerance",
+    ),
+    "publishers-blocked": _danger(
+        "RabbitMQ blocks publishers, because a node is low on memory or disk space",
+        "no task can be sent, nor passed on by a module; tasks that wait come late",
+        "free memory or disk space on the node, or raise its limit: "
+        "`rabbitmqctl set_vm_memory_high_watermark 0.6`, `rabbitmqctl set_disk_free_limit 1GB`",
     ),
     "permission-missing": _danger(
         "the user {user!r} lacks the permission {permission}",

@@ -196,6 +196,7 @@ class Inventory(NamedTuple):
         policies: Every policy, and every operator policy, which is applied in addition; ``kind``
             says which it is.
         nodes: Whether each node of the cluster runs, by its name.
+        alarmed: The names of the nodes that are low on memory or disk space.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
         held: See :func:`held_messages`.
         clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
@@ -209,6 +210,7 @@ class Inventory(NamedTuple):
     consumers: Sequence[tuple[str, str]] = ()
     policies: Sequence[Json] = ()
     nodes: Mapping[str, bool] = NOTHING
+    alarmed: Sequence[str] = ()
     disabled_flags: frozenset[str] = frozenset()
     held: Mapping[str, int] = NOTHING
     clock_ahead: float = 0.0
@@ -233,6 +235,7 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
     # Without statistics, which are up to five seconds old, and slow if there are many queues. With
     # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
     queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
+    nodes = api.get("nodes")
     return Inventory(
         version=version,
         queues={
@@ -259,7 +262,10 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
             for kind, path in (("policy", "policies"), ("operator policy", "operator-policies"))
             for each in api.get(path, virtual_host)
         ],
-        nodes={each["name"]: bool(each.get("running")) for each in api.get("nodes")},
+        nodes={each["name"]: bool(each.get("running")) for each in nodes},
+        alarmed=[
+            each["name"] for each in nodes if each.get("mem_alarm") or each.get("disk_free_alarm")
+        ],
         disabled_flags=frozenset(each["name"] for each in flags if each["state"] == "disabled"),
         held=held_messages(api, virtual_host),
         clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
