@@ -146,7 +146,8 @@ class RestoringStrategies(dict[str, Strategy]):
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
-            exchange = (message.delivery_info or {}).get("exchange")
+            info = message.delivery_info or {}
+            exchange, redelivered = info.get("exchange"), bool(info.get("redelivered"))
             is_ours = exchange == self._delivery or header_names.DUE in (message.headers or ())
 
             def go_on() -> Any:
@@ -161,7 +162,8 @@ class RestoringStrategies(dict[str, Strategy]):
                     raise InvalidTaskError(f"it is malformed: {error!r}") from error
 
             try:
-                is_taken = self._take(Delivery(message, body, ack, go_on, task_name), takes_eta)
+                delivery = Delivery(message, body, ack, go_on, task_name, redelivered)
+                is_taken = self._take(delivery, takes_eta)
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
