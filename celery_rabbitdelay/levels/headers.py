@@ -107,11 +107,12 @@ SCHEDULE: Final = "rabbitdelay-schedule"
 #: committed: True.
 COMMITTED: Final = "rabbitdelay-committed"
 
-#: Set if only one message of each attempt runs, and that one once: the message's name, str; after
-#: it was put back, a dot and the name of its former arrival behind it. True: it has no name.
+#: Set if only one message of each attempt runs, and that one once: its :class:`Mark`, str. True: it
+#: has no name.
 ONCE: Final = "rabbitdelay-once"
 
-#: Set by a worker that puts a message back which RabbitMQ had redelivered to it: True.
+#: Set by a worker that puts a message back of which a former arrival may have been let run that the
+#: message does not name, because RabbitMQ had redelivered it for example: True.
 REDELIVERED: Final = "rabbitdelay-redelivered"
 
 #: The delay that a client of check-in asks for, in milliseconds: int, float, or the digits of an
@@ -230,6 +231,42 @@ class EarlyHeader(NamedTuple):
 
 
 NEVER_EARLY: Final = EarlyHeader()
+
+
+#: The former arrivals that a message names, at most.
+MAX_FORMER: Final = 16
+
+
+class Mark(NamedTuple):
+    """What distinguishes the arrivals of the messages of a task that was sent with ``once``.
+
+    Attributes:
+        name: The name of the message. What is put back keeps it, and so do copies by RabbitMQ.
+        generation: How often it was put back.
+        former: The names of the arrivals that have put it back, of which one may have been let run:
+            its answer was lost.
+    """
+
+    name: str = ""
+    generation: int = 0
+    former: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """Read it from the header."""
+        name, *more = value.split(".") if isinstance(value, str) else ("",)
+        if not more or not is_digits(more[0], MAX_COUNT):
+            return cls(name)
+        return cls(name, int(more[0]), tuple(more[1:])[-MAX_FORMER:])
+
+    def after(self, arrival: str) -> Self:
+        """Return it with one more former arrival."""
+        return self._replace(former=(*self.former, arrival)[-MAX_FORMER:])
+
+    @property
+    def text(self) -> str:
+        """The header."""
+        return ".".join((self.name, str(self.generation), *self.former))
 
 
 class Failures(NamedTuple):

@@ -16,7 +16,9 @@ from celery_rabbitdelay.levels.headers import (
     MAX_EXACT,
     ONCE,
     ORDER,
+    REDELIVERED,
     DelayHeaders,
+    Mark,
     is_digits,
     is_int,
     is_life,
@@ -117,9 +119,10 @@ class Arrival(NamedTuple):
         job_id: Its header :data:`JOB_ID`; empty for the latest job of that name.
         once: The queue that it arrives at, if only one message of the attempt may run there; empty
             if each may.
-        mark: The mark that the message leaves if it is that one: its name, a dot, and the name of
-            this arrival, which is missing at first; see :meth:`marked`.
+        mark: Its header :data:`ONCE`.
+        name: The name of this arrival, if only one message may run; see :meth:`named`.
         redelivered: Whether RabbitMQ has delivered this message before.
+        in_doubt: Its header :data:`REDELIVERED`.
         put_back_ms: Until when it was put back last, because the registry had said so; 0 if never.
         paused_ms: Since when its name or its queue is paused; 0 if neither is.
     """
@@ -133,19 +136,30 @@ class Arrival(NamedTuple):
     job: str = ""
     job_id: str = ""
     once: str = ""
-    mark: str = ""
+    mark: Mark = Mark()
+    name: str = ""
     redelivered: bool = False
+    in_doubt: bool = False
     put_back_ms: int = 0
     paused_ms: int = 0
 
-    def marked(self) -> Self:
-        """Return it with the name of this arrival in its mark, if only one message may run.
-
-        The arrival that is asked about again, because an answer was lost, keeps its name.
-        """
-        if not self.once or "." in self.mark:
+    def named(self) -> Self:
+        """Return it with a new name, if only one message may run; a former one goes to its mark."""
+        if not self.once:
             return self
-        return self._replace(mark=f"{self.mark}.{new_copy()}")
+        mark = self.mark.after(self.name) if self.name else self.mark
+        return self._replace(mark=mark, name=new_copy())
+
+    @property
+    def heir_of(self) -> int:
+        """The last generation any arrival of which it follows, whether it knows its name or not.
+
+        A message that RabbitMQ redelivers, or that was put back then, cannot name its former
+        arrivals. The copies of what was put back follow no arrival of one another.
+        """
+        if self.redelivered:
+            return self.mark.generation
+        return self.mark.generation - 1 if self.in_doubt else -1
 
     @property
     def has_options(self) -> bool:
@@ -154,7 +168,7 @@ class Arrival(NamedTuple):
 
     @classmethod
     def of(cls, headers: DelayHeaders, due_ms: int, queue: str, redelivered: bool) -> Arrival:
-        """Return the arrival of a message, by what its headers say."""
+        """Return the arrival of a message, which has no name, by what its headers say."""
         words, others = headers.registry, headers.others
         task_id = _text(others.get("id"))
         if not words:
@@ -171,9 +185,10 @@ class Arrival(NamedTuple):
             job,
             job_id,
             (queue or "-") if once is not None else "",
-            _text(once),
-            redelivered,
-            headers.early.until_ms,
+            Mark.of(once),
+            redelivered=redelivered,
+            in_doubt=REDELIVERED in words,
+            put_back_ms=headers.early.until_ms,
         )
 
 
@@ -186,12 +201,14 @@ class Decision(NamedTuple):
         is_new_due: With ``LATER``: whether ``until_ms`` is its new due time, because it was
             postponed; otherwise the task only asks again then.
         why: With ``UNREADABLE``: what Redis says.
+        is_answer: Whether Redis has answered; otherwise it may have noted something else.
     """
 
     verdict: Verdict
     until_ms: int = 0
     is_new_due: bool = False
     why: str = ""
+    is_answer: bool = True
 
 
 def new_copy() -> str:

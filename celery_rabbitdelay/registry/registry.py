@@ -192,7 +192,8 @@ class Registry:
         fields = [
             (
                 *(each.copy, str(each.ticket.life), each.attempt, str(min(each.due_ms, latest))),
-                *(each.once, each.mark, each.redelivered, each.has_options),
+                *(each.once, f"{each.mark.name}.{each.mark.generation}.{each.name}"),
+                *(f".{'.'.join(each.mark.former)}.", each.heir_of, each.has_options),
                 *(min(each.put_back_ms, latest), words.get(number, "run"), bool(each.paused_ms)),
             )
             for number, each in enumerate(arrivals)
@@ -215,7 +216,7 @@ class Registry:
             held_ms = now_ms - max(arrival.due_ms, arrival.paused_ms)
             return Decision(Verdict.LATER, now_ms + pause_ms(held_ms))
         if word not in _VERDICTS:
-            return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE))
+            return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE), is_answer=False)
         return Decision(Verdict(word))
 
     def _said_of_jobs(self, arrivals: Sequence[Arrival]) -> dict[int, str]:

@@ -19,8 +19,12 @@ class Message(NamedTuple):
         due: When it is due.
         order: Its order under the key; 0 without a key.
         once: Whether one message of the attempt runs, and that one once.
-        mark: The mark that it leaves with ``once``: its name, a dot, and that of its arrival.
+        name: With ``once``: what it has in common with its copies, and with what they are put back
+            as.
+        generation: How often it was put back.
+        former: The arrivals that have put it back.
         redelivered: Whether RabbitMQ has delivered it before.
+        in_doubt: Whether it was put back although RabbitMQ had redelivered it.
         in_job: Whether it belongs to the job.
         is_old: Whether it was due, and put back last, so long ago that decisions about it may be
             forgotten.
@@ -32,8 +36,11 @@ class Message(NamedTuple):
     due: int = 0
     order: int = 0
     once: bool = False
-    mark: str = ""
+    name: str = ""
+    generation: int = 0
+    former: tuple[str, ...] = ()
     redelivered: bool = False
+    in_doubt: bool = False
     in_job: bool = False
     is_old: bool = False
 
@@ -41,6 +48,37 @@ class Message(NamedTuple):
     def full(self) -> tuple[str, str]:
         """The attempt, with the life that it belongs to."""
         return (f"?{self.copy}" if self.life < 0 else str(self.life)), self.attempt
+
+    def follows(self, mark: Mark, arrival: str) -> bool:
+        """Return whether this arrival of it may take the place of the one that was let run."""
+        heir_of = self.generation - 1 if self.in_doubt else -1
+        if self.redelivered:
+            heir_of = self.generation
+        is_known = mark.arrival in (*self.former, arrival) or mark.generation <= heir_of
+        return mark.name == self.name and is_known
+
+    def put_back(self, arrival: str) -> Message:
+        """Return what an arrival of it puts back."""
+        return self._replace(
+            generation=self.generation + 1,
+            former=(*self.former, arrival),
+            in_doubt=self.in_doubt or self.redelivered,
+            redelivered=False,
+        )
+
+
+class Mark(NamedTuple):
+    """What was let run with ``once``.
+
+    Attributes:
+        name: The name of the message.
+        generation: How often it had been put back.
+        arrival: The name of its arrival.
+    """
+
+    name: str
+    generation: int
+    arrival: str
 
 
 class Record(NamedTuple):
@@ -51,7 +89,7 @@ class Record(NamedTuple):
             includes the one after it, of which a message may be on its way.
         not_before: Until when it was postponed; None if it was not.
         won: For each attempt the name of the message that was let run.
-        marks: With ``once``, for each attempt the mark of the message that was let run.
+        marks: With ``once``, for each attempt the mark of what was let run last.
         ran: The latest life that a message was let run of; None if none was.
         waits: The attempt that is registered and waits; None if none does.
         copy: The name of its message that was registered last.
@@ -62,7 +100,7 @@ class Record(NamedTuple):
     cancelled: int | None = None
     not_before: int | None = None
     won: frozenset[tuple[tuple[str, str], str]] = frozenset()
-    marks: frozenset[tuple[str, str]] = frozenset()
+    marks: frozenset[tuple[str, Mark]] = frozenset()
     ran: int | None = None
     waits: tuple[str, str] | None = None
     copy: str = ""
@@ -83,12 +121,17 @@ class Record(NamedTuple):
         """Return it without the attempt that waits."""
         return self._replace(waits=None, copy="", due=0, order=0)
 
+    def marked(self, message: Message, arrival: str) -> Record:
+        """Return it with the mark of an arrival, instead of a former one."""
+        mark = Mark(message.name, message.generation, arrival)
+        return self._replace(marks=frozenset({**dict(self.marks), message.attempt: mark}.items()))
+
 
 EMPTY = Record()
 
 
 def arrive(
-    record: Record, message: Message, word: str, is_paused: bool = False
+    record: Record, message: Message, word: str, is_paused: bool = False, arrival: str = ""
 ) -> tuple[Record, str]:
     """Return what is noted when a message arrives, and what becomes of it.
 
@@ -98,6 +141,7 @@ def arrive(
         word: What its key and its job say: ``run``, ``later``, ``expired``, ``superseded`` or
             ``replaced``.
         is_paused: Whether the task's name, or the queue, is paused.
+        arrival: The name of this arrival.
     """
     full = message.full
     winner = dict(record.won).get(full) if message.copy else None
@@ -107,9 +151,9 @@ def arrive(
     if winner not in (None, message.copy):
         return record, "replaced"
     if first is not None:
-        is_same = first.partition(".")[0] == message.mark.partition(".")[0]
-        runs = first == message.mark or (message.redelivered and is_same)
-        return record, ("paused" if is_paused else "run") if runs else "duplicate"
+        if not message.follows(first, arrival):
+            return record, "duplicate"
+        return record.marked(message, arrival), "paused" if is_paused else "run"
     waits = record.waits == full
     if winner is None:
         if word in ("superseded", "replaced", "expired"):
@@ -130,7 +174,7 @@ def arrive(
         record = record._replace(won=won, ran=max(record.ran or 0, message.life, 0))
         record = record.settled() if waits else record
     if message.once:
-        record = record._replace(marks=record.marks | {(message.attempt, message.mark)})
+        record = record.marked(message, arrival)
     return record, "run"
 
 

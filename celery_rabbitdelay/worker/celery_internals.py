@@ -62,6 +62,7 @@ class Delivery(NamedTuple):
         ack: Acknowledges the message.
         go_on: Passes the task to Celery, which runs it, or holds it until its ``eta``.
         task: The task's name.
+        redelivered: Whether RabbitMQ has delivered this message before.
     """
 
     message: Message
@@ -69,6 +70,7 @@ class Delivery(NamedTuple):
     ack: Callable[..., Any]
     go_on: Callable[[], Any]
     task: str
+    redelivered: bool
 
 
 def leave_out_delayed_delivery(consumer: Any) -> None:

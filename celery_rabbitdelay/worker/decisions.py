@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.headers import ONCE, SCHEDULE, DelayHeaders
+from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, SCHEDULE, DelayHeaders
 from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
@@ -137,7 +137,6 @@ class Decisions(BatchThread[_Due]):
         """
         message, body = delivery.message, delivery.body
         queue = celery_internals.name_of_queue(self._consumer, message) or ""
-        redelivered = bool(message.delivery_info.get("redelivered"))
         said = waited
         if isinstance(body, Mapping):  # Celery's message protocol 1
             others = {
@@ -146,7 +145,7 @@ class Decisions(BatchThread[_Due]):
                 "retries": body.get("retries"),
             }
             said = waited._replace(others=others)
-        arrival = Arrival.of(said, waited.due_ms or 0, queue, redelivered).marked()
+        arrival = Arrival.of(said, waited.due_ms or 0, queue, delivery.redelivered).named()
         due = _Due(delivery, waited, arrival, queue)
         if self._plain.is_open and not arrival.has_options:
             self._plain.give(due)
@@ -193,7 +192,8 @@ class Decisions(BatchThread[_Due]):
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:
-            self.give(due, ASK_AGAIN)
+            # It may have been put back without a confirm, and that would follow the same arrival.
+            self.give(due._replace(arrival=due.arrival.named()), ASK_AGAIN)
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         try:
@@ -261,7 +261,7 @@ class Decisions(BatchThread[_Due]):
     def _later(self) -> Decision:
         away = time.monotonic() - (self._down_since or time.monotonic())
         pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
-        return Decision(Verdict.LATER, wall_clock.ms() + int(pause * 1000))
+        return Decision(Verdict.LATER, wall_clock.ms() + int(pause * 1000), is_answer=False)
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:
         for due, decision in zip(batch, decisions, strict=True):
@@ -285,7 +285,7 @@ class Decisions(BatchThread[_Due]):
                 acknowledge = partial(self.acknowledge, due.delivery.ack)
                 self._after_what_follows(due, acknowledge, "copy")
             case Verdict.LATER:
-                self._put_back(due, decision.until_ms, is_new_due=decision.is_new_due)
+                self._put_back(due, decision)
             case Verdict.FORGOTTEN:
                 self._early_tasks.refuse(due.delivery.message, due.delivery.ack, FORGOTTEN)
             case Verdict.UNREADABLE:
@@ -295,7 +295,7 @@ class Decisions(BatchThread[_Due]):
                     celery_internals.shown(due.arrival.task_id),
                     decision.why,
                 )
-                self._put_back(due, self._later().until_ms)
+                self._put_back(due, self._later())
             case Verdict.CANCELLED:
                 # One occurrence of a schedule may be cancelled; the others come.
                 discard = partial(self._discard, due, decision.verdict)
@@ -306,7 +306,10 @@ class Decisions(BatchThread[_Due]):
     def _after_what_follows(self, due: _Due, go_on: Action, kind: OccurrenceKind = "runs") -> None:
         """Go on with a task; if it is an occurrence of a schedule, once the next is published."""
         if SCHEDULE in due.waited.registry:
-            put_back = partial(self._put_back, due)
+
+            def put_back(until_ms: int) -> None:
+                self._put_back(due, Decision(Verdict.LATER, until_ms))
+
             self._occurrences.give(Arrived(due.delivery, due.waited, go_on, put_back, kind))
         else:
             go_on()
@@ -328,10 +331,14 @@ class Decisions(BatchThread[_Due]):
     def _signal(self, signal: Any, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
 
-    def _put_back(self, due: _Due, until_ms: int, *, is_new_due: bool = False) -> None:
-        if due.arrival.once:
+    def _put_back(self, due: _Due, decision: Decision) -> None:
+        arrival = due.arrival
+        headers: dict[str, Any] = due.delivery.message.headers
+        if arrival.once:
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
-            due.delivery.message.headers[ONCE] = due.arrival.mark
-        due_ms = until_ms if is_new_due else due.arrival.due_ms
+            headers[ONCE] = arrival.mark.after(arrival.name).text
+            if not decision.is_answer and len(arrival.mark.former) == MAX_FORMER:
+                headers[REDELIVERED] = True
+        due_ms = decision.until_ms if decision.is_new_due else arrival.due_ms
         otherwise = partial(self._ask_again, [due])
-        self._early_tasks.put_back(due.delivery, due.waited, until_ms, due_ms, otherwise)
+        self._early_tasks.put_back(due.delivery, due.waited, decision.until_ms, due_ms, otherwise)

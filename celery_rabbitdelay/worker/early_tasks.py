@@ -402,8 +402,12 @@ class EarlyTasks(BatchThread[Early]):
             )
             destination = Destination(None, "", destination.queue.name)
         registry = dict(headers.registry)
-        if header_names.ONCE in registry and message.delivery_info.get("redelivered"):
-            registry[header_names.REDELIVERED] = True
+        if header_names.ONCE in registry:
+            mark = header_names.Mark.of(registry[header_names.ONCE])
+            again_mark = mark._replace(generation=mark.generation + 1)
+            registry[header_names.ONCE] = again_mark.text
+            if message.delivery_info.get("redelivered"):
+                registry[header_names.REDELIVERED] = True
         producer.says = {"due_ms": early.due_ms, "early": again, "registry": registry}
         return republishing.message_again(producer, message, destination, due, users, properties)
 

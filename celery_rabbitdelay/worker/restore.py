@@ -139,8 +139,10 @@ class RestoringStrategies(dict[str, Strategy]):
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
             go_on = partial(strategy, message, body, ack, *args, **kwargs)
+            redelivered = bool((message.delivery_info or {}).get("redelivered"))
             try:
-                is_taken = self._take(Delivery(message, body, ack, go_on, task_name), takes_eta)
+                delivery = Delivery(message, body, ack, go_on, task_name, redelivered)
+                is_taken = self._take(delivery, takes_eta)
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False

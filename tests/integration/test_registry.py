@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.levels.headers import Mark
 from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, Ticket, Verdict, new_copy
 from celery_rabbitdelay.registry.index import Filter
@@ -173,7 +174,7 @@ def test_a_decision_lives_on_after_it(
     elif decision == "run":
         assert verdict(registry, message) is Verdict.RUN
     elif decision == "once":
-        assert verdict(registry, unknown(once="queue", mark="a")) is Verdict.RUN
+        assert verdict(registry, unknown(once="queue", name="a")) is Verdict.RUN
     else:
         last += 5 * MINUTE_MS
         registry.postpone("task", last)
@@ -224,7 +225,7 @@ def test_a_task_that_arrives_after_decisions_about_it_may_be_forgotten_does_not_
     message = tracked(after_ms=-KEEP_MS - MINUTE_MS if forgotten else -KEEP_MS + MINUTE_MS)
     expected = Verdict.FORGOTTEN if forgotten else Verdict.RUN
     assert verdict(registry, message) is expected
-    assert verdict(registry, arrival(message, copy="", once="queue", mark="a")) is expected
+    assert verdict(registry, arrival(message, copy="", once="queue", name="a")) is expected
     # Without an option of the registry, nothing can have been decided but a cancel, which lives on.
     assert verdict(registry, arrival(message, task_id="other", copy="")) is Verdict.RUN
 
@@ -234,12 +235,14 @@ def test_a_task_that_arrives_after_decisions_about_it_may_be_forgotten_does_not_
 
 def test_a_task_that_is_to_run_once_runs_once_at_each_queue(registry: Registry) -> None:
     message = tracked()
-    here, there = (arrival(message, once=queue, mark=queue) for queue in ("here", "there"))
+    here, there = (
+        arrival(message, once=queue, mark=Mark(queue), name="1") for queue in ("here", "there")
+    )
     assert [each.verdict for each in registry.decide([here, there])] == [Verdict.RUN] * 2
-    assert verdict(registry, here._replace(mark="again")) is Verdict.DUPLICATE
+    assert verdict(registry, here._replace(name="2")) is Verdict.DUPLICATE
     redelivered = here._replace(redelivered=True)
-    assert verdict(registry, redelivered._replace(mark="here.2")) is Verdict.RUN
-    assert verdict(registry, redelivered._replace(mark="again.2")) is Verdict.DUPLICATE
+    assert verdict(registry, redelivered._replace(name="2")) is Verdict.RUN
+    assert verdict(registry, redelivered._replace(mark=Mark("again"))) is Verdict.DUPLICATE
 
 
 def test_only_the_newest_of_many_tasks_under_one_key_runs_and_is_listed(registry: Registry) -> None:

@@ -343,7 +343,7 @@ def test_what_cannot_be_read_lets_no_message_win(
     registry: Registry, redis_setup: RedisSetup, once: str
 ) -> None:
     _, job_id = opened(registry, JOB)
-    message = arrival(tracked(job=JOB), job_id=job_id, once=once, mark="a.1")
+    message = arrival(tracked(job=JOB), job_id=job_id, once=once, name="1")
     redis_setup.client.hset(registry.names.of("job", JOB), "state", "garbage")
     (decision,) = registry.decide([message])
     assert decision.verdict is Verdict.UNREADABLE
@@ -376,14 +376,14 @@ def test_a_task_of_an_open_job_goes_back_for_longer_the_longer_it_is_due(
     registry.jobs.open(JOB, MINUTE_MS)
     registry.register([message])
     before = now_ms()
-    once = arrival(message, once="queue", mark="a")
+    once = arrival(message, once="queue", name="a")
     (decision,) = registry.decide([once])
     assert decision.verdict is Verdict.LATER
     assert not decision.is_new_due
     assert before + pause_ms <= decision.until_ms <= before + pause_ms + MINUTE_MS
     registry.jobs.end(JOB, JobState.COMMITTED)
     # It left no mark while it went back.
-    assert verdict(registry, once._replace(mark="b")) is Verdict.RUN
+    assert verdict(registry, once._replace(name="b")) is Verdict.RUN
 
 
 def test_tasks_of_an_aborted_job_do_not_run_leave_the_index_and_can_be_sent_again(

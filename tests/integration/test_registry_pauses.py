@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from celery_rabbitdelay import RegistryUnavailable
+from celery_rabbitdelay.levels.headers import Mark
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict, new_copy
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registry
@@ -94,9 +95,9 @@ def test_a_task_that_is_held_for_long_is_listed_as_long_as_it_is(registry: Regis
 
 def test_a_task_that_was_let_run_waits_when_it_is_redelivered(registry: Registry) -> None:
     message = sent(after_ms=0)
-    once = arrival(message, once="queue", mark="name.1")
+    once = arrival(message, once="queue", mark=Mark("name"), name="1")
     assert verdict(registry, once) is Verdict.RUN
-    again = once._replace(mark="name.2", redelivered=True)
+    again = once._replace(name="2", redelivered=True)
     held = again._replace(paused_ms=now_ms())
     assert decision(registry, held).verdict is Verdict.LATER
     assert verdict(registry, again) is Verdict.RUN
@@ -108,9 +109,9 @@ def test_a_task_that_was_let_run_waits_when_it_is_redelivered(registry: Registry
 
 
 def test_a_duplicate_is_dropped_while_it_is_paused(registry: Registry) -> None:
-    once = arrival(sent(after_ms=0), once="queue", mark="name.1", copy="")
+    once = arrival(sent(after_ms=0), once="queue", mark=Mark("name"), name="1", copy="")
     assert verdict(registry, once) is Verdict.RUN
-    other = once._replace(mark="other.1", paused_ms=now_ms())
+    other = once._replace(mark=Mark("other"), name="1", paused_ms=now_ms())
     assert decision(registry, other).verdict is Verdict.DUPLICATE
 
 

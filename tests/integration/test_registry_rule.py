@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from celery_rabbitdelay.levels.headers import Mark
 from celery_rabbitdelay.registry import rule as model
 from celery_rabbitdelay.registry.decision import Arrival, Ticket, Verdict, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
@@ -91,16 +92,14 @@ class Sequence:
             self.job if message.in_job else "",
             self.job_id if message.in_job else "",
             QUEUE if message.once else "",
-            message.mark,
+            Mark(message.name, message.generation, message.former),
+            new_copy() if message.once else "",
             message.redelivered,
+            message.in_doubt,
             # One that was due long ago and is not old was put back since.
             0 if message.is_old or message.due != LONG_AGO else now_ms(),
             self.base_ms if self.is_paused else 0,
         )
-
-    def mark_of(self, message: Message) -> str:
-        """Return the mark of a message that arrives once more."""
-        return f"{message.mark.partition('.')[0]}.{new_copy()}" if message.mark else ""
 
     def word(self, message: Message) -> str:
         if message.order and message.order < self.newest:
@@ -124,8 +123,10 @@ class Sequence:
         self.messages.remove(message)
         word = self.word(message)
         self.claim(message, self.task_id)
-        self.record, expected = model.arrive(self.record, message, word, self.is_paused)
-        (decision,) = self.registry.decide([self.arrival(message)])
+        arrival = self.arrival(message)
+        given = (message, word, self.is_paused, arrival.name)
+        self.record, expected = model.arrive(self.record, *given)
+        (decision,) = self.registry.decide([arrival])
         self.is_listed &= self.record.waits is not None
         found = str(decision.until_ms) if decision.is_new_due else decision.verdict.value
         if expected.isdigit() or expected.startswith("-"):
@@ -140,8 +141,9 @@ class Sequence:
         again = (Verdict.LATER, Verdict.RUN, Verdict.DUPLICATE)
         if decision.verdict in again and self.chance.random() < 0.7:
             redelivered = message.redelivered or self.chance.random() < 0.3
-            mark = self.mark_of(message) if self.chance.random() < 0.5 else message.mark
-            self.messages.append(message._replace(redelivered=redelivered, mark=mark))
+            message = message._replace(redelivered=redelivered)
+            is_put_back = message.once and self.chance.random() < 0.5
+            self.messages.append(message.put_back(arrival.name) if is_put_back else message)
 
     def pause(self) -> None:
         self.is_paused = not self.is_paused
@@ -164,7 +166,7 @@ class Sequence:
             due,
             ticket.order if order is None else order,
             self.once,
-            f"{new_copy()}.{new_copy()}" if self.once else "",
+            new_copy() if self.once else "",
             in_job=bool(self.job_state),
         )
         self.messages.append(message)

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from amqp import Message
 from celery import chain
 from celery.exceptions import TaskRevokedError
 from kombu import Connection, Queue
@@ -354,6 +355,48 @@ def test_the_second_message_of_a_task_does_not_run_because_it_is_redelivered(
     shop.worker.kill()
     redis.resume()
     shop.worker.start()
+    assert noted.until(1) == ["once"]
+
+
+@pytest.mark.parametrize("why", ["open job", "pause", "no answer"])
+def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
+    serve: Any, noted: Notes, redis: RedisServer, connection: Connection, why: str
+) -> None:
+    noted.shop = shop = serve(rabbitdelay_registry_options=IMPATIENT)
+    worker, queue = shop.worker, Queue(shop.conf.task_default_queue, no_declare=True)
+    options = {"job": "import"} if why == "open job" else {}
+    if why == "open job":
+        shop.rabbitdelay.open_job("import", expires=300)
+    elif why == "pause":
+        shop.rabbitdelay.pause(task="note")
+    noted.send("once", delay=1, once=True, **options)
+    if why == "no answer":
+        redis.suspend()
+        wait_for(lambda: "go back into the levels" in worker.log, "the warning", PATIENCE)
+    levels = shop.rabbitdelay.topology.queues
+    with connection.channel() as channel:
+        asked = queue(channel)
+
+        def is_put_back() -> bool:
+            counts = queue_counts(connection, levels)
+            return time.time() > due and any(each and each.messages for each in counts.values())
+
+        due = time.time() + 1.2
+        wait_for(is_put_back, "the task that was put back", PATIENCE)
+        worker.stop()
+        redis.resume()
+        found: list[Any] = []
+        wait_for(lambda: found.append(asked.get()) or found[-1], "the task", PATIENCE)
+        (message,) = filter(None, found)
+        for _ in range(2):
+            properties = {**message.properties, "application_headers": message.headers}
+            channel.basic_publish(Message(message.body, **properties), routing_key=queue.name)
+        message.ack()
+    if why == "open job":
+        shop.rabbitdelay.commit_job("import")
+    elif why == "pause":
+        shop.rabbitdelay.resume(task="note")
+    worker.start()
     assert noted.until(1) == ["once"]
 
 

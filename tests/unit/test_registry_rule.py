@@ -42,6 +42,8 @@ class World(NamedTuple):
         job: ``open``, ``committed`` or ``aborted``.
         is_paused: Whether its name is paused.
         runs: What has run: the attempt, the message's name, and whether by redelivery.
+        ended: The attempts of which a run has ended.
+        asked: How many arrivals there were, with ``once``.
         excused: The attempts that need not run.
         stopped: The life up to which no message may run any more; None for none.
         sent: How many messages were sent.
@@ -55,6 +57,8 @@ class World(NamedTuple):
     job: str = "open"
     is_paused: bool = False
     runs: tuple[tuple[tuple[str, str], str, bool], ...] = ()
+    ended: frozenset[tuple[str, str]] = frozenset()
+    asked: int = 0
     excused: frozenset[tuple[str, str]] = frozenset()
     stopped: int | None = None
     sent: int = 1
@@ -67,27 +71,41 @@ class World(NamedTuple):
             return "run"
         return {"open": "later", "committed": "run", "aborted": "expired"}[self.job]
 
-    def arrived(self, message: Message, *, answer: bool = True) -> World:
-        """Return the world after a message has arrived, and perhaps the answer was lost."""
+    def arrived(self, message: Message, *, answer: bool = True, confirmed: bool = True) -> World:
+        """Return the world after a message has arrived.
+
+        Args:
+            message: The message.
+            answer: Whether the worker gets the answer; otherwise it puts the message back.
+            confirmed: Whether it knows that it has put it back; otherwise it asks again.
+        """
         word, before = self.word(message), self.record
-        record, verdict = registry_model.arrive(before, message, word, self.is_paused)
+        name = f"a{self.asked}" if message.once else ""
+        record, verdict = registry_model.arrive(before, message, word, self.is_paused, name)
         world = self.claimed(message)._replace(
-            record=record, waiting=without(self.waiting, message)
+            record=record,
+            waiting=without(self.waiting, message),
+            asked=self.asked + message.once,
         )
-        if not answer:
-            # The worker puts it back, to ask again with the same mark.
-            return world._replace(waiting=added(world.waiting, message))
+        # It asks now and then, so that what it asks for is not forgotten.
+        back = message.put_back(name) if message.once else message
+        back = back._replace(is_old=message.is_old and not answer)
+        if answer and verdict.isdigit():
+            back = back._replace(due=int(verdict))
+        if not answer or verdict.isdigit() or verdict in ("later", "paused"):
+            world = world._replace(waiting=added(world.waiting, back))
+            if confirmed or not message.once:
+                return world
+            again = message._replace(former=(*message.former, name))
+            return world._replace(waiting=added(world.waiting, again))
         if verdict == "run":
             world.check_run(message, before)
-            done = (message.full, message.copy or name_in(message.mark), message.redelivered)
+            by_redelivery = message.redelivered or message.in_doubt
+            done = (message.full, message.copy or message.name, by_redelivery)
+            if message.once and not by_redelivery:
+                assert done not in self.runs, "a copy runs"
             runs = tuple(sorted({*self.runs, done}))
             return world._replace(running=added(self.running, message), runs=runs)
-        if verdict in ("later", "paused"):
-            # It asks now and then, so that what it asks for is not forgotten.
-            return world._replace(waiting=added(world.waiting, message._replace(is_old=False)))
-        if verdict.isdigit():
-            later = message._replace(due=int(verdict), is_old=False)
-            return world._replace(waiting=added(world.waiting, later))
         if verdict == "cancelled":
             assert message.life <= (-1 if self.stopped is None else self.stopped), (
                 "without a cancel"
@@ -126,14 +144,27 @@ class World(NamedTuple):
         for each in set(self.waiting):
             yield "arrive", self.arrived(each)
             yield "lose the answer", self.arrived(each, answer=False)
-            if len(self.waiting) < MESSAGES and not each.redelivered:
-                again = redelivered(each)
-                yield "put back, and redeliver", self._replace(waiting=added(self.waiting, again))
+            has_room, again = len(self.waiting) < MESSAGES, redelivered(each)
+            if has_room and not each.redelivered:
+                for answer in (True, False) if each.once else (False,):
+                    world = self.arrived(each, answer=answer)
+                    if len(world.waiting) == len(self.waiting):
+                        world = world._replace(waiting=added(world.waiting, again))
+                        yield "put back, and redeliver", world
+            if each.once:
+                back = each.put_back(f"a{self.asked}")
+                waiting = added(without(self.waiting, each), back)
+                yield "do not reach Redis", self._replace(waiting=waiting, asked=self.asked + 1)
+            if each.once and has_room:
+                yield "duplicate", self._replace(waiting=added(self.waiting, each))
+                for answer in (True, False):
+                    yield "ask again", self.arrived(each, answer=answer, confirmed=False)
         for each in set(self.running):
             gone = self._replace(running=without(self.running, each))
-            yield "finish", gone
             again = redelivered(each)
             yield "redeliver", gone._replace(waiting=added(self.waiting, again))
+            gone = gone._replace(ended=self.ended | {each.full})
+            yield "finish", gone
             if self.sent < MESSAGES:
                 retries, nesting = map(int, each.attempt.split("."))
                 for attempt in (f"{retries + 1}.{nesting}", f"{retries}.{nesting + 1}"):
@@ -164,7 +195,8 @@ class World(NamedTuple):
     def message(self, like: Message, **changed: Any) -> Message:
         """Return a further message."""
         name = f"m{self.sent}" if like.copy else ""
-        fresh = {"due": 5, "redelivered": False, "is_old": False, "mark": f"k{self.sent}.0"}
+        fresh = {"due": 5, "redelivered": False, "is_old": False, "name": f"k{self.sent}"}
+        fresh |= {"generation": 0, "former": (), "in_doubt": False}
         return like._replace(**{"copy": name, **fresh, **changed})
 
     def with_message(self, message: Message) -> World:
@@ -213,6 +245,7 @@ class World(NamedTuple):
             newest=0,
             job=self.job,
             is_paused=self.is_paused,
+            asked=self.asked,
         )
 
     def check(self) -> None:
@@ -227,7 +260,8 @@ class World(NamedTuple):
             for each in end.waiting:
                 end = end.arrived(each)
         assert not end.waiting, "waits for ever"
-        lost = {each.full for each in self.waiting} - {full for full, *_ in end.runs} - end.excused
+        done = end.ended | {each.full for each in end.running} | end.excused
+        lost = {each.full for each in self.waiting} - done
         assert not lost, f"lost: {lost}"
 
 
@@ -235,13 +269,8 @@ KIND = Message("m0")
 
 
 def redelivered(message: Message) -> Message:
-    """Return a message that arrives once more, without the mark of its first arrival."""
-    return message._replace(redelivered=True, mark=f"{name_in(message.mark)}.1")
-
-
-def name_in(mark: str) -> str:
-    """Return the name of the message that leaves a mark."""
-    return mark.partition(".")[0]
+    """Return a message that arrives once more."""
+    return message._replace(redelivered=True)
 
 
 def without(messages: tuple[Message, ...], message: Message) -> tuple[Message, ...]:
@@ -285,8 +314,9 @@ def _told(world: World, way: tuple[str, ...]) -> Iterator[None]:
 KINDS = {
     "tracked": Message("m0", due=5),
     "under a key": Message("m0", due=5, order=OWN),
-    "once": Message("", due=5, once=True, mark="k0.0"),
-    "tracked, once": Message("m0", due=5, once=True, mark="k0.0"),
+    "once": Message("", due=5, once=True, name="k0"),
+    "tracked, once": Message("m0", due=5, once=True, name="k0"),
+    "once, in a job": Message("", due=5, once=True, name="k0", in_job=True),
     "in a job, under a key": Message("m0", due=5, order=OWN, in_job=True),
 }
 

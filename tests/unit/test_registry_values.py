@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, ONCE, ORDER
+from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, MAX_FORMER, ONCE, ORDER, Mark
 from celery_rabbitdelay.registry.decision import Arrival, Ticket
 from celery_rabbitdelay.registry.index import SHARDS, Kind, Names, shard_of
 from tests.unit.waiting import said
@@ -48,9 +48,19 @@ def test_an_arrival_says_where_and_at_which_attempt() -> None:
     assert Arrival.of(said(of), 5, "pay", True).attempt == "3.1"
     assert Arrival.of(said({**headers, "retries": "3"}), 5, "pay", True).attempt == "0.0"
     named = Arrival.of(said({**headers, ONCE: "name"}), 5, "", True)
-    assert (named.once, named.mark, named.redelivered) == ("-", "name", True)
-    marked = named.marked()
-    assert (marked.mark.startswith("name."), marked.marked()) == (True, marked)
+    assert (named.once, named.mark, named.redelivered) == ("-", Mark("name"), True)
+    first = named.named()
+    assert (first.mark, first.named().mark) == (Mark("name"), Mark("name", 0, (first.name,)))
+
+
+@given(st.text(), st.integers(0, 2**31), st.lists(st.text("0123456789abcdef"), max_size=40))
+def test_a_mark_is_read_as_it_was_written(name: str, generation: int, arrivals: list[str]) -> None:
+    mark = Mark(name.replace(".", ""), generation)
+    for each in arrivals:
+        mark = mark.after(each)
+    assert Mark.of(mark.text) == mark
+    assert mark.former == tuple(arrivals[-MAX_FORMER:])
+    assert isinstance(Mark.of(name).text, str)
 
 
 @given(st.integers(-1, 2**53 - 1), st.integers(0, 2**53 - 1))

@@ -253,7 +253,7 @@ def test_a_task_that_its_rate_limit_holds_is_in_a_bucket_of_the_consumer() -> No
 
     def waits(task_id: str, task: str = "limited") -> bool:
         message: Any = mock.Mock(headers={"id": task_id})
-        delivery = of_worker.Delivery(message, None, mock.Mock(), mock.Mock(), task)
+        delivery = of_worker.Delivery(message, None, mock.Mock(), mock.Mock(), task, False)
         return of_worker.waits_for_rate(consumer, delivery)
 
     for each in ("first", "second"):
@@ -297,7 +297,7 @@ def test_errors_of_a_strategy_go_to_the_consumer(error: Exception, handler: str)
         raise error
 
     message: Any = None
-    delivery = of_worker.Delivery(message, None, print, strategy, "task")
+    delivery = of_worker.Delivery(message, None, print, strategy, "task", False)
     of_worker.run_strategy(Fake(), delivery)
     assert called == [handler]
 

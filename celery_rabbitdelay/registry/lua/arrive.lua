@@ -2,8 +2,9 @@
 --
 -- KEYS  the record of each task
 -- ARGV  for each: copy, life, attempt, due, the queue if only one message of the attempt may run there,
---       the mark that this one leaves, whether RabbitMQ has delivered it before, whether it has an
---       option of the registry, until when it was put back last, what its key and its job say:
+--       the mark that this one leaves, the arrivals that have put it back (a dot before and behind each),
+--       the last generation that it follows any arrival of, whether it has an option of the registry,
+--       until when it was put back last, what its key and its job say:
 --       "run", "later", "expired", "superseded" or "replaced", or a text that begins with "!" if one of
 --       them cannot be read; and whether it is paused; then whether to note it ("1")
 -- Returns for each task the verdict, "paused" if it would run otherwise, or the instant until which it
@@ -11,19 +12,16 @@
 
 local notes, now_ms = ARGV[3] == '1', clock()
 
-local function name_in(mark)
-  return string.match(mark, '^[^.]*')
+-- Return whether an arrival may take the place of the one that was let run: it is that one, whose answer
+-- was lost; or the other one has put its message back; or RabbitMQ has redelivered it.
+local function follows(first, mark, former, heir_of)
+  local name, generation, arrival = string.match(first, '^([^.]*)%.(%d+)%.(.*)$')
+  return first == mark or name == string.match(mark, '^[^.]*')
+    and (tonumber(generation) <= heir_of or string.find(former, '.' .. arrival .. '.', 1, true))
 end
 
-local function wait(record)
-  if notes then
-    keep(record, now_ms + keep_ms, now_ms)
-  end
-  return 'paused'
-end
-
-local function arrive(
-  record, copy, life, attempt, due, queue, mark, redelivered, has_options, put_back, word, is_paused)
+local function arrive(record, copy, life, attempt, due, queue, mark, former, heir_of, has_options, put_back,
+  word, is_paused)
   due = tonumber(due)
   local full = attempt_in(life, copy, attempt)
   local won, once = 'won:' .. full, 'once:' .. attempt .. '@' .. queue
@@ -36,10 +34,15 @@ local function arrive(
     return 'replaced'
   end
   if queue ~= '' and first then
-    if first ~= mark and not (redelivered and name_in(first) == name_in(mark)) then
+    if not follows(first, mark, former, heir_of) then
       return 'duplicate'
     end
-    return is_paused and wait(record) or 'run'
+    if notes then
+      -- Also if it is put back: then its mark is known, and what that becomes may follow it.
+      redis.call('HSET', record, once, mark)
+      keep(record, math.max(due, now_ms) + keep_ms, now_ms)
+    end
+    return is_paused and 'paused' or 'run'
   end
   if copy == '' or not winner then
     if string.sub(word, 1, 1) == '!' then
@@ -70,7 +73,10 @@ local function arrive(
     end
   end
   if is_paused then
-    return wait(record)
+    if notes then
+      keep(record, now_ms + keep_ms, now_ms)
+    end
+    return 'paused'
   end
   if notes and (copy ~= '' or queue ~= '') then
     if copy ~= '' and not winner then

@@ -4,8 +4,8 @@
 --                  had begun by then, if the task had run
 --   not_before     until when it was postponed
 --   won:ATTEMPT    the name of the message that was let run
---   once:ATTEMPT   with "@" and a queue: the mark of the message that was let run there, which is the
---                  message's name, a dot, and the name of its arrival; see "once"
+--   once:ATTEMPT   with "@" and a queue: the mark of what was let run there last: the message's name, how
+--                  often it was put back, and the name of its arrival, with dots between them
 --   ran            the latest life that a message was let run of
 --
 -- and of the attempt that waits, if it is registered:
