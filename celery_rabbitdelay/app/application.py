@@ -33,6 +33,7 @@ from celery_rabbitdelay.app.task import Task, TaskDecorator
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
+from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
@@ -166,6 +167,7 @@ class Celery(celery.Celery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
+        eta = plain(eta, "eta")
         if producer is None and connection is None and not more:
             times = {"delay": delay, "countdown": countdown, "eta": eta, "tolerance": tolerance}
             whole = {**times, "task_id": task_id, **options}
@@ -192,6 +194,8 @@ class Celery(celery.Celery):
         )
         if delay is None and not countdown and not eta and not any(given.values()):
             return by_celery(countdown, eta, task_id, producer, connection, *more, **options)
+        if "expires" in options:
+            options["expires"] = plain(options["expires"], "expires")
         return TaskSending(
             app=self,
             by_celery=by_celery,

@@ -36,6 +36,7 @@ from celery_rabbitdelay.app.options import (
     refuse_two_times,
 )
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
+from celery_rabbitdelay.levels.plain_times import plain
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.app.application import Celery
@@ -183,10 +184,11 @@ class Task(celery.Task, Generic[P, ResultT_co]):  # type: ignore[type-arg]
         """
         given: dict[str, Any] = {**options}
         checked_registry_options(given, self.app)
+        eta = plain(eta, "eta")
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
-            given["delay"] = delay
+            given["delay"] = plain(delay, "delay")
         try:
             return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **given)
         except Reject as rejected:
