@@ -36,6 +36,7 @@ from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
+from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
@@ -137,6 +138,8 @@ class Celery(celery.Celery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
+        if "eta" in options:
+            options["eta"] = plain(options["eta"], "eta")
         by_celery = partial(super().send_task, name, args, kwargs)
         if more:
             options = celery_internals.positional(super().send_task, more) | options

@@ -10,6 +10,7 @@ a timedelta.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 from celery.canvas import Signature
@@ -19,11 +20,15 @@ from celery_rabbitdelay.app.celery_internals import copied_as
 from celery_rabbitdelay.app.options import OWN_OPTIONS, DelayOptions, without_stamps
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds
+from celery_rabbitdelay.levels.plain_times import plain
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 #: The options that say when a task may start. The one that was given last wins.
 TIMES: Final = ("delay", "countdown", "eta")
+
+#: All options that may be a datetime or a timedelta.
+LENGTHS_AND_INSTANTS: Final = ("delay", "eta", "expires", "tolerance", "unique_for")
 
 #: The options of a task that are its callbacks.
 LINKS: Final = ("link", "link_error")
@@ -68,7 +73,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
 
     def clone(self, args: Any = None, kwargs: Any = None, **options: Unpack[DelayOptions]) -> Self:
         """Return a copy; setting one of delay, countdown, eta removes the other two."""
-        given: dict[str, Any] = {**options}
+        given = _plain_times(options)
         copy = self.of(super().clone(args, kwargs, **given))
         _drop_other_times(copy.options, given)
         copy.former = dict(self.options)
@@ -109,12 +114,21 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         for name in self.options.get("stamped_headers") or ():
             if name in OWN_OPTIONS and own.get(name) is not None:
                 raise UnknownOption(name, own[name], "the signature has a stamp of this name")
-        return dict(options)
+        return _plain_times(options)
 
     @classmethod
     def of(cls, signature: Any) -> Self:
         """Return a copy of a plain signature as one of this class."""
-        return copied_as(cls, signature)
+        copy = copied_as(cls, signature)
+        copy["options"] = _plain_times(copy.options)
+        return copy
+
+
+def _plain_times(options: Mapping[str, object]) -> dict[str, Any]:
+    """Return options whose times are plain: Celery copies signatures, and JSON writes them."""
+    own, _ = without_stamps(options)
+    times = {name: plain(own[name], name) for name in LENGTHS_AND_INSTANTS if name in own}
+    return {**options, **times}
 
 
 def _says_when(options: Mapping[str, Any]) -> bool:
@@ -142,10 +156,10 @@ def restore_body_delay(options: Mapping[str, Any], delay: Any) -> dict[str, Any]
         options: The options with which a task of the header is sent; they are not changed.
         delay: The delay among them; None if there is none.
     """
-    changed = dict(options)
+    changed, delay = dict(options), plain(delay, "delay")
     if options.get("chord") is not None:
         body = _restore_within(options["chord"], delay)
-        if "delay" in body["options"] and body["options"]["delay"] == delay:
+        if "delay" in body["options"] and plain(body["options"]["delay"], "delay") == delay:
             del body["options"]["delay"]
             body["options"].update(_own_times(options["chord"], delay))
         changed["chord"] = body
@@ -215,7 +229,10 @@ def _translate(
     options = signature.get("options") or {}
     options, stamps = without_stamps(options)
     check(options)
-    options = translate_delays(options, word, check)
+    options = _plain_times(translate_delays(options, word, check))
+    for name in ("tolerance", "unique_for"):
+        if isinstance(length := options.get(name), timedelta):
+            options[name] = length.total_seconds()
     delay = options.pop("delay", None)
     translated = _with_parts(signature, lambda part: _translate(part, word, check))
     translated["options"] = {**options, **stamps}

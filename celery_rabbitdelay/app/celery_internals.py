@@ -30,6 +30,9 @@ from celery.utils.saferepr import saferepr
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Queue
 
+from celery_rabbitdelay.exceptions import InvalidDelay
+from celery_rabbitdelay.levels.plain_times import plain
+
 SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 
 
@@ -446,9 +449,14 @@ def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
         value: The field of a message, or what a sender gives, which Celery writes there as it is.
         timezone: That of the result. A naive instant is UTC, whatever ``timezone`` and
             ``enable_utc`` say.
+
+    Raises:
+        InvalidDelay: As :func:`.plain`.
     """
     try:
-        instant = maybe_iso8601(value)
+        instant = maybe_iso8601(plain(value, "eta"))
+    except InvalidDelay:
+        raise
     except (ArithmeticError, AttributeError, TypeError, ValueError):
         return None
     return maybe_make_aware(instant, timezone) if isinstance(instant, datetime) else None

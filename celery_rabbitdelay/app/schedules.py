@@ -102,7 +102,6 @@ class Schedule(NamedTuple):
         if noted.definition:
             task, args, kwargs, options = json.loads(noted.definition)
         occurrence, last = noted.occurrence, noted.last
-        names: dict[int, CatchUp] = {UNTIL_NEXT: "last", ALWAYS: "all"}
         return cls(
             occurrence.name,
             task,
@@ -113,7 +112,7 @@ class Schedule(NamedTuple):
             noted.is_paused,
             occurrence.recurrence,
             occurrence.overlap,
-            names.get(occurrence.catch_up_ms, occurrence.catch_up_ms / 1000),
+            _CATCH_UPS.get(occurrence.catch_up_ms, occurrence.catch_up_ms / 1000),
             occurrence.jitter_ms / 1000,
             None
             if last is None
@@ -195,8 +194,10 @@ class Schedules:
             raise InvalidSchedule(name, "needs Celery's task_protocol = 2")
         zone = timezone or self.app.conf.timezone or "UTC"
         recurrence = Recurrence.of(when, str(zone), start, end, exclude)
+        catch_up_ms = _catch_up_ms(catch_up)
         if overlap is None:
-            overlap = "skip" if isinstance(when, timedelta) and catch_up == "last" else "allow"
+            is_last = isinstance(when, timedelta) and catch_up_ms == UNTIL_NEXT
+            overlap = "skip" if is_last else "allow"
         jitter_ms = milliseconds(jitter)
         if not 0 <= jitter_ms <= MAX_JITTER_MS or overlap not in get_args(Overlap):
             takes = " or ".join(get_args(Overlap))
@@ -205,7 +206,6 @@ class Schedules:
             )
         task_name = task if isinstance(task, str) else str(task.name)
         definition = definition_of(task_name, args, kwargs or {}, options)
-        catch_up_ms = _catch_up_ms(catch_up)
         said = json.dumps([definition, recurrence, catch_up_ms, jitter_ms, overlap])
         revision = hashlib.sha256(said.encode()).hexdigest()[:12]
         first_ms = recurrence.after(wall_clock.ms())
@@ -218,7 +218,7 @@ class Schedules:
             raise InvalidSchedule(when, "is too long")
         if Occurrence.of(occurrence.text) is None:
             raise InvalidSchedule((start, end, catch_up), "takes times from 1970 on")
-        if catch_up != "all" and jitter_ms > (gap_ms := _shortest_gap(recurrence, first_ms)):
+        if catch_up_ms != ALWAYS and jitter_ms > (gap_ms := _shortest_gap(recurrence, first_ms)):
             raise InvalidSchedule(
                 jitter, f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
             )
@@ -407,9 +407,14 @@ class Schedules:
 
 def _catch_up_ms(catch_up: Any) -> int:
     """Return what :attr:`.Occurrence.catch_up_ms` is."""
-    if catch_up == "last":
-        return UNTIL_NEXT
-    return ALWAYS if catch_up == "all" else milliseconds(catch_up)
+    for number, word in _CATCH_UPS.items():
+        if isinstance(catch_up, str) and catch_up == word:
+            return number
+    return milliseconds(catch_up)
+
+
+#: What :attr:`.Occurrence.catch_up_ms` is for a word.
+_CATCH_UPS: Final[Mapping[int, CatchUp]] = {UNTIL_NEXT: "last", ALWAYS: "all"}
 
 
 def _size(name: str) -> int:

@@ -39,6 +39,7 @@ from celery_rabbitdelay.app.options import (
     without_stamps,
 )
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
+from celery_rabbitdelay.levels.plain_times import plain
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.app.application import Celery
@@ -192,12 +193,13 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
         """
         given: dict[str, Any] = {**options}
         checked_registry_options(given, self.app)
+        eta = plain(eta, "eta")
         if delay is not None and countdown is not None and self._backs_off(delay):
             delay = None
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
-            given["delay"] = delay
+            given["delay"] = plain(delay, "delay")
         if own := {name: given.pop(name) for name in OWN_OPTIONS if name in given}:
             given[BESIDE_STAMPS] = own
         of_celery = {"args": args, "kwargs": kwargs, "exc": exc, "eta": eta}

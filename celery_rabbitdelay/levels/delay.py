@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.plain_times import MICROSECOND, plain
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
@@ -51,8 +52,7 @@ def _exact_milliseconds(delay: Delay) -> int | Decimal | Fraction:
     if type(delay) is float and isfinite(delay):
         return _EXACT.scaleb(Decimal(repr(delay)), 3)
     if isinstance(delay, timedelta):
-        # Rounded up to microseconds: pandas counts nanoseconds.
-        return _EXACT.scaleb(Decimal(-(delay // timedelta(microseconds=-1))), -3)
+        return _EXACT.scaleb(Decimal(plain(delay, "delay") // MICROSECOND), -3)
     # NumPy's timedelta64 counts as an integer.
     is_duration = type(delay).__name__ == "timedelta64"
     if isinstance(delay, bool) or is_duration or not isinstance(delay, Real | Decimal):
@@ -172,11 +172,12 @@ def milliseconds_of(instant: datetime) -> int:
 
 
 def _microseconds_of(instant: datetime, what: str) -> int:
-    if not isinstance(instant, datetime):
+    made = plain(instant, what)
+    if not isinstance(made, datetime):
         raise InvalidDelayType(instant, TAKES_INSTANT, what)
-    if instant.utcoffset() is None:
+    if made.utcoffset() is None:
         raise InvalidDelay(instant, "is naive: use an aware one, such as datetime.now(UTC)", what)
-    return (instant - wall_clock.EPOCH) // timedelta(microseconds=1)
+    return (made - wall_clock.EPOCH) // MICROSECOND
 
 
 #: The forms that :func:`parse_delay` accepts, for errors and help.

@@ -22,6 +22,7 @@ from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DELAY, MAX_DUE_MS, instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import is_int
+from celery_rabbitdelay.levels.plain_times import plain
 
 #: The most rules of one schedule, and what it may exclude at most.
 MAX_RULES: Final = 20
@@ -253,12 +254,12 @@ def _as_list(given: Any) -> list[Any]:
 
 def _rule(when: Any) -> str:
     """Return one rule as a text."""
-    every = when if isinstance(when, timedelta) else getattr(when, "run_every", None)
+    every = plain(getattr(when, "run_every", when), "when")
     fields = getattr(when, "_orig_minute", None)
     if fields is not None:
         return _rule_of_crontab(when)
     if isinstance(every, timedelta):
-        return f"{_EVERY}{round(every.total_seconds() * 1000)}"
+        return f"{_EVERY}{round(every / timedelta(milliseconds=1))}"
     if isinstance(when, str):
         return _NAMES.get(when.strip(), " ".join(when.split()))
     if all(hasattr(when, name) for name in ("event", "lat", "lon")):
@@ -269,7 +270,7 @@ def _rule(when: Any) -> str:
 def _exclusion(given: Any) -> str:
     """Return what is excluded as a text."""
     if isinstance(given, date):
-        return f"{given:%Y-%m-%d}"
+        return f"{plain(given, 'exclude'):%Y-%m-%d}"
     rule = _rule(given)
     if rule.startswith((_EVERY, _SOLAR)) or _AND in rule or len(rule.split()) > 5:
         raise InvalidSchedule(given, "takes a date, or a cron text of five fields, to exclude")

@@ -104,7 +104,7 @@ class Topology:
             delay_ms, tolerance_ms = delay.remaining_ms(), delay.tolerance_ms
         else:
             delay_ms = milliseconds(delay)
-            tolerance_ms = tolerance_milliseconds(tolerance) if tolerance else 0
+            tolerance_ms = tolerance_milliseconds(tolerance)
         if delay_ms > self.layout.capacity_ms:
             meditation = self.module_queues.meditation
             return Route(meditation.exchange.name, destination, (meditation.name,))

@@ -12,6 +12,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration
+from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.levels.shown_url import without_password
 
 #: Spark's own options, which it passes on to every streaming sink.
@@ -233,7 +234,9 @@ class WriteOptions(NamedTuple):
         Raises:
             InvalidOption: As for :meth:`of`.
         """
-        return cls.of({name: str(value) for name, value in options.items() if value is not None})
+        return cls.of(
+            {name: str(plain(each, name)) for name, each in options.items() if each is not None}
+        )
 
 
 class ReadOptions(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, Final
 import celery
 
 from celery_rabbitdelay.levels.delay import duration_text, milliseconds
+from celery_rabbitdelay.levels.plain_times import plain
 
 #: How far a time may be from the expected one, if it is not a delay that was given as a number: the
 #: code has taken that long between reading the clock and sending.
@@ -86,9 +87,11 @@ class Wanted:
         self._fields = dict(given)
         if task is not None:
             self._fields = {"task": task if isinstance(task, str) else str(task.name), **given}
-        for name in ("delay", "tolerance"):
-            if name in given:
-                self._fields[name] = timedelta(milliseconds=milliseconds(given[name]))
+        for name, value in given.items():
+            if name in ("delay", "tolerance"):
+                self._fields[name] = timedelta(milliseconds=milliseconds(value))
+            elif name in ("due", "expires"):
+                self._fields[name] = plain(value, name)
 
     def __str__(self) -> str:
         others = dict(self._fields)

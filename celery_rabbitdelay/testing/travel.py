@@ -27,7 +27,14 @@ from uuid import uuid4
 from kombu import Connection, Producer
 
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import NS_PER_MS, milliseconds_of
+from celery_rabbitdelay.levels.delay import (
+    NS_PER_MS,
+    Delay,
+    duration_text,
+    instant_of,
+    milliseconds,
+    milliseconds_of,
+)
 from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -165,35 +172,40 @@ class Travel:
         if to is None and not way:
             raise ValueError("travel takes a length of time, such as days=3, or to, an instant")
         if to is not None and way:
-            raise ValueError(f"travel takes a length of time or to={to}, not both")
+            raise ValueError(f"travel takes a length of time or to={to!r}, not both")
         now_ms = wall_clock.ms()
-        until_ms = milliseconds_of(to) if to else now_ms + way // timedelta(milliseconds=1)
+        way_ms = way // timedelta(milliseconds=1)
+        until_ms = now_ms + way_ms if to is None else milliseconds_of(to)
         if until_ms < now_ms:
-            raise ValueError(f"travel goes ahead only, not from {self.now} to {to or way}")
+            raise ValueError(
+                f"travel goes ahead only, not from {self.now} to {instant_of(until_ms)}"
+            )
         with self._in_hand() as hand:
             if wait:
                 self._go(hand, until_ms, lambda: False)
             self._arrive(until_ms)
 
-    def until(
-        self, condition: Callable[[], object], within: timedelta = timedelta(days=3660)
-    ) -> None:
+    def until(self, condition: Callable[[], object], within: Delay = timedelta(days=3660)) -> None:
         """Travel to the first instant at which a condition is true, from one due time to the next.
 
         Args:
             condition: Is asked when all that was due has run; such as :meth:`nothing_waits`.
-            within: How far to travel at most.
+            within: How far to travel at most: seconds, or a timedelta.
 
         Raises:
             TimeoutError: The condition is not true by then, or nothing waits any more.
             DidNotSettle: What runs on the way does not end.
         """
-        latest_ms = wall_clock.ms() + within // timedelta(milliseconds=1)
+        within_ms = milliseconds(within)
+        latest_ms = wall_clock.ms() + within_ms
         with self._in_hand() as hand:
             is_true, left = self._go(hand, latest_ms, condition), len(hand.held)
         if not is_true:
             what = f"{left} messages wait beyond that" if left else "nothing waits"
-            raise TimeoutError(f"the condition is not true within {within}: {what} at {self.now}")
+            within_text = duration_text(within_ms)
+            raise TimeoutError(
+                f"the condition is not true within {within_text}: {what} at {self.now}"
+            )
 
     def nothing_waits(self) -> bool:
         """Return whether nothing waits in the levels."""

@@ -21,6 +21,7 @@ from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.operations.moving.source import Source
 from celery_rabbitdelay.testing import DidNotSettle, RabbitMQServer, Travel, wait_for
 from celery_rabbitdelay.testing.session import name_of
+from tests.given_times import KINDS
 from tests.integration import travelling
 from tests.integration.arrivals import count
 from tests.integration.travelling import app, note, ran, redis, remind, texts, try_again
@@ -68,6 +69,19 @@ def test_what_falls_due_runs_at_its_time_and_what_does_not_waits(trip: Travel) -
     trip(days=1)
     assert ran()[3:] == [("fourth", began + 4 * DAY_MS)]
     assert trip.nothing_waits()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_travel_takes_times_of_any_class(trip: Travel, kind: str) -> None:
+    at, length, _ = KINDS[kind]
+    note.apply_async(("a",), eta=at(trip.now + timedelta(days=1)))
+    note.apply_async(("b",), eta=at(trip.now + timedelta(days=3)))
+    trip(to=at(trip.now + timedelta(days=2)))
+    assert texts() == ["a"]
+    with pytest.raises(TimeoutError, match="within 1:00:00: 1 message"):
+        trip.until(trip.nothing_waits, within=length(timedelta(hours=1)))
+    trip.until(trip.nothing_waits, within=length(timedelta(days=2)))
+    assert texts() == ["a", "b"]
 
 
 def test_what_is_sent_on_the_way_falls_due_on_the_way(trip: Travel) -> None:

@@ -19,6 +19,7 @@ from celery_rabbitdelay import Celery, InvalidColumn, InvalidOption, InvalidRow,
 from celery_rabbitdelay.spark.application import find_task
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, task_id
 from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
+from tests.given_times import KINDS
 
 #: As Spark passes them.
 LEAST = {"app": "shop", "task": "remind"}
@@ -413,3 +414,10 @@ def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
     read = Columns(kind, options(kwargsFromColumns="true"))
     found = [each.row for each in read.taken(spark_rows, in_batches=False)]
     assert found == [Row([{"a": 1}], {"n": 7}, eta=instant), Row((), {"n": None}, eta=instant)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_a_call_take_lengths_of_time_of_any_class(kind: str) -> None:
+    length = KINDS[kind].length(timedelta(days=2, minutes=1))
+    read = WriteOptions.of_call({**LEAST, "tolerance": length, "jobExpires": length})
+    assert (read.tolerance, read.job_expires) == (172_860, 172_860)

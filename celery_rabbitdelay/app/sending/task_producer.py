@@ -190,7 +190,7 @@ class EtaProducer:
     ) -> None:
         self._producer = producer
         when = wall_clock.now() + timedelta(seconds=countdown) if countdown else eta
-        self._eta = when.isoformat() if isinstance(when, datetime) else when
+        self._eta = when if when is None or isinstance(when, str) else when.isoformat()
 
     def publish(self, body: Any, *, headers: dict[str, Any] | None = None, **options: Any) -> Any:
         """Publish the task, or the event that follows it."""

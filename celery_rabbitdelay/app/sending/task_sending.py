@@ -34,6 +34,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, REGISTRY, UNKNOWN_LIFE
+from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.decision import Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
@@ -92,6 +93,8 @@ class TaskSending:
         has_delay = self.delay is not None or countdown or eta
         if not (has_delay or has_options or is_continued):
             return self._send_by_celery()
+        if "expires" in self.options:
+            self.options["expires"] = plain(self.options["expires"], "expires")
         self._has_id = self.options.get("task_id") is not None
         self.options["task_id"] = self.options.get("task_id") or uuid()
         if not self.app.rabbitdelay.is_available(self._callers_connection):

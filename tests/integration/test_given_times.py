@@ -1,0 +1,267 @@
+"""Times of other libraries and of applications' own classes, wherever a time comes in.
+
+Each is taken as the same time of the standard library, and what waits on the broker is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from datetime import UTC, date, datetime, timedelta
+from typing import Any, Final
+from uuid import uuid4
+
+import celery
+import numpy as np
+import pandas as pd
+import pytest
+from celery import chord
+from kombu import Queue
+
+from celery_rabbitdelay import InvalidDelay, InvalidDelayType
+from celery_rabbitdelay.app.sending.task_messages import restored
+from celery_rabbitdelay.kombu import DelayedProducer, Due, Topology, clock, custom, resolve
+from celery_rabbitdelay.testing import recorded
+from tests.given_times import KINDS, PLAIN, Kind
+from tests.integration.conftest import delete_what_it_declared, small_configuration
+from tests.integration.shop import make_app
+from tests.unit.clock import frozen
+
+HOUR: Final = timedelta(hours=1)
+MINUTE: Final = timedelta(minutes=1)
+NOW: Final = datetime(2033, 5, 6, 7, 8, 9, 123456, UTC)
+
+
+def _look(*args: Any) -> None:
+    """Stand for a task that is sent."""
+
+
+@pytest.fixture(scope="module")
+def app(module_broker_url: str, redis_url: str) -> Iterator[Any]:
+    """An application with a registry, and without a worker."""
+    settings = small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}")
+    app = make_app({**settings, "rabbitdelay_registry_url": redis_url, "rabbitdelay_track": "all"})
+    app.task(name="look-at-it", shared=False)(_look)
+    with frozen(NOW.timestamp()):
+        yield app
+    delete_what_it_declared(app)
+    app.close()
+
+
+Entrance = Callable[[Any, Kind], Any]
+
+
+def _waits(app: Any, task_id: str) -> Any:
+    """When a task is due, and what its message says of that."""
+    (message,) = app.rabbitdelay.registry.index.messages([task_id])
+    said = restored(message, task_id).message.headers
+    times = [said.others.get(name) for name in ("eta", "expires")]
+    return app.rabbitdelay.show(task_id).due, said.due_ms, times
+
+
+def _sent(app: Any, **options: Any) -> Any:
+    return _waits(app, app.tasks["look-at-it"].apply_async(("x",), **options).id)
+
+
+def _many(app: Any, kind: Kind) -> Any:
+    ids = [uuid4().hex, uuid4().hex]
+    rows = [
+        {"args": ("x",), "delay": kind.length(HOUR), "task_id": ids[0]},
+        {"args": ("x",), "eta": kind.at(NOW + HOUR), "task_id": ids[1]},
+    ]
+    app.rabbitdelay.send_many("look-at-it", rows, tolerance=kind.length(MINUTE))
+    return [app.rabbitdelay.show(each).due for each in ids]
+
+
+def _pipelined(app: Any, kind: Kind) -> Any:
+    with app.rabbitdelay.pipeline():
+        return _sent(app, delay=kind.length(HOUR), tolerance=kind.length(MINUTE))
+
+
+def _awaited(app: Any, kind: Kind) -> Any:
+    sending = app.rabbitdelay.send("look-at-it", ("x",), eta=kind.at(NOW + HOUR))
+    return _waits(app, asyncio.run(sending).id)
+
+
+def _postponed(app: Any, kind: Kind) -> Any:
+    result = app.tasks["look-at-it"].apply_async(("x",), delay=HOUR)
+    found = []
+    for how in ({"delay": kind.length(2 * HOUR)}, {"eta": kind.at(NOW + MINUTE)}):
+        app.rabbitdelay.postpone(result, **how)
+        found.append(app.rabbitdelay.show(result).due)
+    return found
+
+
+def _filtered(app: Any, kind: Kind) -> Any:
+    key = uuid4().hex
+    for hours in range(5):
+        _sent(app, delay=hours * HOUR + MINUTE, key=f"{key}-{hours}")
+    between = {"due_after": kind.at(NOW + HOUR), "due_before": kind.at(NOW + 3 * HOUR)}
+    waits = app.rabbitdelay
+    listed = [str(each.key).removeprefix(key) for each in waits.pending(**between)]
+    counted = [waits.count(key=f"{key}-1", **between), waits.count(key=f"{key}-4", **between)]
+    steps = waits.forecast(kind.length(HOUR), due_before=kind.at(NOW + 3 * HOUR))
+    starts = [start for start, _ in steps]
+    cancelled = [waits.cancel_pending(key=f"{key}-{each}", **between) for each in (1, 4)]
+    return [each for each in listed if len(each) == 2], counted, starts, cancelled
+
+
+def _scheduled(app: Any, kind: Kind) -> Any:
+    schedules, name = app.rabbitdelay.schedules, uuid4().hex
+    given: dict[str, Any] = {
+        "start": kind.at(NOW + HOUR),
+        "end": kind.at(NOW + 500 * HOUR),
+        "jitter": kind.length(MINUTE),
+        "catch_up": kind.length(HOUR),
+    }
+    found = []
+    for when, exclude in (
+        (kind.length(HOUR), []),
+        ("0 9 * * *", [kind.day(date(2033, 5, 7))]),
+    ):
+        put = schedules.put(name, "look-at-it", when, ("x",), exclude=exclude, **given)
+        found += [put.recurrence, put.catch_up, put.jitter, put.overlap, schedules.next(name)]
+    put = schedules.put(name, "look-at-it", kind.length(HOUR), ("x",))
+    found += [put.overlap, put.catch_up]
+    since = datetime(2033, 5, 6, 3, 30, tzinfo=UTC)
+    found.append(schedules.backfill(name, kind.at(since), kind.at(NOW)))
+    schedules.delete(name)
+    return found
+
+
+def _in_jobs(app: Any, kind: Kind) -> Any:
+    job, key = uuid4().hex, uuid4().hex
+    with app.rabbitdelay.job(job, expires=kind.length(2 * HOUR)):
+        due = _sent(app, delay=kind.length(HOUR), job=job)
+    first = {"key": key, "unique": "first", "unique_for": kind.length(HOUR), "delay": HOUR}
+    one, other = (app.tasks["look-at-it"].apply_async(("x",), **first) for _ in range(2))
+    return due, one.id == other.id
+
+
+def _in_canvas(app: Any, kind: Kind) -> Any:
+    note = app.tasks["look-at-it"]
+    times = {"eta": kind.at(NOW + HOUR), "expires": kind.at(NOW + 2 * HOUR)}
+    follows = note.s("y").set(delay=kind.length(MINUTE), tolerance=kind.length(MINUTE))
+    options: dict[str, Any] = {"link": follows, "link_error": note.s("z").set(**times)}
+    with recorded(app) as sent:
+        note.s("x").set(delay=kind.length(HOUR)).clone().apply_async(**options)
+        whole = chord([note.s("x")], note.s("y").set(delay=kind.length(MINUTE)))
+        # Celery copies what a whole chord gets, which the class of our own refuses.
+        length = HOUR if kind is KINDS["own"] else kind.length(HOUR)
+        whole.apply_async(delay=length)
+        note.signature(("x",), eta=kind.at(NOW + HOUR)).apply_async()
+        bodies = [each.body[2] for each in sent.recorded]
+        return [each.due for each in sent.all()], [
+            {name: _options(body[name]) for name in ("callbacks", "errbacks", "chord")}
+            for body in bodies
+        ]
+
+
+def _options(signatures: Any) -> Any:
+    each = signatures if isinstance(signatures, list) else [signatures]
+    times = ("delay", "countdown", "eta", "expires", "tolerance")
+    return [[(one or {}).get("options", {}).get(name) for name in times] for one in each]
+
+
+def _retried(app: Any, kind: Kind) -> Any:
+    times: list[Any] = [{"delay": kind.length(HOUR)}, {"eta": kind.at(NOW + 2 * HOUR)}]
+
+    @app.task(name=f"retries-{uuid4().hex}", bind=True, shared=False)
+    def retries(self: Any) -> None:
+        if times:
+            self.retry(**times.pop(0))
+
+    with recorded(app) as sent:
+        retries.apply_async(delay=kind.length(MINUTE))
+        return [each.due for each in sent.run_due(within=kind.length(5 * HOUR))]
+
+
+def _asked_of_the_record(app: Any, kind: Kind) -> Any:
+    note = app.tasks["look-at-it"]
+    with recorded(app) as sent:
+        note.apply_async(("x",), delay=HOUR, tolerance=MINUTE, expires=NOW + 2 * HOUR)
+        sent.one(note, delay=kind.length(HOUR), tolerance=kind.length(MINUTE))
+        sent.none(delay=kind.length(MINUTE))
+        sent.one(due=kind.at(NOW + HOUR), expires=kind.at(NOW + 2 * HOUR))
+        sent.none(due=kind.at(NOW + 2 * HOUR))
+        return str(sent.one(expires=kind.length(2 * HOUR)))
+
+
+def _by_kombu(app: Any, kind: Kind) -> Any:
+    topology = Topology(f"test-{uuid4().hex[:8]}", custom([("seconds", 9, kind.length(HOUR))]))
+    routes = topology.route(kind.length(4 * HOUR), "a", tolerance=kind.length(HOUR))
+    ticks = [clock(tick=kind.length(timedelta(seconds=0.1))).tick_ms]
+    due = Due.after(kind.length(HOUR)), Due.at(kind.at(NOW + HOUR)), Due.at(kind.at(NOW))
+    with app.rabbitdelay.publisher() as publisher:
+        producer = DelayedProducer(publisher, **app.rabbitdelay.settings.for_producer)
+        queue = app.amqp.queues[app.conf.task_default_queue]
+        producer.publish_delayed(b"", resolve("", queue.name, [queue]), kind.length(HOUR))
+    return routes.stops[0][13:], ticks, due
+
+
+ENTRANCES: Final[dict[str, Entrance]] = {
+    "delay": lambda app, kind: _sent(app, delay=kind.length(HOUR)),
+    "eta": lambda app, kind: _sent(app, eta=kind.at(NOW + HOUR)),
+    "tolerance": lambda app, kind: _sent(app, delay=HOUR, tolerance=kind.length(MINUTE)),
+    "expires": lambda app, kind: _sent(app, delay=HOUR, expires=kind.at(NOW + 2 * HOUR)),
+    "send_many": _many,
+    "pipeline": _pipelined,
+    "asyncio": _awaited,
+    "postpone": _postponed,
+    "filters": _filtered,
+    "schedules": _scheduled,
+    "jobs and unique_for": _in_jobs,
+    "canvas": _in_canvas,
+    "retry": _retried,
+    "record": _asked_of_the_record,
+    "kombu": _by_kombu,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_a_time_of_any_class_is_that_of_the_standard_library(
+    app: Any, entrance: str, kind: str
+) -> None:
+    assert ENTRANCES[entrance](app, KINDS[kind]) == ENTRANCES[entrance](app, PLAIN)
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each != "own"])
+@pytest.mark.parametrize("is_quorum", [True, False])
+def test_a_task_that_a_worker_holds_has_the_eta_and_the_expiry_that_celery_writes(
+    app: Any, kind: str, is_quorum: bool
+) -> None:
+    times: dict[str, Any] = {"eta": KINDS[kind].at(NOW + HOUR)}
+    if kind != "arrow":  # Celery does not take it there
+        times["expires"] = KINDS[kind].at(NOW + 2 * HOUR)
+    plain = celery.Celery(set_as_current=False).amqp.as_task_v2("id", "held", **times).headers
+    other = make_app({"prefix": "held", "broker_url": app.conf.broker_url})
+    if not is_quorum:
+        other.conf.task_queues = [Queue("held")]
+    other.task(name="held", rabbitdelay=False, shared=False)(_look)
+    with recorded(other) as sent:
+        other.tasks["held"].apply_async(("x",), **times)
+        (only,) = sent.all()
+    other.close()
+    assert [only.headers[name] for name in ("eta", "expires")] == [plain["eta"], plain["expires"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"eta": pd.NaT}, InvalidDelay),
+        ({"eta": pd.Timestamp(np.datetime64("20000-01-01", "s"))}, InvalidDelay),
+        ({"eta": np.datetime64("2050-01-01")}, InvalidDelayType),
+        ({"delay": pd.NaT}, InvalidDelayType),
+        ({"delay": pd.Timedelta(np.timedelta64(10**15, "s"))}, InvalidDelay),
+        ({"delay": np.timedelta64(5, "m")}, InvalidDelayType),
+        ({"delay": 5, "tolerance": pd.NaT}, InvalidDelayType),
+        ({"delay": 5, "expires": pd.NaT}, InvalidDelay),
+    ],
+    ids=str,
+)
+def test_what_the_standard_library_cannot_hold_is_refused(
+    app: Any, given: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=next(reversed(given))):
+        app.tasks["look-at-it"].apply_async(("x",), **given)
