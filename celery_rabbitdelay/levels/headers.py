@@ -107,6 +107,9 @@ COMMITTED: Final = "rabbitdelay-committed"
 #: it was put back, a dot and the name of its former arrival behind it. True: it has no name.
 ONCE: Final = "rabbitdelay-once"
 
+#: Set if the task was sent with ``track``: True. Its retries are tracked as well.
+TRACKED: Final = "rabbitdelay-tracked"
+
 #: Set by a worker that puts a message back which RabbitMQ had redelivered to it: True.
 REDELIVERED: Final = "rabbitdelay-redelivered"
 
@@ -132,7 +135,7 @@ OWN_PREFIX: Final = "rabbitdelay-"
 
 #: The headers by which the registry decides whether a task runs.
 REGISTRY: Final = frozenset(
-    (COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED, COMMITTED, SCHEDULE)
+    (COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, TRACKED, REDELIVERED, COMMITTED, SCHEDULE)
 )
 
 #: If a message has this header, which tracers and users set, Celery exposes only its value as
@@ -375,6 +378,7 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     LIFE: (is_life, "a number as a text"),
     ORDER: (partial(is_digits, most=MAX_EXACT), "a number as a text"),
     ONCE: (lambda value: value is True or (_is_text(value) and value != ""), "True or a mark"),
+    TRACKED: _TRUE,
     REDELIVERED: _TRUE,
     COMMITTED: _TRUE,
 }

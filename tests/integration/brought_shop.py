@@ -1,8 +1,8 @@
 """An application with classes of its own for all that Celery lets one replace.
 
-With the setting ``installs`` it is made with :func:`celery_rabbitdelay.install`, otherwise it is of plain
-Celery. A worker is started with ``-A tests.integration.brought_shop`` and gets its configuration as
-JSON in the environment variable ``BROUGHT``.
+With the setting ``installs`` it is made with :func:`celery_rabbitdelay.install`, otherwise it is one
+of plain Celery. A worker is started with ``-A tests.integration.brought_shop`` and gets its
+configuration as JSON in the environment variable ``BROUGHT``.
 """
 
 from __future__ import annotations
