@@ -1,7 +1,7 @@
 """An application with classes of its own for all that Celery lets one replace.
 
-With the setting ``installs`` it is made with :func:`celery_rabbitdelay.install`, otherwise it is one
-of plain Celery. A worker is started with ``-A tests.integration.brought_shop`` and gets its
+With the setting ``installs`` it is made with :func:`celery_rabbitdelay.install`, otherwise it is
+one of plain Celery. A worker is started with ``-A tests.integration.brought_shop`` and gets its
 configuration as JSON in the environment variable ``BROUGHT``.
 """
 
@@ -40,7 +40,8 @@ class TenantTask(celery.Task):  # type: ignore[type-arg]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return ["tenant", *super().__call__(*args, **kwargs)]
 
-    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+    def apply_async(self, args: Any = (), kwargs: Any = None, **options: Any) -> Any:
+        args = [*args]
         headers = {"x-applied": "tenant", **(options.pop("headers", None) or {})}
         return super().apply_async(args, kwargs, headers=headers, **options)
 
@@ -57,8 +58,9 @@ class TenantCelery(celery.Celery):
             TenantTask, name="Task", attribute="_app", keep_reduce=True, abstract=True
         )
 
-    def send_task(self, name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+    def send_task(self, name: str, args: Any = (), kwargs: Any = None, **options: Any) -> Any:
         """Send a task with the header of the tenant."""
+        assert args is not None or "task_type" in options
         headers = {**(options.pop("headers", None) or {}), "x-tenant": "acme"}
         return super().send_task(name, args, kwargs, headers=headers, **options)
 
@@ -103,12 +105,12 @@ class Classy(celery.Task):  # type: ignore[type-arg]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return [self._word, *super().__call__(*args, **kwargs)]
 
-    def run(self, options: dict[str, Any]) -> Any:
+    def run(self, options: Any = None) -> Any:
         """Retry once."""
         return run(self, options)
 
 
-def run(self: Any, options: dict[str, Any]) -> Any:
+def run(self: Any, options: Any = None) -> Any:
     """Retry once, and tell what the task has seen and is."""
     if not self.request.retries and options:
         raise self.retry(**options)
@@ -126,7 +128,7 @@ def run(self: Any, options: dict[str, Any]) -> Any:
 
 
 @celery.shared_task(bind=True, name="shared", base=Audited)
-def shared(self: Any, options: dict[str, Any]) -> Any:
+def shared(self: Any, options: Any = None) -> Any:
     """Run as any other."""
     return run(self, options)
 

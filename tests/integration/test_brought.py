@@ -46,6 +46,8 @@ def test_a_class_of_the_application_s_own_does_what_it_does_in_plain_celery(
     sends = {
         "apply_async": lambda app: app.tasks[name].apply_async((retry,)),
         "countdown": lambda app: app.tasks[name].apply_async((retry,), countdown=0.2),
+        "no arguments": lambda app: app.tasks[name].apply_async(),
+        "name alone": lambda app: app.send_task(name),
         "send_task": lambda app: app.send_task(name, kwargs={"options": retry}),
         "signature": lambda app: app.tasks[name].s(retry).apply_async(countdown=0.2),
     }
