@@ -165,7 +165,8 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
                 why = "with task_always_eager, the task runs at once"
                 self.app.rabbitdelay.warn_treated_as_countdown(why)
         its_args, its_kwargs = as_given(args, kwargs, *more)
-        return super().apply_async(*its_args, **its_kwargs, **passed)
+        apply_async: Callable[..., AsyncResult[ResultT_co]] = super().apply_async
+        return apply_async(*its_args, **its_kwargs, **passed)
 
     def retry(
         self,

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 from celery import chain, chord, group
-from celery.canvas import StampingVisitor
+from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
@@ -165,7 +165,7 @@ STAMPED: dict[str, Callable[..., Any]] = {
 }
 
 
-class Stamping(StampingVisitor):
+class Stamping(StampingVisitor):  # type: ignore[misc]
     """Stamps each task of a canvas."""
 
     def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
