@@ -140,7 +140,8 @@ class Celery(celery.Celery):
         """
         if "eta" in options:
             options["eta"] = plain(options["eta"], "eta")
-        by_celery = partial(super().send_task, name, args, kwargs)
+        its_args, its_kwargs = celery_internals.as_given(args, kwargs)
+        by_celery = partial(super().send_task, name, *its_args, **its_kwargs)
         if more:
             options = celery_internals.positional(super().send_task, more) | options
         elif options.get("producer") is None and options.get("connection") is None:

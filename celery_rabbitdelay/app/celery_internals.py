@@ -419,6 +419,23 @@ def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping
     return (is_retry and options.get("headers")) or {}
 
 
+def as_given(args: Any, kwargs: Any, *more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call without the task's own ones that the caller has left out.
+
+    An override of the application's may have other defaults for them than None.
+
+    Args:
+        args: The task's positional arguments.
+        kwargs: Its keyword arguments.
+        *more: Further positional arguments of the call.
+    """
+    if more or (args is not None and kwargs is not None):
+        return (args, kwargs, *more), {}
+    if kwargs is not None:
+        return (), {"kwargs": kwargs}
+    return () if args is None else (args,), {}
+
+
 def positional(function: Callable[..., Any], values: tuple[Any, ...]) -> dict[str, Any]:
     """Return the fourth and later positional arguments of ``send_task`` by their names.
 

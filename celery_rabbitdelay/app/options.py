@@ -12,7 +12,7 @@ from celery.canvas import Signature
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
-from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, SCHEDULE
+from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, SCHEDULE, TRACKED
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 
 _TEXT: Final = (
@@ -136,14 +136,12 @@ class RegistryOptions(NamedTuple):
             task: The task, whose attributes ``once`` and ``track`` count before them; None if it is
                 only known by name.
             given: The options of the registry that ``apply_async`` got, which count first.
-            former: The headers of the task that this one retries.
+            former: The headers of the task that this one retries or replaces.
         """
         if settings.registry_url is None:
             return cls()
         once = given.get("once", former.get(ONCE, getattr(task, "once", False)))
-        # A message that is registered and has no key is that of a tracked task.
-        was_tracked = True if former.get(COPY) and not former.get(KEY) else None
-        track = given.get("track", was_tracked or getattr(task, "track", None))
+        track = given.get("track", former.get(TRACKED, getattr(task, "track", None)))
         key = given.get("key", former.get(KEY, ""))
         return cls(
             key,
@@ -168,8 +166,14 @@ class RegistryOptions(NamedTuple):
             job_id: The id of its job.
         """
         once = self.once and new_copy()
-        headers = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id, ONCE: once}
-        headers |= {SCHEDULE: self.schedule}
+        headers: dict[str, Any] = {
+            COPY: copy,
+            KEY: self.key,
+            JOB: self.job,
+            JOB_ID: job_id,
+            ONCE: once,
+        }
+        headers |= {SCHEDULE: self.schedule, TRACKED: self.track}
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
 

@@ -29,6 +29,7 @@ from celery.result import AsyncResult
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
+from celery_rabbitdelay.app.celery_internals import as_given
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     OWN_OPTIONS,
@@ -164,7 +165,9 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             if countdown > 0:
                 why = "with task_always_eager, the task runs at once"
                 self.app.rabbitdelay.warn_treated_as_countdown(why)
-        return super().apply_async(args, kwargs, *more, **passed)
+        its_args, its_kwargs = as_given(args, kwargs, *more)
+        apply_async: Callable[..., AsyncResult[ResultT_co]] = super().apply_async
+        return apply_async(*its_args, **its_kwargs, **passed)
 
     def retry(
         self,

@@ -111,6 +111,9 @@ COMMITTED: Final = "rabbitdelay-committed"
 #: has no name.
 ONCE: Final = "rabbitdelay-once"
 
+#: Set if the task was sent with ``track``: True. Its retries are tracked as well.
+TRACKED: Final = "rabbitdelay-tracked"
+
 #: Set by a worker that puts a message back of which a former arrival may have been let run that the
 #: message does not name, because RabbitMQ had redelivered it for example: True.
 REDELIVERED: Final = "rabbitdelay-redelivered"
@@ -137,7 +140,7 @@ OWN_PREFIX: Final = "rabbitdelay-"
 
 #: The headers by which the registry decides whether a task runs.
 REGISTRY: Final = frozenset(
-    (COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, REDELIVERED, COMMITTED, SCHEDULE)
+    (COPY, LIFE, KEY, ORDER, JOB, JOB_ID, ONCE, TRACKED, REDELIVERED, COMMITTED, SCHEDULE)
 )
 
 #: If a message has this header, which tracers and users set, Celery exposes only its value as
@@ -416,6 +419,7 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     LIFE: (is_life, "a number as a text"),
     ORDER: (partial(is_digits, most=MAX_EXACT), "a number as a text"),
     ONCE: (lambda value: value is True or (_is_text(value) and value != ""), "True or a mark"),
+    TRACKED: _TRUE,
     REDELIVERED: _TRUE,
     COMMITTED: _TRUE,
 }

@@ -36,6 +36,15 @@ NOTES: dict[str, dict[str, Any]] = {
 #: anew is new in Celery 5.7.
 LOST = ["lost", *(["lost-retry"] if hasattr(celery.Task, "retry_on_worker_lost") else [])]
 
+#: Tasks that fail once: options of Celery's ``autoretry_for``.
+AUTORETRIES: dict[str, dict[str, Any]] = {
+    "autoretry": {"retry_backoff": 1},
+    "autoretry-delay": {"retry_kwargs": {"delay": 0.4}},
+    "autoretry-both": {"retry_kwargs": {"delay": 1000}, "retry_backoff": 1},
+    "autoretry-wrong": {"retry_kwargs": {"delay": "soon"}},
+    "autoretry-wrong-held": {"retry_kwargs": {"delay": "soon"}, "rabbitdelay": False},
+}
+
 #: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.
 FAR_BACKOFFS = {
     "backoff": {"retry_backoff": 1000, "retry_backoff_max": 5000, "retry_jitter": False},
@@ -142,6 +151,13 @@ def _add_tasks(app: Celery) -> None:
         """Everything that a task can see of its message."""
         return json.loads(json.dumps(vars(self.request), default=repr))
 
+    @app.task(bind=True, name="request-again", shared=False)
+    def request_again(self: Any, options: dict[str, Any]) -> Any:
+        """Retry once; then tell the same as ``request``."""
+        if not self.request.retries:
+            raise self.retry(**{"countdown": 0, **options} if "delay" not in options else options)
+        return json.loads(json.dumps(vars(self.request), default=repr))
+
     def note(self: Any, *given: Any, key: str) -> None:
         """Note in Redis that it ran and what it saw, for tasks without a result."""
         redis: Any = app.backend.client  # type: ignore[attr-defined]
@@ -185,19 +201,37 @@ def _add_tasks_that_fail(app: Any) -> None:
             raise self.retry(args=(past, times, options), **options)
         return past
 
-    @app.task(
-        bind=True,
-        name="autoretry",
-        shared=False,
-        autoretry_for=(ConnectionError,),
-        retry_backoff=1,
-        retry_jitter=False,
-        max_retries=2,
-    )
+    @app.task(bind=True, name="continue", shared=False, max_retries=5)
+    def go_on(self: Any, past: list[Any], steps: list[dict[str, Any]]) -> list[Any]:
+        """Retry, or be replaced by itself, as each step says."""
+        past = [*past, seen(self)]
+        if not steps:
+            return past
+        step, args = steps[0], (past, steps[1:])
+        if word := step.pop("after", None):
+            redis: Any = app.backend.client
+            redis.set(word, "asked")
+            wait_for(lambda: redis.get(word) == b"go on", "the test's word")
+        if "replace" in step:
+            raise self.replace(self.si(*args).set(**step["replace"]))
+        raise self.retry(args=args, **step)
+
     def autoretry(self: Any) -> dict[str, Any]:
         if self.request.retries < 1:
             raise ConnectionError("the mail gateway does not answer")
         return seen(self)
+
+    for name, options in AUTORETRIES.items():
+        fail_once: Any = app.task(
+            bind=True,
+            name=name,
+            shared=False,
+            autoretry_for=(Exception,),
+            retry_jitter=False,
+            max_retries=2,
+            **options,
+        )
+        fail_once(autoretry)
 
     for name, backoff in FAR_BACKOFFS.items():
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
 
 from celery_rabbitdelay import InvalidDelay
+from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
@@ -24,11 +26,62 @@ from tests.integration.registry_fixtures import (
     redis_setup,
     shop,
 )
-from tests.integration.shop import PATIENCE
+from tests.integration.shop import PATIENCE, named
 from tests.integration.waited import assert_waited
 from tests.integration.worker import Worker
 
 __all__ = ["module_settings", "module_worker", "redis_setup", "shop"]
+
+
+#: What says that a retry has no delay, or that its delay is over.
+NO_DELAY: list[dict[str, Any]] = [
+    {"countdown": 0},
+    {"countdown": -5},
+    {"delay": 0},
+    {"eta": datetime(2020, 1, 1, tzinfo=UTC)},
+    {"countdown": 0, "headers": {"x-tenant": "acme"}},
+    {"replace": {}},
+    {"replace": {"countdown": 0.2}},
+]
+
+#: What the registry has to know of a task, and what is the same for all of its messages.
+SAID = ("KEY", "ORDER", "JOB", "JOB_ID", "TRACKED", "LIFE")
+
+
+@pytest.mark.parametrize("first", NO_DELAY, ids=str)
+def test_what_a_task_has_said_goes_with_its_retries_without_a_delay(
+    shop: Any, first: dict[str, Any]
+) -> None:
+    job, task_id = f"import-{uuid4().hex}", uuid4().hex
+    said = {"key": f"order:{uuid4().hex}", "job": job, "once": True, "track": True}
+    with shop.rabbitdelay.job(job, expires=600):
+        options = {**said, "delay": 0.2, "task_id": task_id, "queue": named(shop, "second")}
+        steps = [json.loads(json.dumps(first, default=str)), {"countdown": 0.2}]
+        result = shop.tasks["continue"].apply_async(([], steps), **options)
+    runs = result.get(timeout=PATIENCE)
+    assert len(runs) == 3
+    expected = {name: runs[0]["headers"].get(getattr(headers, name)) for name in SAID}
+    assert expected["KEY"] == said["key"]
+    assert expected["JOB"] == job
+    assert expected["TRACKED"]
+    for run in runs:
+        assert {name: run["headers"].get(getattr(headers, name)) for name in SAID} == expected
+        assert run["headers"][headers.ONCE]
+    if "replace" not in first:
+        assert {run["routing_key"] for run in runs} == {named(shop, "second")}
+
+
+def test_a_retry_after_a_retry_at_once_gives_way_to_a_newer_task(shop: Any, noted: Notes) -> None:
+    key, word = f"order:{uuid4().hex}", uuid4().hex
+    steps = [{"countdown": 0}, {"countdown": 0.3, "after": word}]
+    result = shop.tasks["continue"].apply_async(([], steps), delay=0.1, key=key)
+    redis = shop.backend.client
+    wait_for(lambda: redis.get(word) == b"asked", "the second run", PATIENCE)
+    noted.send("newer", delay=0.1, key=key)
+    redis.set(word, "go on")
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=PATIENCE)
+    assert noted.until(0) == ["newer"]
 
 
 def test_a_tracked_task_is_revoked_at_once_when_it_is_cancelled(shop: Any, noted: Notes) -> None:

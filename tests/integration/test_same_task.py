@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -11,10 +12,14 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import pytest
+from celery import chain, chord, group
+from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 
+from celery_rabbitdelay import UnknownOption
+from celery_rabbitdelay.app.options import OWN_OPTIONS
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.worker.restore import restore
@@ -126,17 +131,85 @@ def test_group_and_callbacks_stay(served_shop: Any, send: Callable[..., Any]) ->
     assert [errback["args"] for errback in seen["errbacks"]] == [["failed"]]
 
 
-@pytest.mark.parametrize("how", ["options", "signature"])
-def test_stamps_stay(served_shop: Any, send: Callable[..., Any], how: str) -> None:
-    if how == "options":
-        send = partial(send, stamped_headers=["tenant"], tenant="shop")
-    else:
-        signature = served_shop.tasks["request"].s()
-        signature.stamp(tenant="shop")
-        send = signature.apply_async
-    seen = alike(send)
-    assert seen["stamped_headers"] == ["tenant"]
-    assert seen["stamps"]["tenant"] in ("shop", ["shop"])
+#: Stamps with the names of our options.
+STAMPS = dict.fromkeys((*OWN_OPTIONS, "tenant"), "blue")
+
+STAMPED: dict[str, Callable[..., Any]] = {
+    "options": lambda app, **given: app.tasks["request"].apply_async(
+        stamped_headers=[*STAMPS], **STAMPS, **given
+    ),
+    "send_task": lambda app, **given: app.send_task(
+        "request", stamped_headers=[*STAMPS], **STAMPS, **given
+    ),
+    "signature": lambda app, **given: _stamped(app.tasks["request"].s()).apply_async(**given),
+    "app.signature": lambda app, **given: _stamped(app.signature("request")).apply_async(**given),
+    "chain": lambda app, **given: _stamped(
+        chain(app.tasks["look"].si(), app.tasks["request"].si().set(**given))
+    ).apply_async(),
+    "callback": lambda app, **given: _stamped(
+        app.tasks["request"].si().on_error(app.tasks["look"].si())
+    ).apply_async(**given),
+    "group": lambda app, **given: _stamped(group(app.tasks["request"].si())).apply_async(**given)[
+        0
+    ],
+    "chord": lambda app, **given: _stamped(
+        chord([app.tasks["look"].si()], app.tasks["request"].si().set(**given))
+    ).apply_async(),
+    "send_many": lambda app, **given: _sent_many(app, given),
+    "asyncio": lambda app, **given: asyncio.run(
+        app.rabbitdelay.send("request", stamped_headers=[*STAMPS], **STAMPS, **given)
+    ),
+    "retry": lambda app, **given: app.tasks["request-again"].apply_async(
+        (given,), stamped_headers=[*STAMPS], **STAMPS
+    ),
+}
+
+
+class Stamping(StampingVisitor):  # type: ignore[misc]
+    """Stamps each task of a canvas."""
+
+    def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
+        """Return the stamps."""
+        return dict(STAMPS)  # Celery changes it
+
+
+def _stamped(signature: Any) -> Any:
+    signature.stamp(Stamping())
+    return signature
+
+
+def _sent_many(app: Any, given: dict[str, Any]) -> Any:
+    task_id = uuid4().hex
+    stamps: dict[str, Any] = {name: "blue" for name in STAMPS if name != "tolerance"}
+    rows = [{"task_id": task_id, "delay": given.get("countdown", 0.1)}]
+    app.rabbitdelay.send_many(app.tasks["request"], rows, stamped_headers=[*stamps], **stamps)
+    return app.AsyncResult(task_id)
+
+
+@pytest.mark.parametrize(
+    ("how", "given"),
+    [
+        *((how, given) for how in STAMPED for given in ({}, {"countdown": 0.3})),
+        ("retry", {"delay": 0.3}),
+    ],
+    ids=str,
+)
+def test_a_stamp_of_any_name_stays_and_is_no_option(
+    served_shop: Any, how: str, given: dict[str, Any]
+) -> None:
+    seen = STAMPED[how](served_shop, **given).get(timeout=PATIENCE)
+    expected = {*STAMPS} - ({"tolerance"} if how == "send_many" else set())
+    assert {*seen["stamped_headers"]} == expected
+    assert all(seen["stamps"][name] in ("blue", ["blue"]) for name in expected)
+    if given:
+        assert headers.DUE in seen["headers"]
+
+
+def test_an_option_that_a_stamp_would_hide_is_refused(served_shop: Any) -> None:
+    signature = _stamped(served_shop.tasks["request"].s())
+    for send in (signature.set, signature.apply_async):
+        with pytest.raises(UnknownOption, match="the signature has a stamp of this name"):
+            send(delay=5)
 
 
 def test_an_ignored_result_is_not_stored(served_shop: Any) -> None:

@@ -160,11 +160,31 @@ def test_a_countdown_of_one_tick_waits_in_the_levels(served_shop: Any) -> None:
     assert_waited(result.get(timeout=PATIENCE), before, 0.1)
 
 
-@pytest.mark.parametrize("text", [False, True], ids=["datetime", "ISO string"])
-def test_an_eta_in_the_past_is_sent_at_once(served_shop: Any, text: bool) -> None:
-    past = datetime.now(UTC) - timedelta(days=1)
-    result = served_shop.tasks["look"].apply_async(eta=past.isoformat() if text else past)
-    assert_not_delayed(result.get(timeout=PATIENCE))
+PAST = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("queue", ["default", "topic.reports"])
+@pytest.mark.parametrize(
+    "over",
+    [{"eta": PAST}, {"eta": PAST.isoformat()}, {"eta": PAST.replace(tzinfo=None)}]
+    + [{option: value} for option in ("delay", "countdown") for value in (0, -86_400)],
+    ids=str,
+)
+def test_a_time_that_is_over_is_seen_as_in_plain_celery(
+    served_shop: Any, over: dict[str, Any], queue: str
+) -> None:
+    plain = celery.Celery("plain", broker="memory://", set_as_current=False)
+    # A delay of zero or less says that there is none.
+    in_celerys_words = {} if "delay" in over else over
+    expected = plain.amqp.as_task_v2("id", "look", **in_celerys_words).headers["eta"]
+    result = served_shop.tasks["look"].apply_async(**over, queue=named(served_shop, queue))
+    seen = result.get(timeout=PATIENCE)
+    assert headers.DUE not in seen["headers"]
+    if "eta" in over or expected is None:
+        assert seen["eta"] == expected
+    else:
+        later = datetime.fromisoformat(seen["eta"]) - datetime.fromisoformat(expected)
+        assert timedelta(0) <= later < timedelta(minutes=1)
 
 
 @pytest.mark.parametrize("option", ["delay", "countdown"])
@@ -286,6 +306,32 @@ def test_a_retry_takes_every_kind_of_delay(served_shop: Any, option: str) -> Non
         assert_waited(second, first["at"], 0.4)
 
 
+@pytest.mark.parametrize(
+    ("name", "waits"), [("autoretry", 1), ("autoretry-delay", 0.4), ("autoretry-both", 1)]
+)
+def test_autoretry_waits_for_its_delay_or_its_backoff_and_returns(
+    served_shop: Any, name: str, waits: float
+) -> None:
+    queue = named(served_shop, "second")
+    before = time.time()
+    seen = served_shop.tasks[name].apply_async(queue=queue).get(timeout=PATIENCE)
+    assert seen["retries"] == 1
+    assert seen["routing_key"] == queue
+    assert seen["headers"][headers.QUEUE] == queue
+    assert_waited(seen, before, waits)
+
+
+@pytest.mark.parametrize("name", ["autoretry-wrong", "autoretry-wrong-held"])
+def test_a_retry_that_we_refuse_fails_the_task_with_the_reason_and_its_own_error(
+    served_shop: Any, name: str
+) -> None:
+    result = served_shop.tasks[name].apply_async()
+    with pytest.raises(Exception, match="soon") as caught:
+        result.get(timeout=PATIENCE)
+    assert type(caught.value).__name__ == "InvalidDelayType"
+    assert "the mail gateway does not answer" in result.traceback
+
+
 @pytest.mark.parametrize("option", ["delay", "countdown"])
 def test_a_delayed_task_s_retry_without_a_delay_comes_back_at_once(
     served_shop: Any, option: str
@@ -297,16 +343,6 @@ def test_a_delayed_task_s_retry_without_a_delay_comes_back_at_once(
     assert_not_delayed(again)
     assert again["routing_key"] == second
     assert again["headers"] == {}
-
-
-def test_autoretry_with_backoff_waits_in_the_levels_and_returns(served_shop: Any) -> None:
-    queue = named(served_shop, "second")
-    before = time.time()
-    seen = served_shop.tasks["autoretry"].apply_async(queue=queue).get(timeout=PATIENCE)
-    assert seen["retries"] == 1
-    assert seen["routing_key"] == queue
-    assert seen["headers"][headers.QUEUE] == queue
-    assert_waited(seen, before, 1)
 
 
 def test_a_backoff_above_ten_minutes_waits_in_full_below_its_maximum(

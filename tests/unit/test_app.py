@@ -21,6 +21,8 @@ from celery_rabbitdelay.worker.bootsteps import Modules
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
 
+NOWHERE_REDIS = "redis://127.0.0.1:1"
+
 #: It is no row.
 SEVEN: Any = "seven"
 
@@ -214,12 +216,16 @@ def test_an_option_of_the_registry_needs_one_however_the_task_is_sent(
             send()
 
 
-def test_a_stamp_may_have_the_name_of_such_an_option(in_memory: Any) -> None:
-    signature = in_memory.signature("remind")
-    signature.stamp(append_stamps=False, key="order:7", job="import-7")
-    signature.apply_async()
-    stamps = _header_of_the_only_message(in_memory)["stamps"]
-    assert stamps == {"key": "order:7", "job": "import-7"}
+def test_a_retry_of_a_task_that_a_worker_holds_raises_why_it_is_refused(app: Any) -> None:
+    app.conf.rabbitdelay_registry_url = NOWHERE_REDIS
+
+    @app.task(bind=True, shared=False, rabbitdelay=False)
+    def held(self: Any) -> None: ...
+
+    held.push_request(id="one", args=(), kwargs={}, called_directly=False)
+    # Celery would drop the message, and say so in a warning.
+    with pytest.raises(exceptions.UnknownOption, match="the registry cannot reach it"):
+        held.retry(countdown=5, once=True)
 
 
 def test_what_celery_takes_by_position_is_taken_by_position(app: Any) -> None:

@@ -38,7 +38,7 @@ words: dict[str, Any] = {
     headers.SCHEDULE: texts,
     **dict.fromkeys((headers.LIFE, headers.ORDER), st.integers(0, headers.MAX_EXACT).map(str)),
     headers.ONCE: st.just(True) | texts.filter(bool),
-    **dict.fromkeys((headers.REDELIVERED, headers.COMMITTED), st.just(True)),
+    **dict.fromkeys((headers.TRACKED, headers.REDELIVERED, headers.COMMITTED), st.just(True)),
 }
 
 #: Whatever this package writes.

@@ -135,13 +135,13 @@ def test_each_task_is_put_into_the_registry_before_it_is_used(app: Any) -> None:
             seen.append(name)
             super().__setitem__(name, task)
 
-    class Registered(Task):
+    class Registered(Task):  # type: ignore[type-arg]
         name = "registered"
 
     def run() -> None: ...
 
     app._tasks.__class__ = Tasks
-    celery.shared_task(run, name="shared")
+    celery.shared_task(name="shared")(run)
     app.task(run, name="decorated", shared=False)
     app.register_task(Registered())
     app.finalize()

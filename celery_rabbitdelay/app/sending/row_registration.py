@@ -66,7 +66,7 @@ class RowRegistration:
     @property
     def shared_headers(self) -> dict[str, Any]:
         """The headers that the messages of all rows have."""
-        return self._wanted._replace(key="", track=False).headers("", job_id=self._job_id)
+        return self._wanted._replace(key="").headers("", job_id=self._job_id)
 
     @property
     def tracks(self) -> bool:
