@@ -103,9 +103,8 @@ class Connected:
         settings = self.settings
         if settings.registry_url is None:
             raise exceptions.RegistryRequired("app.rabbitdelay.registry")
-        if self.stand_in is not None:
-            return self.stand_in.registry  # type: ignore[no-any-return]
-        store = connect_to_redis(
+        store = self.stand_in and self.stand_in.store
+        store = store or connect_to_redis(
             settings.registry_url, settings.registry_options, settings.registry_durability or 0
         )
         store.on_call = self._note_call

@@ -20,7 +20,7 @@ from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
-from celery_rabbitdelay.exceptions import JobClosed, NotTracked, RegistryUnavailable
+from celery_rabbitdelay.exceptions import JobClosed, NotRecorded, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
     Delay,
@@ -327,6 +327,8 @@ class WaitingTasks(Jobs):
         topology = self.settings.topology
 
         def backlog() -> Backlog:
+            if self.stand_in is not None:
+                raise NotRecorded("show(), which asks the broker where a task waits")
             with self.app.connection_for_write() as connection:
                 connect(connection)
                 return backlog_of(connection, topology)

@@ -21,7 +21,7 @@ from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of, milliseconds_of
-from celery_rabbitdelay.levels.headers import DUE, parse
+from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.publication import Publication
@@ -59,27 +59,29 @@ class Recorded:
         arrival: What the registry is asked about it.
         message: Its message, as a worker receives it: headers, properties and delivery_info.
         body: Its arguments, its keyword arguments, and its callbacks, chain and chord.
-        waits: Whether it has not run yet.
+        at_ms: When it arrives at a worker, in milliseconds since 1970-01-01 UTC.
+        has_waited: Whether it comes from the levels, so that the registry is asked about it.
+        waits: Whether it has not arrived yet, or waits again.
+        is_held: Whether it was put back for as long as its job is open, or it is paused.
     """
 
     sent: Sent
     arrival: Arrival
     message: SimpleNamespace
     body: tuple[Any, Any, Mapping[str, Any]]
+    at_ms: int
+    has_waited: bool
     waits: bool = True
+    is_held: bool = False
 
     @classmethod
-    def of(
-        cls, message: amqp.Message, address: Address, due: Due | None, running_ms: int | None
-    ) -> Self | None:
+    def of(cls, message: amqp.Message, address: Address, due: Due | None) -> Self | None:
         """Read a message; None for a note or an event.
 
         Args:
             message: The message.
             address: As for :data:`Take`.
             due: As for :data:`Take`.
-            running_ms: When the task that sends it is due, in milliseconds since 1970-01-01 UTC;
-                None for the present.
         """
         raw, properties = headers_of(message), dict(message.properties)
         said, _ = parse(raw)
@@ -88,9 +90,7 @@ class Recorded:
             return None
         if due is not None:
             address = Address(said.exchange or "", said.routing_key or "", said.queue)
-        due_ms, delay_ms, has_eta = _times(due, headers.get("eta"), running_ms)
-        if DUE in raw:
-            raw[DUE] = due_ms
+        due_ms, delay_ms, has_eta = _times(due, headers.get("eta"))
         delivery = {"exchange": address.exchange, "routing_key": address.routing_key}
         received: Any = SimpleNamespace(headers=raw, properties=properties, delivery_info=delivery)
         restore(received)
@@ -101,7 +101,7 @@ class Recorded:
                 task=headers["task"],
                 args=body[0],
                 kwargs=body[1],
-                id=headers["id"],
+                task_id=headers["id"],
                 due=instant_of(due_ms),
                 delay=timedelta(milliseconds=delay_ms),
                 has_eta=has_eta,
@@ -119,6 +119,8 @@ class Recorded:
             arrival=arrival,
             message=received,
             body=body,
+            at_ms=due_ms,
+            has_waited=due is not None,
         )
 
 
@@ -131,21 +133,16 @@ def _body(message: amqp.Message, headers: Mapping[str, Any]) -> tuple[Any, Any, 
     return args, kwargs, embedded
 
 
-def _times(due: Due | None, eta: Any, running_ms: int | None) -> tuple[int, int, bool]:
+def _times(due: Due | None, eta: Any) -> tuple[int, int, bool]:
     """Return when a task is due and after how long, in milliseconds, and whether it has an eta."""
-    real_ms = wall_clock.ms()
-    now_ms = real_ms if running_ms is None else running_ms
-    if due is not None and due.is_instant:
-        return due.at_ms, max(due.at_ms - now_ms, 0), True
+    now_ms = wall_clock.ms()
     if due is not None:
-        delay_ms = max(due.delay_ms, 0)
-        return (due.at_ms if running_ms is None else running_ms + delay_ms), delay_ms, False
+        delay_ms = max(due.at_ms - now_ms, 0) if due.is_instant else max(due.delay_ms, 0)
+        return due.at_ms, delay_ms, due.is_instant
+    # A worker would hold it until its eta.
     instant = eta_of(eta, UTC)
-    if instant is None:
-        return now_ms, 0, False
-    # A worker would hold it until then. It may have had a countdown, which counts from now_ms.
-    delay_ms = max(milliseconds_of(instant) - real_ms, 0)
-    return now_ms + delay_ms, delay_ms, True
+    due_ms = now_ms if instant is None else max(milliseconds_of(instant), now_ms)
+    return due_ms, due_ms - now_ms, instant is not None
 
 
 class RecordingPublisher(Publisher):

@@ -15,13 +15,18 @@ from celery.app.trace import build_tracer
 from celery.backends.base import DisabledBackend
 from celery.result import denied_join_result
 from celery.worker.request import Request
+from celery.worker.state import revoked
 
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import results_kept_in
 from celery_rabbitdelay.app.sending.task_producer import StandIn
 from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
+from celery_rabbitdelay.levels.headers import DUE
+from celery_rabbitdelay.registry.decision import Decision, Verdict
+from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.testing.recorded_messages import (
     Address,
     Recorded,
@@ -29,8 +34,10 @@ from celery_rabbitdelay.testing.recorded_messages import (
     RecordingPublisher,
     ResultsInMemory,
 )
-from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
+from celery_rabbitdelay.testing.recorded_store import RecordedStore
 from celery_rabbitdelay.testing.sent import Sent, Wanted
+from celery_rabbitdelay.testing.shared_clock import going_by
+from celery_rabbitdelay.worker.decisions import DISCARDED
 
 #: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
 MAX_RUNS: Final = 10_000
@@ -56,9 +63,8 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
       ``app.rabbitdelay``, in any thread. With ``task_always_eager``, ``apply_async`` runs the task,
       and nothing is recorded.
     - If there is a result backend, results are kept in memory, and lost at the end.
-    - If ``rabbitdelay_registry_url`` is set, ``key``, ``unique``, ``job``, ``once``, ``cancel`` and
-      ``postpone`` work on what is recorded; other calls of the registry raise
-      :class:`.NotRecorded`. Jobs do not expire.
+    - If ``rabbitdelay_registry_url`` is set, the registry is kept in memory, likewise. Schedules,
+      and what asks the broker, raise :class:`.NotRecorded`.
     - Commands to workers (``app.control``) get no answer; ``revoke`` cancels recorded tasks.
       Events that a task sends itself, and result backends of single tasks, are not replaced.
     - In a block within a block, the inner one records.
@@ -79,6 +85,7 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
         stack.enter_context(app.rabbitdelay.replaced_by(recording.stand_in))
         if not isinstance(app.backend, DisabledBackend):
             stack.enter_context(results_kept_in(app, ResultsInMemory(app)))
+        stack.enter_context(going_by(recording.clock.ns))
         yield recording
 
 
@@ -92,21 +99,22 @@ class Recording:
         recorded: The tasks in the order of their sends.
         stand_in: What takes the application's messages.
         lock: Held while the record changes.
+        clock: The package's clock in the block, which :meth:`run_due` sets ahead.
     """
 
     def __init__(self, app: Celery) -> None:
         self.recorded: list[Recorded] = []
         self.lock = threading.RLock()
         self._app = app
-        self._registry = RecordedRegistry(self)
+        self.clock = _Clock()
         # It is only asked what it is, and never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
-        self.stand_in = StandIn(publisher, producer, self._broadcast, self._registry)
-        #: The due time of the task that runs, from which the delays of its sends count.
-        self._running_ms: int | None = None
-        self._won: set[tuple[str, str]] = set()
+        store = RecordedStore(self._postponed)
+        self.stand_in = StandIn(publisher, producer, self._broadcast, store)
+        #: The ids of the tasks that workers have revoked, by a command or because they had expired.
+        self._revoked: set[str] = set()
 
     def one(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> Sent:
         """Return the one send that has these fields.
@@ -155,14 +163,15 @@ class Recording:
     def run_due(self, within: Delay | None = None) -> list[Sent]:
         """Run the recorded tasks in this process, in the order in which they are due.
 
-        Each runs once, as in a worker: with its id, retries, callbacks, chains, chords and signals.
-        What it sends is recorded, and runs as well if it is due by then. Such a delay counts from
-        when its sender was due, so that a task that repeats itself hourly runs 24 times within a
-        day. The clock is not moved, though: code that asks for the time sees the present, and an
-        ``eta`` that it computes counts from the present.
+        Each runs as in a worker: with its id, retries, callbacks, chains, chords and signals. What
+        it sends is recorded, and runs as well if it is due by then. The package's clock moves as on
+        a travel: to when each task is due, so that a task that repeats itself hourly runs 24 times
+        within a day, and at last by ``within``. Code that asks for the time sees the present,
+        though, and an ``eta`` that it computes counts from the present.
 
-        Left out are tasks that are cancelled, expired or superseded by a newer one under their key,
-        those of a job that is not committed, and those that this application does not know.
+        Tasks that are cancelled, expired or superseded do not run, and their results become
+        ``REVOKED``. Those that this application does not know go on waiting. So do those of an open
+        job and paused ones; without ``within``, they are left for another call.
 
         Args:
             within: Seconds, or a timedelta: how far from now tasks may be due; None for all.
@@ -172,79 +181,142 @@ class Recording:
 
         Raises:
             Exception: A task has failed with it; its error callbacks are recorded. Another call
-                goes on with the tasks after it.
+                goes on from then, with the tasks after it.
             RuntimeError: Tasks send one another without end; or the block has ended, or is not the
                 innermost one.
         """
         if self._app.rabbitdelay.stand_in is not self.stand_in:
             raise RuntimeError("run_due() is called within the block: tasks would send for real")
+        self.clock.stand_at(0)
         until_ms = None if within is None else Due.after(within).at_ms
         ran: list[Sent] = []
-        while (task := self._next(until_ms)) is not None:
-            if len(ran) == MAX_RUNS:
-                raise RuntimeError(f"{MAX_RUNS:,} tasks have run, and {task.sent} is still due")
-            ran.append(task.sent)
-            self._run(task)
+        for each in self.recorded:
+            if each.is_held:
+                each.at_ms, each.is_held = wall_clock.ms(), False
+        try:
+            while (task := self._next(until_ms)) is not None:
+                self.clock.stand_at(task.at_ms)
+                if len(ran) == MAX_RUNS:
+                    raise RuntimeError(f"{MAX_RUNS:,} tasks have run, and {task.sent} is still due")
+                self._arrive(task, ran)
+            self.clock.stand_at(until_ms or 0)
+        finally:
+            self.clock.go_on()
         return ran
 
     def _next(self, until_ms: int | None) -> Recorded | None:
-        def may_run(task: Recorded) -> bool:
-            sent, due_ms = task.sent, task.arrival.due_ms
-            return (
-                task.waits
-                and (until_ms is None or due_ms <= until_ms)
-                and sent.task in self._app.tasks
-                and (sent.expires is None or sent.due <= sent.expires)
-                and not (sent.once and (sent.id, task.arrival.attempt) in self._won)
-                and self._registry.may_run(task)
-            )
+        def comes(task: Recorded) -> bool:
+            is_due = not task.is_held if until_ms is None else task.at_ms <= until_ms
+            return task.waits and is_due and task.sent.task in self._app.tasks
 
         with self.lock:
-            due = filter(may_run, self.recorded)
-            return min(due, key=lambda task: task.arrival.due_ms, default=None)
+            return min(filter(comes, self.recorded), key=lambda task: task.at_ms, default=None)
 
-    def _run(self, recorded: Recorded) -> None:
-        recorded.waits = False
-        self._won.add((recorded.sent.id, recorded.arrival.attempt))
-        task, message = self._app.tasks[recorded.sent.task], recorded.message
-        request: Any = Request(
+    def _arrive(self, task: Recorded, ran: list[Sent]) -> None:
+        """Do what a worker does with a task that arrives; add it to those that ran, if it runs."""
+        task.waits = False
+        decision = self._decided(task)
+        match decision.verdict:
+            case Verdict.RUN:
+                request = self._request(task)
+                if not self._is_revoked(request):
+                    self._signal(signals.released, task)
+                    ran.append(task.sent)
+                    self._run(task, request)
+            case Verdict.LATER:
+                task.waits, task.at_ms = True, decision.until_ms
+                task.is_held = not decision.is_new_due
+                task.arrival = task.arrival._replace(put_back_ms=decision.until_ms)
+                if decision.is_new_due:
+                    task.message.headers[DUE] = decision.until_ms
+                    task.arrival = task.arrival._replace(due_ms=decision.until_ms)
+            case Verdict.CANCELLED | Verdict.EXPIRED | Verdict.SUPERSEDED as verdict:
+                self._is_revoked(self._request(task), by_registry=True)
+                self._signal(DISCARDED[verdict], task)
+
+    def _decided(self, task: Recorded) -> Decision:
+        delays = self._app.rabbitdelay
+        if not (task.has_waited and delays.has_registry):
+            return Decision(Verdict.RUN)
+        paused = delays.registry.pauses.known()
+        paused_ms = paused_since(paused, task.sent.task, task.sent.queue or "")
+        task.arrival = task.arrival.marked()._replace(paused_ms=paused_ms)
+        (decision,) = delays.registry.decide([task.arrival])
+        return decision
+
+    def _request(self, recorded: Recorded) -> Any:
+        message: Any = recorded.message
+        return Request(
             message,
             app=self._app,
-            task=task,
-            body=recorded.body,
+            task=self._app.tasks[recorded.sent.task],
+            body=recorded.body,  # type: ignore[arg-type]
             headers=message.headers,
             decoded=True,
         )
+
+    def _is_revoked(self, request: Any, by_registry: bool = False) -> bool:
+        """Return whether Celery revokes a task; then its result is stored, and its chord knows."""
+        if by_registry or request.id in self._revoked:
+            revoked.add(request.id)
+        is_revoked: bool = request.revoked()
+        if is_revoked and not by_registry:
+            self._revoked.add(request.id)
+        revoked.discard(request.id)
+        return is_revoked
+
+    def _run(self, recorded: Recorded, request: Any) -> None:
+        task = self._app.tasks[recorded.sent.task]
         context = {**request.request_dict, "is_eager": False, **recorded.body[2]}
         trace: Any = build_tracer(task.name, task, app=self._app)
-        former, self._running_ms = self._running_ms, recorded.arrival.due_ms
-        try:
-            with denied_join_result():
-                _, outcome, *_ = trace(recorded.sent.id, *recorded.body[:2], context)
-        finally:
-            self._running_ms = former
+        with denied_join_result():
+            _, outcome, *_ = trace(request.id, *recorded.body[:2], context)
         if outcome is not None and outcome.state == states.FAILURE:
             raise outcome.retval
 
-    def now_ms(self) -> int:
-        """Return the present, or when the task that runs is due, in milliseconds since 1970."""
-        return wall_clock.ms() if self._running_ms is None else self._running_ms
+    def _signal(self, signal: Any, task: Recorded) -> None:
+        if task.has_waited:
+            signals.send(signal, self._app, task.sent.task_id, task.arrival.due_ms)
 
-    def move(self, task_id: str, due_ms: int) -> None:
-        """Let the messages of a task that wait be due at another time."""
-        with self.lock:
-            for each in self.recorded:
-                if each.waits and each.sent.id == task_id:
-                    each.sent = replace(each.sent, due=instant_of(due_ms))
-                    each.arrival = each.arrival._replace(due_ms=due_ms)
+    def _postponed(self, task_id: str, due_ms: int) -> None:
+        """Show another due time of a task that waits; its message is put back when it arrives."""
+        for each in self.recorded:
+            if each.waits and each.sent.task_id == task_id and due_ms > each.arrival.due_ms:
+                each.sent = replace(each.sent, due=instant_of(due_ms))
 
     def _record(self, message: amqp.Message, address: Address, due: Due | None) -> None:
         with self.lock:
-            recorded = Recorded.of(message, address, due, self._running_ms)
+            recorded = Recorded.of(message, address, due)
             if recorded is not None:
                 self.recorded.append(recorded)
 
     def _broadcast(self, command: str, arguments: Mapping[str, Any]) -> None:
+        if command == "revoke_by_stamped_headers":
+            raise NotRecorded(f"the command {command}")
         if command == "revoke":
             task_ids = arguments["task_id"]
-            self._registry.cancel([task_ids] if isinstance(task_ids, str) else list(task_ids))
+            self._revoked.update([task_ids] if isinstance(task_ids, str) else task_ids)
+
+
+class _Clock:
+    """That of the machine, or of the block around this one, set ahead by what has run."""
+
+    def __init__(self) -> None:
+        self._former_ns = wall_clock.source
+        self._ahead_ns = 0
+        self._stands_at_ns: int | None = None
+
+    def ns(self) -> int:
+        """Return the nanoseconds since 1970-01-01 UTC."""
+        if self._stands_at_ns is not None:
+            return self._stands_at_ns
+        return self._former_ns() + self._ahead_ns
+
+    def stand_at(self, ms: int) -> None:
+        """Stand still at an instant, or where it is if that has passed."""
+        self._stands_at_ns = max(ms * wall_clock.NS_PER_MS, self.ns())
+
+    def go_on(self) -> None:
+        """Go on from where it stands."""
+        self._ahead_ns = self.ns() - self._former_ns()
+        self._stands_at_ns = None

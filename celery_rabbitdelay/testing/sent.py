@@ -28,7 +28,7 @@ class Sent:
         task: The task's name.
         args: Its positional arguments, as its worker gets them: JSON turns tuples into lists.
         kwargs: Its keyword arguments, likewise.
-        id: Its id.
+        task_id: Its id.
         due: When it may start, an aware datetime.
         delay: How long that is after the send.
         has_eta: Whether it was sent for an instant, so that ``delay`` was measured.
@@ -47,7 +47,7 @@ class Sent:
     task: str
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    id: str
+    task_id: str
     due: datetime
     delay: timedelta
     has_eta: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from importlib import import_module
@@ -73,23 +73,31 @@ class SharedClock:
     def is_shown(self, is_shown: bool) -> None:
         self._numbers[_SHOWN] = is_shown
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Let this process, and what it forks, go by this clock in a block.
+    def installed(self) -> AbstractContextManager[None]:
+        """Return a context in which this process, and what it forks, go by this clock."""
+        return going_by(self.ns)
 
-        Days of a travel pass within the seconds for which the answers of the registry and of the
-        broker are kept: so none is, and tasks expire by this clock as well.
-        """
-        former = wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN
-        celerys = Request.maybe_expire
-        try:
-            wall_clock.source = self.ns
-            pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
-            Request.maybe_expire = _maybe_expire  # type: ignore[method-assign,assignment]
-            yield
-        finally:
-            wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN = former  # type: ignore[misc]
-            Request.maybe_expire = celerys  # type: ignore[method-assign]
+
+@contextmanager
+def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
+    """Let this process, and what it forks, go by a clock in a block.
+
+    Days of a travel pass within the seconds for which the answers of the registry and of the broker
+    are kept: so none is, and tasks expire by this clock as well.
+
+    Args:
+        clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
+    """
+    former = wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN
+    celerys = Request.maybe_expire
+    try:
+        wall_clock.source = clock_ns
+        pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
+        Request.maybe_expire = _maybe_expire  # type: ignore[method-assign,assignment]
+        yield
+    finally:
+        wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN = former  # type: ignore[misc]
+        Request.maybe_expire = celerys  # type: ignore[method-assign]
 
 
 def _maybe_expire(request: Request) -> bool:

@@ -22,6 +22,7 @@ from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.connection import Store
 
 
 def publish_policy(
@@ -164,13 +165,13 @@ class StandIn(NamedTuple):
         publisher: Takes those that would wait in the levels.
         producer: Takes all others.
         broadcast: Takes the name and the arguments of each command to the workers.
-        registry: Answers instead of Redis, if the application has a registry.
+        store: What the registry keeps its notes in, instead of Redis.
     """
 
     publisher: Publisher
     producer: Producer
     broadcast: Callable[[str, Mapping[str, Any]], None]
-    registry: Any
+    store: Store
 
 
 class EtaProducer:
