@@ -26,7 +26,7 @@ from celery_rabbitdelay import __version__, exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import delay, shown_url
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.permissions import missing_permission
+from celery_rabbitdelay.publishing.permissions import is_limit_reached, reason_of
 
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]
@@ -372,9 +372,11 @@ def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
         message: What to say.
         exit_status: The command's exit status.
     """
-    permission = missing_permission(error)
-    if permission is not None:
-        message = f"{message.removesuffix(str(error))}{permission}"
+    reason = reason_of(error)
+    if reason != str(error):
+        message = f"{message.removesuffix(str(error))}{reason}"
+    if is_limit_reached(error):
+        exit_status = FAILED  # the broker has answered
     line = shown_url.without_passwords(" ".join(message.split()))
     if as_json():
         click.echo(json.dumps({"error": line}))
