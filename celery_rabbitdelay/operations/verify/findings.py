@@ -114,8 +114,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "`rabbitmqctl set_vm_memory_high_watermark 0.6`, `rabbitmqctl set_disk_free_limit 1GB`",
     ),
     "queue-limit": _danger(
-        "it may have {most} queues (max-queues), has {there} and needs {missing} more, and some for "
-        "each worker",
+        "it may have {most} queues (max-queues) and has {there}; {missing} more are needed",
         "declaring them fails with PRECONDITION_FAILED: no worker starts, or no task can be sent",
         "{command}",
     ),

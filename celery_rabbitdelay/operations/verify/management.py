@@ -65,7 +65,7 @@ class ManagementAPI:
     """
 
     def __init__(self, url: str, tls: Mapping[str, Any] = NOTHING) -> None:
-        parts = _parts(url)
+        parts = parts_of_url(url)
         if parts is None:
             raise InvalidManagementURL(without_password(url))
         host = parts.hostname or ""
@@ -173,13 +173,19 @@ def tls_files_of(connection: Connection) -> Mapping[str, Any]:
     return connection.ssl if isinstance(connection.ssl, dict) else NOTHING
 
 
-def _parts(url: str) -> SplitResult | None:
+def parts_of_url(url: str) -> SplitResult | None:
     """Return the parts of a URL; None if it is malformed, or may be."""
     with suppress(ValueError):
         parts = urlsplit(url)
         # If "/", "?" or "#" stands in a password, its rest is taken for one of these.
         rest = f"{parts.path}{parts.query}{parts.fragment}"
-        if parts.scheme in PORTS and parts.hostname and parts.port != 0 and "@" not in rest:
+        if (
+            parts.scheme in PORTS
+            and not parts.query
+            and parts.hostname
+            and parts.port != 0
+            and "@" not in rest
+        ):
             return parts
     return None
 
