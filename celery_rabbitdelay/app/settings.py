@@ -20,6 +20,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
+from celery_rabbitdelay.registry.connection import TAKES_URL, is_redis_url
 
 #: The beginning of all our keys.
 PREFIX: Final = "rabbitdelay_"
@@ -159,8 +160,8 @@ _RETRY_FOR: Final = SettingType(
 )
 
 _REGISTRY_URL: Final = SettingType(
-    "the URL of a Redis",
-    lambda value: isinstance(value, str) and "://" in value,
+    TAKES_URL,
+    is_redis_url,
     _without_password,
 )
 

@@ -139,6 +139,9 @@ def send(
     """
     delays = shared.delays()
     target = task if by_name else _registered_task(shared.app(), task)
+    # Celery reads it when a task is sent.
+    with shared.usage_errors(Exception, of="the result_backend: "):
+        shared.app().backend  # noqa: B018 - made, and so its URL is checked
     given = {name: value for name, value in options.items() if value is not None}
     lines, failed = Lines(rows), None
     with lines.stopped_by_ctrl_c():
@@ -152,6 +155,8 @@ def send(
             shared.fail(error, error.args[0])
         except (RabbitDelayError, *shared.BROKER_ERRORS) as error:
             shared.fail(error, str(error))
+        except RuntimeError as error:
+            shared.fail(error, f"the result_backend does not answer: {error}")
     shared.answer(_as_json(report, failed, lines), [_summary(report)])
     for line in _trouble(failed, lines):
         click.echo(line, err=True)

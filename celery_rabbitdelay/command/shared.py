@@ -26,13 +26,18 @@ from celery_rabbitdelay import __version__, exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import delay, shown_url
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.permissions import missing_permission
+from celery_rabbitdelay.publishing.kombu_internals import check_tls
+from celery_rabbitdelay.publishing.permissions import is_limit_reached, reason_of
 
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]
 
 #: Where click's context keeps whether the option ``--json`` is given.
 _JSON: Final = "celery_rabbitdelay.json"
+
+
+#: The same for the option ``--traceback``.
+_TRACEBACK: Final = "celery_rabbitdelay.traceback"
 
 
 def _keep(context: click.Context, option: click.Parameter, is_given: bool) -> None:
@@ -60,6 +65,7 @@ class Commands(click.Group):
     """A group of commands that take ``--json``.
 
     It hides passwords in errors: those of click repeat arguments that it cannot make sense of.
+    Whatever a setting or a server causes ends the command with one line.
     """
 
     group_class = type
@@ -79,6 +85,16 @@ class Commands(click.Group):
             # By the dictionary: for type checkers, the attribute is final.
             vars(error)["message"] = shown_url.without_passwords(error.message)
             raise
+        except click.exceptions.Exit:
+            raise
+        except Exception as error:
+            if ctx.find_root().meta.get(_TRACEBACK) or isinstance(error, click.Abort):
+                raise
+            if isinstance(error, exceptions.RabbitDelayError):
+                text = str(error)
+            else:
+                text = f"{type(error).__name__}: {error}; --traceback shows where it comes from"
+            fail(error, text, EX_UNAVAILABLE if isinstance(error, BROKER_ERRORS) else FAILED)
 
 
 @click.group(
@@ -87,6 +103,13 @@ class Commands(click.Group):
     "in that of this machine.",
 )
 @click.version_option(__version__, prog_name="celery-rabbitdelay")
+@click.option(
+    "--traceback",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, option, is_given: context.meta.update({_TRACEBACK: is_given}),
+    help="Print an error with its traceback.",
+)
 def rabbitdelay() -> None:
     """Delayed tasks that wait in RabbitMQ."""
 
@@ -187,7 +210,9 @@ def delays() -> RabbitDelay:
             f"the delays of {app()!r} are not in RabbitMQ: make it a "
             "celery_rabbitdelay.Celery, or call celery_rabbitdelay.install(app)"
         )
-    _check(app().connection_for_write, f"the broker_url of {app()!r}")
+    connection = _check(app().connection_for_write, f"the broker_url of {app()!r}")
+    with usage_errors(OSError, TypeError, ValueError, of=f"the broker_use_ssl of {app()!r}: "):
+        check_tls(connection)
     with usage_errors(exceptions.InvalidSetting):
         if found.has_registry:  # the settings are read, and so checked
             found.registry  # noqa: B018 - made, and so its own are checked
@@ -346,20 +371,13 @@ seconds_type: Final = ParameterType("duration", _seconds)
 def with_registry() -> Iterator[RabbitDelay]:
     """Yield the delays of the application, which have a registry.
 
-    The command ends with one line if Redis or the broker cannot be reached, or refuses.
-
     Raises:
         click.UsageError: They have none, or a setting is wrong.
     """
     found = delays()
     with usage_errors(exceptions.RegistryRequired):
         found.registry  # noqa: B018 - raises if there is none
-    try:
-        yield found
-    except BROKER_ERRORS as error:
-        fail(error, str(error), EX_UNAVAILABLE)
-    except exceptions.RabbitDelayError as error:
-        fail(error, str(error))
+    yield found
 
 
 def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
@@ -372,11 +390,13 @@ def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
         message: What to say.
         exit_status: The command's exit status.
     """
-    permission = missing_permission(error)
-    if permission is not None:
-        message = f"{message.removesuffix(str(error))}{permission}"
+    reason = reason_of(error)
+    if reason != str(error):
+        message = f"{message.removesuffix(str(error))}{reason}"
+    if is_limit_reached(error):
+        exit_status = FAILED  # the broker has answered
     line = shown_url.without_passwords(" ".join(message.split()))
-    if as_json():
+    if click.get_current_context().meta.get(_JSON):
         click.echo(json.dumps({"error": line}))
     raise CeleryCommandException(line, exit_status) from error
 

@@ -42,6 +42,10 @@ _SETTINGS: Final = {
     "shards": "rabbitdelay_shards",
 }
 
+#: What RabbitMQ says if something exists with other arguments. It closes the channel with the same
+#: code for other reasons, such as a limit of the virtual host.
+INEQUIVALENT: Final = "inequivalent arg"
+
 #: In what the levels may differ if the fingerprint on the broker is unknown.
 ANY_SETTING: Final = (
     "rabbitdelay_layout, rabbitdelay_tick, rabbitdelay_queue_type or rabbitdelay_shards, or "
@@ -525,4 +529,6 @@ def _conflict_explained(topology: Topology) -> Iterator[None]:
     try:
         yield
     except PreconditionFailed as conflict:
+        if INEQUIVALENT not in str(conflict):
+            raise
         raise conflict_with(topology, str(conflict)) from conflict

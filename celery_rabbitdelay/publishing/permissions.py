@@ -1,4 +1,4 @@
-"""Which permission a user lacks, as far as RabbitMQ's ``ACCESS_REFUSED`` says.
+"""Why RabbitMQ refuses a method: the permission that a user lacks, or a limit that is reached.
 
 RabbitMQ checks a permission for each resource that a method touches
 (https://www.rabbitmq.com/docs/access-control#authorisation). See :data:`.PASSIVE_PERMISSION`.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from amqp import spec
-from amqp.exceptions import AccessRefused
+from amqp.exceptions import AccessRefused, AMQPError
 
 from celery_rabbitdelay.exceptions import MissingPermission, PermissionMissing
 
@@ -69,6 +69,30 @@ def missing_permission(refused: BaseException) -> MissingPermission | None:
         virtual_host=said["vhost"],
         topic=said["name"] if is_topic else None,
     )
+
+
+#: What the broker says of its limits: of queues, exchanges, connections and channels, by virtual
+#: host, user, node and cluster.
+_LIMIT: Final = re.compile(r"\blimit .*is reached|has reached the maximum allowed .*\blimit")
+
+#: The way out.
+_RAISE_LIMIT: Final = (
+    "raise that limit with rabbitmqctl set_vhost_limits or set_user_limits, or in rabbitmq.conf; "
+    "what exists is sound"
+)
+
+
+def is_limit_reached(refused: BaseException) -> bool:
+    """Return whether the broker has refused a method because a limit is reached."""
+    return isinstance(refused, AMQPError) and _LIMIT.search(str(refused.reply_text)) is not None
+
+
+def reason_of(refused: BaseException) -> str:
+    """Return why the broker has refused a method, with the way out as far as it is known."""
+    permission = missing_permission(refused)
+    if permission is not None:
+        return str(permission)
+    return f"{refused}: {_RAISE_LIMIT}" if is_limit_reached(refused) else str(refused)
 
 
 @contextmanager

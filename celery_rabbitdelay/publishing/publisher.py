@@ -36,7 +36,11 @@ from celery_rabbitdelay.publishing.kombu_internals import (
     drop_connection,
     wait_without_limit,
 )
-from celery_rabbitdelay.publishing.permissions import missing_permission
+from celery_rabbitdelay.publishing.permissions import (
+    is_limit_reached,
+    missing_permission,
+    reason_of,
+)
 from celery_rabbitdelay.publishing.publication import (
     BACKOFF,
     DEFAULT_POLICY,
@@ -464,6 +468,8 @@ class Run:
         broker = shown_broker(self._publisher.connection)
         attempt = f"attempt {max(self._losses, 1)}: {cause!r}"
         reason = f"no connection to {broker}, {attempt}"
+        if cause is not None and is_limit_reached(cause):
+            reason = f"no connection to {broker}: {reason_of(cause)}"
         if isinstance(cause, NotDeclaredInTime):
             reason = (
                 f"{broker} has not declared everything in time, {attempt}; declare the levels "
@@ -494,7 +500,7 @@ def _remaining(deadline: float) -> float:
 def _declaration_refused(address: tuple[str, str], refused: BaseException) -> DeclarationRefused:
     permission = missing_permission(refused)
     if permission is None:
-        return DeclarationRefused(*address, str(refused))
+        return DeclarationRefused(*address, reason_of(refused))
     return DeclarationNotPermitted(permission, *address, str(permission))
 
 

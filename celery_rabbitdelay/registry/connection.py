@@ -5,6 +5,7 @@ A :class:`Breaker` says whether a Redis that did not answer is asked again yet.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -98,6 +99,11 @@ GROWING: Final = ("register", "reserve", "lease")
 #: The first line of a script that Redis is to run when it is full
 #: (https://redis.io/docs/latest/develop/programmability/eval-intro/#eval-flags).
 ALLOW_OOM: Final = "#!lua flags=allow-oom"
+
+#: What the setting takes, in words.
+TAKES_URL: Final = (
+    f"a URL that begins with one of {', '.join(SCHEMES)}; its database is a whole number"
+)
 
 SETTING: Final = "rabbitdelay_registry_url"
 OPTIONS: Final = "rabbitdelay_registry_options"
@@ -362,6 +368,27 @@ class Asker:
         self._connection.disconnect()
 
 
+def is_redis_url(url: object) -> bool:
+    """Return whether a text is a URL that :func:`connect` takes; nothing is imported for it."""
+    if not isinstance(url, str):
+        return False
+    for each in url.split(";"):
+        try:
+            parts = urlsplit(each)
+            _ = parts.port
+        except ValueError:
+            return False
+        if parts.scheme not in SCHEMES:
+            return False
+        # redis-py takes a database that is no number for 0.
+        is_file = parts.scheme in ("unix", "redis+socket")
+        if is_file and parts.path.strip("/") == "":
+            return False
+        if not is_file and not re.fullmatch(r"/?[0-9]*", parts.path):
+            return False
+    return True
+
+
 def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0) -> Store:
     """Return a store that connects when it is first used.
 
@@ -379,8 +406,6 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     """
     invalid_url = partial(InvalidSetting, SETTING, without_password(url))
     scheme = url.partition("://")[0]
-    if scheme not in SCHEMES:
-        raise invalid_url(f"takes a URL that begins with one of {', '.join(SCHEMES)}")
     try:
         import redis  # an extra
     except ImportError as missing:
@@ -408,14 +433,15 @@ def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0)
     }
     if scheme.startswith("sentinel") and not given.get("master_name"):
         raise invalid_url("takes rabbitdelay_registry_options = {'master_name': ...} beside it")
-    errors = (redis.ResponseError, redis.RedisError, RedisClusterException, OSError)
+    # Of the last kind is a record of ours in which another program has written.
+    errors = (redis.RedisError, RedisClusterException, OSError, UnicodeDecodeError)
     try:
         with suppress(ValueError, redis.RedisError):
             return Store(_client_of(scheme, url, given), scheme, errors, copies, timeout)
     except TypeError as wrong:
         raise InvalidSetting(OPTIONS, ", ".join(options), f"{wrong}") from wrong
     # Without the cause: what urllib says of a port or a host may quote the password.
-    raise invalid_url("takes a URL of Redis: its host, port, database or a parameter is invalid")
+    raise invalid_url(f"takes {TAKES_URL}: its host, port, database or a parameter is invalid")
 
 
 def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any]:

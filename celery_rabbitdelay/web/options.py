@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.shown_url import HIDDEN
+from celery_rabbitdelay.operations.verify.management import parts_of_url
 from celery_rabbitdelay.web.passwords import is_hash
 
 #: A viewer reads; an operator also acts.
@@ -132,6 +133,8 @@ class Options:
             if isinstance(getattr(self, name), str):
                 raise _invalid(name, "takes a list of texts")
         self.proxy_networks  # noqa: B018 - raises if one of them is none
+        if self.management is not None and parts_of_url(str(self.management)) is None:
+            raise _invalid("management", "takes a URL such as http://user:password@host:15672")
 
     def _check_users(self) -> None:
         for name, each in (self.users or {}).items():

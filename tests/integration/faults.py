@@ -199,6 +199,11 @@ def full_destination(place: Place) -> None:
     publish(route.exchange, route.routing_key, 8)
 
 
+def limited(place: Place) -> None:
+    queues = place.api.get("queues", place.name, disable_stats="true")
+    place.put("vhost-limits", place.name, "max-queues", value=len(queues))
+
+
 def fast_clock(place: Place) -> None:
     place.clock_ahead = 90
 
@@ -318,6 +323,7 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
     "older-layout": (older_layout, "danger", {"orphan", "orphan-empty"}),
     "empty-older-layout": (empty_older_layout, "note", {"orphan-empty"}),
     "full-destination": (full_destination, "note", {"held"}),
+    "limited": (limited, "danger", {"queue-limit"}),
     "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
     "clock-behind": (slow_clock, "warning", {"clock-difference"}),
 }

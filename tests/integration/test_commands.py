@@ -12,10 +12,11 @@ import pytest
 from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
 from click.testing import CliRunner
+from redis import Redis
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.command.group import rabbitdelay
-from celery_rabbitdelay.testing import RabbitMQServer
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from tests.integration.shop import PATIENCE
 from tests.integration.worker import run_command, start_celery
 from tests.json_schemas import checked
@@ -166,6 +167,67 @@ def test_a_url_of_something_else_is_a_usage_error(
     assert "Usage: " in told.output
     assert "secret" not in told.output
     assert (url.partition(":")[0] if setting.isupper() else setting) in told.output
+
+
+ROWS = '{"args": [1], "delay": 60}\n'
+
+
+@pytest.mark.parametrize(
+    ("settings", "command", "says"),
+    [
+        ({"result_backend": "redis://127.0.0.1:1/0"}, "send look -", "the result_backend does not"),
+        ({"result_backend": "redis://h:99999"}, "send look -", "the result_backend: Port out of"),
+        ({"result_backend": "nonsense://h"}, "send look -", "the result_backend: No module named"),
+        ({"broker_use_ssl": {"nonsense": 1}}, "status", "unexpected keyword argument 'nonsense'"),
+        ({"broker_use_ssl": {"ca_certs": "/nowhere"}}, "status", "No such file or directory: '/no"),
+        ({"broker_use_ssl": {"certfile": __file__}}, "status", "broker_use_ssl of <Celery"),
+        ({"broker_use_ssl": {"cert_reqs": "word"}}, "verify", "broker_use_ssl of <Celery"),
+        ({"broker_use_ssl": {"ciphers": "word"}}, "pending", "No cipher can be selected"),
+        ({"rabbitdelay_registry_url": "redis://h/word"}, "status", "database is a whole number"),
+        ({"rabbitdelay_registry_url": "redis://h:port"}, "status", "database is a whole number"),
+        ({"rabbitdelay_registry_url": "unix://"}, "status", "begins with one of redis, rediss"),
+        ({"rabbitdelay_web": {"management": "ftp://h"}}, "web", "URL such as http://user"),
+        ({"rabbitdelay_web": {"management": "http://h/?x=1"}}, "web", "URL such as http://user"),
+    ],
+)
+def test_what_a_setting_causes_is_one_line(
+    configuration: dict[str, Any], settings: dict[str, Any], command: str, says: str
+) -> None:
+    retries = {"result_backend_transport_options": {"retry_policy": {"max_retries": 1}}}
+    told = run_command({**configuration, **retries, **settings}, command, ROWS)
+    assert told.returncode in (1, 2)
+    assert "Traceback" not in told.stderr
+    assert told.stderr.splitlines()[-1].startswith("Error: ")
+    assert says in told.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["show x", "pending", "cancel x", "job show j"])
+def test_a_record_of_the_registry_that_another_program_wrote_is_one_line(
+    configuration: dict[str, Any], redis: RedisServer, command: str
+) -> None:
+    own = {**configuration, "rabbitdelay_registry_url": redis.url, "rabbitdelay_track": "all"}
+    assert not run_command(own, "job open j").returncode
+    row = '{"args": [1], "delay": 60, "task_id": "x"}'
+    assert not run_command(own, "send look -", row).returncode
+    client: Any = Redis.from_url(redis.url)
+    for key in client.scan_iter():
+        if client.type(key) == b"hash":
+            client.hset(key, mapping=dict.fromkeys(client.hkeys(key), b"\xff"))
+    client.close()
+    told = run_command(own, command)
+    (line,) = told.stderr.splitlines()
+    assert told.returncode == EX_UNAVAILABLE
+    assert line.startswith("Error: the registry cannot be used: ")
+
+
+def test_a_traceback_is_printed_if_it_is_asked_for(
+    configuration: dict[str, Any], redis: RedisServer
+) -> None:
+    own = {**configuration, "rabbitdelay_registry_url": redis.url}
+    redis.kill()
+    told = run_command(own, "--traceback pending")
+    assert "Traceback" in told.stderr
+    assert told.stderr.splitlines()[-1].startswith("celery_rabbitdelay.exceptions.RegistryUnavail")
 
 
 def test_watch_ends_with_a_line_when_the_broker_goes_away(

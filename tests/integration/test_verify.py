@@ -16,7 +16,7 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.exceptions import ManagementUnavailable, PublishError
 from celery_rabbitdelay.levels.layout import binary, custom
 from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.verify.findings import Finding
@@ -38,6 +38,7 @@ from tests.integration.faults import (
     full_destination,
     operator_policy_despite_the_guard,
     unbound_digit,
+    without_levels,
     without_queue,
 )
 from tests.integration.management import (
@@ -422,6 +423,35 @@ def test_that_publishers_are_blocked_is_seen_by_verify_by_status_and_on_the_page
     wait_for(lambda: not page.json("/health")["findings"], "the end of the alarm")
     assert run_celery(settings, "rabbitdelay status").returncode == 0
     app.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "of", "told"),
+    [
+        ('{"max-queues": 3}', "vhost", "queue limit in vhost '{vhost}' (3) is reached"),
+        ('{"max-connections": 0}', "vhost", "connection limit (0) is reached"),
+        ('{"max-connections": 0}', "user", "user connection limit (0) is reached"),
+        ('{"max-channels": 0}', "user", "the maximum allowed user limit of (0)"),
+    ],
+)
+def test_a_limit_of_the_broker_is_named_and_no_queue_is_advised_to_be_deleted(
+    place: Place, limits: str, of: str, told: str
+) -> None:
+    without_levels(place)
+    place.user(".*", ".*", ".*")
+    settings = {"prefix": "shop", "rabbitdelay_prefix": "shop", "rabbitdelay_layout": LEVELS}
+    settings["broker_url"] = place.connection.as_uri(include_password=True)
+    whose = ("-p", place.name) if of == "vhost" else (f"user-{place.name}",)
+    place.node.ctl(f"set_{of}_limits", *whose, limits)
+    declared = run_celery(settings, "rabbitdelay declare")
+    with pytest.raises(PublishError) as sent:
+        make_app(settings).tasks["look"].apply_async(delay=2, confirm_timeout=10)
+    place.node.ctl(f"clear_{of}_limits", *whose, *(["all"] if of == "user" else []))
+    assert declared.returncode == 1
+    for text in (declared.stderr, str(sent.value)):
+        assert told.format(vhost=place.name) in text
+        assert f"set_{of}_limits" in text
+        assert "Delete" not in text
 
 
 # A cluster of three.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from amqp.exceptions import AccessRefused
+from amqp.exceptions import ChannelError
 from kombu import Connection
 
 from celery_rabbitdelay.app.control import status_of_workers
@@ -38,7 +38,9 @@ def verify_application(
     workers: Mapping[str, Mapping[str, Any]] = {}
     is_blocked = delays.is_blocked()
     if not is_blocked:  # the workers are asked by messages
-        with suppress(AccessRefused):  # verify's user may not have the rights for remote control
+        # verify's user may not have the rights for remote control, or a queue for the answers is
+        # one too many.
+        with suppress(ChannelError):
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
     queues = delays.app.amqp.queues.values()
     schedules = delays.registry.schedules if delays.has_registry else None

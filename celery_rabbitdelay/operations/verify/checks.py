@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -40,6 +42,9 @@ NEEDED_FLAG: Final = "stream_queue"
 #: Replicas that survive the death of a node:
 #: https://www.rabbitmq.com/docs/quorum-queues#replication-factor
 ENOUGH_REPLICAS: Final = 3
+
+#: Queues that workers and commands declare for themselves, for remote control and events.
+ROOM_FOR_WORKERS: Final = 100
 
 #: Seconds that a probe may be early, and late.
 PROBE_IN_TIME: Final = (-1.0, 30.0)
@@ -99,6 +104,7 @@ def verify(
         rows = [
             *check_broker(settings, inventory),
             *check_alarms(inventory, is_blocked),
+            *check_limit(topology, lasting, inventory, virtual_host),
             *check_entities(settings, inventory),
             *check_bindings(topology, inventory),
             *check_consumers(topology, inventory),
@@ -140,6 +146,24 @@ def check_alarms(inventory: Inventory, is_blocked: bool) -> Iterator[FoundRow]:
     for subject in nodes or [f"RabbitMQ {inventory.version}"]:
         if is_blocked:
             yield "publishers-blocked", subject, {}
+
+
+def check_limit(
+    topology: Topology, queues: Sequence[Queue], inventory: Inventory, virtual_host: str
+) -> Iterator[FoundRow]:
+    """Find that the virtual host may not have as many queues as are still to be declared."""
+    most, there = inventory.limits.get("max-queues", -1), inventory.queues
+    if most < 0:
+        return
+    ours = {each.name for each in (*topology.queues, topology.probe, *queues)}
+    missing, room = len(ours - {*there}), max(most - len(there), 0)
+    if missing > room or not room:
+        # For some workers too, each of which has queues of its own.
+        enough = {**inventory.limits, "max-queues": len(there) + missing + ROOM_FOR_WORKERS}
+        told = {"most": most, "there": len(there), "missing": missing}
+        arguments = shlex.join(["-p", virtual_host, json.dumps(enough)])
+        command = f"rabbitmqctl set_vhost_limits {arguments}"
+        yield "queue-limit", f"virtual host {virtual_host}", {**told, "command": command}
 
 
 def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:

@@ -113,6 +113,11 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "free memory or disk space on the node, or raise its limit: "
         "`rabbitmqctl set_vm_memory_high_watermark 0.6`, `rabbitmqctl set_disk_free_limit 1GB`",
     ),
+    "queue-limit": _danger(
+        "it may have {most} queues (max-queues) and has {there}; {missing} more are needed",
+        "declaring them fails with PRECONDITION_FAILED: no worker starts, or no task can be sent",
+        "{command}",
+    ),
     "permission-missing": _danger(
         "the user {user!r} lacks the permission {permission}",
         "declaring, binding, sending or serving the modules fails with ACCESS_REFUSED",

@@ -65,7 +65,7 @@ class ManagementAPI:
     """
 
     def __init__(self, url: str, tls: Mapping[str, Any] = NOTHING) -> None:
-        parts = _parts(url)
+        parts = parts_of_url(url)
         if parts is None:
             raise InvalidManagementURL(without_password(url))
         host = parts.hostname or ""
@@ -173,13 +173,19 @@ def tls_files_of(connection: Connection) -> Mapping[str, Any]:
     return connection.ssl if isinstance(connection.ssl, dict) else NOTHING
 
 
-def _parts(url: str) -> SplitResult | None:
+def parts_of_url(url: str) -> SplitResult | None:
     """Return the parts of a URL; None if it is malformed, or may be."""
     with suppress(ValueError):
         parts = urlsplit(url)
         # If "/", "?" or "#" stands in a password, its rest is taken for one of these.
         rest = f"{parts.path}{parts.query}{parts.fragment}"
-        if parts.scheme in PORTS and parts.hostname and parts.port != 0 and "@" not in rest:
+        if (
+            parts.scheme in PORTS
+            and not parts.query
+            and parts.hostname
+            and parts.port != 0
+            and "@" not in rest
+        ):
             return parts
     return None
 
@@ -198,6 +204,7 @@ class Inventory(NamedTuple):
         nodes: Whether each node of the cluster runs, by its name.
         alarmed: The names of the nodes that are low on memory or disk space.
         disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
+        limits: The limits of the virtual host, such as ``max-queues``.
         held: See :func:`held_messages`.
         clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
             negative if it is behind, and 0 if they may be the same.
@@ -212,6 +219,7 @@ class Inventory(NamedTuple):
     nodes: Mapping[str, bool] = NOTHING
     alarmed: Sequence[str] = ()
     disabled_flags: frozenset[str] = frozenset()
+    limits: Json = NOTHING
     held: Mapping[str, int] = NOTHING
     clock_ahead: float = 0.0
 
@@ -236,6 +244,7 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
     # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
     queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
     nodes = api.get("nodes")
+    limits = api.get("vhost-limits", virtual_host)
     return Inventory(
         version=version,
         queues={
@@ -267,6 +276,7 @@ def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
             each["name"] for each in nodes if each.get("mem_alarm") or each.get("disk_free_alarm")
         ],
         disabled_flags=frozenset(each["name"] for each in flags if each["state"] == "disabled"),
+        limits={key: value for each in limits for key, value in each["value"].items()},
         held=held_messages(api, virtual_host),
         clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
     )
