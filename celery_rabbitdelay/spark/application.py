@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import kombu
 from celery.app.utils import find_app
@@ -26,6 +29,10 @@ else:
     StreamWriterBase = datasource.DataSourceStreamWriter
 
 
+SelfT = TypeVar("SelfT")
+ReturnT = TypeVar("ReturnT")
+ParametersT = ParamSpec("ParametersT")
+
 #: The name of an application that is made of a URL.
 MADE: Final = "celery_rabbitdelay.spark"
 
@@ -47,8 +54,11 @@ def application_of(options: ApplicationOptions) -> Any:
 
 
 def _imported(path: str) -> Any:
-    if "://" in path:
-        takes = "takes the import path of a Celery application; a broker's URL is the option broker"
+    if re.fullmatch(r"[\w.]+(:[\w.]+)?", path) is None:
+        takes = (
+            "takes the import path of a Celery application, such as shop:app; a broker's URL is "
+            "the option broker"
+        )
         raise exceptions.InvalidOption("app", without_password(path), takes)
     try:
         app: Any = find_app(path)
@@ -89,7 +99,26 @@ def know_queue(app: Any, name: str | None) -> None:
         app.amqp.queues.add(kombu.Queue(name, no_declare=True))
 
 
-def explain(error: Exception, options: ApplicationOptions, *raw: type[Exception]) -> None:
+def explained(
+    method: Callable[Concatenate[SelfT, ParametersT], ReturnT],
+) -> Callable[Concatenate[SelfT, ParametersT], ReturnT]:
+    """Let a method that Spark calls raise errors as :func:`explain` makes them.
+
+    Its object's attribute ``application`` is the application, if that is known already.
+    """
+
+    @wraps(method)
+    def called(self: SelfT, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            explain(error, getattr(self, "application", None))
+            raise error from None
+
+    return called
+
+
+def explain(error: Exception, options: ApplicationOptions | None, *raw: type[Exception]) -> None:
     """Add to the error of a connection what to check, and drop its traceback.
 
     Spark shows a driver the traceback first. It says no more than the text, if the error is one of
@@ -97,7 +126,7 @@ def explain(error: Exception, options: ApplicationOptions, *raw: type[Exception]
 
     Args:
         error: The error.
-        options: The application.
+        options: The application, if it is known.
         *raw: Further errors of connections to the broker.
     """
     registry = isinstance(error, exceptions.RegistryUnavailable)
@@ -109,7 +138,8 @@ def explain(error: Exception, options: ApplicationOptions, *raw: type[Exception]
             else ("RabbitMQ", "broker_url", "broker")
         )
         given = f"the options {option} and {option}Password"
-        place = given if options.app is None else f"{setting} of the application {options.app}"
+        app = None if options is None else options.app
+        place = given if app is None else f"{setting} of the application {app}"
         error.add_note(f"Check that {server} runs and can be reached from {_where()}, and {place}.")
     elif not isinstance(error, exceptions.RabbitDelayError):
         return

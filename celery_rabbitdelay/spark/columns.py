@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 from uuid import UUID, uuid5
 
+import celery
 from kombu.utils.json import JSONEncoder
 from pyspark import TaskContext
+from pyspark.sql import DataFrame
 from pyspark.sql import Row as SparkRow
-from pyspark.sql import SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
+from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.app.sending.rows import Row
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, InvalidRow
 from celery_rabbitdelay.spark.options import WriteOptions
@@ -57,6 +59,54 @@ def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
     if isinstance(plain, dict):
         plain = [plain[name] for name in alphabetical(plain)]
     return TaskIds(job_id).of(plain)
+
+
+#: Celery takes as many positional arguments as there are; here, these are enough.
+MAX_ARGUMENTS: Final = 100
+
+
+def numbers_taken(
+    task: celery.Task[Any, Any], types: Mapping[str, T.DataType], kwargs_from_columns: bool
+) -> Sequence[int]:
+    """Return how many positional arguments a task takes with the keyword arguments of a write.
+
+    Args:
+        task: The task.
+        types: The types of the columns.
+        kwargs_from_columns: As for :class:`.WriteOptions`.
+
+    Raises:
+        InvalidOption: The columns can be no arguments of the task, whatever a row holds.
+    """
+    check = argument_check(task)
+    names: Sequence[str] = ()
+    if kwargs_from_columns:
+        names = [name for name in types if name not in TYPES]
+    elif isinstance(kwargs := types.get("kwargs"), T.StructType):
+        names = kwargs.names
+    elif kwargs is not None:
+        check = None
+    match types.get("args"):
+        case None:
+            numbers = range(1)
+        case T.StructType(names=fields):
+            numbers = range(len(fields), len(fields) + 1)
+        case _:
+            numbers = range(MAX_ARGUMENTS)
+    if check is None:
+        return numbers
+    taken, refusals = [], []
+    for number in numbers:
+        try:
+            check(*[None] * number, **dict.fromkeys(names))
+        except TypeError as refused:
+            refusals.append(str(refused))
+        else:
+            taken.append(number)
+    if not taken:
+        takes = f"does not take these columns as its arguments: {refusals[0]}"
+        raise InvalidOption("task", task.name, takes)
+    return taken
 
 
 class TaskIds:
@@ -183,6 +233,7 @@ class Columns:
     Args:
         schema: The schema.
         options: The options of the write.
+        is_case_sensitive: Whether names of columns are, for Spark's session.
 
     Attributes:
         schema: The schema.
@@ -196,10 +247,12 @@ class Columns:
         InvalidColumn: A column is missing, unknown, twice there, or of a wrong type.
     """
 
-    def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
+    def __init__(
+        self, schema: T.StructType, options: WriteOptions, is_case_sensitive: bool = False
+    ) -> None:
         self._options = options
         self.schema = schema
-        fold = _fold()
+        fold = str if is_case_sensitive else str.lower
         self.types: dict[str, T.DataType] = {}
         for field in schema.fields:
             name = fold(field.name) if fold(field.name) in TYPES else field.name
@@ -300,15 +353,17 @@ class Columns:
         return parsed
 
 
-def _fold() -> Callable[[str], str]:
-    """Return what makes names of columns equal that are equal for Spark's session."""
+def is_case_sensitive(frame: DataFrame | None = None) -> bool:
+    """Return whether names of columns are case-sensitive for Spark's session.
+
+    Args:
+        frame: A DataFrame of the session; None in an executor.
+    """
     setting = "spark.sql.caseSensitive"
-    if (context := TaskContext.get()) is not None:  # an executor, which Spark tells
-        is_sensitive = context.getLocalProperty(setting)
-    else:
-        session = SparkSession.getActiveSession()
-        is_sensitive = None if session is None else session.conf.get(setting)
-    return str if is_sensitive == "true" else str.lower
+    if frame is not None:
+        return frame.sparkSession.conf.get(setting) == "true"
+    context = TaskContext.get()
+    return context is not None and context.getLocalProperty(setting) == "true"
 
 
 def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:

@@ -9,7 +9,7 @@ from pyspark.sql.types import StructType
 
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.spark import read
-from celery_rabbitdelay.spark.application import HAS_FILTERS
+from celery_rabbitdelay.spark.application import HAS_FILTERS, explained
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
 
@@ -25,11 +25,13 @@ class RabbitDelayDataSource(DataSource):
         """Return the name of the format."""
         return "rabbitdelay"
 
+    @explained
     def schema(self) -> str:
         """Return the columns of a read."""
         what = ReadOptions.of(self.options).what
         return {"levels": read.LEVELS, "undeliverable": read.UNDELIVERABLE}.get(what, read.PENDING)
 
+    @explained
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return what reads."""
         options = ReadOptions.of(self.options)
@@ -45,6 +47,7 @@ class RabbitDelayDataSource(DataSource):
 
         return FilteringReader(options)
 
+    @explained
     def writer(self, schema: StructType, overwrite: bool) -> Any:
         """Return what writes a DataFrame.
 
@@ -57,6 +60,7 @@ class RabbitDelayDataSource(DataSource):
             raise InvalidOption("mode", "overwrite", takes)
         return BatchWriter(schema, WriteOptions.of(self.options))
 
+    @explained
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
         """Return what writes a stream.
 

@@ -7,7 +7,7 @@ cannot write as Python would stay as they are, and Python writes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 from uuid import uuid4
 
@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
-from celery_rabbitdelay.app.celery_internals import argument_check, repr_limits
+from celery_rabbitdelay.app.celery_internals import repr_limits
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, RabbitDelayError
 from celery_rabbitdelay.levels import wall_clock
@@ -25,7 +25,15 @@ from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.spark import expressions
 from celery_rabbitdelay.spark.application import application_of, find_task
-from celery_rabbitdelay.spark.columns import SHARED, TYPES, Columns, TaskIds
+from celery_rabbitdelay.spark.columns import (
+    MAX_ARGUMENTS,
+    SHARED,
+    TYPES,
+    Columns,
+    TaskIds,
+    is_case_sensitive,
+    numbers_taken,
+)
 from celery_rabbitdelay.spark.expressions import COMPACT, JSON, SHOWN, Style, all_of, joined
 from celery_rabbitdelay.spark.options import WriteOptions
 
@@ -58,9 +66,6 @@ CONTAINERS: Final[Mapping[str, Any]] = {
 #: Rows with a longer delay are written by Python, in seconds; longer than any layout's capacity.
 MAX_DELAY: Final = 10**11
 
-#: Tasks with more positional arguments are written by Python.
-MAX_ARGUMENTS: Final = 100
-
 
 def grouped(frame: DataFrame, **options: Any) -> DataFrame:
     """Return a DataFrame that is written much faster, if many tasks share a message.
@@ -82,7 +87,8 @@ def grouped(frame: DataFrame, **options: Any) -> DataFrame:
         InvalidColumn: The schema does not fit, or has a column of a type that only Python writes.
         InvalidOption: An option is wrong, or tasks cannot share messages.
     """
-    grouping = Grouping(frame.schema, WriteOptions.of_call(options))
+    checked = WriteOptions.of_call(options)
+    grouping = Grouping(frame.schema, checked, is_case_sensitive(frame))
     if grouping.refusal is not None:
         raise grouping.refusal
     if frame.isStreaming:
@@ -97,17 +103,20 @@ class Grouping:
     Args:
         schema: The schema.
         options: The options of the write.
+        is_case_sensitive: As for :class:`.Columns`.
 
     Attributes:
         refusal: Why these cannot be grouped; None if they can.
 
     Raises:
         InvalidColumn: The schema does not fit.
-        InvalidOption: The application does not know the task.
+        InvalidOption: The application does not know the task, or it does not take the arguments.
     """
 
-    def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
-        columns = Columns(schema, options)
+    def __init__(
+        self, schema: T.StructType, options: WriteOptions, is_case_sensitive: bool
+    ) -> None:
+        columns = Columns(schema, options, is_case_sensitive)
         self._given_names = schema.names
         self._types, self._identity = columns.types, columns.identity
         self._options = options
@@ -122,7 +131,7 @@ class Grouping:
         now_ms = wall_clock.ms()
         # Spark computes a column once if it has a name and others need it more than once.
         row = F.struct(*map(_column, self._given_names)).alias(ROW)
-        frame = frame.select(row, self._delay_ms(now_ms).alias(DELAY), *self._texts())
+        frame = frame.select(row, self._delay_ms(now_ms).alias(DELAY), *self._texts(now_ms))
         digest = F.sha1(F.concat(self._namespace, F.col(IDENTITY).cast("binary")))
         frame = frame.select("*", digest.alias(DIGEST))
         frame = frame.select(ROW, DELAY, *self._blocks())
@@ -186,7 +195,18 @@ class Grouping:
         near = F.rint(ms)
         return F.when(F.abs(ms - near) < 1e-6, near).otherwise(F.ceil(ms)).cast("long")
 
-    def _texts(self) -> list[Column]:
+    def _is_for_spark(self, now_ms: int) -> Column:
+        """Whether a row is not past, unless these are sent as others are."""
+        if self._options.past == "send":
+            return F.lit(True)
+        if "eta" in self._types:
+            return F.unix_micros(F.col("eta")) >= now_ms * 1000
+        delay = F.col("delay")
+        if isinstance(self._types["delay"], T.DayTimeIntervalType):
+            delay = expressions.interval_micros(delay)
+        return delay >= 0
+
+    def _texts(self, now_ms: int) -> list[Column]:
         """The parts of a row as text, and whether they are those that Python writes."""
         told = [(_column(name), self._types[name]) for name in self._identity]
         texts = [expressions.text(value, kind, COMPACT) for value, kind in told]
@@ -206,7 +226,9 @@ class Grouping:
             self._kwargs(SHOWN).alias(REPRS[1]),
             identity.alias(IDENTITY),
             given.alias("task_id"),
-            all_of([id_is_exact, *self._arguments_are_exact()]).alias(EXACT),
+            all_of([id_is_exact, self._is_for_spark(now_ms), *self._arguments_are_exact()]).alias(
+                EXACT
+            ),
         ]
 
     def _blocks(self) -> list[Column]:
@@ -265,29 +287,14 @@ class Grouping:
             if name in CONTAINERS:
                 # Python writes a null as no arguments.
                 yield _column(name).isNotNull()
-        taken, kind = self._numbers_taken(), self._types.get("args")
+        taken: Sequence[int] = range(MAX_ARGUMENTS)
+        if self._task is not None:
+            taken = numbers_taken(self._task, self._types, self._options.kwargs_from_columns)
+        kind = self._types.get("args")
         if isinstance(kind, T.ArrayType):
             yield F.size(F.col("args")).isin(*taken)
         else:
-            yield F.lit((len(kind.names) if isinstance(kind, T.StructType) else 0) in taken)
-
-    def _numbers_taken(self) -> Sequence[int]:
-        """How many positional arguments the task takes, in addition to its keyword arguments."""
-        check = None if self._task is None else argument_check(self._task)
-        if check is None:
-            return range(MAX_ARGUMENTS)
-        kind = self._types.get("kwargs")
-        names = kind.names if isinstance(kind, T.StructType) else self._arguments
-        kwargs = dict.fromkeys(name for name in names if name != "args")
-        return [number for number in range(MAX_ARGUMENTS) if _takes(check, number, kwargs)]
-
-
-def _takes(check: Callable[..., Any], number: int, kwargs: Mapping[str, Any]) -> bool:
-    try:
-        check(*[None] * number, **kwargs)
-    except TypeError:
-        return False
-    return True
+            yield F.lit(bool(taken))
 
 
 def _from_now_on(length: Column) -> Column:

@@ -6,6 +6,7 @@ Opens no connection.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,32 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 
 from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
 from celery_rabbitdelay.app.sending.rows import WrittenRows
+from celery_rabbitdelay.exceptions import InvalidColumn
 from celery_rabbitdelay.spark.columns import Columns, Taken
 from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.options import WriteOptions
 
 
-def columns_of(schema: T.StructType, options: WriteOptions) -> Columns | GroupedColumns:
+def columns_of(
+    schema: T.StructType, options: WriteOptions, is_case_sensitive: bool
+) -> Columns | GroupedColumns:
     """Return what reads the rows of a DataFrame, by its schema: a grouped one, or any other."""
-    if schema.names == [DUE, ITEM, ROW]:
-        return GroupedColumns(schema, options)
-    return Columns(schema, options)
+    reader = GroupedColumns if schema.names == [DUE, ITEM, ROW] else Columns
+    return reader(schema, options, is_case_sensitive)
+
+
+def planned_columns_of(schema: T.StructType, options: WriteOptions) -> Columns | GroupedColumns:
+    """Return the same where Spark plans a write: it tells executors alone about the session.
+
+    Raises:
+        InvalidColumn: The schema fits neither if names are case-insensitive nor if they are not.
+    """
+    try:
+        return columns_of(schema, options, False)
+    except InvalidColumn as wrong:
+        with suppress(InvalidColumn):
+            return columns_of(schema, options, True)
+        raise wrong
 
 
 class GroupedColumns:
@@ -33,6 +50,7 @@ class GroupedColumns:
     Args:
         schema: Its schema.
         options: The options of the write.
+        is_case_sensitive: As for :class:`.Columns`.
 
     Attributes:
         schema: As for :class:`.Columns`, of the rows as they were.
@@ -44,10 +62,12 @@ class GroupedColumns:
         InvalidColumn: The schema does not fit.
     """
 
-    def __init__(self, schema: T.StructType, options: WriteOptions) -> None:
+    def __init__(
+        self, schema: T.StructType, options: WriteOptions, is_case_sensitive: bool = False
+    ) -> None:
         row = schema[ROW].dataType
         assert isinstance(row, T.StructType), "it was grouped"
-        self._columns = Columns(row, options)
+        self._columns = Columns(row, options, is_case_sensitive)
         self.schema, self.types = row, self._columns.types
         self.are_shared = self._columns.are_shared
         self.shared = self._columns.shared

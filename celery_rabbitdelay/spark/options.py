@@ -10,6 +10,9 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 from urllib.parse import quote, urlsplit, urlunsplit
 
+import celery
+import kombu
+
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration
 from celery_rabbitdelay.levels.plain_times import plain
@@ -62,6 +65,25 @@ def _whole(most: int) -> Option:
     return Option(f"takes a whole number from 1 to {most}", whole)
 
 
+#: The units of Spark's durations and intervals, such as "10 seconds" and "interval '1' day".
+_LONG_UNITS: Final = {
+    "w": "weeks?",
+    "d": "days?",
+    "h": "hours?",
+    "m": "min(?:ute)?s?",
+    "s": "sec(?:ond)?s?",
+    "ms": "(?:millisecond|milli|msec)s?",
+}
+
+
+def _with_short_units(text: str) -> str:
+    """Return a duration as this package writes it; Spark's have longer names of units."""
+    text = re.sub(r"^\s*interval\b", "", text.lower()).replace("'", "")
+    for short, long in _LONG_UNITS.items():
+        text = re.sub(rf"(?<=[\d\s]){long}\b", short, text)
+    return text
+
+
 def _one_of(*words: str) -> Option:
     *others, last = map(repr, words)
     return Option(f"takes {', '.join(others)} or {last}", lambda text: words[words.index(text)])
@@ -69,7 +91,10 @@ def _one_of(*words: str) -> Option:
 
 TEXT: Final = Option()
 FLAG: Final = Option("takes true or false", lambda text: ["false", "true"].index(text.lower()) == 1)
-SECONDS: Final = Option(TAKES_DURATION, lambda text: parse_duration(text).total_seconds())
+SECONDS: Final = Option(
+    f"{TAKES_DURATION}, or as Spark has it, such as '1 minute' or 'interval 10 seconds'",
+    lambda text: parse_duration(_with_short_units(text)).total_seconds(),
+)
 RATE: Final = Option(
     "takes a number of tasks a second above 0",
     lambda text: _bounded(text, sys.float_info.min, sys.float_info.max),
@@ -193,6 +218,9 @@ class WriteOptions(NamedTuple):
             nor aborted.
         max_rate: The maximum number of tasks a second, over all partitions; None for no limit.
         kwargs_from_columns: Whether columns without a special meaning become keyword arguments.
+        past: What becomes of rows whose delay is negative, or whose ``eta`` had passed when the
+            write began. ``send``: their tasks run at once. ``refuse``: they are refused as invalid
+            rows. ``drop``: they are counted, and not sent.
         on_error: ``collect``: refused rows are written to ``errors_path`` while the others are
             sent. ``fail``: the first one ends the write.
         errors_path: The folder for refused rows; None if they are not collected.
@@ -210,6 +238,7 @@ class WriteOptions(NamedTuple):
     job_expires: Annotated[float, SECONDS] = JOB_EXPIRES
     max_rate: Annotated[float | None, RATE] = None
     kwargs_from_columns: Annotated[bool, FLAG] = False
+    past: Annotated[str, _one_of("send", "refuse", "drop")] = "send"
     on_error: Annotated[str, _one_of("fail", "collect")] = "fail"
     errors_path: Annotated[str | None, TEXT] = None
 
@@ -231,12 +260,16 @@ class WriteOptions(NamedTuple):
     def of_call(cls, options: Mapping[str, object]) -> Self:
         """Read options that are Python values; None means that an option is not set.
 
+        A task, a queue and an application may be given themselves. Executors import the
+        application; without one and without a URL, it is the task's.
+
         Raises:
             InvalidOption: As for :meth:`of`.
         """
-        return cls.of(
-            {name: str(plain(each, name)) for name, each in options.items() if each is not None}
-        )
+        given = {name: value for name, value in options.items() if value is not None}
+        if isinstance(task := given.get("task"), celery.Task) and "broker" not in given:
+            given.setdefault("app", task.app)
+        return cls.of({name: _as_text(plain(value, name)) for name, value in given.items()})
 
 
 class ReadOptions(NamedTuple):
@@ -288,6 +321,31 @@ _OPTIONS: Final[Mapping[type[tuple[Any, ...]], Mapping[str, tuple[str, Option]]]
     }
     for cls in (ApplicationOptions, WriteOptions, ReadOptions)
 }
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as Spark's options have it."""
+    if isinstance(value, celery.Celery):
+        return _import_path(value)
+    if isinstance(value, list | tuple):
+        return ",".join(value)
+    return str(value.name if isinstance(value, celery.Task | kombu.Queue) else value)
+
+
+def _import_path(app: celery.Celery) -> str:
+    """Return where executors find an application.
+
+    Raises:
+        InvalidOption: It is in no module that they can import.
+    """
+    for path, module in [*sys.modules.items()]:
+        # Executors have another main module, and Celery's own notes of the default application.
+        if path.partition(".")[0] not in ("__main__", "celery"):
+            for name, value in [*getattr(module, "__dict__", {}).items()]:
+                if value is app:
+                    return f"{path}:{name}"
+    takes = "takes an application that executors can import: define it in a module, not in a script"
+    raise InvalidOption("app", repr(app), takes)
 
 
 def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, str]:

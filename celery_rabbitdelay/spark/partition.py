@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from inspect import signature
 from itertools import accumulate, chain
 from typing import Any, Final, Self, TypeAlias
@@ -30,18 +32,24 @@ from celery_rabbitdelay.exceptions import (
     MessageRefused,
     RowsNotConfirmed,
 )
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.spark.application import find_task, know_queue
 from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
 
-#: Rows that are kept in memory, where rows differ in their task or queue, or refused ones are
-#: collected. Only these share envelopes.
-CHUNK_ROWS: Final = 200_000
+#: The bytes of rows that are kept in memory, where rows differ in their task or queue, or refused
+#: ones are collected, and what a row takes in addition to its values. Only these rows share
+#: envelopes, and only these refused ones a file.
+CHUNK_BYTES: Final = 64_000_000
+ROW_BYTES: Final = 1000
 
-#: The further columns of refused rows: the error's name and its text.
+#: The further columns of refused rows: the error's name and its text, the job of the write, and the
+#: partition and the attempt of Spark that has read them, such as "3.0".
 ERROR: Final = "rabbitdelay_error"
 REASON: Final = "rabbitdelay_reason"
+JOB: Final = "rabbitdelay_job"
+ATTEMPT: Final = "rabbitdelay_attempt"
 
 #: Where a file of Parquet says which types its columns have in Spark.
 SPARKS_SCHEMA: Final = "org.apache.spark.sql.parquet.row.metadata"
@@ -68,6 +76,7 @@ class Sent(WriterCommitMessage):
         messages: In how many messages.
         envelopes: How many of these hold several rows.
         resent: How often a message was published again.
+        dropped: How many rows were not sent since their time had passed (``past = "drop"``).
         seconds: How long sending took.
         refused: How many rows were refused, by reason.
     """
@@ -79,6 +88,7 @@ class Sent(WriterCommitMessage):
     messages: int = 0
     envelopes: int = 0
     resent: int = 0
+    dropped: int = 0
     seconds: float = 0.0
     refused: Counter[str] = field(default_factory=Counter)
 
@@ -109,8 +119,11 @@ class PartitionSender:
         columns: Reads the rows.
         options: The options of the write.
         ids: Derives the tasks' ids.
-        job: The job of the registry that all tasks belong to; empty without a registry.
+        write: The name of the write, which is the job of the registry that all tasks belong to.
+        has_registry: Whether there is one.
         partition: The partition's number.
+        attempt: How often Spark has run the partition before.
+        began_ms: Rows that were due before that are past, in milliseconds since 1970-01-01 UTC.
     """
 
     def __init__(
@@ -119,15 +132,20 @@ class PartitionSender:
         columns: Columns | GroupedColumns,
         options: WriteOptions,
         ids: TaskIds,
-        job: str,
+        write: str,
+        has_registry: bool,
         partition: int,
+        attempt: int,
+        began_ms: int,
     ) -> None:
         self._app = app
         self._columns = columns
         self._options = options
         self._ids = ids
-        self._registered = {"job": job, "once": True} if job else {}
-        self._sent = Sent(partition, job)
+        self._registered = {"job": write, "once": True} if has_registry else {}
+        self._sent = Sent(partition, write if has_registry else "")
+        self._origin = {JOB: write, ATTEMPT: f"{partition}.{attempt}"}
+        self._began_ms = began_ms
         self._tasks: dict[str, Any] = {}
         self._refused: list[tuple[Taken, Exception]] = []
         self._tables: list[Any] = []
@@ -144,12 +162,13 @@ class PartitionSender:
                 self._send_chunk(chunk)
         elif (first := next(taken, None)) is not None:
             # No row need be kept.
-            self._send_many(self._columns.shared, map(self._row, chain([first], taken)))
-        if self._tables:
-            self._write_refused()
+            rows = map(self._row, chain([first], taken))
+            self._send_many(self._columns.shared, (row for row in rows if row is not None))
+        self._write_refused()
         return self._sent
 
-    def _row(self, taken: Taken | WrittenRows) -> Row | WrittenRows:
+    def _row(self, taken: Taken | WrittenRows) -> Row | WrittenRows | None:
+        """Return a row as it is sent; None if it is dropped."""
         if isinstance(taken, WrittenRows):
             self._sent.rows += taken.count
             return taken
@@ -159,6 +178,12 @@ class PartitionSender:
             raise taken.error
         if isinstance(unknown := self._task(taken.shared.task), InvalidOption):
             raise InvalidRow({"task": taken.shared.task}, f"its task {unknown.takes}")
+        if self._options.past != "send" and _is_past(taken.row, self._began_ms):
+            if self._options.past == "drop":
+                self._sent.dropped += 1
+                return None
+            time = {"delay": taken.row.delay} if taken.row.eta is None else {"eta": taken.row.eta}
+            raise InvalidRow(time, "its time has passed (past = 'refuse')")
         if taken.row.task_id is not None:
             return taken.row
         return taken.row._replace(task_id=self._ids.of(taken.identity))
@@ -183,13 +208,16 @@ class PartitionSender:
                 self._refuse(each, error)
             else:
                 shared = self._columns.shared if isinstance(each, WrittenRows) else each.shared
-                groups[shared].append((each, row))
+                if row is not None:
+                    groups[shared].append((each, row))
         for shared, members in groups.items():
             while members:
                 members = self._send_group(shared, members)
         if self._refused:
-            self._tables.append(_as_table(self._columns, self._refused))
+            self._tables.append(_as_table(self._columns, self._refused, self._origin))
             self._refused = []
+        if sum(table.nbytes for table in self._tables) > CHUNK_BYTES:
+            self._write_refused()
 
     def _send_group(self, shared: Shared, members: list[Member]) -> list[Member]:
         """Send rows; return those that were not taken because many before them were refused."""
@@ -246,29 +274,68 @@ class PartitionSender:
         self._refused.append((taken, error))
 
     def _write_refused(self) -> None:
+        """Write the refused rows that are collected so far."""
         path = self._options.errors_path
-        assert path is not None, "rows are only collected with it"
+        if path is None or not self._tables:
+            return
         filesystem, folder = fs.FileSystem.from_uri(path)
         filesystem.create_dir(folder, recursive=True)
         # A random name: Spark may run the same partition again.
         name = f"part-{self._sent.partition:05}-{uuid4()}.parquet"
         pq.write_table(pa.concat_tables(self._tables), f"{folder}/{name}", filesystem=filesystem)
+        self._tables = []
 
 
-def _as_table(columns: Columns | GroupedColumns, refused: Sequence[tuple[Taken, Exception]]) -> Any:
+def check_folder(path: str) -> None:
+    """Find out whether refused rows can be written to a folder, which is created.
+
+    Raises:
+        InvalidOption: They cannot.
+    """
+    try:
+        filesystem, folder = fs.FileSystem.from_uri(path)
+        filesystem.create_dir(folder, recursive=True)
+        # Spark's readers pass over such a name.
+        probe = f"{folder}/_rabbitdelay-{uuid4()}"
+        filesystem.open_output_stream(probe).close()
+        filesystem.delete_file(probe)
+    except (OSError, ValueError, NotImplementedError) as failed:
+        takes = f"takes the URI of a folder, or an absolute path, that can be written: {failed}"
+        raise InvalidOption("errorsPath", path, takes) from None
+
+
+def _as_table(
+    columns: Columns | GroupedColumns,
+    refused: Sequence[tuple[Taken, Exception]],
+    origin: Mapping[str, str],
+) -> Any:
     """Return rows as they were, with their errors, as a table that Spark reads with their types."""
     # Parquet has no columns of nulls alone.
     kinds = re.sub('ype":"void"', 'ype":"string"', columns.schema.json())
     schema = T.StructType.fromJson(json.loads(kinds))
     values = [[taken.given[name] for taken, _ in refused] for name in columns.types]
-    for name, text in ((ERROR, lambda error: type(error).__name__), (REASON, str)):
+    further = {
+        ERROR: [type(error).__name__ for _, error in refused],
+        REASON: [str(error) for _, error in refused],
+        **{name: [value] * len(refused) for name, value in origin.items()},
+    }
+    for name, texts in further.items():
         schema = schema.add(name, T.StringType())
-        values.append([text(error) for _, error in refused])
+        values.append(texts)
     has_zone = "timezone" in signature(to_arrow_schema).parameters
     zone: dict[str, Any] = {"timezone": "UTC"} if has_zone else {}
     arrow: pa.Schema = to_arrow_schema(schema, **zone)
     arrays = [pa.array(*each) for each in zip(values, arrow.types, strict=True)]
     return pa.Table.from_arrays(arrays, schema=arrow.with_metadata({SPARKS_SCHEMA: schema.json()}))
+
+
+def _is_past(row: Row, began_ms: int) -> bool:
+    delay = row.delay
+    if isinstance(row.eta, datetime):
+        return milliseconds_of(row.eta) < began_ms
+    if isinstance(delay, timedelta):
+        return delay < timedelta(0)
+    return delay is not None and float(delay) < 0
 
 
 def _count(row: Row | Taken | WrittenRows) -> int:
@@ -277,12 +344,20 @@ def _count(row: Row | Taken | WrittenRows) -> int:
 
 def _chunks(taken: Iterator[Taken | WrittenRows]) -> Iterator[list[Taken | WrittenRows]]:
     chunk: list[Taken | WrittenRows] = []
-    left = CHUNK_ROWS
+    left = CHUNK_BYTES
     for each in taken:
         chunk.append(each)
-        left -= _count(each)
+        left -= ROW_BYTES + _size(each.items if isinstance(each, WrittenRows) else each.given)
         if left <= 0:
             yield chunk
-            chunk, left = [], CHUNK_ROWS
+            chunk, left = [], CHUNK_BYTES
     if chunk:
         yield chunk
+
+
+def _size(value: Any) -> int:
+    """Return about how many bytes a value takes in memory."""
+    size = sys.getsizeof(value)
+    if isinstance(value, Mapping):
+        return size + sum(map(_size, value.values()))
+    return size + sum(map(_size, value)) if isinstance(value, list | tuple) else size

@@ -22,7 +22,7 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter as Wanted
 from celery_rabbitdelay.registry.index import Index
-from celery_rabbitdelay.spark.application import application_of, explain
+from celery_rabbitdelay.spark.application import application_of, explain, explained
 from celery_rabbitdelay.spark.options import ReadOptions
 
 #: The columns of the undeliverable messages.
@@ -45,11 +45,12 @@ class _Reader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
+        self.application = options.application
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         """Yield the rows of a partition, or batches of Arrow."""
-        app = application_of(self._options.application)
         try:
+            app = application_of(self._options.application)
             yield from self._rows(app, partition)
         except Exception as error:
             explain(error, self._options.application, OSError, AMQPError)
@@ -148,15 +149,13 @@ class PendingReader(_Reader):
         super().__init__(options)
         self.wanted = Wanted(options.task, options.key, options.job)
 
+    @explained
     def partitions(self) -> Sequence[InputPartition]:
         """Divide the tasks by their due times into parts of about the same number."""
         app = application_of(self._options.application)
         try:
             index: Index = app.rabbitdelay.registry.index
             bounds = _bounds(index, self.wanted, self._options.partitions)
-        except Exception as error:
-            explain(error, self._options.application)
-            raise error from None
         finally:
             app.rabbitdelay.close()
         edges = [self.wanted.due_after_ms, *bounds, self.wanted.due_before_ms]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,11 +15,12 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.shop import make_app
 from tests.integration.spark import QUICK_JAVA, spark_session
-from tests.integration.spark_apps import environment
+from tests.integration.spark_apps import APPS, environment
 from tests.integration.spark_fixtures import write as write_to
 from tests.integration.trouble import alarm
 from tests.node_control import is_any_blocked, set_memory_limit
@@ -57,6 +59,11 @@ def settings(
         "wrong_redis_password": {
             **away,
             "rabbitdelay_registry_url": f"redis://:wrong@127.0.0.1:{redis.port}/0",
+        },
+        "untracked": {
+            **good,
+            "knows_tasks": False,
+            "rabbitdelay_registry_url": f"redis://:opensesame@127.0.0.1:{redis.port}/0",
         },
         "good": {**good, "rabbitdelay_confirm_timeout": LONG},
         "gives_up": {**good, "rabbitdelay_confirm_timeout": SHORT},
@@ -187,8 +194,49 @@ def test_a_server_that_cannot_be_used_is_a_line_of_error_and_a_line_of_advice(
     assert re.search(rf"^\S+: .*{said}.*\nCheck that {advice}.*\.$", text, re.MULTILINE)
     # Above these, there is only the place in this package that Spark has called.
     assert text.count('  File "') <= 2
+    assert "close()" not in text
     ours = [each for each in text.splitlines() if not each.startswith("\tat ")]
     assert len("\n".join(ours)) < 1500, "without the frames of the JVM, which Spark 4.0 adds"
+
+
+def test_a_wrong_option_is_the_first_line_of_its_error_but_for_where_spark_called(
+    spark: SparkSession, declared: None
+) -> None:
+    with pytest.raises(PySparkException) as failed:
+        write(spark, "good", tolerance="soon")
+    text = str(failed.value)
+    assert text.count('  File "') == 1
+    assert re.search(r'\n  File ".*\n.*\n.*InvalidOption: option tolerance = .soon.', text)
+
+
+def test_a_dispatch_that_fails_says_why_in_its_first_line(
+    spark: SparkSession, settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(APPS, json.dumps(settings))
+    frame = spark.sql("select array(id) args, double(null) delay from range(2)")
+    with pytest.raises(PySparkException) as failed:
+        dispatch(frame, "look", app="tests.integration.spark_apps:good")
+    first, where = str(failed.value).splitlines()
+    assert re.fullmatch(
+        r"celery_rabbitdelay\.exceptions\.InvalidRow: row .*: its delay is null", first
+    )
+    assert where.startswith("This was partition ")
+
+
+@pytest.mark.parametrize(
+    ("app", "said"),
+    [
+        ("untracked", "what = 'pending': lists tracked tasks, and"),
+        ("good", "rabbitdelay_registry_url"),
+    ],
+)
+def test_a_read_of_what_waits_where_nothing_can_be_seen_is_an_error(
+    spark: SparkSession, app: str, said: str
+) -> None:
+    options = {"app": f"tests.integration.spark_apps:{app}"}
+    with pytest.raises(PySparkException) as failed:
+        spark.read.format("rabbitdelay").options(**options).load().collect()
+    assert said in str(failed.value)
 
 
 def test_a_folder_for_refused_rows_that_cannot_be_written_is_not_taken_for_a_server(

@@ -153,6 +153,42 @@ def test_spark_writes_values_of_each_type_as_python_does(spark: SparkSession) ->
     assert len(items) == len(rows) - len(OTHER_DOUBLES)
 
 
+def test_strings_with_a_collation_are_written_as_others_are(spark: SparkSession) -> None:
+    frame = spark.sql(
+        """
+        select array(collate(text, 'UNICODE_CI')) args, 60 + number delay,
+            named_struct('a', collate(text, 'UTF8_LCASE'), 'n', number) kwargs,
+            if(number = 2, collate('given', 'UNICODE'), null) task_id
+        from values ('Plain', 1), ('x', 2), ('it\\'s', 3) as texts(text, number)
+        """
+    )
+    items, left = written(frame)
+    python = by_python(frame, options())
+    assert items == {task_id: item for task_id, item in python.items() if task_id in items}
+    assert len(items) == 2
+    assert [row.args for row in left] == [["it's"]]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        "timestamp_seconds(unix_seconds(now()) + id * 60) eta",
+        "id * 0.1D delay",
+        "id delay",
+        "make_dt_interval(0, 0, 0, id) delay",
+    ],
+    ids=["eta", "double", "bigint", "interval"],
+)
+def test_rows_that_are_past_are_left_to_python_unless_they_are_sent(
+    spark: SparkSession, times: str
+) -> None:
+    frame = spark.sql(f"select array(id) args, {times} from range(-2, 3)").where("args[0] <> 0")
+    assert len(written(frame)[0]) == 4
+    for past in ("drop", "refuse"):
+        items, left = written(frame, past=past)
+        assert (len(items), sorted(row.args[0] for row in left)) == (2, [-2, -1])
+
+
 def test_ids_are_derived_from_the_same_columns_and_delays(spark: SparkSession) -> None:
     frame = spark.sql(
         """

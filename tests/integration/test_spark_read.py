@@ -45,7 +45,7 @@ def read(spark: SparkSession, **options: str) -> DataFrame:
 def job(shop: Any) -> Iterator[str]:
     """A job with 40 tracked tasks that wait, each a second longer, under keys of the job's name."""
     job = f"job-{uuid4().hex}"
-    shop.rabbitdelay.open_job(job, expires=600)
+    shop.rabbitdelay.open_job(job, expires=3600)
     rows = [{"delay": 100 + number, "key": f"{job}:{number}"} for number in range(40)]
     shop.rabbitdelay.send_many(shop.tasks["at"], rows, job=job, track=True)
     yield job
@@ -53,15 +53,21 @@ def job(shop: Any) -> Iterator[str]:
 
 
 def test_tracked_tasks_that_wait_are_read_with_filters_and_in_partitions(
-    spark: SparkSession, job: str
+    spark: SparkSession, shop: Any, job: str
 ) -> None:
     found = read(spark, partitions="4", job=job)
     assert found.rdd.getNumPartitions() == 4
     taken = found.orderBy("due").collect()
     assert [row.key for row in taken] == [f"{job}:{number}" for number in range(40)]
     assert {row.task for row in taken} == {"at"}
+    assert {(row.job, row.job_state) for row in taken} == {(job, "open")}
     (one,) = read(spark, key=f"{job}:7").collect()
     assert one == taken[7]
+    shop.tasks["at"].apply_async(delay=99, key=f"{job}:alone", track=True)
+    shop.rabbitdelay.abort_job(job)
+    of_both = read(spark, task="at").where(F.col("key").startswith(job)).collect()
+    assert [row.job_state for row in of_both] == [None, *["aborted"] * 40]
+    shop.rabbitdelay.cancel(key=f"{job}:alone")
 
 
 @pytest.mark.parametrize("takes_filters", [True, False], ids=["by Redis", "by Spark"])

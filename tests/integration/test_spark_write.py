@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from uuid import uuid4
 import pytest
 from kombu import Connection
 from kombu.utils.json import loads
+from pyarrow import parquet as pq
 from pyspark.errors import AnalysisException, PySparkException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
@@ -22,9 +23,10 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from celery_rabbitdelay import InvalidColumn
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.spark import dispatch, task_id
+from celery_rabbitdelay.spark import dispatch, grouped, task_id
 from celery_rabbitdelay.spark.columns import Columns
 from celery_rabbitdelay.spark.options import WriteOptions
+from celery_rabbitdelay.spark.partition import ATTEMPT, CHUNK_BYTES, ERROR, JOB, REASON
 from celery_rabbitdelay.testing import wait_for
 from tests.integration import away_shop
 from tests.integration.arrivals import count
@@ -44,6 +46,10 @@ from tests.integration.spark_fixtures import (
 )
 
 __all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
+
+
+#: The columns that refused rows have in addition to their own.
+FURTHER = (ERROR, REASON, JOB, ATTEMPT)
 
 
 def test_each_row_becomes_a_task_that_runs_when_it_is_due(
@@ -77,10 +83,14 @@ def test_columns_may_have_several_types(spark: SparkSession, noted: Notes, colum
 
 
 def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
-    spark: SparkSession, driver: None, noted: Notes
+    spark: SparkSession, driver: None, shop: Any, noted: Notes
 ) -> None:
     frame = notes(spark, noted, 3, "1D")
     other = frame.withColumnRenamed("delay", "Delay")
+    both = frame.selectExpr("args", "args[0] ARGS", "kwargs.key who", "delay")
+    queue = f"spark-{uuid4().hex}"
+    given = {"app": APP, "queue": queue, "kwargsFromColumns": "true", "idColumn": "ARGS"}
+    given |= {"task": "nobody.knows", "allowUnknownTasks": "true"}
     spark.conf.set("spark.sql.caseSensitive", "true")
     try:
         write(frame)
@@ -88,9 +98,21 @@ def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
             write(other)
         with pytest.raises(InvalidColumn, match=r"column Delay \(double\): is unknown"):
             dispatch(other, "note", app=APP)
+        write(both, **given)
+        write(grouped(both, **given), **given)
+        for group in (False, True):
+            dispatch(both, group=group, **given)
     finally:
         spark.conf.unset("spark.sql.caseSensitive")
-    wait_for(lambda: len(noted()) >= 3, "the tasks", PATIENCE)
+    with pytest.raises(AnalysisException, match=r"column ARGS \(bigint\): is there twice"):
+        write(both, **given)
+    with Connection(shop.conf.broker_url) as connection:
+        wait_for(lambda: count(connection, queue) == 12, "the tasks", PATIENCE)
+        channel: Any = connection.default_channel
+        bodies = [loads(channel.basic_get(queue, no_ack=True).body) for _ in range(12)]
+        channel.queue_delete(queue)
+    assert sorted(args[0] for args, *_ in bodies) == sorted([0, 1, 2] * 4)
+    assert all(kwargs == {"ARGS": args[0], "who": noted.key} for args, kwargs, _ in bodies)
     assert sorted(noted.until(DELAY)) == [0, 1, 2]
 
 
@@ -149,6 +171,32 @@ def test_a_job_that_is_run_twice_runs_each_task_once(
     assert sorted(noted.until(DELAY + 2)) == [*range(20)]
 
 
+def test_of_a_changed_row_the_one_that_is_due_first_runs_or_with_a_key_the_newest(
+    spark: SparkSession, driver: None, shop: Any
+) -> None:
+    # One row is changed to a later time, and one to an earlier time; each without and with a key.
+    changes = [(0, 2, False), (2, 0, False), (0, 2, True), (2, 0, True)]
+    schema = "args array<string>, kwargs struct<key: string>, eta timestamp, key string"
+    for seconds in (20, 80, 320):  # for the machine that sends both in time
+        noted = [Notes(shop) for _ in changes]
+        first_due = datetime.now(UTC) + timedelta(seconds=seconds)
+        for version, text in enumerate(("old", "changed")):
+            rows = [
+                ([text], (each.key,), first_due + timedelta(seconds=change[version]), key)
+                for each, change in zip(noted, changes, strict=True)
+                for key in [each.key if change[-1] else None]
+            ]
+            given = {"app": APP, "jobId": f"job-{noted[0].key}", "idColumn": "kwargs"}
+            dispatch(spark.createDataFrame(rows, schema), "note", **given)
+        if datetime.now(UTC) < first_due:
+            break
+    noted[0].until(seconds + 2)
+    found = [each() for each in noted]
+    for each in noted:
+        each.forget()
+    assert found == [["old"], ["changed"], ["changed"], ["changed"]]
+
+
 def test_no_task_of_a_write_that_fails_runs(spark: SparkSession, noted: Notes) -> None:
     rows = notes(spark, noted, 40).repartition(2)
     bad = spark.sql(
@@ -172,14 +220,38 @@ def test_refused_rows_are_collected_mended_and_written_again(
     wait_for(lambda: len(noted()) >= 4, "the good rows", PATIENCE)
     assert sorted(noted()) == [2, 3, 4, 5]
     refused = spark.read.parquet(str(tmp_path)).orderBy("Args")
-    found = refused.select("rabbitdelay_error", "rabbitdelay_reason").collect()
-    assert [error for error, _ in found] == ["InvalidDelay", "InvalidRow"]
-    rows = refused.drop("rabbitdelay_error", "rabbitdelay_reason")
+    found = refused.selectExpr(*FURTHER, "input_file_name() file").collect()
+    assert [row.rabbitdelay_error for row in found] == ["InvalidDelay", "InvalidRow"]
+    assert all(len(row.rabbitdelay_reason) < 300 for row in found)
+    for row in found:
+        partition, attempt = row.rabbitdelay_attempt.split(".")
+        assert f"part-{int(partition):05}-" in row.file
+        assert int(attempt) == 0
+    assert {row.rabbitdelay_job.split(":")[0] for row in found} == {"spark"}
+    rows = refused.drop(*FURTHER)
     assert rows.schema.simpleString() == frame.schema.simpleString()
     assert [repr(row.delay) for row in rows.collect()] == ["nan", "None"]
     write(rows.withColumn("delay", F.lit(0.1)), **errors)
     wait_for(lambda: len(noted()) >= 6, "the mended rows", PATIENCE)
     assert sorted(noted()) == [*range(6)]
+    write(frame, **errors)
+    jobs = spark.read.parquet(str(tmp_path)).groupBy("rabbitdelay_job").count().collect()
+    assert [count for _, count in jobs] == [2, 2]
+
+
+def test_large_refused_rows_are_written_some_at_a_time(
+    spark: SparkSession, driver: None, tmp_path: Path
+) -> None:
+    # Of 400 MB, in one partition.
+    frame = spark.sql(
+        "select array(repeat(string(id % 10), 2000000)) args, double(null) delay "
+        "from range(0, 200, 1, 1)"
+    )
+    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+    assert dispatch(frame, "look", app=APP, **errors).refused == {"InvalidRow": 200}
+    rows = [pq.read_metadata(path).num_rows for path in tmp_path.iterdir()]
+    assert sum(rows) == 200
+    assert max(rows) * 2_000_000 <= 3 * CHUNK_BYTES
 
 
 def test_refused_rows_keep_the_types_of_their_columns(
@@ -193,9 +265,10 @@ def test_refused_rows_keep_the_types_of_their_columns(
         """
     )
     errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
-    report = dispatch(frame, "note", app=APP, kwargsFromColumns=True, **errors)
+    given = {"app": APP, "kwargsFromColumns": True, "allowUnknownTasks": True, **errors}
+    report = dispatch(frame, "nobody.knows", **given)
     assert (report.confirmed, report.refused) == (0, {"InvalidDelay": 1})
-    back = spark.read.parquet(str(tmp_path)).drop("rabbitdelay_error", "rabbitdelay_reason")
+    back = spark.read.parquet(str(tmp_path)).drop(*FURTHER)
     # Parquet has no columns of nulls alone.
     expected = frame.schema.simpleString().replace(":void", ":string").replace("<void>", "<string>")
     assert back.schema.simpleString() == expected
@@ -203,10 +276,12 @@ def test_refused_rows_keep_the_types_of_their_columns(
 
 
 def test_a_driver_gets_a_report_on_what_it_has_sent(
-    spark: SparkSession, driver: None, noted: Notes
+    spark: SparkSession, driver: None, shop: Any, noted: Notes
 ) -> None:
     began = time.time()
-    report = dispatch(notes(spark, noted, 40).repartition(2), "note", app=APP, envelopes=False)
+    frame = notes(spark, noted, 40).repartition(2)
+    # The application is that of the task.
+    report = dispatch(frame, shop.tasks["note"], envelopes=False, tolerance="100 milliseconds")
     assert (report.rows, report.confirmed, report.messages) == (40, 40, 40)
     assert [each.partition for each in report.partitions] == [0, 1]
     assert "40 of 40 rows confirmed, in 40 messages" in str(report)
@@ -223,6 +298,43 @@ def test_no_task_of_a_dispatch_that_fails_runs(
     with pytest.raises(PySparkException, match="its delay is null"):
         dispatch(bad, "note", app=APP)
     assert noted.until(DELAY + 2) == []
+
+
+def write_stream(frame: DataFrame, folder: Path, **options: Any) -> None:
+    """Send a DataFrame's rows as a stream of one batch."""
+    rows, checkpoint = str(folder / "rows"), str(folder / "checkpoint")
+    frame.write.parquet(rows)
+    stream = frame.sparkSession.readStream.schema(frame.schema).parquet(rows).writeStream
+    stream = stream.format("rabbitdelay").options(app=APP, task="note", **options)
+    stream.option("checkpointLocation", checkpoint).trigger(availableNow=True)
+    stream.start().awaitTermination()
+
+
+def test_rows_whose_time_has_passed_are_dropped_or_refused_if_asked_for(
+    spark: SparkSession, driver: None, noted: Notes, tmp_path: Path
+) -> None:
+    rows = f"named_struct('key', '{noted.key}') kwargs from range(4)"
+    past, given = {"past": "drop"}, {"task": "note", "app": APP}
+    eta = "if(id % 2 = 0, timestamp '2013-01-01', now() + interval 1 hour) eta"
+    interval = "if(id % 2 = 0, interval '-1' second, interval '1' second) delay"
+    number = "if(id % 2 = 0, -0.001D, 1D) delay"
+    for time_column in (eta, interval, number):
+        frame = spark.sql(f"select array(id) args, {time_column}, {rows}")
+        for group in (False, True):
+            report = dispatch(frame, group=group, **given, **past)
+            assert (report.rows, report.confirmed, report.dropped) == (4, 2, 2)
+            assert "2 dropped: past" in str(report)
+    write(frame, **past)
+    write(grouped(frame, **given, **past), **past)
+    write_stream(frame, tmp_path, **past)
+    refused = r"its time has passed \(past = 'refuse'\)"
+    with pytest.raises(PySparkException, match=refused):
+        write(frame, past="refuse")
+    errors: dict[str, Any] = {"onError": "collect", "errorsPath": (tmp_path / "errors").as_uri()}
+    report = dispatch(frame, past="refuse", group=True, **given, **errors)
+    assert (report.confirmed, report.dropped, report.refused) == (2, 0, {"InvalidRow": 2})
+    wait_for(lambda: len(noted()) >= 16, "the tasks that are not past", PATIENCE)
+    assert set(noted()) == {1, 3}
 
 
 def test_tables_and_views_of_sql_send_tasks_and_read(spark: SparkSession, noted: Notes) -> None:
@@ -401,6 +513,9 @@ WRONG: list[tuple[str, dict[str, str], str]] = [
     ("1 delay", {"tasks": "x"}, "option tasks: is unknown; did you mean task"),
     ("1 delay", {"task": "notes"}, "option task = 'notes': is unknown to the application; did you"),
     ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
+    ("1 delay", {"app": "<Celery shop>"}, "option app = '<Celery shop>': takes the import path"),
+    ("1 delay, 'x' cat", {"kwargsFromColumns": "true"}, "does not take these columns as its arg"),
+    ("1 delay", {"onError": "collect", "errorsPath": "errs"}, "option errorsPath = 'errs': takes"),
 ]
 
 

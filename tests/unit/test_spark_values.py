@@ -12,12 +12,20 @@ from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
+from kombu import Queue
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay import Celery, InvalidColumn, InvalidOption, InvalidRow, Row
 from celery_rabbitdelay.spark.application import find_task
-from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds, task_id
+from celery_rabbitdelay.spark.columns import (
+    Columns,
+    Shared,
+    Taken,
+    TaskIds,
+    numbers_taken,
+    task_id,
+)
 from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
 from tests.given_times import KINDS
 
@@ -255,6 +263,9 @@ def test_a_write_needs_a_task() -> None:
         ({**LEAST, "onerror": "ignore"}, "option onError = 'ignore': takes 'fail' or 'collect'"),
         ({**LEAST, "errorspath": "/x"}, "option errorsPath = '/x': takes the folder"),
         ({**LEAST, "onerror": "collect"}, "option errorsPath: takes the folder"),
+        ({**LEAST, "past": "skip"}, "option past = 'skip': takes 'send', 'refuse' or 'drop'"),
+        ({**LEAST, "tolerance": "1 month"}, "option tolerance = '1 month': takes a duration"),
+        ({**LEAST, "tolerance": "interval"}, "or as Spark has it, such as '1 minute'"),
     ],
 )
 def test_a_wrong_option_is_refused_and_no_password_is_shown(given: Any, text: str) -> None:
@@ -262,6 +273,70 @@ def test_a_wrong_option_is_refused_and_no_password_is_shown(given: Any, text: st
         WriteOptions.of(given)
     assert text in str(raised.value)
     assert "opensesame" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("1h30m", 5400),
+        ("1 minute", 60),
+        ("INTERVAL 1 day 2 Hours", 93_600),
+        ("interval '10' second", 10),
+        ("5min", 300),
+        ("2 weeks 30 secs 250 milliseconds", 1_209_630.25),
+        (str(timedelta(days=3, minutes=5)), 259_500),
+    ],
+)
+def test_a_duration_is_written_as_ours_or_as_sparks(text: str, seconds: float) -> None:
+    found = options(tolerance=text, jobExpires=text)
+    assert (found.tolerance, found.job_expires) == (seconds, seconds)
+
+
+#: An application that executors would find.
+shop = Celery("shop", set_as_current=False)
+
+
+@shop.task(name="remind", shared=False)
+def remind(order: int, *, by: str = "mail") -> None: ...
+
+
+def test_a_task_an_application_and_a_queue_stand_for_themselves() -> None:
+    here = f"{__name__}:shop"
+    expected = WriteOptions.of({"app": here, "task": "remind", "queue": "q", "idcolumn": "a,b"})
+    more = {"queue": Queue("q"), "idColumn": ["a", "b"], "jobId": None}
+    assert WriteOptions.of_call({"app": shop, "task": remind, **more}) == expected
+    assert WriteOptions.of_call({"task": remind, **more}) == expected
+    hidden = Celery("hidden", set_as_current=False)
+    with pytest.raises(InvalidOption, match="takes an application that executors can import"):
+        WriteOptions.of_call({"app": hidden, "task": "remind"})
+
+
+LONG, TEXT = T.LongType(), T.StringType()
+
+
+@pytest.mark.parametrize(
+    ("columns", "from_columns", "taken"),
+    [
+        ({"args": T.ArrayType(LONG)}, False, [1]),
+        ({"args": schema(order=LONG), "kwargs": schema(by=TEXT)}, False, [1]),
+        ({"order": LONG, "by": TEXT}, True, [0]),
+        ({"args": schema(order=LONG), "kwargs": TEXT}, False, [1]),
+        ({"args": schema(order=LONG), "kwargs": schema(to=TEXT)}, False, "argument 'to'"),
+        ({"args": schema(order=LONG, more=LONG)}, False, "2 were given"),
+        ({"kwargs": schema(by=TEXT)}, False, "'order'"),
+        ({"order": LONG, "cat": TEXT}, True, "argument 'cat'"),
+        ({"args": T.ArrayType(LONG), "order": LONG, "cat": TEXT}, True, "argument 'cat'"),
+    ],
+)
+def test_columns_that_no_row_can_make_the_tasks_arguments_are_refused(
+    columns: dict[str, T.DataType], from_columns: bool, taken: list[int] | str
+) -> None:
+    if isinstance(taken, str):
+        with pytest.raises(InvalidOption, match=f"option task = 'remind'.*{taken}"):
+            numbers_taken(remind, columns, from_columns)
+    else:
+        assert [*numbers_taken(remind, columns, from_columns)] == taken
 
 
 def test_a_password_is_put_into_the_url_and_stays_out_of_the_text() -> None:
