@@ -145,6 +145,7 @@ class WaitingTasks(Jobs):
         job: str | None = None,
         due_before: datetime | None = None,
         due_after: datetime | None = None,
+        sent_before: datetime | None = None,
         limit: int | None = None,
     ) -> int:
         """Cancel all tasks that :meth:`pending` lists, some hundreds at a time; return how many.
@@ -158,38 +159,43 @@ class WaitingTasks(Jobs):
             job: As there.
             due_before: As there.
             due_after: As there.
-            limit: At most so many, the next ones; None: as many as there are when it begins.
+            sent_before: Only those that were sent before; None: before this call.
+            limit: At most so many, the next ones; None: all.
         """
-        wanted = Filter(task, key, job, _ms(due_after), _ms(due_before))
-        # Senders may send more of them meanwhile.
-        bound = self.registry.index.count(wanted) if limit is None else limit
-        return sum(self.cancel_batches(wanted, bound))
+        end_ms = _ms(sent_before) or self.registry.after_all_sent_ms()
+        wanted = Filter(task, key, job, _ms(due_after), _ms(due_before), sent_before_ms=end_ms)
+        return sum(self.cancel_batches(wanted, limit))
 
     def cancel_batches(self, wanted: Filter, limit: int | None = None) -> Iterator[int]:
         """Cancel tasks as :meth:`cancel_pending`, and yield how many were after each batch.
 
         Args:
-            wanted: Which tasks.
-            limit: At most so many, the next ones; None: all, also those that are sent meanwhile.
+            wanted: Which tasks; with ``sent_before_ms``, or it goes on as long as more are sent.
+            limit: At most so many, the next ones; None: all.
         """
-        left = limit
-        for tasks in self.registry.index.batches(wanted, CHUNK):
-            ids = [each.task_id for each in tasks[:left]]
-            outcomes = self.registry.cancel_each(ids, also_future=False)
-            found = list(zip(ids, outcomes, strict=True))
-            done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
-            for task_id in done:
-                signals.send(signals.cancelled, self.app, task_id, None)
-            revoke_by_celery(
-                self.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
-            )
-            yield len(done)
-            for task_id, outcome in found:
-                unless_unreadable(task_id, outcome)
-            if left is not None:
-                left -= len(ids)
-                if not left:
-                    return
+        left, has_found = limit, True
+        # Until none is found: one that is postponed meanwhile may have moved to a place that was
+        # read before.
+        while has_found:
+            has_found = False
+            for tasks in self.registry.index.batches(wanted, CHUNK):
+                ids = [each.task_id for each in tasks[:left]]
+                outcomes = self.registry.cancel_each(ids, also_future=False)
+                found = list(zip(ids, outcomes, strict=True))
+                done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
+                for task_id in done:
+                    signals.send(signals.cancelled, self.app, task_id, None)
+                revoke_by_celery(
+                    self.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
+                )
+                yield len(done)
+                for task_id, outcome in found:
+                    unless_unreadable(task_id, outcome)
+                has_found = has_found or bool(done)
+                if left is not None:
+                    left -= len(done)
+                    if not left:
+                        return
 
     def cancel_stamped(self, headers: Mapping[str, Any] | list[str]) -> Outcome:
         """Cancel the tracked tasks that wait and have one of these stamps.

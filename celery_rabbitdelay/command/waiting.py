@@ -17,6 +17,7 @@ from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.operations.waiting import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
@@ -238,10 +239,13 @@ def cancel(
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     with shared.with_registry() as delays:
+        sent_before = instant_of(delays.registry.after_all_sent_ms())
         count = delays.count(**filters)
         if count and not (yes or dry_run):
             click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)
-        cancelled = 0 if dry_run else delays.cancel_pending(**filters, limit=count)
+        cancelled = 0
+        if count and not dry_run:
+            cancelled = delays.cancel_pending(**filters, sent_before=sent_before)
     shared.answer(
         {"count": count, "cancelled": cancelled, "dry_run": dry_run},
         [f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"],

@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
-from celery_rabbitdelay.registry.index import Index, Kind, Names, shard_of
+from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, pause_ms
 from celery_rabbitdelay.registry.schedules import Schedules
@@ -146,6 +146,16 @@ class Registry:
         call = ScriptCall("ask", [self.names.of("key", "")], [("key",)])
         ((now_us,),) = self.store.call_each([call])
         return int(now_us) // 1000
+
+    def after_all_sent_ms(self) -> int:
+        """Return an instant before which all that is registered was sent, by all clocks of Redis.
+
+        In milliseconds since 1970-01-01 UTC.
+        """
+        shards = range(SHARDS if self.store.is_cluster else 1)
+        keys = [f"{self.names.prefix}:{{{shard}}}:now" for shard in shards]
+        answers = self.store.call_each([ScriptCall("ask", [key], [("key",)]) for key in keys])
+        return max(int(now_us) for (now_us,) in answers) // 1000 + 1
 
     def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
         """Return what the messages of tasks carry that are about to be sent; change nothing.

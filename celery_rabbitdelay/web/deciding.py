@@ -92,11 +92,11 @@ def confirm(asked: Asked) -> dict[str, Any]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
     action, delays = asked.fields.one_of("action", ACTIONS, "cancel"), asked.with_registry
     with servers_away():
-        now = instant_of(delays.registry.now_ms())
+        end = instant_of(delays.registry.after_all_sent_ms())
         count, may_be_more = count_at_least(delays, filter_of(asked))
     return {
         "action": action,
-        "sent_before": now,
+        "sent_before": end,
         "count": count,
         "may_be_more": may_be_more,
         "filter": asked.fields.filter(FILTERS),

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_rabbitdelay import RegistryUnavailable, Row, signals
+from celery_rabbitdelay import Outcome, RegistryUnavailable, Row, signals
 from celery_rabbitdelay.app import waiting_tasks
 from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.testing import RedisServer
@@ -74,6 +74,30 @@ def test_those_of_a_filter_are_cancelled_in_batches_and_no_others(
     assert delays.cancel_pending(due_after=in_15_hours) == 40
     assert delays.cancel_pending(key="none") == 0
     assert delays.cancel_pending() == 30
+
+
+def test_all_that_were_sent_before_are_cancelled_whatever_is_sent_and_moved_meanwhile(
+    shop: Any, small_batches: list[int]
+) -> None:
+    delays, told = shop.rabbitdelay, list[str]()
+    send(shop, "look", 200, 10)
+    counted = {each.task_id for each in delays.pending()}
+    *_, last = delays.pending()
+
+    def send_and_move(task_id: str, **signal: Any) -> None:
+        told.append(task_id)
+        if len(told) <= 60:
+            send(shop, "look", 1, 9 if len(told) % 2 else 11)
+        if len(told) == 70:
+            assert delays.postpone(last.task_id, delay=9.5 * 3600) is Outcome.DONE
+
+    signals.cancelled.connect(send_and_move)
+    try:
+        assert delays.cancel_pending(task="look") == 200
+    finally:
+        signals.cancelled.disconnect(send_and_move)
+    assert (len(told), {*told}) == (200, counted)
+    assert delays.count() == 60
 
 
 def test_what_is_left_when_redis_goes_away_is_cancelled_by_another_call(
