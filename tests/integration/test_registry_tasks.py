@@ -26,7 +26,7 @@ from tests.integration.registry_fixtures import (
     redis_setup,
     shop,
 )
-from tests.integration.shop import PATIENCE, named
+from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.waited import assert_waited
 from tests.integration.worker import Worker
 
@@ -69,6 +69,18 @@ def test_what_a_task_has_said_goes_with_its_retries_without_a_delay(
         assert run["headers"][headers.ONCE]
     if "replace" not in first:
         assert {run["routing_key"] for run in runs} == {named(shop, "second")}
+
+
+def test_a_retry_of_a_task_with_a_key_waits_in_the_levels_also_without_takeover(
+    module_settings: dict[str, Any], module_worker: Worker
+) -> None:
+    app = make_app({**module_settings, "rabbitdelay_takeover": False})
+    said = {headers.KEY: f"order:{uuid4().hex}", headers.COPY: "0" * 12}
+    result = app.send_task("look", countdown=0.3, retries=1, headers=said)
+    seen = result.get(timeout=PATIENCE)
+    assert headers.DUE in seen["headers"]
+    assert seen["headers"][headers.KEY] == said[headers.KEY]
+    app.close()
 
 
 def test_a_retry_after_a_retry_at_once_gives_way_to_a_newer_task(shop: Any, noted: Notes) -> None:

@@ -98,7 +98,7 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
         *("attempts", "committed", "copy", "due", "early", "exchange", "expiration"),
         *("failed-since", "first-reason", "job", "job-id", "key", "key-order", "life", "once"),
         *("priority", "properties", "queue", "reason", "redelivered", "redriven", "routing-key"),
-        *("schedule", "signature", "unreadable", "version"),
+        *("schedule", "signature", "tracked", "unreadable", "version"),
     ]
     # Of the plugin of delayed messages, and of Celery.
     assert (headers.X_DELAY, headers.NESTED_HEADERS) == ("x-delay", "headers")
