@@ -32,7 +32,7 @@ from celery_rabbitdelay.levels.delay import (
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import cached_property
+from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
@@ -327,7 +327,7 @@ class WaitingTasks(Jobs):
         topology = self.settings.topology
 
         def backlog() -> Backlog:
-            with self.app.connection_for_write() as connection:
+            with closing(self.app.connection_for_write()) as connection:
                 connect(connection)
                 return backlog_of(connection, topology)
 
