@@ -40,7 +40,7 @@ from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
-from celery_rabbitdelay.publishing.kombu_internals import cached_property
+from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class RabbitDelay(WaitingTasks, Pausing):
             TopologyIncomplete: The levels do not exist, and must not be declared.
         """
         if not self.available:
-            with self.app.connection_for_write(connect_timeout=timeout) as connection:
+            with closing(self.app.connection_for_write(connect_timeout=timeout)) as connection:
                 connection.ensure_connection(max_retries=1)
             return
         began, marker = time.monotonic(), self.topology.identity.marker.name
@@ -305,7 +305,7 @@ class RabbitDelay(WaitingTasks, Pausing):
         if queue is not None and queue.exclusive:
             return
         if self.available and self.settings.declare == "auto":
-            with self.app.connection_for_write() as connection:
+            with closing(self.app.connection_for_write()) as connection:
                 if queue is not None:
                     # Tasks may be sent to another broker than the one that it was declared on.
                     queue = queue(connection)

@@ -32,7 +32,7 @@ from celery_rabbitdelay.levels.delay import (
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
 from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import cached_property
+from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
@@ -335,7 +335,7 @@ class WaitingTasks(Jobs):
         def backlog() -> Backlog:
             if self.stand_in is not None:
                 raise NotRecorded("show(), which asks the broker where a task waits")
-            with self.app.connection_for_write() as connection:
+            with closing(self.app.connection_for_write()) as connection:
                 connect(connection)
                 return backlog_of(connection, topology)
 

@@ -19,6 +19,7 @@ from celery_rabbitdelay.modules.deliveries import Deliveries, Received
 from celery_rabbitdelay.modules.destinations import SILENCE
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
+from celery_rabbitdelay.publishing.declaration import opened_channel
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
@@ -260,7 +261,7 @@ class ModuleConsumer:
 
     def _exists(self, exchange: str) -> bool:
         in_time = self._wire.answers_within(self._module.timeout)
-        with in_time, self._connection.channel() as channel:
+        with in_time, opened_channel(self._connection) as channel:
             try:
                 return all(find_exchanges(channel, [exchange]))
             except AccessRefused as refused:

@@ -8,14 +8,17 @@ If the process dies meanwhile, the broker requeues it.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final, cast
 
 import amqp
 from kombu import Connection
 
 from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
+from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
+from celery_rabbitdelay.publishing.kombu_internals import conversation, drop_connection
 from celery_rabbitdelay.publishing.wire import REQUEUE, Wire, settle_frames
 
 #: How often the broker is asked something about the queues before the channel is closed, so that
@@ -49,7 +52,7 @@ class ConsumerConnection:
         self.connection = like.clone(heartbeat=0)
         self._timeout = timeout
         reading_unreadable_properties(self.connection)
-        self.connection.connect()  # tries once, where a channel of kombu's would try for ever
+        connect(self.connection)  # where a channel of kombu's would try for ever
         self.errors: tuple[type[BaseException], ...] = (
             *self.connection.connection_errors,
             *self.connection.channel_errors,
@@ -61,17 +64,18 @@ class ConsumerConnection:
         self.version = version_of(str(properties.get("version", "0")))
         self.received: deque[amqp.Message] = deque()
         self._last_tag = 0
-        try:
-            with self.answers_in_time():
-                self.channel = cast(Any, self.connection.channel())
-        except BaseException:
-            self.drop()
-            raise
+        with self.answers_in_time():
+            self.channel = cast(Any, self.connection.channel())
         self.channel.auto_decode = False
 
-    def answers_in_time(self) -> AbstractContextManager[None]:
-        """Bound each wait for an answer within the block by the time-out."""
-        return self._wire.answers_within(self._timeout)
+    @contextmanager
+    def answers_in_time(self) -> Iterator[None]:
+        """Bound each wait for an answer within the block by the time-out.
+
+        If the block is interrupted, the connection is dropped.
+        """
+        with conversation(self.connection), self._wire.answers_within(self._timeout):
+            yield
 
     def write(self, frames: bytes) -> None:
         """Write frames, within the time-out."""
@@ -104,4 +108,4 @@ class ConsumerConnection:
     def drop(self) -> None:
         """Close the connection; the broker requeues what is not acknowledged."""
         with suppress(*self.errors):
-            self.connection.release()
+            drop_connection(self.connection)

@@ -14,6 +14,7 @@ queue to it::
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -27,7 +28,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing import kombu_internals
-from celery_rabbitdelay.publishing.kombu_internals import declared_entities
+from celery_rabbitdelay.publishing.kombu_internals import closing, conversation, declared_entities
 
 #: Layout, queue type, shards and arguments in a fingerprint; see :meth:`.Topology.identity`.
 _FINGERPRINT: Final = re.compile(
@@ -152,7 +153,7 @@ def declare(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout is declared under the same prefix.
         amqp.exceptions.AccessRefused: The user lacks a permission; the message names the object.
     """
-    with _channel(connection) as channel, _conflict_explained(topology):
+    with _conflict_explained(topology), opened_channel(connection) as channel:
         _pipeline(
             topology.identity.guard(channel).declare,
             *(exchange(channel).declare for exchange in topology.exchanges),
@@ -165,7 +166,7 @@ def declare(connection: Connection, topology: Topology) -> None:
 
 def declare_probe(connection: Connection, topology: Topology) -> None:
     """Declare and bind the queue of probes, which levels of an earlier version lack."""
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         topology.probe(channel).queue_declare()
         _bind_method(channel, topology.probe_binding)()
 
@@ -238,7 +239,7 @@ def _check_all(connection: Connection, topology: Topology) -> None:
 
 def _check_exchanges(connection: Connection, topology: Topology) -> None:
     absent = []
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         for exchange in topology.exchanges:
             with suppress(AccessRefused):  # it may exist; py-amqp opens the channel again
                 if not all(kombu_internals.find_exchanges(channel, [exchange.name])):
@@ -257,7 +258,7 @@ def _exists_or_hidden(connection: Connection, topology: Topology) -> bool:
 
 def is_declared(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         return all(kombu_internals.find_exchanges(channel, [topology.identity.marker.name]))
 
 
@@ -269,7 +270,7 @@ def is_complete(connection: Connection, topology: Topology) -> bool:
     :data:`METHODS_PER_ANSWER`. AMQP has no method that says whether a binding exists.
     """
     exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         try:
             _pipeline(
                 *(partial(each(channel).declare, passive=True) for each in exchanges),
@@ -296,7 +297,7 @@ def missing_exchanges(connection: Connection, topology: Topology) -> tuple[str, 
     """Return the names of the topology's exchanges that are not on the broker."""
     exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
     names = [exchange.name for exchange in exchanges]
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         exist = kombu_internals.find_exchanges(channel, names)
     return tuple(name for name, exists in zip(names, exist, strict=True) if not exists)
 
@@ -310,7 +311,7 @@ def check_layout(connection: Connection, topology: Topology) -> None:
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
     """
-    with _channel(connection) as channel, _conflict_explained(topology):
+    with _conflict_explained(topology), opened_channel(connection) as channel:
         if all(kombu_internals.find_exchanges(channel, [topology.identity.guard.name])):
             topology.identity.guard(channel).declare()
 
@@ -341,7 +342,7 @@ def delete(
     """
     if not force:
         refuse_to_lose(topology, queue_counts(connection, topology.queues))
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         _pipeline(
             # First, so that no other process takes the rest for complete.
             topology.identity.marker(channel).delete,
@@ -381,7 +382,7 @@ def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> N
 def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:
     """Return the counts of queues by their names; None for a queue that does not exist."""
     names = [queue.name for queue in queues]
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         found = kombu_internals.find_queues(channel, names)
     return {
         name: None if counts is None else Counts(*counts)
@@ -401,7 +402,7 @@ def bind_destination(connection: Connection, topology: Topology, queue_name: str
     Raises:
         amqp.exceptions.NotFound: The queue or the topology does not exist.
     """
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         _bind_destination(channel, topology, queue_name)
 
 
@@ -423,7 +424,7 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
     if key in declared_entities(connection):
         return
     declare_if_missing(connection, topology)
-    with _channel(connection) as channel:
+    with opened_channel(connection) as channel:
         if queue.exclusive:
             with suppress(ResourceLocked):  # it belongs to another connection
                 _bind_destination(channel, topology, queue.name)
@@ -446,7 +447,7 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
     """
 
     def declare_and_bind(queue_name: str, message_count: int, consumer_count: int) -> None:
-        with connection.clone() as own:
+        with closing(connection.clone()) as own:
             declare_if_missing(own, topology)
             bind_destination(own, topology, queue_name)
 
@@ -465,14 +466,19 @@ def connect(connection: Connection, pause: int = 2) -> None:
         connection: The connection.
         pause: Seconds from an attempt that has failed to the second one.
     """
-    if not connection.connected:
-        # By default, kombu gives up after two brokers of a fail-over list.
-        connection.ensure_connection(
-            max_retries=max(len(connection.alt) - 1, 1),
-            interval_start=pause,
-            reraise_as_library_errors=False,
-        )
-        kombu_internals.wait_without_limit(connection)
+    if connection.connected:
+        return
+    hosts = len(connection.alt)
+    for attempts_left in reversed(range(max(hosts, 2))):
+        try:
+            kombu_internals.open_connection(connection)
+        except connection.recoverable_connection_errors:
+            if not attempts_left:
+                raise
+            connection.maybe_switch_next()
+            time.sleep(0 if hosts > 1 else pause)
+        else:
+            return
 
 
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
@@ -485,10 +491,18 @@ def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
     )
 
 
-def _channel(connection: Connection) -> Any:
-    """A new channel: when the broker refuses a method, it closes the channel."""
-    connect(connection)
-    return connection.channel()
+@contextmanager
+def opened_channel(connection: Connection) -> Iterator[Any]:
+    """Open a channel for a block, and the connection if needed; the channel is closed at its end.
+
+    A channel of its own, because the broker closes the channel on which it refuses a method. If the
+    block is interrupted, the connection is dropped.
+    """
+    with conversation(connection):
+        connect(connection)
+        channel: Any = connection.channel()
+        with conversation(connection, channel.close):
+            yield channel
 
 
 def _pipeline(*methods: Callable[..., Any]) -> None:

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, Any, Final
 
 from amqp import spec
-from amqp.exceptions import NotFound
+from amqp.exceptions import ChannelError, NotFound
 from amqp.transport import SSLTransport
 from kombu import Connection, Consumer, Producer, Queue
 from kombu import compression as compressions
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
 from kombu.utils import json
+
+from celery_rabbitdelay.exceptions import RabbitDelayError
 
 if TYPE_CHECKING:
     # kombu's is a subclass, of which a user's type checker knows nothing.
@@ -218,29 +222,93 @@ def check_tls(connection: Connection) -> None:
         transport._wrap_socket(unconnected, **options).close()
 
 
-def drop_connection(connection: Connection, timeout: float = 0.1) -> None:
-    """Close a connection's socket without AMQP's handshake; the object can be opened again.
+def open_connection(connection: Connection) -> None:
+    """Connect to the current one of a connection's brokers, in one attempt.
 
-    TLS has a handshake of its own, for which py-amqp waits for as long as connecting may take.
+    Its answers are then waited for as long as they take, as is the rule. Over TLS, py-amqp leaves
+    the limit for connecting on the socket: each answer of a busy broker would have to arrive within
+    these seconds.
+
+    Args:
+        connection: The connection, which is not open.
+    """
+    transport: Any = connection.transport
+    opened: list[Any] = []
+
+    def opening(**options: Any) -> Any:
+        opened.append(type(transport).Connection(**options))
+        return opened[0]
+
+    transport.Connection = opening
+    try:
+        # Left to itself, kombu waits two seconds and tries again.
+        connection.ensure_connection(max_retries=0, reraise_as_library_errors=False)
+    except BaseException:
+        for each in opened:  # kombu does not know it yet
+            _close_socket(each)
+        raise
+    finally:
+        del transport.Connection
+    connection.connection.transport.sock.settimeout(None)
+
+
+def drop_connection(connection: Connection) -> None:
+    """Close a connection's socket without AMQP's handshake, or that of TLS.
+
+    The object can be opened again.
+    """
+    private: Any = connection
+    _close_socket(private._connection)
+    connection.collect()
+
+
+def _close_socket(connection: Any) -> None:
+    transport = getattr(connection, "_transport", None)
+    if transport is not None and transport.sock is not None:
+        transport.sock, dropped = None, transport.sock
+        with suppress(OSError):
+            dropped.shutdown(SHUT_RDWR)
+        dropped.close()
+
+
+#: Errors after which a connection is in order: the broker has answered, and py-amqp has opened the
+#: channel again; or they are raised by this package, which has seen to the connection.
+ANSWERS: Final = (ChannelError, RabbitDelayError)
+
+
+@contextmanager
+def conversation(
+    connection: Connection, close: Callable[[], object] | None = None
+) -> Iterator[None]:
+    """Drop a connection at once if a block that asks on it is ended by anything but an answer.
+
+    A soft time limit, a signal or the end of a greenlet may strike between a question and its
+    answer. The next question would get that answer, and closing in order would wait for it.
 
     Args:
         connection: The connection.
-        timeout: Seconds that closing may wait for the broker.
+        close: Called at the end of the block, unless the connection is dropped.
     """
-    private: Any = connection
-    socket = getattr(getattr(private._connection, "_transport", None), "sock", None)
-    if socket is not None:
-        socket.settimeout(timeout)
-    connection.collect(socket_timeout=timeout)
+    close = close or bool
+    try:
+        try:
+            yield
+        except ANSWERS:
+            close()
+            raise
+        close()
+    except ANSWERS:
+        raise
+    except BaseException:
+        drop_connection(connection)
+        raise
 
 
-def wait_without_limit(connection: Connection) -> None:
-    """Let an open connection wait for answers for as long as they take, as is the rule.
-
-    Over TLS, py-amqp leaves the limit for connecting on the socket: each answer of a busy broker
-    would have to arrive within these seconds.
-    """
-    connection.connection.transport.sock.settimeout(None)
+@contextmanager
+def closing(connection: Connection) -> Iterator[Connection]:
+    """Close a connection at the end of a block; kombu would do so in order, also if interrupted."""
+    with conversation(connection, connection.release):
+        yield connection
 
 
 def consumed_queue_name(consumer: Consumer, consumer_tag: str | None) -> str | None:

@@ -96,8 +96,6 @@ class Pipeline:
         except RabbitDelayError as error:
             self._abandon(error)
         except BaseException as error:
-            # Late confirms must not be taken for confirms of the next messages.
-            self._publisher.discard()
             self._abandon(None, repr(error))
             raise
         finally:

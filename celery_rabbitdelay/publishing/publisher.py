@@ -33,8 +33,10 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels.shown_url import shown_broker
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
 from celery_rabbitdelay.publishing.kombu_internals import (
+    closing,
+    conversation,
     drop_connection,
-    wait_without_limit,
+    open_connection,
 )
 from celery_rabbitdelay.publishing.permissions import (
     is_limit_reached,
@@ -225,17 +227,12 @@ class Publisher:
                 share = _remaining(deadline) / hosts_left
                 self.connection.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
                 try:
-                    # Left to itself, kombu waits two seconds and tries again.
-                    self.connection.ensure_connection(
-                        max_retries=0, reraise_as_library_errors=False
-                    )
+                    open_connection(self.connection)
                 except self.connection.recoverable_connection_errors:
                     if hosts_left == 1:
                         raise
                     self.connection.maybe_switch_next()
                 else:
-                    # The limit for connecting does not apply to later answers.
-                    wait_without_limit(self.connection)
                     return
         finally:
             self.connection.connect_timeout = own_timeout
@@ -250,15 +247,16 @@ class Publisher:
         channel, self._channel = self._channel, None
         if channel is not None:
             # Everything that was published is settled; a close that fails changes nothing.
-            with suppress(*self.connection.connection_errors, *self.connection.channel_errors):
+            errors = (*self.connection.connection_errors, *self.connection.channel_errors)
+            with conversation(self.connection), suppress(*errors):
                 channel.close(CLOSE_TIMEOUT)
 
     def close(self) -> None:
         """Close the connection in order; it cannot be used any more."""
         if self._channel is not None and self._channel.blocked is not None:
             self.discard()  # the broker would not answer
-        self.close_channel()
-        self.connection.release()
+        with closing(self.connection):
+            self.close_channel()
 
     def give_up(self, error: PublishError) -> None:
         """Leave the connection as the next caller may use it, after an error for all messages.
@@ -329,7 +327,8 @@ class Run:
             RabbitDelayError: The topology cannot be declared; the messages have no outcome, as
                 after any other exception.
         """
-        with unwrap_callers_errors():
+        # Late confirms of messages in flight must not be taken for confirms of the next caller's.
+        with unwrap_callers_errors(), conversation(self._publisher.connection):
             while self.loop.has_more() and not (is_enough and is_enough()):
                 try:
                     if not self.loop.has_channel:
@@ -358,11 +357,6 @@ class Run:
                     *self._publisher.connection.channel_errors,
                 ) as lost:
                     self._try_again(None, lost)
-                except BaseException:
-                    # Also an interrupt or a time limit: late confirms of messages in flight must
-                    # not be taken for confirms of the next caller's messages.
-                    self._publisher.discard()
-                    raise
 
     def _open(self) -> None:
         """Use a channel on a connection where everything is declared."""

@@ -9,17 +9,18 @@ frame with the properties, and as many frames as the body takes.
 
 from __future__ import annotations
 
+import socket
 import ssl
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from amqp import spec
-from amqp.exceptions import AMQPError, FrameSyntaxError, RecoverableConnectionError
+from amqp.exceptions import FrameSyntaxError, RecoverableConnectionError
 from kombu import Connection
 
 from celery_rabbitdelay.publishing.message import body_of
@@ -251,20 +252,14 @@ class Wire:
     @contextmanager
     def answers_within(self, seconds: float) -> Iterator[None]:
         """Bound every wait for an answer on this connection, which has no bound otherwise."""
-        reported: AMQPError | None = None
+        own: socket.socket = self._amqp.transport.sock
+        former = own.gettimeout()
+        own.settimeout(seconds)
         try:
-            with self._amqp.transport.having_timeout(seconds):
-                try:
-                    yield
-                except AMQPError as error:
-                    reported = error
-                    raise
-        except OSError:
-            if reported is not None:
-                # Raise the broker's reason, not py-amqp's failure to reset the timeout of the
-                # closed socket.
-                raise reported from reported.__cause__
-            raise
+            yield
+        finally:
+            with suppress(OSError):  # it is closed by now
+                own.settimeout(former)
 
     @contextmanager
     def all_answers_within(self, seconds: float) -> Iterator[None]:

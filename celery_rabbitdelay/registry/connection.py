@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from json import JSONEncoder, loads
@@ -160,8 +160,12 @@ class ScriptCall(NamedTuple):
 class Store:
     """Runs scripts and commands in Redis.
 
+    Each client of redis-py, with all its connections, is used by one thread at a time. If that is
+    interrupted between a question and its answer, the client is dropped: redis-py would lend the
+    connection to the next caller, who would get that answer, or never lend it again.
+
     Attributes:
-        connect: Returns the client of redis-py, when it is first used.
+        connect: Returns a new client of redis-py.
         scheme: The scheme of the URL.
         errors: The errors of redis-py; the first one is the base of what Redis itself answers.
         copies: How many servers must have a decision before it counts: see :meth:`call_durably`.
@@ -176,20 +180,19 @@ class Store:
     copies: int = 0
     timeout: float = 0.0
     on_call: Callable[[float, bool], None] | None = None
+    _free: list[Any] = field(default_factory=list, init=False)
+    _scripts: dict[str, Any] = field(default_factory=dict, init=False)
 
     @cached_property
     def is_cluster(self) -> bool:
         """Whether only keys with the same hash tag are on the same server."""
         return self.scheme.endswith("+cluster")
 
-    @cached_property
-    def _client(self) -> Any:
-        return self.connect()
-
-    @cached_property
-    def _script(self) -> Callable[[str], Any]:
-        """Returns the script of a name."""
-        return cache(lambda name: self._client.register_script(_text(name)))
+    def _run(self, client: Any, call: ScriptCall, via: Any) -> Any:
+        """Run a script by its hash; redis-py sends its text if the server does not know it."""
+        if call.script not in self._scripts:
+            self._scripts[call.script] = client.register_script(_text(call.script))
+        return self._scripts[call.script](call.keys, call.packed, client=via)
 
     def call_each(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts in one round trip to each server; return what each of them says.
@@ -201,17 +204,17 @@ class Store:
             return []
         if len(calls) == 1 and not self.is_cluster:
             [call] = calls
-            answers = [self._try(lambda: self._script(call.script)(call.keys, call.packed))]
+            answers = [self._try(lambda client: self._run(client, call, client))]
         else:
-            answers = self.commands(partial(self._add, calls))
+            answers = self._try(partial(self._in_one_round_trip, partial(self._add, calls)))
         return [loads(answer) for answer in answers]
 
-    def _add(self, calls: Sequence[ScriptCall], pipeline: Any) -> None:
+    def _add(self, calls: Sequence[ScriptCall], client: Any, pipeline: Any) -> None:
         for call in calls:
             if self.is_cluster:  # whose pipelines take no EVALSHA
                 pipeline.execute_command(*call.by_text)
             else:
-                self._script(call.script)(call.keys, call.packed, client=pipeline)
+                self._run(client, call, pipeline)
 
     def call_durably(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
@@ -227,8 +230,7 @@ class Store:
             return self.call_each(calls)
         return [self._try(partial(self._with_copies, call)) for call in calls]
 
-    def _with_copies(self, call: ScriptCall) -> Any:
-        client = self._client
+    def _with_copies(self, call: ScriptCall, client: Any) -> Any:
         if self.is_cluster:
             client = client.get_redis_connection(client.get_node_from_key(call.keys[0]))
         # WAIT counts what its own connection has written.
@@ -250,17 +252,16 @@ class Store:
         Args:
             add: Adds the commands to a pipeline of redis-py.
         """
+        return self._try(partial(self._in_one_round_trip, lambda _, pipeline: add(pipeline)))
 
-        def run() -> list[Any]:
-            with self._client.pipeline(transaction=False) as pipeline:
-                if self.is_cluster:
-                    # Its own one knows nothing of encoding_errors.
-                    pipeline.encoder = self._client.encoder
-                add(pipeline)
-                results: list[Any] = pipeline.execute()
-                return results
-
-        return self._try(run)
+    def _in_one_round_trip(self, add: Callable[[Any, Any], object], client: Any) -> list[Any]:
+        with client.pipeline(transaction=False) as pipeline:
+            if self.is_cluster:
+                # Its own one knows nothing of encoding_errors.
+                pipeline.encoder = client.encoder
+            add(client, pipeline)
+            results: list[Any] = pipeline.execute()
+            return results
 
     def lease(self, name: str, token: str, lasts_ms: int, family: str = "") -> bool:
         """Take a lease, keep it, or give it back; return whether it has this token now.
@@ -308,33 +309,64 @@ class Store:
         if self.scheme not in ("redis", "unix", "redis+socket"):
             return None
 
-        def connect() -> Any:
-            connection = self._client.connection_pool.make_connection()
-            connection.connect()
+        def connect(client: Any) -> Any:
+            connection = client.connection_pool.make_connection()
+            try:
+                connection.connect()
+            except BaseException:
+                connection.disconnect()
+                raise
             return connection
 
         return Asker(self._try(connect), self)
 
     def close(self) -> None:
-        """Close all connections."""
-        if "_client" in vars(self):
-            self._client.close()
+        """Close all connections that are not in use."""
+        while self._free:
+            self._drop(self._free.pop())
 
-    def _try(self, run: Callable[[], ResultT]) -> ResultT:
+    def _try(self, run: Callable[[Any], ResultT]) -> ResultT:
         began = time.monotonic()
-        unavailable: RegistryUnavailable | None = None
+        unavailable: BaseException | None = None
         has_succeeded = False
         try:
-            result = run()
+            result = self._with_client(run)
             has_succeeded = True
         except self.errors as error:
-            unavailable = _unavailable(error)
+            # redis-py catches what interrupts it while it looks for the servers of a cluster.
+            interrupts = (each for each in _causes(error) if not isinstance(each, self.errors))
+            unavailable = next(interrupts, None) or _unavailable(error)
         finally:
             if self.on_call is not None:
                 self.on_call(time.monotonic() - began, has_succeeded)
         if unavailable is not None:
             raise unavailable  # not above, where Python would keep the error that it hides
         return result
+
+    def _with_client(self, run: Callable[[Any], ResultT]) -> ResultT:
+        try:
+            client = self._free.pop()
+        except IndexError:
+            client = self.connect()
+        try:
+            result = run(client)
+        except self.errors[0]:  # an answer
+            self._free.append(client)
+            raise
+        except BaseException:
+            self._drop(client)
+            raise
+        self._free.append(client)
+        return result
+
+    def _drop(self, client: Any) -> None:
+        if self.is_cluster:
+            client.disconnect_connection_pools()
+            return
+        # Behind Sentinel, its servers have connections as well.
+        sentinel = getattr(client.connection_pool, "sentinel_manager", None)
+        for each in (client, *getattr(sentinel, "sentinels", ())):
+            each.connection_pool.disconnect()
 
 
 class Asker:
@@ -464,12 +496,12 @@ def _client_of(scheme: str, url: str, given: dict[str, Any]) -> Callable[[], Any
         # Celery spells the database as kombu does.
         url = url.replace("redis+socket", "unix", 1).replace("virtual_host=", "db=")
     is_behind_sentinel = scheme.startswith("sentinel")
-    client = _behind_sentinel(url, given) if is_behind_sentinel else Redis.from_url(url, **given)
-    client.connection_pool.make_connection()  # which does not connect yet
-    return lambda: client
+    make = _behind_sentinel if is_behind_sentinel else Redis.from_url
+    make(url, **given).connection_pool.make_connection()  # which does not connect yet
+    return partial(make, url, **given)
 
 
-def _behind_sentinel(url: str, given: dict[str, Any]) -> Any:
+def _behind_sentinel(url: str, **given: Any) -> Any:
     from redis.sentinel import Sentinel  # an extra
 
     parts = [urlsplit(each) for each in url.split(";")]
@@ -507,6 +539,14 @@ def _unavailable(error: Exception) -> RegistryUnavailable:
     if not is_quoting and not any(ARGUMENTS in str(each) for each in _chain(error)):
         unavailable.__cause__ = error
     return unavailable
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield what an error was raised from."""
+    cause = error.__cause__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

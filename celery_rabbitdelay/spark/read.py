@@ -20,6 +20,7 @@ from celery_rabbitdelay.operations.undeliverable.messages import (
     undeliverable_messages,
 )
 from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.registry.index import Filter as Wanted
 from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.spark.application import application_of, explain, explained
@@ -66,7 +67,7 @@ class UndeliverableReader(_Reader):
     def _rows(self, app: Any, partition: InputPartition) -> Iterator[Any]:
         """Yield the messages in batches of Arrow, oldest first."""
         limit = LIMIT if self._options.limit is None else self._options.limit
-        with app.connection_for_read() as connection:
+        with closing(app.connection_for_read()) as connection:
             messages = undeliverable_messages(connection, app.rabbitdelay.topology, limit)
             for rows in _batched(map(to_row, messages)):
                 yield _to_arrow(rows)
@@ -179,7 +180,7 @@ class LevelsReader(_Reader):
     def _rows(self, app: Any, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the queues from the longest wait to the shortest."""
         queues = app.rabbitdelay.topology.digit_queues
-        with app.connection_for_write() as connection:
+        with closing(app.connection_for_write()) as connection:
             counts = queue_counts(connection, queues)
         for queue in queues:
             found = counts[queue.name]

@@ -28,6 +28,7 @@ from celery_rabbitdelay.operations.verify.application import verify_application
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI, management_api
 from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import Broker, Readings, ask_once
@@ -181,7 +182,7 @@ class Site:
 
     def _look_at_entering(self) -> float:
         if self._management is None:
-            with self.app.connection_for_write() as connection:
+            with closing(self.app.connection_for_write()) as connection:
                 api = management_api(connection, self.options.management)
                 self._management = api, connection.virtual_host
         (api, virtual_host), self._management = self._management, None

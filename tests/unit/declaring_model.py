@@ -39,10 +39,7 @@ class _Channel:
     def __init__(self, model: DeclaringModel) -> None:
         self._model = model
 
-    def __enter__(self) -> _Channel:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
+    def close(self) -> None: ...
 
     def prepare_queue_arguments(self, arguments: Any, **others: Any) -> Any:
         assert not any(others.values())

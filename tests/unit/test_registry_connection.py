@@ -70,7 +70,7 @@ def arguments(url: str, **options: Any) -> dict[str, Any]:
     """Return the arguments of the connections that are made for a URL."""
     store = connect(url, options)
     try:
-        found: dict[str, Any] = store._client.connection_pool.connection_kwargs
+        found: dict[str, Any] = store.connect().connection_pool.connection_kwargs
         return found
     finally:
         store.close()

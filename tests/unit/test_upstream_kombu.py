@@ -102,11 +102,6 @@ def test_a_connection_knows_what_was_declared_on_it_and_forgets_it_on_a_new_one(
         assert not internals.declared_entities(connection), moved("Connection.declared_entities")
 
 
-def test_collecting_a_connection_takes_a_timeout() -> None:
-    parameters = inspect.signature(Connection.collect).parameters
-    assert "socket_timeout" in parameters, moved("Connection.collect(socket_timeout)")
-
-
 def test_a_consumer_knows_the_tags_of_its_queues() -> None:
     with Connection("memory://") as connection:
         queue = Queue("upstream", Exchange("upstream"), "upstream")

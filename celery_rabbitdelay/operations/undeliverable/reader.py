@@ -31,6 +31,8 @@ from celery_rabbitdelay.levels.entities import CONSUMER_TAG
 from celery_rabbitdelay.levels.quirks import SAME_CONSUMER_TAG
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.consumer_connection import BARRIERS, ConsumerConnection
+from celery_rabbitdelay.publishing.declaration import opened_channel
+from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.publishing.wire import ACK, settle_frames
 
 #: Messages that the broker sends before the reader asks for more.
@@ -116,10 +118,8 @@ class Reader(ConsumerConnection):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        try:
+        with closing(self.connection):
             self._put_back()
-        finally:
-            self.connection.release()
 
     def ready(self) -> int | None:
         """Return how many messages are ready in the queue; None if the user may not ask.
@@ -131,7 +131,7 @@ class Reader(ConsumerConnection):
         """
         channel: Any
         within = self.answers_in_time()
-        with within, suppress(AccessRefused), self.connection.channel() as channel:
+        with within, suppress(AccessRefused), opened_channel(self.connection) as channel:
             count: int = channel.queue_declare(self._queue, passive=True).message_count
             return count
         return None
@@ -281,6 +281,6 @@ class Reader(ConsumerConnection):
         try:
             with self.answers_in_time():
                 yield
-        except self.errors:
+        except BaseException:
             self._is_lost = True
             raise

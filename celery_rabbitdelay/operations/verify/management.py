@@ -8,18 +8,18 @@ https://www.rabbitmq.com/docs/management#permissions
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import ssl
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from email.utils import parsedate_to_datetime
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
-from urllib.error import HTTPError
 from urllib.parse import SplitResult, quote, unquote, urlencode, urlsplit
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from kombu import Connection
 from kombu.transport.pyamqp import SSLTransport
@@ -82,9 +82,13 @@ class ManagementAPI:
         except OSError as wrong:
             files = ", ".join(str(file) for file in (authorities, certificate, key) if file)
             raise ManagementUnavailable(self.url, f"cannot read {files}: {wrong}") from wrong
-        # Not through a proxy: AMQP reaches the broker without one. Not after a redirection: it
-        # would take the password to another host.
-        self._opener = build_opener(ProxyHandler({}), _NoRedirection, HTTPSHandler(context=context))
+        # Not through a proxy: AMQP reaches the broker without one.
+        self._connect: Callable[[], HTTPConnection]
+        if parts.scheme == "https":
+            self._connect = partial(HTTPSConnection, host, port, timeout=TIMEOUT, context=context)
+        else:
+            self._connect = partial(HTTPConnection, host, port, timeout=TIMEOUT)
+        self._path = parts.path.rstrip("/")
 
     def get(self, *path: str, **query: str) -> Any:
         """Return what the API says under a path.
@@ -118,29 +122,26 @@ class ManagementAPI:
         Raises:
             ManagementUnavailable: It does not answer, or refuses.
         """
-        with self._asked(path, method=method, data=json.dumps(values).encode()):
+        with self._asked(path, method=method, body=json.dumps(values).encode()):
             pass
 
     @contextmanager
-    def _asked(self, path: Sequence[str], query: str = "", **request: Any) -> Iterator[Any]:
-        address = "/".join([f"{self.url}/api", *(quote(word, safe="") for word in path)])
+    def _asked(
+        self, path: Sequence[str], query: str = "", method: str = "GET", body: bytes | None = None
+    ) -> Iterator[HTTPResponse]:
+        address = "/".join([f"{self._path}/api", *(quote(word, safe="") for word in path)])
         headers = {"Authorization": self._authorization, "Content-Type": "application/json"}
-        asked = Request(f"{address}?{query}", headers=headers, **request)  # noqa: S310 - http or https
         try:
-            with self._opener.open(asked, timeout=TIMEOUT) as answer:
+            with closing(self._connect()) as connection:
+                connection.request(method, f"{address}?{query}", body, headers)
+                answer = connection.getresponse()
+                # A redirection is not followed: it would take the password to another host.
+                if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    reason = f"{'/'.join(path)}: {answer.status} {answer.reason}"
+                    raise ManagementUnavailable(self.url, reason, answer.status)
                 yield answer
-        except HTTPError as refused:
-            refused.close()
-            reason = f"{'/'.join(path)}: {refused.code} {refused.reason}"
-            raise ManagementUnavailable(self.url, reason, refused.code) from refused
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = str(getattr(error, "reason", error)) or repr(error)
-            raise ManagementUnavailable(self.url, reason) from error
-
-
-class _NoRedirection(HTTPRedirectHandler):
-    def redirect_request(self, *args: Any, **options: Any) -> None:
-        return None
+        except (OSError, HTTPException, ValueError) as error:
+            raise ManagementUnavailable(self.url, str(error) or repr(error)) from error
 
 
 def management_api(connection: Connection, url: str | None) -> ManagementAPI:

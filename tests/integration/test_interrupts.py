@@ -1,0 +1,184 @@
+"""Conversations that are interrupted between any two frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import group
+from kombu import Connection
+
+from celery_rabbitdelay import Row
+from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
+from celery_rabbitdelay.operations.verify.management import ManagementAPI
+from celery_rabbitdelay.publishing.backlog import backlog_of
+from celery_rabbitdelay.publishing.declaration import check_complete, declare
+from celery_rabbitdelay.registry.connection import ScriptCall, Store, connect
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.integration.interrupts import Interrupter, interrupt_anywhere, interrupter
+from tests.integration.management import wait_until_managed
+from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
+
+#: Seconds; no task comes due meanwhile.
+DELAY = 5.0
+
+
+@pytest.fixture
+def watching() -> Iterator[Interrupter]:
+    """Watches all sockets of the test."""
+    with interrupter() as watching:
+        yield watching
+
+
+def in_a_block(shop: Any) -> None:
+    with shop.rabbitdelay.pipeline():
+        for _ in range(3):
+            shop.tasks["look"].apply_async(delay=DELAY)
+
+
+@contextmanager
+def own_connection(shop: Any) -> Iterator[Connection]:
+    """The caller's own connection, whose end is none of our conversations."""
+    connection = Connection(shop.conf.broker_url)
+    yield connection
+    connection.collect()
+
+
+def over_own_connection(shop: Any) -> None:
+    with own_connection(shop) as connection:
+        shop.tasks["look"].apply_async(delay=DELAY, connection=connection)
+
+
+def send_many(shop: Any) -> None:
+    rows = [Row(delay=DELAY + number) for number in range(5)]
+    assert shop.rabbitdelay.send_many("look", rows).confirmed == 5
+
+
+def with_a_connection(ask: Callable[[Any, Connection], object]) -> Callable[[Any], None]:
+    def call(shop: Any) -> None:
+        with own_connection(shop) as connection:
+            ask(shop.rabbitdelay.topology, connection)
+
+    return call
+
+
+def undeliverable(topology: Any, connection: Connection) -> None:
+    assert not list(undeliverable_messages(connection, topology, 10))
+
+
+#: Conversations with the broker.
+WITH_THE_BROKER: dict[str, Callable[[Any], object]] = {
+    "apply_async": lambda shop: shop.tasks["look"].apply_async(delay=DELAY),
+    "own-connection": over_own_connection,
+    "asyncio": lambda shop: asyncio.run(shop.rabbitdelay.send("look", delay=DELAY)),
+    "pipeline": in_a_block,
+    "group": lambda shop: group([shop.tasks["look"].si() for _ in range(3)], app=shop).apply_async(
+        countdown=DELAY
+    ),
+    "send_many": send_many,
+    "check": lambda shop: shop.rabbitdelay.check(timeout=20),
+    "declare": with_a_connection(lambda topology, connection: declare(connection, topology)),
+    "check_complete": with_a_connection(
+        lambda topology, connection: check_complete(connection, topology)
+    ),
+    "backlog": with_a_connection(lambda topology, connection: backlog_of(connection, topology)),
+    "undeliverable": with_a_connection(undeliverable),
+}
+
+
+@pytest.mark.parametrize("name", WITH_THE_BROKER)
+def test_an_interrupt_ends_a_conversation_with_the_broker_at_once(
+    make_shop: Callable[..., Any], watching: Interrupter, name: str
+) -> None:
+    shop = make_shop(result_backend=None)
+    shop.tasks["look"].apply_async(delay=DELAY)
+
+    def call() -> None:
+        shop.rabbitdelay.close()
+        WITH_THE_BROKER[name](shop)
+
+    assert interrupt_anywhere(watching, call) > 10
+
+
+def key_and_value(store: Store) -> None:
+    token = uuid4().hex
+    asked = store.commands(lambda pipe: (pipe.set(token, token), pipe.get(token)))
+    assert asked == [True, token]
+
+
+def lease_of(name: str, token: str) -> ScriptCall:
+    return ScriptCall("lease", [name], [(token, 60_000, "")])
+
+
+def one_script(store: Store) -> None:
+    name = uuid4().hex
+    assert [bool(store.lease(name, token, 60_000)) for token in "abaa"] == [True, False, True, True]
+
+
+def scripts(store: Store) -> None:
+    name = uuid4().hex
+    answers = store.call_each([lease_of(name, token) for token in "abaa"])
+    assert [bool(each) for each in answers] == [True, False, True, True]
+
+
+def durably(store: Store) -> None:
+    name = uuid4().hex
+    answers = store.call_durably([lease_of(name, token) for token in "ab"])
+    assert [bool(each) for each in answers] == [True, False]
+
+
+def alone(store: Store) -> None:
+    with store.alone(uuid4().hex, 60):
+        pass
+
+
+#: Conversations with Redis.
+WITH_REDIS = [key_and_value, one_script, scripts, alone]
+
+
+@pytest.fixture(scope="module")
+def any_redis(request: pytest.FixtureRequest) -> Iterator[RedisSetup]:
+    """A Redis of the kind that the test names."""
+    with KINDS[request.param]() as setup:
+        yield setup
+
+
+@pytest.mark.parametrize(
+    ("any_redis", "ask"),
+    # Only behind Sentinel are there replicas.
+    [*product(KINDS, WITH_REDIS), ("sentinel", durably)],
+    indirect=["any_redis"],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_an_interrupt_ends_a_conversation_with_redis_at_once(
+    any_redis: RedisSetup, watching: Interrupter, ask: Callable[[Store], None]
+) -> None:
+    store = connect(any_redis.url, {"socket_timeout": TIMEOUT, **any_redis.options}, copies=1)
+
+    def call() -> None:
+        store.close()
+        ask(store)
+
+    assert interrupt_anywhere(watching, call) > 4
+    store.close()
+    assert not watching.open
+
+
+def test_an_interrupt_ends_a_request_to_the_management_api_at_once(
+    watching: Interrupter, broker_root: Path | None
+) -> None:
+    with RabbitMQServer(broker_root, management=True) as node:
+        wait_until_managed(node)
+        api = ManagementAPI(node.management_url)
+
+        def call() -> None:
+            assert api.get("vhosts", "/")["name"] == "/"
+
+        assert interrupt_anywhere(watching, call) > 3
+    assert not watching.open
