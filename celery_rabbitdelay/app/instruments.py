@@ -73,7 +73,8 @@ RESENT: Final = _counter(
 LATENESS: Final = Instrument(
     "lateness_seconds",
     "histogram",
-    "Seconds from the due time of a delayed task until a worker gave it to Celery to run.",
+    "Seconds from the due time of a delayed task until a worker gave it to Celery to run; what it "
+    "was held for does not count.",
     buckets=(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0),
 )
 EARLY: Final = _counter(
@@ -85,7 +86,7 @@ TAKEN_OVER: Final = _counter(
 )
 RETURNED: Final = _counter(
     "returned",
-    "Due tasks that went back to wait: postponed, paused, their job open, or Redis away.",
+    "Due tasks that went back to wait, once each: postponed, paused, job open, or Redis away.",
 )
 CANCELLED: Final = _counter(
     "cancelled", "Due tasks that a worker discarded because they were cancelled."

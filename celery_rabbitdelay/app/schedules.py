@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.instruments import OCCURRENCES
-from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.recurrence import Recurrence
@@ -246,8 +246,13 @@ class Schedules:
 
     def _put(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
         """Note a schedule and send its first occurrence; if that is not sent, take it back."""
-        known = self._registry.schedules
-        known.put(noted._replace(is_sent=False))
+        known, short = self._registry.schedules, None
+        try:
+            known.put(noted._replace(is_sent=False))
+        except RegistryUnavailable as error:
+            if not error.may_have_arrived:
+                raise
+            short = error  # it has too few copies, and is put
         try:
             self._send(noted)
             known.sent(noted.occurrence.name)
@@ -258,6 +263,8 @@ class Schedules:
                 else:
                     known.put(before)
             raise
+        if short is not None:
+            raise short
 
     def get(self, name: str) -> Schedule | None:
         """Return a schedule; None if no schedule has that name."""
@@ -338,8 +345,10 @@ class Schedules:
         registry = self._registry
         with registry.alone_under(key_of(name)):
             (noted,) = registry.schedules.get([name])
-            registry.close_key(key_of(name), wall_clock.ms() + NOTE_MS)
-            registry.schedules.delete(name)
+            try:
+                registry.close_key(key_of(name), wall_clock.ms() + NOTE_MS)
+            finally:  # also if that has too few copies
+                registry.schedules.delete(name)
         return noted is not None
 
     def heal(self) -> list[str]:

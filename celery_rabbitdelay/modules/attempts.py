@@ -13,8 +13,9 @@ from amqp.exceptions import NotFound
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened, unopened
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules import forwarding
-from celery_rabbitdelay.modules.bounds import LaterVersionWarning, WarningLimit
+from celery_rabbitdelay.modules.bounds import LaterVersionWarning
 from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
 from celery_rabbitdelay.modules.forwarding import Outgoing

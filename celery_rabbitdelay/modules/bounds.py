@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -18,61 +18,8 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
 
-#: Warnings of a kind in a minute.
-LOGGED: Final = 5
-
-#: Seconds until the same warning is logged again.
-WARN_EVERY: Final = 60.0
-
 #: Seconds until a worker logs again that messages of a later version go back into the levels.
 WARN_OF_LATER_EVERY: Final = 3600.0
-
-
-@dataclass(eq=False, repr=False)
-class WarningLimit:
-    """Lets the first few warnings of a minute through, each once, and logs a count of the others.
-
-    Attributes:
-        logger: Where the count goes.
-        what: What the warnings are about, in the plural.
-        clock: Returns seconds, as :func:`time.monotonic`.
-    """
-
-    logger: logging.Logger
-    what: str
-    clock: Callable[[], float] = time.monotonic
-    _since: float = 0.0
-    _logged: set[str | None] = field(default_factory=set)
-    _left_out: int = 0
-
-    def allows(self, key: str | None) -> bool:
-        """Return whether to log a warning; count it if not.
-
-        Args:
-            key: What it is about: a destination, or a reason. The same is logged once a minute.
-        """
-        self.log_count()
-        if key in self._logged or len(self._logged) >= LOGGED:
-            self._left_out += 1
-            return False
-        if not self._logged:
-            self._since = self.clock()
-        self._logged.add(key)
-        return True
-
-    def log_count(self) -> None:
-        """Log how many warnings were left out, once the minute is over; called now and then."""
-        if not self._logged or self.clock() - self._since < WARN_EVERY:
-            return
-        if self._left_out:
-            self.logger.warning(
-                "%s: %s more within %.0f s, without a warning each",
-                self.what,
-                f"{self._left_out:,}",
-                self.clock() - self._since,
-            )
-        self._logged.clear()
-        self._left_out = 0
 
 
 @dataclass(eq=False, repr=False)

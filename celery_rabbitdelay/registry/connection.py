@@ -228,23 +228,49 @@ class Store:
         """
         if not self.copies:
             return self.call_each(calls)
-        return [self._try(partial(self._with_copies, call)) for call in calls]
 
-    def _with_copies(self, call: ScriptCall, client: Any) -> Any:
+        def run(call: ScriptCall) -> Callable[[Any], Any]:
+            return lambda connection: connection.execute_command(*call.by_text)
+
+        return [loads(answer) for answer in self._durably([(c.keys[0], run(c)) for c in calls])]
+
+    def write(self, *changes: tuple[str, Callable[[Any], object]]) -> None:
+        """Run commands that decide something, as :meth:`call_durably`.
+
+        Args:
+            *changes: Keys, each with what runs the commands about it, on a client or a pipeline.
+        """
+        if not self.copies:
+            self.commands(lambda pipe: [run(pipe) for _, run in changes])
+        else:
+            self._durably(changes)
+
+    def _durably(self, changes: Sequence[tuple[str, Callable[[Any], Any]]]) -> list[Any]:
+        """Run all of some changes, and raise only then if one of them has too few copies."""
+        answers, short = [], None
+        for key, run in changes:
+            answer, found = self._try(partial(self._with_copies, key, run))
+            answers.append(answer)
+            if found < self.copies:
+                short = f"{found} of {self.copies} copies have it"
+        if short is not None:
+            reason = f"{short}: a fail-over may lose what was done"
+            raise RegistryUnavailable(reason, may_have_arrived=True)
+        return answers
+
+    def _with_copies(self, key: str, run: Callable[[Any], Any], client: Any) -> tuple[Any, int]:
+        """Run commands about a key; return their answer, and how many copies there are."""
         if self.is_cluster:
-            client = client.get_redis_connection(client.get_node_from_key(call.keys[0]))
+            client = client.get_redis_connection(client.get_node_from_key(key))
         # WAIT counts what its own connection has written.
         with client.client() as connection:
-            answer = connection.execute_command(*call.by_text)
-            found, wait_ms = 0, int(self.timeout * 1000 * WAIT_SHARE)
-            with suppress(self.errors[0]):  # it has no such file, or does not know the command
-                found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
-            if found < self.copies:
-                found += connection.execute_command("WAIT", self.copies - found, wait_ms)
-        if found < self.copies:
-            reason = f"{found} of {self.copies} copies have it: a fail-over may lose what was done"
-            raise RegistryUnavailable(reason, may_have_arrived=True)
-        return loads(answer)
+            answer, found, wait_ms = run(connection), 0, int(self.timeout * 1000 * WAIT_SHARE)
+            with suppress(*self.errors[1:]):  # no answer: the copies that are known count
+                with suppress(self.errors[0]):  # it has no such file, or does not know the command
+                    found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
+                if found < self.copies:
+                    found += connection.execute_command("WAIT", self.copies - found, wait_ms)
+        return answer, found
 
     def commands(self, add: Callable[[Any], object]) -> list[Any]:
         """Run commands in one round trip to each server.

@@ -78,10 +78,12 @@ class Jobs:
         """
         job_id = self._opening.pop(job, None) or new_copy()
         try:
-            state, *_ = self._call(job, "open", job_id, expires_ms)
+            (answer,) = self._store.call_durably([self._script(job, "open", job_id, expires_ms)])
         except RegistryUnavailable:
             self._opening[job] = job_id
             raise
+        state, _, _, _, *words = _readable(job, answer)
+        self._note(words)
         if state != "opened":
             raise JobClosed(job, state)
 

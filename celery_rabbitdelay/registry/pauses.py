@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import is_digits
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.index import Names
 
@@ -20,11 +21,15 @@ logger = logging.getLogger(__name__)
 #: Seconds for which a worker does not ask again what is paused.
 FRESH: Final = 1.0
 
-#: A paused task asks again after this part of the time for which it has been held, so that many of
-#: them cost little; and the bounds of that, in milliseconds. Up to a quarter is taken off at
-#: random, so that not all of them come at once after a resume.
+#: Tasks that are held, by a pause or an open job, ask a worker again this often in a second. If
+#: there are too many for that, each asks after this part of the time for which it has been held.
+#: Up to a quarter is taken off at random, so that not all of them come at once.
+PER_SECOND: Final = 50
 SHARE: Final = 0.25
+
+#: The bounds of that, in milliseconds: the least, the least if there are many, and the most.
 MIN_MS: Final = 1_000
+MIN_OF_MANY_MS: Final = 5_000
 MAX_MS: Final = 600_000
 
 #: The last instant that a datetime can express: the end of the year 9999.
@@ -58,6 +63,7 @@ class Pauses:
     def __init__(self, store: Store, names: Names) -> None:
         self._store = store
         self._key = names.only("paused")
+        self._unreadable = WarningLimit(logger, "Reads of what is paused")
         self._known: Mapping[str, int] | None = None
         self._known_until = 0.0
 
@@ -105,7 +111,7 @@ class Pauses:
                 raise
             known = before
         else:
-            known = _readable_ones(answer)
+            known = self._readable_ones(answer)
         if known.keys() != (before or {}).keys():
             logger.info("Due tasks are paused: %s", ", ".join(sorted(known)) or "none")
         self._known, self._known_until = known, time.monotonic() + FRESH
@@ -118,6 +124,14 @@ class Pauses:
             RegistryUnavailable: As for :meth:`known`.
         """
         return min(self.known().values(), default=None)
+
+    def _readable_ones(self, answer: Any) -> Mapping[str, int]:
+        try:
+            return _read(answer)
+        except RegistryUnavailable as error:
+            if self._unreadable.allows(str(error)):
+                logger.error("No task is paused: %s", error)
+            return {}
 
     def _look(self) -> Any:
         (answer,) = self._store.call_each([ScriptCall("pause", [self._key], [("look",)])])
@@ -135,26 +149,27 @@ def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:
     return min(filter(None, found), default=0)
 
 
-def pause_ms(held_ms: int) -> int:
-    """Return after how many milliseconds a paused task asks again.
+class Questions:
+    """Says when tasks that are held ask again: soon after what holds them ends, at little cost."""
 
-    Args:
-        held_ms: For how long it has been held.
-    """
-    longest = min(max(held_ms * SHARE, MIN_MS), MAX_MS)
-    return int(longest * random.uniform(0.75, 1))  # noqa: S311 - jitter
+    def __init__(self) -> None:
+        #: When the last of them would ask if they came one after the other.
+        self._last = 0.0
+
+    def after_ms(self, held_ms: int) -> int:
+        """Return after how many milliseconds a task asks again.
+
+        Args:
+            held_ms: For how long it has been held.
+        """
+        now, longest = time.monotonic(), min(max(held_ms * SHARE, MIN_OF_MANY_MS), MAX_MS)
+        self._last = min(max(self._last, now) + 1 / PER_SECOND, now + MAX_MS / 1000)
+        pause = max(min(longest, (self._last - now) * 1000), MIN_MS)
+        return int(pause * random.uniform(0.75, 1))  # noqa: S311 - jitter
 
 
 def _field(task: str | None, queue: str | None) -> str:
     return f"{_QUEUE}{queue}" if task is None else f"{_TASK}{task}"
-
-
-def _readable_ones(answer: Any) -> Mapping[str, int]:
-    try:
-        return _read(answer)
-    except RegistryUnavailable as error:
-        logger.error("No task is paused: %s", error)
-        return {}
 
 
 def _read(answer: Any) -> dict[str, int]:

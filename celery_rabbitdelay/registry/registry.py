@@ -10,21 +10,16 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
 from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
-from celery_rabbitdelay.registry.pauses import Pauses, pause_ms
+from celery_rabbitdelay.registry.pauses import Pauses, Questions
 from celery_rabbitdelay.registry.schedules import Schedules
 
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
 TASKS_PER_CALL: Final = 100
-
-#: A task of an open job asks again after this part of the time for which it has been due, so that
-#: many such tasks cost little; and the bounds of that pause, in milliseconds.
-JOB_PAUSE: Final = 0.25
-MIN_JOB_PAUSE_MS: Final = 5_000
-MAX_JOB_PAUSE_MS: Final = 600_000
 
 #: For how many milliseconds a cancel of a task of which nothing waits is remembered, because it is
 #: not known when one of its messages may arrive: ten years.
@@ -45,6 +40,9 @@ _UNREADABLE: Final = "!"
 
 #: What ``claim.lua`` answers about the newest task under a key, before the id of the one before.
 _NEWEST: Final = "newest "
+
+#: What ``cancel.lua`` answers about a task with a key, before its order and its key.
+_DONE: Final = "done "
 
 #: What ``arrive.lua`` answers about a task that would run, if it were not paused.
 _PAUSED: Final = "paused"
@@ -125,6 +123,8 @@ class Registry:
         self.schedules = Schedules(store, self.names)
         self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
         self._keep_ms = keep_ms
+        self._questions = Questions()
+        self._unreadable = WarningLimit(logger, "Tasks that were sent, and are not registered")
 
     def reserve(self, name: str, number: int, per_second: float) -> float:
         """Reserve room for tasks at a rate that several senders share.
@@ -215,16 +215,10 @@ class Registry:
     def _decision(self, word: str, arrival: Arrival) -> Decision:
         if word.isdigit():
             return Decision(Verdict.LATER, int(word), is_new_due=True)
-        if word == Verdict.LATER.value:
+        if word in (Verdict.LATER.value, _PAUSED):
             now_ms = wall_clock.ms()
-            pause = int((now_ms - arrival.due_ms) * JOB_PAUSE)
-            return Decision(
-                Verdict.LATER, now_ms + min(max(pause, MIN_JOB_PAUSE_MS), MAX_JOB_PAUSE_MS)
-            )
-        if word == _PAUSED:
-            now_ms = wall_clock.ms()
-            held_ms = now_ms - max(arrival.due_ms, arrival.paused_ms)
-            return Decision(Verdict.LATER, now_ms + pause_ms(held_ms))
+            since_ms = max(arrival.due_ms, arrival.paused_ms if word == _PAUSED else 0)
+            return Decision(Verdict.LATER, now_ms + self._questions.after_ms(now_ms - since_ms))
         if word not in _VERDICTS:
             return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE), is_answer=False)
         return Decision(Verdict(word))
@@ -301,7 +295,7 @@ class Registry:
             batch = self._batch("unlist", "task", list(older), orders)
             self.store.call_each([call for _, call in batch])
         for task_id, word in zip(ids, states, strict=True):
-            if _is_unreadable(word):
+            if _is_unreadable(word) and self._unreadable.allows(word):
                 logger.error("Task %s was sent, and is not registered: %s", task_id, word)
         return states
 
@@ -333,11 +327,28 @@ class Registry:
         shared = NOTE_MS + self._keep_ms, int(also_future)
         batch = self._batch("cancel", "task", ids, [()] * len(ids), *shared)
         (answers,) = self._run(batch, call=self.store.call_durably)
-        found = {
-            task_id: answer if _is_unreadable(answer) else Outcome(answer)
-            for task_id, answer in zip(ids, answers, strict=True)
-        }
+        newest = self._newest_orders(answers)
+        found = dict[str, Outcome | str]()
+        for task_id, answer in zip(ids, answers, strict=True):
+            if _is_unreadable(answer):
+                found[task_id] = answer
+                continue
+            outcome, _, more = answer.partition(" ")
+            order, _, key = more.partition(" ")
+            is_superseded = order != "" and int(order) < newest[key]
+            found[task_id] = Outcome.CANCELLED if is_superseded else Outcome(outcome)
         return [found[task_id] for task_id in task_ids]
+
+    def _newest_orders(self, answers: Sequence[str]) -> dict[str, int]:
+        """Return the orders of the newest tasks under the keys that a cancel has found."""
+        keyed = (answer.split(" ", 2) for answer in answers if answer.startswith(_DONE))
+        keys = list(dict.fromkeys(key for _, _, key in keyed))
+        if not keys:
+            return {}
+        names = [self.names.of("key", key) for key in keys]
+        newest = self.store.commands(lambda pipe: [pipe.get(name) for name in names])
+        orders = [(each or "").partition(" ")[0] for each in newest]
+        return dict(zip(keys, (int(each) if each.isdigit() else 0 for each in orders), strict=True))
 
     def waiting_under(self, key: str) -> list[str]:
         """Return the id of the newest task that was sent under a key, in a list; empty if none."""
@@ -367,7 +378,7 @@ class Registry:
             arguments = [(str(min(due_ms, wall_clock.ms() + MAX_LIFE_MS)), newest, key)]
             shared = (int(also_future),)
             call = ScriptCall("postpone", [record], arguments, self._keep_ms, shared)
-            ((word, *more),) = self.store.call_each([call])
+            ((word, *more),) = self.store.call_durably([call])
             if word == "earlier":
                 return Earlier(*more)
             if word != "key":
@@ -379,7 +390,7 @@ class Registry:
         """Supersede all that was sent under a key, until an instant, by :data:`CLOSED`."""
         (ticket,) = self.ask([("", key)])
         claim = Arrival(CLOSED, due_ms, ticket=ticket, key=key)
-        self._run(self._claims([claim]))
+        self._run(self._claims([claim]), call=self.store.call_durably)
 
     def forget(self, task_ids: Sequence[str]) -> None:
         """Forget that tasks have arrived, which then run if they are sent again."""

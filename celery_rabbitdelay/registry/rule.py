@@ -194,16 +194,17 @@ def register(record: Record, message: Message) -> tuple[Record, str]:
     return noted, "waiting"
 
 
-def cancel(record: Record, also_future: bool = True) -> tuple[Record, str]:
+def cancel(record: Record, newest: int = 0, also_future: bool = True) -> tuple[Record, str]:
     """Return what is noted when a task is cancelled, and what that finds.
 
     Args:
         record: The record of the task.
+        newest: The order of the newest task under the key of this one.
         also_future: Whether to note it if nothing is known of the task.
     """
     life, is_known = record.life, record.waits is not None or record.ran is not None
     found = "done" if record.waits else "released" if is_known else "noted"
-    if record.is_cancelled(life):
+    if record.is_cancelled(life) or (record.order and record.order < newest):
         found = "cancelled"
     if not is_known and not also_future:
         return record, found.replace("noted", "unknown")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
@@ -142,12 +142,12 @@ class Schedules:
             _UNSENT: "" if noted.is_sent else "1",
         }
 
-        def add(pipeline: Any) -> None:
-            pipeline.delete(record)
-            pipeline.hset(record, mapping=fields)
-            self._write(pipeline, noted.occurrence)
+        def write(client: Any) -> None:
+            client.delete(record)
+            client.hset(record, mapping=fields)
+            self._write(client, noted.occurrence)
 
-        self._store.commands(add)
+        self._store.write((record, write), self._listed(noted.occurrence))
 
     def follow(
         self, following: Sequence[Occurrence], came: Mapping[Occurrence, Came] = NOTHING_CAME
@@ -168,6 +168,7 @@ class Schedules:
                 record = self._names.of("schedule", each.name)
                 pipeline.hsetnx(record, _REVISION, each.revision)
                 self._write(pipeline, each)
+                self._listed(each)[1](pipeline)
             for each, fate in came.items():
                 if is_current(each) and (noted[each.name] or each.name in followed):
                     last = " ".join(map(str, fate))
@@ -177,11 +178,15 @@ class Schedules:
         if names:
             self._store.commands(add)
 
-    def _write(self, pipeline: Any, occurrence: Occurrence) -> None:
+    def _write(self, client: Any, occurrence: Occurrence) -> None:
         record = self._names.of("schedule", occurrence.name)
-        pipeline.zadd(self._names.only("schedules"), {occurrence.name: occurrence.due_ms})
-        pipeline.hset(record, f"{_OCCURRENCE}{occurrence.revision}", occurrence.text)
-        pipeline.hdel(record, _HEALED)
+        client.hset(record, f"{_OCCURRENCE}{occurrence.revision}", occurrence.text)
+        client.hdel(record, _HEALED)
+
+    def _listed(self, occurrence: Occurrence) -> tuple[str, Callable[[Any], object]]:
+        """Return the key of the names of all schedules, and what adds one that is due next."""
+        key = self._names.only("schedules")
+        return key, lambda client: client.zadd(key, {occurrence.name: occurrence.due_ms})
 
     def sent(self, name: str) -> None:
         """Note that the first occurrence of a schedule was sent."""
@@ -196,22 +201,25 @@ class Schedules:
     def pause(self, name: str, *, is_paused: bool) -> None:
         """Note whether occurrences of a schedule run."""
         record, value = self._names.of("schedule", name), "1" if is_paused else ""
-        self._store.commands(lambda pipe: pipe.hset(record, _PAUSED, value))
+        self._store.write((record, lambda client: client.hset(record, _PAUSED, value)))
 
     def end(self, occurrence: Occurrence) -> None:
         """Forget a schedule whose last occurrence has come, unless another one was put."""
         (noted,) = self.get([occurrence.name])
         if noted is not None and noted.occurrence.revision == occurrence.revision:
-            self.delete(occurrence.name)
+            changes = self._forgetting(occurrence.name)
+            self._store.commands(lambda pipe: [run(pipe) for _, run in changes])
 
     def delete(self, name: str) -> None:
         """Forget a schedule."""
+        self._store.write(*self._forgetting(name))
 
-        def add(pipeline: Any) -> None:
-            pipeline.zrem(self._names.only("schedules"), name)
-            pipeline.delete(self._names.of("schedule", name))
-
-        self._store.commands(add)
+    def _forgetting(self, name: str) -> tuple[tuple[str, Callable[[Any], object]], ...]:
+        key, record = self._names.only("schedules"), self._names.of("schedule", name)
+        return (
+            (key, lambda client: client.zrem(key, name)),
+            (record, lambda client: client.delete(record)),
+        )
 
     def taken_over(self, application: str) -> dict[str, str]:
         """Return which entries of beat an application has: "current", and when others ended."""

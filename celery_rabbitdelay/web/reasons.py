@@ -105,6 +105,7 @@ def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
     else:
         yield Reason(
             "It is due, and its queue is empty: it is about to arrive, or a worker holds it until "
-            "it has a free process. If that lasts, its message was lost.",
+            "it has a free process. If it was held by a pause or an open job, it asks again within "
+            "ten minutes after that has ended. If it does not come by then, its message was lost.",
             "health",
         )

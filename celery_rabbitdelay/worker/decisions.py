@@ -15,6 +15,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, SCHEDULE, DelayHeaders
 from celery_rabbitdelay.levels.schedule import Occurrence
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
@@ -23,7 +24,7 @@ from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.metrics import lateness
+from celery_rabbitdelay.worker.metrics import lateness, may_run_since
 from celery_rabbitdelay.worker.occurrences import Arrived, OccurrenceKind, Occurrences
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
@@ -113,6 +114,7 @@ class Decisions(BatchThread[_Due]):
         self._breaker = Breaker()
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
+        self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
         self._plain: PlainArrivals[_Due] = PlainArrivals(
             consumer,
             lambda due: self._registry.names.of("task", due.arrival.task_id),
@@ -200,10 +202,11 @@ class Decisions(BatchThread[_Due]):
             decisions: list[Decision] = self._breaker.call(lambda: self._ask_registry(batch))
         except RegistryUnavailable as error:
             self._failed(error)
+            away = time.monotonic() - (self._down_since or time.monotonic())
             return [
                 Decision(Verdict.RUN)
                 if self._runs_without or not each.arrival.has_options
-                else self._later()
+                else self._later(away)
                 for each in batch
             ]
         self._succeeded()
@@ -258,8 +261,8 @@ class Decisions(BatchThread[_Due]):
             logger.warning("The registry answers again, after %.1f s.", seconds)
             self._down_since = None
 
-    def _later(self) -> Decision:
-        away = time.monotonic() - (self._down_since or time.monotonic())
+    def _later(self, away: float) -> Decision:
+        """Return that a task asks again after as long as there was no answer, within bounds."""
         pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
         return Decision(Verdict.LATER, wall_clock.ms() + int(pause * 1000), is_answer=False)
 
@@ -289,13 +292,14 @@ class Decisions(BatchThread[_Due]):
             case Verdict.FORGOTTEN:
                 self._early_tasks.refuse(due.delivery.message, due.delivery.ack, FORGOTTEN)
             case Verdict.UNREADABLE:
-                logger.error(
-                    "Task %s asks the registry again later: its record, key or job cannot be read: "
-                    "%s",
-                    celery_internals.shown(due.arrival.task_id),
-                    decision.why,
-                )
-                self._put_back(due, self._later())
+                if self._unreadable.allows(decision.why):
+                    logger.error(
+                        "Task %s asks the registry again later: its record, key or job cannot be "
+                        "read: %s",
+                        celery_internals.shown(due.arrival.task_id),
+                        decision.why,
+                    )
+                self._put_back(due, self._later(lateness(due.waited.due_ms)))
             case Verdict.CANCELLED:
                 # One occurrence of a schedule may be cancelled; the others come.
                 discard = partial(self._discard, due, decision.verdict)
@@ -323,7 +327,13 @@ class Decisions(BatchThread[_Due]):
         self._signal(DISCARDED[verdict], due)
 
     def _count(self, due: _Due, verdict: Verdict) -> None:
-        values = {instruments.LATENESS: lateness(due.waited.due_ms)}
+        asks_again = verdict in (Verdict.LATER, Verdict.UNREADABLE)
+        if asks_again and due.waited.early.until_ms:
+            return  # it was counted when it went back first
+        if not asks_again:
+            may_run_ms = may_run_since(due.waited) if verdict is Verdict.RUN else None
+            self._consumer.strategies.arrivals.note(may_run_ms)
+        values = {instruments.LATENESS: lateness(may_run_since(due.waited))}
         if verdict is not Verdict.RUN:
             values = {COUNTED[verdict]: 1}
         self._consumer.app.rabbitdelay.recorder.record(values, due.delivery.task, due.queue)

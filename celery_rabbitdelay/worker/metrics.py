@@ -24,6 +24,7 @@ from celery_rabbitdelay.app.metrics import ChildCounts, Metrics, opentelemetry_i
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
@@ -248,10 +249,10 @@ def _started(work: Callable[[], object]) -> Thread:
 
 
 class Arrivals:
-    """Notes how late delayed tasks arrive, for the worker's status.
+    """Notes how late delayed tasks are that run, for the worker's status.
 
     Attributes:
-        received: How many delayed tasks have arrived.
+        received: How many delayed tasks have arrived, without those that were put back.
     """
 
     def __init__(self) -> None:
@@ -284,6 +285,11 @@ class Arrivals:
     def _recent(self, step: int) -> dict[int, float]:
         first = step - SPAN // STEP + 1
         return {each: late for each, late in tuple(self._latest.items()) if each >= first}
+
+
+def may_run_since(waited: DelayHeaders) -> int | None:
+    """Return since when a task that has come may run: what was put back until then is not late."""
+    return None if waited.due_ms is None else max(waited.due_ms, waited.early.until_ms)
 
 
 def lateness(due_ms: object) -> float:

@@ -23,7 +23,7 @@ from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue, shown
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
-from celery_rabbitdelay.worker.metrics import Arrivals, lateness
+from celery_rabbitdelay.worker.metrics import Arrivals, lateness, may_run_since
 from celery_rabbitdelay.worker.occurrences import Occurrences
 
 logger = get_logger(__name__)
@@ -176,8 +176,6 @@ class RestoringStrategies(dict[str, Strategy]):
                 self.early_tasks.refuse(message, delivery.ack, NOT_SIGNED)
             return True
         self._hide_delivery(message)
-        if waited is not None:
-            self.arrivals.note(waited.due_ms)
         if self.early_tasks is None or (waited is None and not takes_eta):
             return False
         ask = None
@@ -190,7 +188,9 @@ class RestoringStrategies(dict[str, Strategy]):
             ask()
             return True
         if waited is not None:
-            self._record(LATENESS, lateness(waited.due_ms), delivery)
+            since_ms = may_run_since(waited)
+            self.arrivals.note(since_ms)
+            self._record(LATENESS, lateness(since_ms), delivery)
             signals.send(signals.released, self._app, id_of(message), waited.due_ms)
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 from uuid import uuid4
@@ -13,6 +14,7 @@ from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
 from tests.integration.worker import Worker
+from tests.unit.clock import frozen
 
 #: Seconds until the tasks are due.
 DELAY = 1.0
@@ -100,6 +102,27 @@ def test_the_tasks_of_an_envelope_wait_each_for_itself(
     assert noted() == []
     shop.rabbitdelay.resume(task="note")
     assert_each_ran_once(noted, {str(number) for number in range(50)})
+
+
+def test_a_resume_wakes_what_was_held_for_hours_and_that_is_not_late(
+    shop: Any, worker: Worker, noted: Notes, passed: Any
+) -> None:
+    registry, hours_ago = shop.rabbitdelay.registry, time.time() - 2 * 3600
+    since = {"task:note": int(hours_ago * 1000)}
+    registry.store.commands(lambda pipe: pipe.hset(registry.names.only("paused"), mapping=since))
+    with frozen(hours_ago):
+        results = [noted.send(number, delay=DELAY, track=True) for number in range(5)]
+    passed()
+    passed()
+    shop.rabbitdelay.resume(task="note")
+    resumed = time.monotonic()
+    for each in results:
+        each.get(timeout=PATIENCE)
+    assert time.monotonic() - resumed < 60  # it was ten minutes
+    (status,) = shop.control.broadcast("rabbitdelay_status", reply=True)[0].values()
+    arrivals = status["tasks"]
+    assert (sorted(noted()), arrivals["received"]) == ([*range(5)], 5 + 2)
+    assert arrivals["latest"] < 60
 
 
 @pytest.mark.timeout(300)

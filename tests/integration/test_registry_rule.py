@@ -208,7 +208,7 @@ class Sequence:
 
     def cancel(self) -> None:
         also_future = self.chance.random() < 0.6
-        self.record, expected = model.cancel(self.record, also_future)
+        self.record, expected = model.cancel(self.record, self.newest, also_future)
         self.is_listed &= self.record.waits is not None
         (found,) = self.registry.cancel([self.task_id], also_future)
         self.say("cancel", found.value, expected)

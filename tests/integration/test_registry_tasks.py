@@ -129,6 +129,17 @@ def test_a_task_that_has_arrived_is_released(shop: Any, noted: Notes) -> None:
     assert shop.rabbitdelay.cancel(result.id) is Outcome.RELEASED
 
 
+def test_a_task_that_is_superseded_is_found_as_cancelled_by_each_call(
+    shop: Any, noted: Notes
+) -> None:
+    older, newer = (noted.send(name, delay=DELAY, key="order:9") for name in ("older", "newer"))
+    assert shop.rabbitdelay.postpone(older, delay=DELAY + 5) is Outcome.CANCELLED
+    assert shop.rabbitdelay.cancel(older) is Outcome.CANCELLED
+    assert shop.rabbitdelay.cancel(older) is Outcome.CANCELLED
+    assert shop.rabbitdelay.cancel([newer, older]) is Outcome.CANCELLED
+    assert shop.rabbitdelay.show(newer).state == "cancelled"
+
+
 @pytest.mark.parametrize(
     "past", [{"delay": -40 * 86_400}, {"countdown": -5}, {"eta": datetime(2020, 1, 1)}], ids=str
 )

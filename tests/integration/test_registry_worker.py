@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -400,18 +401,54 @@ def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
     assert noted.until(1) == ["once"]
 
 
+def test_a_decision_with_too_few_copies_is_made_and_raises(make_shop: Any, noted: Notes) -> None:
+    delays = noted.shop.rabbitdelay
+    task = noted.send(delay=3600, track=True).id
+    # Its Redis has neither a replica nor an append-only file.
+    careful = make_shop(rabbitdelay_registry_durability=1).rabbitdelay
+
+    def decided() -> tuple[Any, ...]:
+        schedules = {each.name: each.is_paused for each in delays.schedules.all()}
+        known, state = delays.show(task), delays.registry.jobs.state
+        jobs = state("committed"), state("aborted")
+        return known.state, known.postponed, delays.paused(), jobs, schedules
+
+    for call, *arguments in (
+        (careful.schedules.put, "hourly", "look", timedelta(hours=1)),
+        (careful.schedules.pause, "hourly"),
+        (careful.schedules.delete, "hourly"),
+        (partial(careful.open_job, expires=60), "committed"),
+        (careful.commit_job, "committed"),
+        (partial(careful.open_job, expires=60), "aborted"),
+        (careful.abort_job, "aborted"),
+        (partial(careful.pause, task="note"),),
+        (partial(careful.resume, task="note"),),
+        (partial(careful.postpone, delay=7200), task),
+        (careful.cancel, task),
+    ):
+        before = decided()
+        with pytest.raises(RegistryUnavailable, match="0 of 1 copies") as raised:
+            call(*arguments)
+        assert raised.value.may_have_arrived
+        assert decided() != before, call
+
+
 def test_a_value_that_cannot_be_read_holds_up_no_task_without_options(
     shop: Any, worker: Worker, noted: Notes
 ) -> None:
     registry = shop.rabbitdelay.registry
-    bad = noted.send("bad", delay=5.5)
-    record = registry.names.of("task", bad.id)
-    registry.store.commands(lambda pipeline: pipeline.hset(record, "not_before", "soon"))
+    bad = [noted.send("bad", delay=5.5) for _ in range(10)]
+    records = [registry.names.of("task", each.id) for each in bad]
+    registry.store.commands(
+        lambda pipe: [pipe.hset(record, "not_before", "soon") for record in records]
+    )
     for number in range(8):
         noted.send(number, delay=5.5)
     wait_for(lambda: sorted(noted()) == [*range(8)], "the others", PATIENCE)
-    registry.store.commands(lambda pipeline: pipeline.delete(record))
-    wait_for(lambda: "bad" in noted(), "the task", PATIENCE)
+    assert "bad" not in noted.until(8)  # they have asked at least twice
+    assert worker.log.count("cannot be read") == 1
+    registry.store.commands(lambda pipe: pipe.delete(*records))
+    wait_for(lambda: noted().count("bad") == 10, "the tasks", PATIENCE)
 
 
 @pytest.mark.parametrize("wrong", ["another type", "another state"])

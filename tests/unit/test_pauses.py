@@ -12,25 +12,40 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.index import Names
-from celery_rabbitdelay.registry.pauses import Pauses, pause_ms, paused_since
+from celery_rabbitdelay.registry.pauses import Pauses, Questions, paused_since
 from tests.unit.clock import Clock
 
 TEN_MINUTES_MS = 600_000
 
 
+@pytest.mark.parametrize("held_ms", [0, 60_000, 315_360_000_000])
+def test_a_few_tasks_that_are_held_ask_again_soon_however_long_they_are(
+    held_ms: int, clock: Clock
+) -> None:
+    questions = Questions()
+    for _ in range(100):
+        clock.now += 0.5  # two a second
+        assert 750 <= questions.after_ms(held_ms) <= 1_000
+
+
 @pytest.mark.parametrize(
     ("held_ms", "longest_ms"),
-    [(-5, 1_000), (0, 1_000), (4_000, 1_000), (60_000, 15_000), (2_400_000, TEN_MINUTES_MS)],
+    [(-5, 5_000), (0, 5_000), (60_000, 15_000), (2_400_000, TEN_MINUTES_MS), (10**12, 600_000)],
 )
-def test_a_paused_task_asks_again_after_a_quarter_of_the_time_that_it_was_held(
-    held_ms: int, longest_ms: int
+def test_many_ask_again_after_a_quarter_of_the_time_that_they_were_held(
+    held_ms: int, longest_ms: int, clock: Clock
 ) -> None:
-    found = [pause_ms(held_ms) for _ in range(200)]
+    questions = Questions()
+    found = [questions.after_ms(held_ms) for _ in range(60_000)][-200:]
     assert longest_ms * 0.75 <= min(found) < max(found) <= longest_ms
+    clock.now += 600
+    assert questions.after_ms(held_ms) <= 1_000
 
 
-def test_a_task_held_for_ten_years_asks_again_within_ten_minutes() -> None:
-    assert pause_ms(315_360_000_000) <= TEN_MINUTES_MS
+def test_those_between_ask_one_after_the_other(clock: Clock) -> None:
+    questions = Questions()
+    found = [questions.after_ms(10**9) for _ in range(1_000)]
+    assert 15_000 - 20 <= found[-1] <= 20_000
 
 
 def test_a_task_is_paused_by_its_name_or_by_its_queue() -> None:

@@ -212,7 +212,7 @@ class World(NamedTuple):
 
     def cancelled(self, also_future: bool) -> World:
         stopped = registry_model.next_life(self.record)
-        record, found = registry_model.cancel(self.record, also_future)
+        record, found = registry_model.cancel(self.record, self.newest, also_future)
         if found == "unknown":
             assert record == self.record, "something was noted"
             return self

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from celery_rabbitdelay.modules.bounds import LOGGED, WarningLimit
+from celery_rabbitdelay.levels.warning_limit import LOGGED, WarningLimit
 from tests.unit.clock import Clock
 from tests.unit.consumer_model import Consumer, for_exchange, is_tried_again
 

@@ -4,13 +4,13 @@
 -- ARGV  nothing for each; then for how many milliseconds a cancel is kept if nothing of the task waits,
 --       and whether to note it if nothing is known of the task ("1")
 -- Returns for each task what was found: "done", "released", "cancelled", "noted", or if nothing was noted,
--- "unknown".
+-- "unknown". Behind "done" the order and the key of the task, if it has one.
 
 local note_ms, notes, now_ms = tonumber(ARGV[3]), ARGV[4] == '1', clock()
 
 local function cancel(record)
-  local cancelled, not_before, ran, waits, due =
-    unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'ran', 'waits', 'due'))
+  local cancelled, not_before, ran, waits, due, order, key =
+    unpack(redis.call('HMGET', record, 'cancelled', 'not_before', 'ran', 'waits', 'due', 'order', 'key'))
   local life = latest(ran, waits)
   local outcome = is_cancelled(cancelled, life) and 'cancelled'
     or waits and 'done' or ran and 'released' or notes and 'noted' or 'unknown'
@@ -24,7 +24,7 @@ local function cancel(record)
   if waits then
     settle(record)
   end
-  return outcome
+  return outcome == 'done' and key and 'done ' .. order .. ' ' .. key or outcome
 end
 
 return cjson.encode(of_each_key(cancel))
