@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from celery_rabbitdelay.app.sending.task_messages import restored
+from celery_rabbitdelay.app.sending.task_messages import restored, tolerance_of
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.publishing.backlog import Backlog
-from celery_rabbitdelay.registry.record import TaskState, record_of
+from celery_rabbitdelay.registry.record import Record, TaskState, record_of
 from celery_rabbitdelay.registry.registry import Registry
 
 #: Celery's headers that say how a task is shown.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
+
+
+#: How long a task may have been on its way to the broker, or from one queue to the next.
+SLACK_MS: Final = 2000
 
 
 class Said(NamedTuple):
@@ -31,6 +35,7 @@ class Said(NamedTuple):
         exchange: The exchange that it would have been published to without a delay.
         routing_key: The routing key that it would have been published with.
         priority: Its priority.
+        tolerance_ms: How many milliseconds later it may arrive.
     """
 
     shadow: str | None = None
@@ -40,6 +45,7 @@ class Said(NamedTuple):
     exchange: str | None = None
     routing_key: str | None = None
     priority: int | None = None
+    tolerance_ms: int | None = None
 
     @classmethod
     def by(cls, message: str | None) -> Said:
@@ -47,14 +53,21 @@ class Said(NamedTuple):
         if not message:
             return cls()
         try:
-            waiting = restored(message, "").message
+            waiting, tolerance_ms = restored(message, "").message, tolerance_of(message)
         except Exception:  # noqa: BLE001 - of a task whose message cannot be read the rest is shown
             return cls()
         headers, others = waiting.headers, waiting.headers.others
         shadow, args, kwargs = (others.get(each) or None for each in SHOWN)
         priority = headers.priority or waiting.properties.get("priority")
         return cls(
-            shadow, args, kwargs, headers.queue, headers.exchange, headers.routing_key, priority
+            shadow,
+            args,
+            kwargs,
+            headers.queue,
+            headers.exchange,
+            headers.routing_key,
+            priority,
+            tolerance_ms,
         )
 
 
@@ -81,8 +94,9 @@ class KnownTask:
         routing_key: The routing key that it would have been published with.
         priority: Its priority.
         may_be_in: If it waits, the queues in which its message may be, as ``status`` names them,
-            and how many messages each has. They are worked out from the due time, now and the
-            layout, without those that are empty. Once it is due, it may have left them.
+            and how many messages each has, without those that are empty. Of a tracked task it is
+            one, or two when it goes from one to the next, by when it was sent, its due time and
+            the layout; of others, all that last so long. Once it is due, it may have left them.
         missing: If it waits, the queues of the levels and modules that the broker does not have.
     """
 
@@ -128,8 +142,11 @@ def known_task(
     known_ms = [each for each in (record.due_ms, record.postponed_ms) if each is not None]
     waits = record.state is TaskState.WAITING
     found = backlog() if waits else None
-    # Its message is put back for the rest when the first due time comes.
-    remaining_ms = (record.due_ms or 0) - wall_clock.ms()
+    tolerance_ms = said.tolerance_ms
+    if record.due_ms is not None and (record.postponed_ms or 0) > record.due_ms <= wall_clock.ms():
+        # Its message was put back for the rest when the first due time came.
+        record = record._replace(sent_ms=record.due_ms, due_ms=record.postponed_ms)
+        tolerance_ms = 0
     return KnownTask(
         task_id,
         record.state.value,
@@ -146,7 +163,7 @@ def known_task(
         said.exchange,
         said.routing_key,
         said.priority,
-        {} if found is None else dict(may_be_in(layout, remaining_ms, found)),
+        {} if found is None else dict(_may_be_in(layout, record, tolerance_ms, found)),
         () if found is None else found.missing,
     )
 
@@ -155,13 +172,23 @@ def _instant(at_ms: int | None) -> datetime | None:
     return None if at_ms is None else instant_of(at_ms)
 
 
-def may_be_in(layout: Layout, remaining_ms: int, backlog: Backlog) -> Iterator[tuple[str, int]]:
+def _may_be_in(
+    layout: Layout, record: Record, tolerance_ms: int | None, backlog: Backlog
+) -> Iterator[tuple[str, int]]:
     """Yield the queues in which a message may be, and their messages; see :class:`KnownTask`."""
-    for name in (CHECK_IN, "meditation"):
+    due_ms, now_ms = record.due_ms or 0, wall_clock.ms()
+    others = [CHECK_IN, "meditation"]
+    digits = layout.may_wait_in(due_ms - now_ms)
+    if record.sent_ms is not None and tolerance_ms is not None:
+        delay_ms, passed_ms = due_ms - record.sent_ms, now_ms - record.sent_ms
+        # If it is late, something has put it back.
+        if delay_ms <= layout.capacity_ms and passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
+            others, digits = [], layout.waits_in(delay_ms, passed_ms, tolerance_ms, SLACK_MS)
+    if due_ms <= now_ms:
+        others.append(DISTRIBUTE)
+    for name in others:
         if (counts := backlog.others.get(name)) and counts.messages:
             yield name, counts.messages
-    for level, digit in layout.may_wait_in(remaining_ms):
+    for level, digit in digits:
         if messages := backlog.digits[level.name].get(digit):
             yield level.queue_name(digit), messages
-    if remaining_ms <= 0 and (counts := backlog.others.get(DISTRIBUTE)) and counts.messages:
-        yield DISTRIBUTE, counts.messages

@@ -150,12 +150,30 @@ def test_where_operators_declare_the_modules_name_what_was_deleted_and_wait_for_
     distribution = standing.module_queues.distribution
     shop = serve(only="default", **NEVER)
     distribution(connection.default_channel).delete()
-    said = "distribution: connects again in 1.0 s: TopologyIncomplete("
-    wait_for(lambda: said in shop.worker.log, "the second attempt")
+    said = "rabbitdelay connects again (distribution): TopologyIncomplete("
+    wait_for(lambda: said in shop.worker.log, "a further attempt")
     assert distribution.name in shop.worker.log.partition(said)[2].splitlines()[0]
     assert missing(connection, standing) == (distribution.name,)
     declare(connection, standing)
     assert_delays(connection, shop, target)
+
+
+def test_a_broker_that_is_away_is_one_line_for_all_modules(
+    serve: Callable[..., Any], broker: RabbitMQServer
+) -> None:
+    modules = ["check-in", "distribution", "probe"]
+    shop = serve(rabbitdelay_modules=modules, broker_connection_max_retries=None)
+    # Not killed: RabbitMQ 3.10 may never serve a quorum queue again that is a moment old then.
+    broker.ctl("stop_app")
+    try:
+        # Those of Celery's own consumer; the modules have tried as often by then.
+        tried = "Trying again in 6.00 seconds"
+        wait_for(lambda: tried in shop.worker.log, "several attempts", PATIENCE)
+    finally:
+        broker.ctl("start_app")
+    wait_until_served(shop.worker, *modules, times=2)
+    (line,) = [line for line in shop.worker.log.splitlines() if "connects again" in line]
+    assert "rabbitdelay connects again (check-in, distribution, probe): " in line
 
 
 def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_whole(

@@ -646,7 +646,7 @@ def test_a_module_that_may_not_read_its_queue_names_the_permission(
     declared(host, CELERY)
     rest = needed("worker", "never")
     rest.remove(Right("read", r"rabbitdelay\.checkin|rabbitdelay\.distribution|rabbitdelay\.probe"))
-    log = log_of(of_worker(rest), "check-in: connects again")
+    log = log_of(of_worker(rest), "connects again (check-in")
     assert f"worker-{host.name}' lacks the permission read on the queue 'rabbitdelay." in log
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,6 +98,41 @@ def test_a_message_is_always_in_one_of_the_digits_where_it_may_be(
             assert (level, digit) in layout.may_wait_in(delay_ms - passed_ms)
             return
     raise AssertionError("it left the levels before it was due")
+
+
+@given(layouts, st.data())
+def test_a_message_is_in_one_of_the_digits_where_it_waits_by_when_it_was_sent(
+    layout: Layout, data: st.DataObject
+) -> None:
+    delay_ms = data.draw(st.integers(1, layout.capacity_ms))
+    tolerance_ms = data.draw(st.integers(0, delay_ms))
+    coarsest = data.draw(st.booleans())
+    real_ms = layout.round_to_fewest_stops(delay_ms, tolerance_ms, coarsest=coarsest)
+    passed_ms = data.draw(st.integers(0, real_ms - 1))
+    # It was sent a moment before or after that.
+    noted_ms = passed_ms + data.draw(st.integers(-5, 5))
+    until_ms = 0
+    for level, digit in zip(layout.levels, layout.digits(real_ms), strict=True):
+        until_ms += digit * level.place_ms
+        if passed_ms < until_ms:
+            found = layout.waits_in(delay_ms, noted_ms, tolerance_ms, 5)
+            assert (level, digit) in found
+            return
+    raise AssertionError("it left the levels before it was due")
+
+
+def test_between_two_digits_there_are_no_more_than_these() -> None:
+    two_and_a_half_hours = partial(clock().waits_in, 9_000_000, tolerance_ms=0, slack_ms=2000)
+    names = [
+        [f"{level.unit}.{digit * level.multiple}" for level, digit in two_and_a_half_hours(passed)]
+        for passed in (0, 3_600_000, 7_200_000, 7_300_000)
+    ]
+    assert names == [
+        ["hours.2"],
+        ["hours.2"],
+        ["hours.2", "minutes.30", "minutes.29"],
+        ["minutes.30", "minutes.29"],
+    ]
 
 
 def test_a_message_is_not_said_to_be_where_it_cannot_be() -> None:

@@ -152,7 +152,7 @@ class RowRegistration:
         if self._wanted.track:
             name, job = self._task_name, self._wanted.job
             if content is not None:
-                message = stored(delayed, content())
+                message = stored(delayed, content(), call.due.tolerance_ms)
         ticket, key = Ticket.of(call.headers), call.headers.get(KEY, "")
         self._sent[row] = Registration(
             call.task_id, copy, call.due.at_ms, "0.0", ticket, key, name, job, message

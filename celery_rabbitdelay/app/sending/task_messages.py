@@ -28,16 +28,17 @@ RAW: Final = -12
 MEMORY: Final = 4
 
 
-def stored(delayed: Delayed, content: Content | None = None) -> str:
+def stored(delayed: Delayed, content: Content | None = None, tolerance_ms: int = 0) -> str:
     """Return a message as text.
 
     Args:
         delayed: The message, and where it goes.
         content: The message as bytes; None for that of ``delayed``.
+        tolerance_ms: How many milliseconds later it may arrive.
     """
     properties, body = content or Content.of(delayed.message.amqp())
     queue = delayed.queue.name if delayed.queue is not None else None
-    where = _where(delayed.destination, queue)
+    where = _where(delayed.destination, queue, tolerance_ms)
     encoder = zlib.compressobj(1, zlib.DEFLATED, RAW, MEMORY, zdict=DICTIONARY)
     compressed = encoder.compress(b"%s%d\n%s%s" % (where, len(properties), properties, body))
     return b64encode(compressed + encoder.flush()).decode()
@@ -52,18 +53,27 @@ def restored(text: str, task_id: str) -> Delayed:
         text: The text.
         task_id: The id of its task.
     """
-    decoder = zlib.decompressobj(RAW, zdict=DICTIONARY)
-    where, size, content = (decoder.decompress(b64decode(text)) + decoder.flush()).split(b"\n", 2)
-    destination, queue = json.loads(where)
+    where, size, content = _parts(text)
+    destination, queue, _ = json.loads(where)
     message = Content(content[: int(size)], content[int(size) :]).message()
     headers, _ = parse(headers_of(message))
     known = None if queue is None else Queue(queue, no_declare=True)
     return Delayed(WaitingMessage.of(message, headers), destination, task_id, known)
 
 
+def tolerance_of(text: str) -> int:
+    """Return how many milliseconds later the message of such a text may arrive."""
+    return int(json.loads(_parts(text)[0])[2])
+
+
+def _parts(text: str) -> list[bytes]:
+    decoder = zlib.decompressobj(RAW, zdict=DICTIONARY)
+    return (decoder.decompress(b64decode(text)) + decoder.flush()).split(b"\n", 2)
+
+
 @lru_cache(maxsize=256)
-def _where(destination: str, queue: str | None) -> bytes:
-    return json.dumps([destination, queue]).encode() + b"\n"
+def _where(destination: str, queue: str | None, tolerance_ms: int) -> bytes:
+    return json.dumps([destination, queue, tolerance_ms]).encode() + b"\n"
 
 
 #: A message without headers of its own for the registry.

@@ -209,7 +209,9 @@ class TaskSending:
             registration = Registration(result.id, copy, due.at_ms, attempt, ticket, wanted.key)
             if wanted.track:
                 registration = registration._replace(
-                    name=self.name, job=wanted.job, message=stored(producer.delayed)
+                    name=self.name,
+                    job=wanted.job,
+                    message=stored(producer.delayed, tolerance_ms=due.tolerance_ms),
                 )
             register_sent(delays.registry, [registration])
         signals.send(signals.delayed, self.app, result.id, due.at_ms)
