@@ -14,6 +14,7 @@ from pyspark.sql import datasource
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
@@ -171,6 +172,23 @@ def find_task(app: Any, name: str, allows_unknown: bool) -> Any:
         problem = "is unknown to the application" + (f"; did you mean {meant}?" if meant else "")
     takes = f"{problem}; set allowUnknownTasks to send a task by its name alone"
     raise exceptions.InvalidOption("task", name, takes)
+
+
+def tracks(app: Any) -> bool:
+    """Return whether tasks of the application may be tracked, as far as it says so itself.
+
+    Args:
+        app: The application; one that is made of a URL does not know.
+    """
+    if app.main == MADE:
+        return True
+    try:
+        app.loader.import_default_modules()
+    except Exception:  # noqa: BLE001 - importing runs code of the user's
+        return True
+    settings = app.rabbitdelay.settings
+    tasks = (None, *app.tasks.values())
+    return any(RegistryOptions.of(settings, each, {}, {}).track for each in tasks)
 
 
 def _where() -> str:

@@ -130,7 +130,7 @@ class Grouping:
         layout: Layout = self._app.rabbitdelay.topology.layout
         now_ms = wall_clock.ms()
         # Spark computes a column once if it has a name and others need it more than once.
-        row = F.struct(*map(_column, self._given_names)).alias(ROW)
+        row = F.struct(*map(_given, self._given_names)).alias(ROW)
         frame = frame.select(row, self._delay_ms(now_ms).alias(DELAY), *self._texts(now_ms))
         digest = F.sha1(F.concat(self._namespace, F.col(IDENTITY).cast("binary")))
         frame = frame.select("*", digest.alias(DIGEST))
@@ -176,6 +176,12 @@ class Grouping:
             return [name for name in self._types if name not in TYPES or name == "args"]
         return [name for name in ("args", "kwargs") if name in self._types]
 
+    def _column(self, name: str) -> Column:
+        """A column, with strings of no collation."""
+        kind = self._types[name]
+        plain = _without_collations(kind)
+        return _given(name) if plain == kind else _given(name).cast(plain)
+
     def _delay_ms(self, now_ms: int) -> Column:
         """The milliseconds from now until a row is due; null if it has no valid due time."""
         if "eta" in self._types:
@@ -208,13 +214,13 @@ class Grouping:
 
     def _texts(self, now_ms: int) -> list[Column]:
         """The parts of a row as text, and whether they are those that Python writes."""
-        told = [(_column(name), self._types[name]) for name in self._identity]
+        told = [(self._column(name), self._types[name]) for name in self._identity]
         texts = [expressions.text(value, kind, COMPACT) for value, kind in told]
         identity = joined("[", F.concat_ws(COMPACT.comma, *texts), "]")
         id_is_exact = all_of([expressions.is_exact(value, kind) for value, kind in told])
         given = F.lit(None).cast("string")
         if "task_id" in self._types:
-            given = F.col("task_id")
+            given = self._column("task_id")
             is_plain = given.rlike(expressions.PLAIN) & (
                 F.octet_length(given) <= MAX_SHORTSTR_BYTES
             )
@@ -254,9 +260,10 @@ class Grouping:
 
     def _args(self, style: Style) -> Column:
         """The positional arguments as text."""
-        args, kind = F.col("args"), self._types.get("args")
+        kind = self._types.get("args")
         if kind is None:
             return F.lit("()" if style is SHOWN else "[]")
+        args = self._column("args")
         if isinstance(kind, T.StructType):
             texts = [each for _, each in expressions.members(args, kind, style)]
             listed = F.concat_ws(style.comma, *texts)
@@ -270,10 +277,10 @@ class Grouping:
     def _kwargs(self, style: Style) -> Column:
         """The keyword arguments as text."""
         if "kwargs" in self._types:
-            return expressions.text(F.col("kwargs"), self._types["kwargs"], style)
+            return expressions.text(self._column("kwargs"), self._types["kwargs"], style)
         return expressions.object_text(
             [
-                (name, expressions.text(_column(name), self._types[name], style))
+                (name, expressions.text(self._column(name), self._types[name], style))
                 for name in self._arguments
                 if name != "args"
             ],
@@ -283,10 +290,10 @@ class Grouping:
     def _arguments_are_exact(self) -> Iterator[Column]:
         """Yield whether Python writes the arguments so, and whether the task takes as many."""
         for name in self._arguments:
-            yield expressions.is_exact(_column(name), self._types[name])
+            yield expressions.is_exact(self._column(name), self._types[name])
             if name in CONTAINERS:
                 # Python writes a null as no arguments.
-                yield _column(name).isNotNull()
+                yield self._column(name).isNotNull()
         taken: Sequence[int] = range(MAX_ARGUMENTS)
         if self._task is not None:
             taken = numbers_taken(self._task, self._types, self._options.kwargs_from_columns)
@@ -302,8 +309,25 @@ def _from_now_on(length: Column) -> Column:
     return F.when(length < 0, 0).otherwise(length)
 
 
-def _column(name: str) -> Column:
+def _given(name: str) -> Column:
     return F.col(f"`{name}`")
+
+
+def _without_collations(kind: T.DataType) -> T.DataType:
+    """Return a type whose strings are compared by their bytes, as regular expressions need it."""
+    match kind:
+        case T.StringType():
+            return T.StringType()
+        case T.ArrayType():
+            return T.ArrayType(_without_collations(kind.elementType), kind.containsNull)
+        case T.StructType():
+            return T.StructType(
+                [
+                    T.StructField(each.name, _without_collations(each.dataType), each.nullable)
+                    for each in kind.fields
+                ]
+            )
+    return kind
 
 
 def _uuid(digest: Column) -> Column:

@@ -11,8 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from inspect import signature
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any, Final, Self, TypeAlias
 from uuid import uuid4
 
@@ -54,6 +55,9 @@ ATTEMPT: Final = "rabbitdelay_attempt"
 #: Where a file of Parquet says which types its columns have in Spark.
 SPARKS_SCHEMA: Final = "org.apache.spark.sql.parquet.row.metadata"
 
+#: Rows, or groups of them, whose ids are looked up in the registry in one round trip.
+LOOKED_UP: Final = 500
+
 #: The seconds for which a partition reserves its part of the rate that all share.
 RESERVED_FOR: Final = 0.25
 
@@ -73,6 +77,7 @@ class Sent(WriterCommitMessage):
         job: The job of the registry; empty without one.
         rows: How many rows it had.
         confirmed: How many of these the broker has confirmed.
+        known: Of how many of these the registry knew the id already; see :class:`.Dispatched`.
         messages: In how many messages.
         envelopes: How many of these hold several rows.
         resent: How often a message was published again.
@@ -85,6 +90,7 @@ class Sent(WriterCommitMessage):
     job: str
     rows: int = 0
     confirmed: int = 0
+    known: int = 0
     messages: int = 0
     envelopes: int = 0
     resent: int = 0
@@ -241,6 +247,8 @@ class PartitionSender:
         delays = self._app.rabbitdelay
         know_queue(self._app, shared.queue)
         options = {**shared.options, **self._registered}
+        if self._sent.job and self._may_be_known:
+            rows = self._looked_up(rows)
         if self._options.max_rate is not None:
             rows = self._paced(rows, self._options.max_rate)
         try:
@@ -255,6 +263,21 @@ class PartitionSender:
             self._sent.add(failed.report)
             raise
         self._sent.add(report)
+
+    @property
+    def _may_be_known(self) -> bool:
+        """Whether another write may have sent the same ids: they are not random."""
+        return self._options.job_id is not None or "task_id" in self._columns.types
+
+    def _looked_up(self, rows: Iterable[Row | WrittenRows]) -> Iterator[Row | WrittenRows]:
+        """Yield rows, and count those whose tasks the registry knows before they are sent."""
+        index, source = self._app.rabbitdelay.registry.index, iter(rows)
+        while batch := list(islice(source, LOOKED_UP)):
+            names = [index.names.of("task", each) for row in batch for each in _ids(row)]
+            found = iter(index.store.commands(partial(_look_up, names)))
+            for row in batch:
+                self._sent.known += sum(islice(found, _count(row)))
+                yield row
 
     def _paced(self, rows: Iterable[Row | WrittenRows], rate: float) -> Iterator[Row | WrittenRows]:
         """Yield rows when their time has come, by the rate that all partitions share."""
@@ -327,6 +350,18 @@ def _as_table(
     arrow: pa.Schema = to_arrow_schema(schema, **zone)
     arrays = [pa.array(*each) for each in zip(values, arrow.types, strict=True)]
     return pa.Table.from_arrays(arrays, schema=arrow.with_metadata({SPARKS_SCHEMA: schema.json()}))
+
+
+def _look_up(names: Iterable[str], pipeline: Any) -> None:
+    for name in names:
+        pipeline.exists(name)
+
+
+def _ids(row: Row | WrittenRows) -> Iterable[str]:
+    """Return the ids of the tasks of rows."""
+    if isinstance(row, WrittenRows):
+        return (str(each.task_id) for each, _ in row.read())
+    return (str(row.task_id),)
 
 
 def _is_past(row: Row, began_ms: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from amqp.exceptions import AMQPError
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
+from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.undeliverable.messages import (
     LIMIT,
@@ -23,7 +24,8 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.registry.index import Filter as Wanted
 from celery_rabbitdelay.registry.index import Index
-from celery_rabbitdelay.spark.application import application_of, explain, explained
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.spark.application import application_of, explain, explained, tracks
 from celery_rabbitdelay.spark.options import ReadOptions
 
 #: The columns of the undeliverable messages.
@@ -124,7 +126,9 @@ def _to_arrow(rows: list[tuple[Any, ...]]) -> Any:
 
 
 #: The columns of the tasks that wait.
-PENDING: Final = "task_id string, task string, due timestamp, key string, job string"
+PENDING: Final = (
+    "task_id string, task string, due timestamp, key string, job string, job_state string"
+)
 
 #: The columns of the levels' queues.
 LEVELS: Final = "level string, queue string, wait_ms bigint, messages bigint"
@@ -156,6 +160,12 @@ class PendingReader(_Reader):
         app = application_of(self._options.application)
         try:
             index: Index = app.rabbitdelay.registry.index
+            if not (tracks(app) or index.count(Wanted())):
+                takes = (
+                    "lists tracked tasks, and the application tracks none: set rabbitdelay_track, "
+                    "or track=True of a task"
+                )
+                raise InvalidOption("what", "pending", takes)
             bounds = _bounds(index, self.wanted, self._options.partitions)
         finally:
             app.rabbitdelay.close()
@@ -168,8 +178,13 @@ class PendingReader(_Reader):
     def _rows(self, app: Any, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the tasks of a part in the order in which they are due."""
         try:
-            for each in app.rabbitdelay.registry.index.pending(partition.value):
-                yield (each.task_id, each.task, each.due, each.key, each.job)
+            registry = app.rabbitdelay.registry
+            for part in registry.index.parts(partition.value):
+                states = registry.jobs.states({(each.job, "") for each in part.tasks if each.job})
+                for each in part.tasks:
+                    state = states.get((each.job, ""))
+                    shown = state.value if isinstance(state, JobState) else None
+                    yield (each.task_id, each.task, each.due, each.key, each.job, shown)
         finally:
             app.rabbitdelay.close()
 

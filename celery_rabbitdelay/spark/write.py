@@ -56,6 +56,9 @@ class Dispatched:
         job: The job of the registry; None without one.
         rows: How many rows there were.
         confirmed: How many rows RabbitMQ has confirmed.
+        known: Of how many rows the registry knew the task's id before this write sent it: the task
+            has run, is cancelled, or waits and is tracked. Looked up with ``jobId`` or a column
+            ``task_id``; other ids are new.
         messages: In how many messages.
         envelopes: How many of these hold several rows.
         resent: How often a message was published again.
@@ -67,6 +70,7 @@ class Dispatched:
     job: str | None
     rows: int
     confirmed: int
+    known: int
     messages: int
     envelopes: int
     resent: int
@@ -77,7 +81,7 @@ class Dispatched:
     def of(cls, found: Iterable[Sent], job: str | None) -> Self:
         """Return the sums of the reports of partitions."""
         partitions = tuple(sorted(found, key=lambda each: each.partition))
-        counts = ("rows", "confirmed", "messages", "envelopes", "resent", "dropped")
+        counts = ("rows", "confirmed", "known", "messages", "envelopes", "resent", "dropped")
         sums = {name: sum(getattr(each, name) for each in partitions) for name in counts}
         refused = sum((each.refused for each in partitions), Counter[str]())
         return cls(partitions, job, **sums, refused=refused)
@@ -86,6 +90,7 @@ class Dispatched:
         lines = [
             f"{self.confirmed:,} of {self.rows:,} rows confirmed, in {self.messages:,} messages",
             f"{self.envelopes:,} of these are envelopes; {self.resent:,} resent",
+            *([f"{self.known:,} of the ids were known already"] if self.known else []),
             *([f"{self.dropped:,} dropped: past"] if self.dropped else []),
             *(f"{number:,} refused: {name}" for name, number in self.refused.most_common()),
             f"{'partition':>9} {'rows':>12} {'confirmed':>12} {'messages':>12} {'rows/s':>10}",
@@ -134,16 +139,16 @@ def dispatch(
     """
     checked = WriteOptions.of_call(options if task is None else {**options, "task": task})
     # The rows that Spark writes have ids of the same job as the others.
-    checked = checked._replace(job_id=checked.job_id or str(uuid4()))
+    job_id = checked.job_id or str(uuid4())
     is_sensitive = is_case_sensitive(frame)
     if group or (group is None and checked.tolerance > 0):
-        grouping = Grouping(frame.schema, checked, is_sensitive)
+        grouping = Grouping(frame.schema, checked._replace(job_id=job_id), is_sensitive)
         if grouping.refusal is None:
             frame = grouping.of(frame)
         elif group:
             raise grouping.refusal
     columns = columns_of(frame.schema, checked, is_sensitive)
-    writer = BatchWriter(frame.schema, checked, columns)
+    writer = BatchWriter(frame.schema, checked, columns, job_id)
 
     def send(batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
@@ -295,6 +300,7 @@ class BatchWriter(DataSourceArrowWriter):
         schema: The schema of the rows.
         options: The options.
         columns: What reads the rows; None where Spark plans a write.
+        job_id: What ids are derived from; None for what the options say, or a random one.
 
     Attributes:
         application: The application.
@@ -306,12 +312,13 @@ class BatchWriter(DataSourceArrowWriter):
         schema: StructType,
         options: WriteOptions,
         columns: Columns | GroupedColumns | None = None,
+        job_id: str | None = None,
     ) -> None:
         self.application = options.application
         columns = columns or planned_columns_of(schema, options)
         self._write = _Write(schema, options, columns)
         self._began_ms = wall_clock.ms()
-        job_id = options.job_id or str(uuid4())
+        job_id = job_id or options.job_id or str(uuid4())
         self._ids = TaskIds(job_id)
         # A job that was written before may be written again.
         self._job = options.job or f"spark:{job_id}:{uuid4().hex}"

@@ -104,7 +104,7 @@ def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
             dispatch(both, group=group, **given)
     finally:
         spark.conf.unset("spark.sql.caseSensitive")
-    with pytest.raises(AnalysisException, match=r"column ARGS \(bigint\): is there twice"):
+    with pytest.raises(PySparkException, match=r"column ARGS \(bigint\): is there twice"):
         write(both, **given)
     with Connection(shop.conf.broker_url) as connection:
         wait_for(lambda: count(connection, queue) == 12, "the tasks", PATIENCE)
@@ -289,6 +289,25 @@ def test_a_driver_gets_a_report_on_what_it_has_sent(
     wait_for(lambda: len(noted()) >= 40, "all tasks", PATIENCE)
     assert time.time() - began >= DELAY
     assert sorted(noted()) == [*range(40)]
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["rows", "grouped"])
+def test_a_report_says_which_ids_the_registry_knew_already(
+    spark: SparkSession, driver: None, shop: Any, noted: Notes, group: bool
+) -> None:
+    frame = notes(spark, noted, 6, "1D")
+    job_id = f"job-{noted.key}"
+    ids = [task_id(job_id, row) for row in frame.select("args").collect()]
+    shop.rabbitdelay.cancel(ids[:2])
+    given = {"app": APP, "task": "note", "jobId": job_id, "idColumn": "args", "group": group}
+    report = dispatch(frame.where("args[0] < 4"), **given)
+    assert (report.confirmed, report.known) == (4, 2)
+    wait_for(lambda: len(noted()) >= 2, "the tasks that are not cancelled", PATIENCE)
+    again = dispatch(frame, **given)
+    assert (again.confirmed, again.known) == (6, 4)
+    assert "4 of the ids were known already" in str(again)
+    wait_for(lambda: len(noted()) >= 4, "the tasks that are new", PATIENCE)
+    assert sorted(noted.until(1)) == [2, 3, 4, 5]
 
 
 def test_no_task_of_a_dispatch_that_fails_runs(
