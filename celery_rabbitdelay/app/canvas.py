@@ -127,7 +127,9 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
 def _plain_times(options: Mapping[str, object]) -> dict[str, Any]:
     """Return options whose times are plain: Celery copies signatures, and JSON writes them."""
     own, _ = without_stamps(options)
-    times = {name: plain(own[name], name) for name in LENGTHS_AND_INSTANTS if name in own}
+    times: dict[str, Any] = {
+        name: plain(own[name], name) for name in LENGTHS_AND_INSTANTS if name in own
+    }
     return {**options, **times}
 
 

@@ -64,8 +64,8 @@ REASON: Final = "rabbitdelay-reason"
 #: the message reaches its destination.
 REDRIVEN: Final = "rabbitdelay-redriven"
 
-#: Marks a message that check-in has passed on without a delay, so that a worker knows that a client
-#: may have written it: True. A worker removes it.
+#: Marks a task that check-in has passed on without a delay, so that its worker knows that a client
+#: has written it: True. The worker removes it.
 CHECKED_IN: Final = "rabbitdelay-checked-in"
 
 #: The version of the messages' format that a message needs: int; 1 if it is absent.

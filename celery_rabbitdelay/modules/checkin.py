@@ -37,15 +37,15 @@ class CheckIn:
         signing_keys: What signs the messages that may go there, for distribution; None: nothing.
         trusts_clients: Whether a task may have callbacks, and all else that
             :mod:`.client_tasks` refuses.
-        check_task: Raises :class:`.UnprocessableMessage` for a message that the workers cannot read
-            as a task; None: there are no workers of Celery.
+        check_task: Returns whether a worker of Celery may take a message for a task; raises
+            :class:`.UnprocessableMessage` if it could not read that. None: there are no workers.
     """
 
     topology: Topology
     allowed: Callable[[str, str], bool]
     signing_keys: SigningKeys | None = None
     trusts_clients: bool = False
-    check_task: Callable[[WaitingMessage], None] | None = None
+    check_task: Callable[[WaitingMessage], bool] | None = None
 
     def admit(self, message: amqp.Message) -> None:
         """Remove from a received message the headers that no client may set.
@@ -113,11 +113,11 @@ class CheckIn:
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
         if not self.trusts_clients:
             sent = client_tasks.checked(sent)
-        if self.check_task is not None:
-            self.check_task(sent)
+        is_task = self.check_task is not None and self.check_task(sent)
         if not delay_ms:
-            marked = {**sent.headers.others, header_names.CHECKED_IN: True}
-            return Outgoing(exchange, routing_key, sent.saying(others=marked))
+            if is_task:
+                sent = sent.saying(others={**sent.headers.others, header_names.CHECKED_IN: True})
+            return Outgoing(exchange, routing_key, sent)
         check_delay(header_names.X_DELAY, delay_ms, delay_ms)
         due = Due(wall_clock.ns() + delay_ms * NS_PER_MS, delay_ms)
         return for_distribution(self.topology, sent, due, exchange, routing_key, self.signing_keys)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
-from celery_rabbitdelay.modules.bounds import WARN_EVERY
+from celery_rabbitdelay.levels.warning_limit import WARN_EVERY
 from celery_rabbitdelay.modules.consumer import ConnectionStuck, ModuleConsumer
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect

@@ -75,6 +75,12 @@ def reading_unreadable_properties(connection: Connection, max_bytes: int | None 
     connection.transport_options = {**options, "frame_handler": handler}
 
 
+def read_unreadable_properties(connection: Connection) -> None:
+    """Do the same on a connection that is open, as long as it is not opened again."""
+    transport: Any = connection.connection
+    transport.on_inbound_frame = _frame_handler(transport, transport.on_inbound_method)
+
+
 def _frame_handler(
     connection: Any, callback: Callable[..., Any], max_bytes: int | None = None
 ) -> Callable[[Frame], bool]:

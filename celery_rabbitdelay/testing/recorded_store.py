@@ -90,7 +90,7 @@ class RecordedStore(Store):
     def call_each(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts; return what each of them says."""
         with self._lock:
-            return [self._run(call) for call in calls]
+            return [self._answer(call) for call in calls]
 
     call_durably = call_each
 
@@ -101,7 +101,7 @@ class RecordedStore(Store):
             add(pipeline)
         return pipeline.answers
 
-    def _run(self, call: ScriptCall) -> Any:
+    def _answer(self, call: ScriptCall) -> Any:
         if call.script == "reserve":
             raise NotRecorded("a rate that several senders share")
         script = getattr(self, f"_{call.script}")
@@ -172,25 +172,29 @@ class RecordedStore(Store):
         due: str,
         queue: str,
         mark: str,
-        redelivered: bool,
+        former: str,
+        heir_of: int,
         has_options: bool,
         put_back_ms: int,
         word: str,
         is_paused: bool,
     ) -> str:
         noted, now_ms = self.value(key) or _Noted(), wall_clock.ms()
+        message_name, generation, arrival = mark.split(".")
         message = rule.Message(
             copy,
             int(life),
             attempt,
             int(due),
             once=bool(queue),
-            mark=mark,
-            redelivered=redelivered,
+            name=message_name,
+            generation=int(generation),
+            former=tuple(filter(None, former.split("."))),
+            redelivered=heir_of == int(generation),
             in_job=has_options,
             is_old=max(int(due), put_back_ms) + call.keep_ms < now_ms,
         )
-        record, verdict = rule.arrive(noted.record, message, word, is_paused)
+        record, verdict = rule.arrive(noted.record, message, word, is_paused, arrival)
         if call.shared[0] and record != noted.record:
             noted.settle(record)
             self.put(key, noted, max(int(due), now_ms) + call.keep_ms)
@@ -234,8 +238,10 @@ class RecordedStore(Store):
     def _cancel(self, call: ScriptCall, key: str) -> str:
         (note_ms, also_future), noted = call.shared, self.value(key) or _Noted()
         last = max(noted.score, wall_clock.ms())
-        waited = noted.record.waits is not None
-        record, found = rule.cancel(noted.record, bool(also_future))
+        waited, under = noted.record.waits is not None, noted.key
+        record, found = rule.cancel(noted.record, also_future=bool(also_future))
+        if found == "done" and under:
+            found = f"done {noted.record.order} {under}"
         if record != noted.record:
             noted.settle(record)
             self.put(key, noted, last + (call.keep_ms if waited else int(note_ms)))

@@ -240,7 +240,7 @@ class Recording:
             return Decision(Verdict.RUN)
         paused = delays.registry.pauses.known()
         paused_ms = paused_since(paused, task.sent.task, task.sent.queue or "")
-        task.arrival = task.arrival.marked()._replace(paused_ms=paused_ms)
+        task.arrival = task.arrival.named()._replace(paused_ms=paused_ms)
         (decision,) = delays.registry.decide([task.arrival])
         return decision
 
@@ -250,7 +250,7 @@ class Recording:
             message,
             app=self._app,
             task=self._app.tasks[recorded.sent.task],
-            body=recorded.body,  # type: ignore[arg-type]
+            body=recorded.body,
             headers=message.headers,
             decoded=True,
         )

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
+from billiard.einfo import ExceptionInfo
+from celery.app.task import Context
 from celery.exceptions import InvalidTaskError, TaskRevokedError
 from celery.utils.imports import symbol_by_name
 from celery.worker import state
@@ -31,7 +33,8 @@ from kombu.utils import json
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.modules.client_tasks import is_read, may_be_version_1
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
+from celery_rabbitdelay.publishing.incoming import read_unreadable_properties
+from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.worker.celery_internals import Delivery
 
@@ -82,22 +85,27 @@ class CeleryRequests:
 
         self._request = Checked
 
-    def check(self, sent: WaitingMessage) -> None:
+    def check(self, sent: WaitingMessage) -> bool:
         """Refuse a message if Celery cannot build a request from it, or hand that to a pool.
 
         A body that check-in does not read is not checked; its headers are.
 
+        Returns:
+            Whether a worker may take it for a task.
+
         Raises:
             UnprocessableMessage: Celery raises an error.
         """
-        headers = dict(sent.headers.others)
+        headers, content_type = dict(sent.headers.others), sent.properties.get("content_type")
         reads = is_read(sent)
-        if _TASK not in headers and not (reads and may_be_version_1(sent.body)):
-            return
+        if _TASK not in headers and not reads:
+            return may_be_decoded(content_type)
+        if _TASK not in headers and not may_be_version_1(sent.body):
+            return False
         headers.pop("compression", None)
         message = (Message if reads else _Unread)(
             sent.body if reads else b"",
-            content_type=sent.properties.get("content_type"),
+            content_type=content_type,
             content_encoding=sent.properties.get("content_encoding"),
             properties=dict(sent.properties),
             headers=headers,
@@ -108,6 +116,7 @@ class CeleryRequests:
             raise UnprocessableMessage(
                 f"Celery cannot read it as a task: {shortened(error)}"
             ) from error
+        return True
 
     def _build(self, message: Message) -> None:
         # As ``Consumer.create_task_handler`` does.
@@ -158,6 +167,10 @@ def check_request(request: Any) -> None:
             raise InvalidTaskError(f"a time limit is {seconds}")
     _, _, embed = request._payload  # which a pool's child reads
     dict(**embed or {})
+    for name in request.request_dict:
+        # They become attributes of ``task.request``.
+        if callable(getattr(Context, name, None)):
+            raise InvalidTaskError(f"{shortened(name)} is a method of task.request")
     # The worker counts tasks by their names, and ``inspect`` shows them.
     json.dumps({request.name: request.info(safe=True)})
 
@@ -177,8 +190,8 @@ def guard_consumer(consumer: Any, refuse: Refuse) -> None:
     connect, create = consumer.ensure_connected, consumer.create_task_handler
 
     def ensure_connected(connection: Connection) -> Connection:
-        reading_unreadable_properties(connection)
         connected: Connection = connect(connection)
+        read_unreadable_properties(connected)
         return connected
 
     def create_task_handler(*args: Any, **options: Any) -> Callable[[Message], Any]:
@@ -253,6 +266,30 @@ def guard_pool(worker: Any, refuse: Refuse) -> None:
             # Not at once: that starts the next task that waits for a slot, within this one.
             worker.hub.call_soon(worker.semaphore.release)
 
+    apply = worker.pool.on_apply
+
+    def on_apply(
+        target: Any, *args: Any, callback: Any = None, error_callback: Any = None, **options: Any
+    ) -> Any:
+        request = getattr(error_callback, "__self__", None)
+        if request is None or not is_ours(request.message):
+            options |= {"callback": callback, "error_callback": error_callback}
+            return apply(target, *args, **options)
+
+        def run(*given: Any) -> Any:
+            try:
+                return target(*given)
+            except Exception:  # noqa: BLE001 - as in a process of the prefork pool
+                return ExceptionInfo()
+
+        def settle(result: Any) -> None:
+            (error_callback if isinstance(result, ExceptionInfo) else callback)(result)
+
+        return apply(run, *args, callback=settle, **options)
+
+    # The prefork pool replaces it when it starts. In the others, an error of the task's frame would
+    # end a thread's work, or a greenlet, and nothing would settle the message.
+    worker.pool.on_apply = on_apply
     worker._process_task = process_task
     if worker.process_task == celerys:
         worker.process_task = process_task

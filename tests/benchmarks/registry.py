@@ -23,7 +23,8 @@ from kombu import Connection
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.kombu import declare
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import MAX_JOB_PAUSE_MS, Registration, Registry
+from celery_rabbitdelay.registry.pauses import MAX_MS
+from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Server, wait_for
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Target
@@ -185,7 +186,7 @@ def main() -> int:
         once = bench.waiting_for_a_job(options.waiting, (broker, registry))
         print(
             f"{options.waiting:,} due tasks of an open job: {once:.1f} s of processor time to ask "
-            f"once, {once / (MAX_JOB_PAUSE_MS / 1000):.1%} of a core at the longest pause"
+            f"once, {once / (MAX_MS / 1000):.1%} of a core at the longest pause"
         )
         listing(bench.apps["with"], options.listed)
     of = measure.medians(rates)

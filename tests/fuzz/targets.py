@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import amqp
+import kombu
 from kombu.compression import compress, decompress, encoders
 from kombu.serialization import loads
 
+from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
@@ -43,6 +46,8 @@ from celery_rabbitdelay.publishing.incoming import _frame_handler
 from celery_rabbitdelay.publishing.kombu_internals import decompressed
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.worker.celery_requests import CeleryRequests
+from tests.fuzz.consumer import on_task_received
 from tests.unit.waiting import waiting
 
 TOPOLOGY: Final = Topology("f", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
@@ -56,6 +61,9 @@ MAX_MESSAGE_BYTES: Final = 2**16
 #: Where messages may go, besides the levels and ``undeliverable``.
 ALLOWED: Final = AllowedDestinations(frozenset({"allowed"}), frozenset({"news"}))
 OWN: Final = frozenset(each.name for each in TOPOLOGY.exchanges)
+
+#: Checks tasks as a worker does that serves check-in.
+CELERY: Final = CeleryRequests(Celery("fuzzed", set_as_current=False))
 
 #: Bytes to which the fuzzer's own bodies are decompressed at most.
 MOST_DECOMPRESSED: Final = 2**24
@@ -137,7 +145,7 @@ def _refused(message: amqp.Message, reason: str) -> None:
 
 def check_in(given: bytes) -> None:
     """Whatever a client checks in, or comes back from meditation."""
-    module = CheckIn(TOPOLOGY, ALLOWED.includes)
+    module = CheckIn(TOPOLOGY, ALLOWED.includes, check_task=CELERY.check)
     message = received(given, (MODULES.checkin.exchange.name, MODULES.meditated.name))
     if message is None or cast(Any, message).rabbitdelay_seen.skipped_bytes is not None:
         return
@@ -151,6 +159,23 @@ def check_in(given: bytes) -> None:
     _check(outgoing, ALLOWED)
     for each in outgoing if is_client else ():
         _follows_nothing(each.message.amqp())
+        _harms_no_worker(each.message.amqp())
+
+
+def _harms_no_worker(message: amqp.Message) -> None:
+    """Assert that Celery's own consumer and strategy raise nothing about a message."""
+    given: Any = message.properties
+    received = kombu.Message(
+        message.body,
+        content_type=given.get("content_type"),
+        content_encoding=given.get("content_encoding"),
+        delivery_info={},
+        properties=given,
+        headers=headers_of(message),
+        accept={JSON},
+    )
+    if not received.errors:
+        on_task_received(received)
 
 
 def _follows_nothing(message: amqp.Message) -> None:
@@ -298,6 +323,24 @@ def _tasks() -> Iterator[bytes]:
                 body.encode(encoding), x_delay=5, **({"task": "t"} if body[0] == "[" else {})
             )
             message.properties.update(content_type=JSON, content_encoding=encoding, reply_to="r")
+            yield _written(message)
+    for name, value in {
+        "stamped_headers": [[]],
+        "expires": "",
+        "eta": "2027-01-01T00:00:00",
+        "shadow": {},
+        "timelimit": [1, 2],
+        "stamps": {"a": 1},
+        "get": 1,
+        "argsrepr": "()",
+    }.items():
+        headers: dict[str, Any] = {"task": "t", "id": "1", name: value}
+        for body, told in (
+            ("[[], {}, {}]", headers),
+            (json.dumps({"args": [], "kwargs": {}, **headers}), {}),
+            (json.dumps({"args": [], "kwargs": {}}), headers),
+        ):
+            message = amqp.Message(body.encode(), application_headers=told, content_type=JSON)
             yield _written(message)
     yield _written(_message(compress(b"x" * 2**16, "zlib")[0], compression="application/x-gzip"))
 

@@ -19,8 +19,9 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination, delete
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
+from celery_rabbitdelay.publishing.message import body_of
 from celery_rabbitdelay.testing import wait_for
-from tests.hostile.application import AttackedWorker, make_app
+from tests.hostile.application import MARK, AttackedWorker, make_app
 from tests.hostile.client import Client
 from tests.hostile.honest import Honest
 from tests.hostile.kinds import (
@@ -42,8 +43,6 @@ TROUBLE: Final = ("connects again", "Connection to broker lost", "Unrecoverable 
 
 #: The queues beside those of the levels.
 NAMES: Final = (TASKS, ALLOWED, EXPIRED, FORBIDDEN)
-
-_MARK: Final = re.compile(rb"#(\d{8})")
 
 
 @dataclass
@@ -270,8 +269,7 @@ def _settle(
     with own as connection:
         for queue, place in _own_queues(topology).items():
             for message in _drained(connection, queue):
-                told = message.properties.get("message_id") or ""
-                marks = _MARK.findall(message.body) or _MARK.findall(str(told).encode())
+                marks = MARK.findall(f"{message.properties.get('message_id')} {body_of(message)!r}")
                 account.places[place] += 1
                 account.astray += place == FORBIDDEN
                 found.update({int(mark): 1 for mark in marks[-1:]})

@@ -192,27 +192,6 @@ def test_the_names_that_celery_writes_are_among_these() -> None:
     assert set(app.amqp.as_task_v2("1", "t").headers) <= NOT_TAKEN_OVER
 
 
-@pytest.mark.parametrize(
-    ("name", "valid", "invalid"),
-    [
-        ("id", ["1", 5], [None, {}, ["x"]]),
-        ("timelimit", [None, [None, None], [5, 2.5]], ["x", [1], [1, 2, 3], ["1", 2], 5]),
-        ("expires", [None, "2027-01-01T00:00:00", 5], [{}, []]),
-    ],
-)
-def test_values_that_would_end_a_worker_are_refused(
-    name: str, valid: list[Any], invalid: list[Any]
-) -> None:
-    for value in (*valid, *invalid):
-        told = {"task": "t", "id": "1", name: value}
-        for task in (message([[], {}, {}], told), message(told, {})):
-            if value in valid:
-                checked(task)
-            else:
-                with pytest.raises(UnprocessableMessage, match=f"its (task has the )?.*{name}"):
-                    checked(task)
-
-
 @pytest.mark.parametrize("encoding", ["punycode", "Punycode", "idna"])
 def test_an_encoding_that_takes_long_to_decode_is_refused(encoding: str) -> None:
     with pytest.raises(UnprocessableMessage, match="content encoding"):

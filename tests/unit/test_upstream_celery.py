@@ -31,6 +31,7 @@ from kombu.utils.limits import TokenBucket
 
 from celery_rabbitdelay.app import celery_internals as of_app
 from celery_rabbitdelay.worker import celery_internals as of_worker
+from celery_rabbitdelay.worker import celery_requests
 
 
 def moved(name: str, file: str = "app/celery_internals.py") -> str:
@@ -279,13 +280,19 @@ def test_a_worker_knows_which_tasks_are_revoked() -> None:
 
 @pytest.mark.parametrize(
     ("error", "handler"),
-    [(InvalidTaskError("x"), "on_invalid_task"), (DecodeError("x"), "on_decode_error")],
+    [
+        (InvalidTaskError("x"), "on_invalid_task"),
+        (DecodeError("x"), "on_decode_error"),
+        (TypeError("x"), "undeliverable"),
+    ],
 )
 def test_errors_of_a_strategy_go_to_the_consumer(error: Exception, handler: str) -> None:
     called: list[str] = []
 
     class Fake:
         """Notes what a real consumer would do about a message."""
+
+        connection_errors = channel_errors = ()
 
         def on_invalid_task(self, *arguments: Any) -> None:
             called.append("on_invalid_task")
@@ -298,7 +305,7 @@ def test_errors_of_a_strategy_go_to_the_consumer(error: Exception, handler: str)
 
     message: Any = None
     delivery = of_worker.Delivery(message, None, print, strategy, "task", False)
-    of_worker.run_strategy(Fake(), delivery)
+    celery_requests.run_strategy(Fake(), delivery, lambda *_: called.append("undeliverable"))
     assert called == [handler]
 
 
