@@ -44,8 +44,9 @@ class Names(NamedTuple):
         """Return a key of which there is one.
 
         Those are ``schedules``, their names; ``beat:`` and an application, which entries of beat it
-        has; ``healing``, the worker that looks after the schedules; ``paused``, what is paused; and
-        ``complete-since``, since when the index is complete.
+        has; ``healing``, the worker that looks after the schedules; ``paused``, what is paused;
+        ``complete-since``, since when the index is complete; and ``signed-out``, which sessions of
+        the page were ended.
         """
         return f"{self.prefix}:{{0}}:{what}"
 

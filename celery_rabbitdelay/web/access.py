@@ -6,26 +6,34 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final, NamedTuple, get_args
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from celery_rabbitdelay.web.options import Identify, Options, Role, User
+from celery_rabbitdelay.web.options import Identify, Role, User
 from celery_rabbitdelay.web.passwords import NOBODY, is_password
-from celery_rabbitdelay.web.sessions import COOKIE, Session, Sessions
+from celery_rabbitdelay.web.sessions import COOKIE, EndedSessions, Session, Sessions
+from celery_rabbitdelay.web.site import Site
 
 logger = logging.getLogger(__name__)
 
-#: How many wrong passwords a name takes in so many seconds from one address.
-MOST_WRONG, WRONG_WITHIN = 10, 60.0
+#: How many wrong passwords for a name are compared at once from one place in so many seconds; then
+#: one each time that so many seconds have passed.
+MOST_WRONG, WRONG_WITHIN, PAUSE = 10, 60.0, 1.0
 
 #: How many wrong passwords are remembered; older ones are forgotten.
 REMEMBERED: Final = 10_000
 
+#: How many passwords wait to be compared, at most: about a second of work.
+MOST_WAITING: Final = 5
+
 #: Headers that proxies add. Where only this machine may ask, nobody may ask through one.
-OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+OF_PROXIES: Final = ("forwarded", "x-forwarded-", "via", "x-real-ip")
 
 
 class Visitor(NamedTuple):
@@ -48,16 +56,20 @@ class Access:
     """Finds out who sends a request.
 
     Args:
-        options: What is configured.
+        site: What is configured, and the registry.
 
     Attributes:
         sessions: The cookies and tokens.
+        ended: The sessions that ended before their time.
     """
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self.sessions = Sessions(options.secret)
+    def __init__(self, site: Site) -> None:
+        self._options = site.options
+        self.sessions = Sessions(site.options.secret)
+        self.ended = EndedSessions(site.delays)
         self._wrong: deque[tuple[float, str, str]] = deque(maxlen=REMEMBERED)
+        #: Apart from all other threads; those of browsers that are known apart from strangers'.
+        self._comparing = {is_known: CapacityLimiter(1) for is_known in (True, False)}
 
     @property
     def has_sign_in(self) -> bool:
@@ -66,7 +78,9 @@ class Access:
 
     async def visitor(self, request: Request) -> Visitor:
         """Return who sends a request."""
-        session = self.sessions.read(request.cookies.get(COOKIE))
+        session = self.sessions.read(request.cookies.get(COOKIE), since=self.ended.known_since)
+        if session and session.name and await run_in_threadpool(self.ended.has, session):
+            session = None
         is_new = session is None
         session = session or Session.new()
         user = await self._user(request, session)
@@ -82,7 +96,7 @@ class Access:
         if options.identify is not None:
             return await run_in_threadpool(_identified, options.identify, request.scope)
         address = _client_of(request.scope)
-        through_proxy = any(name in request.headers for name in OF_PROXIES)
+        through_proxy = any(name.startswith(OF_PROXIES) for name in request.headers)
         if address is None or not address.is_loopback or through_proxy:
             return None
         return User("local", options.loopback_role)
@@ -102,30 +116,55 @@ class Access:
             return None
         return User(name, "operator" if name in self._options.operators else "viewer")
 
-    def signed_in(self, name: str, password: str, address: str) -> Session:
+    async def signed_in(
+        self, name: str, password: str, address: str, known: Session | None
+    ) -> Session:
         """Return the session of a user who signs in; it takes some tenths of a second.
 
+        Passwords are compared one at a time. Wrong ones slow down who sends them, and lock nobody
+        out: from the eleventh of a minute on, one a second is compared for a name from one place,
+        and a browser with which the user has signed in before is a place of its own.
+
+        Args:
+            name: The user's name.
+            password: The password.
+            address: The address that it comes from.
+            known: Who has signed in with this browser before; None for a stranger.
+
         Raises:
-            NotSignedIn: Name or password is wrong, or too many passwords were wrong lately.
+            NotSignedIn: Name or password is wrong.
+            TooManyAttempts: It was not compared.
         """
         users = self._options.users or {}
-        # All unknown names are one, so that they push nothing out of the memory.
-        counted = name if name in users else ""
-        since = time.monotonic() - WRONG_WITHIN
-        wrong = [each for each in self._wrong if each[0] > since and each[1:] == (counted, address)]
-        if len(wrong) >= MOST_WRONG:
-            raise NotSignedIn("Too many attempts: wait a minute.")
         hashed = users[name]["password"] if name in users else NOBODY
-        if not is_password(password, hashed) or name not in users:
-            self._wrong.append((time.monotonic(), counted, address))
+        proof = self.sessions.proof(hashed)
+        is_known = known is not None and (known.name, known.proof) == (name, proof)
+        # All unknown names are one, so that they push nothing out of the memory.
+        place = (name if name in users else "", known.key if known and is_known else address)
+        now, comparing = time.monotonic(), self._comparing[is_known]
+        wrong = [at for at, *each in self._wrong if at > now - WRONG_WITHIN and (*each,) == place]
+        is_late = len(wrong) >= MOST_WRONG and now - wrong[-1] < PAUSE
+        if is_late or comparing.statistics().tasks_waiting >= MOST_WAITING:
+            raise TooManyAttempts("Too many attempts at once: try again in a second.")
+        # It counts while it is compared as well, or many would be at the same time.
+        attempt = (now, *place)
+        self._wrong.append(attempt)
+        is_right = await run_sync(is_password, password, hashed, limiter=comparing)
+        if not is_right or name not in users:
             logger.warning("A wrong password for %.100r from %s", name, address)
             raise NotSignedIn("Name or password is wrong.")
+        with suppress(ValueError):  # it is forgotten already
+            self._wrong.remove(attempt)
         logger.info("%r has signed in from %s", name, address)
-        return Session.new(name, self.sessions.proof(hashed))
+        return Session.new(name, proof)
 
 
 class NotSignedIn(Exception):
     """Somebody cannot sign in, for the reason that is its text."""
+
+
+class TooManyAttempts(NotSignedIn):
+    """A password was not compared; it may be right."""
 
 
 def is_here(name: str) -> bool:

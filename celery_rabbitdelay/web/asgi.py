@@ -20,20 +20,22 @@ from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.access import Access, NotSignedIn, Visitor
+from celery_rabbitdelay.web.access import PAUSE, Access, NotSignedIn, TooManyAttempts, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
 from celery_rabbitdelay.web.openapi import TOKEN_HEADER, openapi
 from celery_rabbitdelay.web.pages import PAGES, Page
 from celery_rabbitdelay.web.polled import Polled
-from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session
+from celery_rabbitdelay.web.sessions import (
+    COOKIE,
+    KNOWN_COOKIE,
+    LASTS,
+    SIGN_IN_COOKIE,
+    Session,
+)
 from celery_rabbitdelay.web.shield import Shield
 from celery_rabbitdelay.web.site import Site
 
 logger = logging.getLogger(__name__)
-
-#: The cookie that the form for signing in is bound to. Another one than the session's: a browser
-#: keeps that from us when it follows a link from elsewhere, and must not lose it then.
-SIGN_IN_COOKIE: Final = f"{COOKIE}-sign-in"
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -60,7 +62,7 @@ class Server:
     def __init__(self, site: Site) -> None:
         zone: Any = site.app.timezone
         self._site = site
-        self._access = Access(site.options)
+        self._access = Access(site)
         self._polled = Polled()
         self._templates = Environment(
             loader=PackageLoader("celery_rabbitdelay.web"),
@@ -100,10 +102,12 @@ class Server:
             routes += [
                 Route(f"{base}/{page.path}", answer, methods=methods) for base in ("", "/api")
             ]
-        return Starlette(
+        served = Starlette(
             routes=routes,
             exception_handlers={HTTPException: self._failed, Exception: self._broken},
         )
+        served.router.redirect_slashes = False  # it believes what the request says in Host
+        return served
 
     def _endpoint(self, page: Page) -> _Endpoint:
         async def answer(request: Request) -> Response:
@@ -161,13 +165,18 @@ class Server:
         if not self._access.has_sign_in:
             raise HTTPException(404)
         form, sessions = await form_of(request), self._access.sessions
-        before = sessions.read(request.cookies.get(SIGN_IN_COOKIE))
+        before = sessions.read(request.cookies.get(SIGN_IN_COOKIE), SIGN_IN_COOKIE)
+        known = sessions.read(request.cookies.get(KNOWN_COOKIE), KNOWN_COOKIE)
         address = request.client.host if request.client else ""
         name, password = form.text("name") or "", form.text("password") or ""
         try:
             if before is None or not sessions.is_token(form.text("token") or "", before, ""):
                 raise NotSignedIn("The form was too old.")
-            session = await run_in_threadpool(self._access.signed_in, name, password, address)
+            session = await self._access.signed_in(name, password, address, known)
+        except TooManyAttempts as wrong:
+            response = self._unknown(request, str(wrong), form.text("next"), 429)
+            response.headers["Retry-After"] = f"{PAUSE:.0f}"
+            return response
         except NotSignedIn as wrong:
             return self._unknown(request, str(wrong), form.text("next"))
         # Below our own path, wherever the form says.
@@ -175,16 +184,21 @@ class Server:
         response = RedirectResponse(f"{base_of(request)}/{path}", 303)
         response.delete_cookie(SIGN_IN_COOKIE, **self._cookie(request))
         self._set_cookie(request, response, COOKIE, session)
+        self._set_cookie(request, response, KNOWN_COOKIE, Session.new(session.name, session.proof))
         return response
 
     async def _sign_out(self, request: Request) -> Response:
         visitor = await self._access.visitor(request)
         self._check_token(request, visitor, await form_of(request))
+        if visitor.session.name:
+            await run_in_threadpool(self._access.ended.add, visitor.session)
         response = RedirectResponse(f"{base_of(request)}/now", 303)
         response.delete_cookie(COOKIE, **self._cookie(request))
         return response
 
-    def _unknown(self, request: Request, why: str = "", where: str | None = None) -> Response:
+    def _unknown(
+        self, request: Request, why: str = "", where: str | None = None, status: int = 401
+    ) -> Response:
         """Answer somebody who is not known: with the form for signing in, if there is one."""
         if not self._access.has_sign_in:
             raise HTTPException(403, NOBODY)
@@ -197,7 +211,7 @@ class Server:
             request,
             "sign_in.html",
             None,
-            401,
+            status,
             why=why,
             token=self._access.sessions.token(session, ""),
             next=where if where is not None else next_page,
@@ -208,6 +222,11 @@ class Server:
     async def _failed(self, request: Request, error: Exception) -> Response:
         """Answer a request that cannot be answered as it is."""
         assert isinstance(error, HTTPException)
+        path = path_of(request)
+        lacks_slash = request.scope["path"] in ("", request.scope.get("root_path", ""))
+        if error.status_code == 404 and (lacks_slash or (path != "/" and path.endswith("/"))):
+            query = here_of(request).removeprefix(path)
+            return RedirectResponse(f"{base_of(request)}/{path.strip('/')}{query}")
         if is_api(request):
             return _json({"error": error.detail}, error.status_code)
         visitor = await self._access.visitor(request)
@@ -250,8 +269,8 @@ class Server:
     def _set_cookie(
         self, request: Request, response: Response, name: str, session: Session
     ) -> None:
-        value = self._access.sessions.written(session)
-        response.set_cookie(name, value, max_age=LASTS, **self._cookie(request))
+        value = self._access.sessions.written(session, name)
+        response.set_cookie(name, value, max_age=LASTS[name], **self._cookie(request))
 
     def _cookie(self, request: Request) -> Any:
         secure = self._site.options.https or request.url.scheme == "https"

@@ -82,7 +82,8 @@ class Options:
     hosts: Sequence[str] | None = None
 
     #: What signs the cookies, at least 32 bytes. None: a random one, so that users sign in again
-    #: after a restart. Several processes that serve one page need it.
+    #: after a restart; so they do without a registry, which remembers who has signed out. Several
+    #: processes that serve one page need both.
     secret: str | None = None
 
     #: Whether browsers reach the page over HTTPS although a proxy reaches it over HTTP.

@@ -161,12 +161,18 @@ def test_all_other_paths_are_the_application_s(mounted: Mounted, client: httpx.C
 
 
 def test_its_cookie_is_sent_to_it_alone(client: httpx.Client) -> None:
-    assert {(each.name, each.path) for each in client.cookies.jar} == {("rabbitdelay", "/tasks")}
+    assert {(each.name, each.path) for each in client.cookies.jar} == {
+        ("rabbitdelay", "/tasks"),
+        ("rabbitdelay-known", "/tasks"),
+    }
     page = client.get("/tasks/now")
     left = client.post("/tasks/sign-out", data=Form.of(page.text, "/tasks/sign-out"))
     assert left.status_code == 401
     assert "Password" in left.text
-    assert {each.name for each in client.cookies.jar} == {"rabbitdelay-sign-in"}
+    assert {each.name for each in client.cookies.jar} == {
+        "rabbitdelay-sign-in",
+        "rabbitdelay-known",
+    }
 
 
 def test_a_task_is_cancelled_with_the_form_of_its_page(shop: Any, client: httpx.Client) -> None:

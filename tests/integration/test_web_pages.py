@@ -6,13 +6,17 @@ import json
 import re
 import signal
 import subprocess
+import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 from jsonschema import Draft202012Validator
 from kombu import Connection
@@ -21,9 +25,12 @@ from celery_rabbitdelay.operations.undeliverable.messages import UndeliverableFi
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from celery_rabbitdelay.web import application, schedules, site
-from celery_rabbitdelay.web.passwords import is_password
-from tests.browser import Browser, assert_harmless, read
+from celery_rabbitdelay.web.access import MOST_WRONG
+from celery_rabbitdelay.web.passwords import hash_password, is_password
+from celery_rabbitdelay.web.sessions import COOKIE
+from tests.browser import Browser, Form, assert_harmless, quick_hash, read
 from tests.integration.arrivals import count
+from tests.integration.page import ServedPage
 from tests.integration.shop import PATIENCE, named
 from tests.integration.undeliverable_messages import message, put, straight
 from tests.integration.worker import run_command, start_celery
@@ -387,6 +394,101 @@ def test_the_command_serves_the_page_until_it_is_stopped(
             _, errors = serving.communicate(timeout=PATIENCE)
     assert f"http://127.0.0.1:{port}" in errors
     assert "guest:guest" not in errors
+
+
+class Person:
+    """Signs in over HTTP, as a browser does.
+
+    Args:
+        page: The page.
+    """
+
+    def __init__(self, page: ServedPage) -> None:
+        self.client = httpx.Client(base_url=page.address(), timeout=PATIENCE)
+
+    def signs_in(self, password: str) -> httpx.Response:
+        """Return the answer to a password; nobody waits for one that is refused."""
+        form = Form.of(self.client.get("/now").text, "/sign-in")
+        sent = {**form, "name": "ada", "password": password}
+        return self.client.post("/sign-in", data=sent)
+
+    def signs_in_in_the_end(self, password: str) -> int:
+        """Try again as often as the answers say so; return the status of the last one."""
+        deadline = time.monotonic() + PATIENCE
+        answer = self.signs_in(password)
+        while answer.status_code == 429 and time.monotonic() < deadline:
+            time.sleep(int(answer.headers["Retry-After"]))
+            answer = self.signs_in(password)
+        return answer.status_code
+
+    def looks(self, path: str) -> int:
+        """Return the status of a page."""
+        return self.client.get(path).status_code
+
+
+def test_wrong_passwords_lock_out_nobody_and_hold_up_nothing(
+    configuration: dict[str, Any],
+) -> None:
+    """All come from one address, as through a proxy, and a comparison costs what it costs users."""
+    users = {"ada": {"password": hash_password("right")}}
+    with ServedPage({**configuration, "rabbitdelay_web": {"users": users}}) as page:
+        reader = Person(page)
+        assert reader.signs_in("right").status_code == 303
+        with ThreadPoolExecutor(60) as strangers:
+
+            def attack() -> list[Future[httpx.Response]]:
+                people = [Person(page) for _ in range(60)]
+                ready = Barrier(60)
+
+                def signs_in(person: Person) -> httpx.Response:
+                    form = Form.of(person.client.get("/now").text, "/sign-in")
+                    ready.wait(PATIENCE)
+                    sent = {**form, "name": "ada", "password": "wrong"}
+                    return person.client.post("/sign-in", data=sent)
+
+                return [strangers.submit(signs_in, each) for each in people]
+
+            attacks = attack()
+            while not all(each.done() for each in attacks):
+                assert reader.looks("/api/session") == 200
+            # In the browser that has signed in before, and in another one.
+            reader.client.post("/sign-out", data={"token": reader_token(reader)})
+            assert reader.signs_in("right").status_code == 303
+            assert Person(page).signs_in_in_the_end("right") == 303
+            statuses = Counter(each.result().status_code for each in attacks)
+            assert statuses.keys() == {401, 429}
+            assert statuses[401] <= MOST_WRONG
+            assert page.log.count("A wrong password for 'ada'") == statuses[401]
+
+            attacks = attack()
+            wait_for(lambda: any(each.done() for each in attacks), "an answer", PATIENCE)
+            began = time.monotonic()
+            page.stop()
+            assert time.monotonic() - began < PATIENCE / 2
+            wait(attacks, PATIENCE)
+
+
+def reader_token(person: Person) -> str:
+    """Return the token for a person's forms."""
+    return str(person.client.get("/api/session").json()["token"])
+
+
+def test_signing_out_ends_the_session_in_all_processes_that_serve_the_page(shop: Any) -> None:
+    options: dict[str, Any] = {
+        "users": {"ada": {"password": quick_hash("right")}},
+        "secret": "s" * 32,
+    }
+    here, there = (Browser(application(shop, **options)) for _ in range(2))
+    here.sign_in("ada", "right")
+    there.cookies = httpx.Cookies(here.cookies)
+    copy = there.cookies[COOKIE]
+    assert (here.get("/work").status_code, there.get("/work").status_code) == (200, 200)
+    assert here.post("/sign-out").status_code == 303
+    later = Browser(application(shop, **options))
+    for each in (here, there, later):
+        each.cookies.set(COOKIE, copy)
+        # Processes ask each other once a second.
+        wait_for(lambda each=each: each.get("/work").status_code == 401, "the end", PATIENCE)
 
 
 @pytest.mark.parametrize("host", ["::", "10.0.0.1", "tasks.example"])

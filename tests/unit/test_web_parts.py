@@ -32,7 +32,7 @@ from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.reading import Reading, Readings
 from celery_rabbitdelay.web.schedules import written
-from celery_rabbitdelay.web.sessions import Session, Sessions
+from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.site import Glance, Site, Workers
 from celery_rabbitdelay.web.work import MOST_AT_ONCE, Work, Works, in_batches
 from celery_rabbitdelay.web.workers import differences
@@ -271,7 +271,7 @@ def test_a_session_ends_after_some_hours(monkeypatch: pytest.MonkeyPatch) -> Non
     sessions = Sessions("s" * 32)
     cookie = sessions.written(Session.new("ada"))
     assert sessions.read(cookie) is not None
-    monkeypatch.setattr("celery_rabbitdelay.web.sessions.LASTS", -1)
+    monkeypatch.setitem(LASTS, COOKIE, -1)
     assert sessions.read(cookie) is None
 
 
