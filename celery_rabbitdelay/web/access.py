@@ -79,8 +79,9 @@ class Access:
     async def visitor(self, request: Request) -> Visitor:
         """Return who sends a request."""
         session = self.sessions.read(request.cookies.get(COOKIE), since=self.ended.known_since)
-        if session and session.name and await run_in_threadpool(self.ended.has, session):
-            session = None
+        if session is not None and session.name:
+            has_ended = await run_in_threadpool(self.ended.has, session)
+            session = None if has_ended else session
         is_new = session is None
         session = session or Session.new()
         user = await self._user(request, session)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from threading import Barrier, Event
 from typing import Any
 from uuid import uuid4
@@ -473,6 +474,11 @@ def reader_token(person: Person) -> str:
     return str(person.client.get("/api/session").json()["token"])
 
 
+def is_refused(browser: Browser) -> bool:
+    """Return whether a browser has to sign in."""
+    return browser.get("/work").status_code == 401
+
+
 def test_signing_out_ends_the_session_in_all_processes_that_serve_the_page(shop: Any) -> None:
     options: dict[str, Any] = {
         "users": {"ada": {"password": quick_hash("right")}},
@@ -488,7 +494,7 @@ def test_signing_out_ends_the_session_in_all_processes_that_serve_the_page(shop:
     for each in (here, there, later):
         each.cookies.set(COOKIE, copy)
         # Processes ask each other once a second.
-        wait_for(lambda each=each: each.get("/work").status_code == 401, "the end", PATIENCE)
+        wait_for(partial(is_refused, each), "the end", PATIENCE)
 
 
 @pytest.mark.parametrize("host", ["::", "10.0.0.1", "tasks.example"])
