@@ -14,6 +14,7 @@ import click
 from celery import bootsteps
 from celery.exceptions import CeleryCommandException
 from celery.platforms import EX_FAILURE
+from celery.utils.quorum_queues import detect_quorum_queues
 from celery.worker import state
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
@@ -200,6 +201,17 @@ def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
 def active_ids() -> set[str]:
     """Return the ids of the tasks that this worker's pool has begun."""
     return {request.id for request in tuple(state.active_requests)}
+
+
+def has_static_prefetch(consumer: Any) -> bool:
+    """Return whether each task that a worker holds takes one of the places of its prefetch count.
+
+    With quorum queues, Celery sets the count for each consumer. RabbitMQ applies another one only
+    to consumers that begin then, and the same consumer cannot begin again with messages that are
+    not acknowledged: 3.10 closes the connection (measured).
+    """
+    app = consumer.app
+    return bool(app.conf.worker_detect_quorum_queues and detect_quorum_queues(app, "amqp")[0])
 
 
 def raise_prefetch(consumer: Any) -> None:

@@ -6,6 +6,7 @@ distribution only. With a key, the registry is asked about a task only as its se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, TypeAlias
@@ -19,8 +20,15 @@ from celery_rabbitdelay.app.instruments import EARLY, LATENESS, TAKEN_OVER, Inst
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
+from celery_rabbitdelay.modules.bounds import RareWarning
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
-from celery_rabbitdelay.worker.celery_internals import Delivery, id_of, name_of_queue, shown
+from celery_rabbitdelay.worker.celery_internals import (
+    Delivery,
+    has_static_prefetch,
+    id_of,
+    name_of_queue,
+    shown,
+)
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 from celery_rabbitdelay.worker.metrics import Arrivals, lateness, may_run_since
@@ -94,6 +102,17 @@ class Origins:
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
 
+#: A task that a worker would hold. Reset on each connection.
+StaticPrefetchWarning: Final = partial(
+    RareWarning,
+    math.inf,
+    "The task %s waits in the levels.",
+    "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in the levels "
+    "all the same: with quorum queues, the prefetch count is fixed, and the tasks that a worker "
+    "holds until they are due would keep all others away. Others will do so without a word on "
+    "this connection.",
+)
+
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., Any]
 
@@ -130,11 +149,14 @@ class RestoringStrategies(dict[str, Strategy]):
         self._takeover = takeover
         self._origins = origins
         self._delivery = consumer.app.rabbitdelay.topology.delivery.name
+        self._has_static_prefetch = has_static_prefetch(consumer)
+        self._static_prefetch = StaticPrefetchWarning(logger)
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
     def __setitem__(self, task_name: str, strategy: Strategy) -> None:
-        takes_eta = self._takeover and getattr(self._tasks[task_name], "rabbitdelay", True)
+        is_ours_to_hold = self._takeover and getattr(self._tasks[task_name], "rabbitdelay", True)
+        takes_eta = is_ours_to_hold or self._has_static_prefetch
 
         @wraps(strategy)
         def restoring(message: Message, body: Any, ack: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,6 +168,8 @@ class RestoringStrategies(dict[str, Strategy]):
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
+            if is_taken and not (is_ours or is_ours_to_hold):
+                self._static_prefetch.warn(task_name)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)

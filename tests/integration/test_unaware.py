@@ -172,12 +172,25 @@ def test_a_task_that_keeps_celery_s_own_behavior_is_held_by_the_worker(
     name: str,
     settings: dict[str, Any],
 ) -> None:
-    shop = serve(**settings)
+    shop = serve(**settings, queue_type="classic")
     result = send(name, countdown=1)
     wait_for(lambda: f"Task {name}[{result.id}] received" in shop.worker.log, "the task")
     assert _waiting(connection, shop) == 0
     result.get(timeout=PATIENCE)
     assert shop.worker.log.count(f"{result.id}] received") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("celery-own", {}), ("look", {"rabbitdelay_takeover": False})]
+)
+def test_with_quorum_queues_it_waits_in_the_levels_and_keeps_no_other_task_away(
+    serve: Any, send: Callable[..., Any], name: str, settings: dict[str, Any]
+) -> None:
+    shop = serve("--concurrency", "2", "--prefetch-multiplier", "1", **settings)
+    for _ in range(4):  # as many as the worker prefetches, and more
+        send(name, countdown=3600)
+    assert send("look").get(timeout=PATIENCE)
+    assert shop.worker.log.count("the prefetch count is fixed") == 1
 
 
 def test_a_task_that_was_revoked_does_not_enter_the_levels(
