@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import amqp
@@ -14,8 +15,8 @@ from celery import states
 from celery.app.trace import build_tracer
 from celery.backends.base import DisabledBackend
 from celery.result import denied_join_result
+from celery.worker import control, state
 from celery.worker.request import Request
-from celery.worker.state import revoked
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.application import Celery
@@ -86,6 +87,7 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
         if not isinstance(app.backend, DisabledBackend):
             stack.enter_context(results_kept_in(app, ResultsInMemory(app)))
         stack.enter_context(going_by(recording.clock.ns))
+        stack.enter_context(_nothing_revoked())
         yield recording
 
 
@@ -113,8 +115,6 @@ class Recording:
         producer = RecordingProducer(connection, self._record)
         store = RecordedStore(self._postponed)
         self.stand_in = StandIn(publisher, producer, self._broadcast, store)
-        #: The ids of the tasks that workers have revoked, by a command or because they had expired.
-        self._revoked: set[str] = set()
 
     def one(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> Sent:
         """Return the one send that has these fields.
@@ -257,12 +257,12 @@ class Recording:
 
     def _is_revoked(self, request: Any, by_registry: bool = False) -> bool:
         """Return whether Celery revokes a task; then its result is stored, and its chord knows."""
-        if by_registry or request.id in self._revoked:
-            revoked.add(request.id)
+        was_revoked = request.id in state.revoked
+        if by_registry:
+            state.revoked.add(request.id)
         is_revoked: bool = request.revoked()
-        if is_revoked and not by_registry:
-            self._revoked.add(request.id)
-        revoked.discard(request.id)
+        if by_registry and not was_revoked:
+            state.revoked.discard(request.id)
         return is_revoked
 
     def _run(self, recorded: Recorded, request: Any) -> None:
@@ -291,11 +291,24 @@ class Recording:
                 self.recorded.append(recorded)
 
     def _broadcast(self, command: str, arguments: Mapping[str, Any]) -> None:
-        if command == "revoke_by_stamped_headers":
-            raise NotRecorded(f"the command {command}")
-        if command == "revoke":
-            task_ids = arguments["task_id"]
-            self._revoked.update([task_ids] if isinstance(task_ids, str) else task_ids)
+        if command in ("revoke", "revoke_by_stamped_headers"):
+            worker: Any = SimpleNamespace(app=self._app)
+            getattr(control, command)(worker, **{**arguments, "terminate": False})
+
+
+@contextmanager
+def _nothing_revoked() -> Iterator[None]:
+    """Let no task count as revoked, and forget at the end of a block what was."""
+    ids, stamps = [*state.revoked], dict(state.revoked_stamps)
+    state.revoked.clear()
+    state.revoked_stamps.clear()
+    try:
+        yield
+    finally:
+        state.revoked.clear()
+        state.revoked.update(ids)
+        state.revoked_stamps.clear()
+        state.revoked_stamps.update(stamps)
 
 
 class _Clock:

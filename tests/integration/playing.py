@@ -8,6 +8,7 @@ from typing import Any
 from kombu import Queue
 
 from celery_rabbitdelay import Celery
+from celery_rabbitdelay.levels import wall_clock
 
 NOTES = "notes-of-playing"
 
@@ -25,7 +26,8 @@ app.conf.update(
 
 
 def note(task: Any, *what: Any) -> None:
-    entry = [task.request.id, task.name.rpartition(".")[2], task.request.retries, *what]
+    name, request = task.name.rpartition(".")[2], task.request
+    entry = [wall_clock.ms(), request.id, name, request.retries, *what]
     if noted is not None:
         noted.append(entry)
     else:
