@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from celery_rabbitdelay.app.connected import Connected
-from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.exceptions import PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
@@ -89,7 +89,10 @@ class Jobs(Connected):
         try:
             yield
         except BaseException:
-            self.abort_job(job)
+            try:
+                self.abort_job(job)
+            except RegistryUnavailable as error:  # no task of it runs, as it is never committed
+                logger.warning("Job %r is not aborted, it expires: %s", job, error)
             raise
         self.commit_job(job)
 

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 from uuid import UUID
 
 from celery import states
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
 
@@ -127,6 +128,8 @@ class WaitingTasks(Jobs):
             for task_id, outcome in found:
                 if outcome is Outcome.DONE:
                     self.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as error:  # noqa: BLE001 - the tasks are cancelled, whatever a backend says
             logger.warning("Results become REVOKED only when their tasks are due: %s", error)
         for task_id, outcome in found:

@@ -64,6 +64,11 @@ class Interrupter:
         """How many sockets are open."""
         return sum(each.fileno() >= 0 for each in self.sockets)
 
+    def forget_errors(self, most: int) -> None:
+        """Free the sockets in frames of errors; a frame that has its own error keeps itself."""
+        if self.open > most:
+            gc.collect()
+
     def interrupt(self, call: Callable[[], object], at: int, error: BaseException) -> bool:
         """Call, and raise an error behind an operation; return False if there are not so many.
 
@@ -113,8 +118,7 @@ def interrupt_anywhere(watching: Interrupter, call: Callable[[], object]) -> int
     # An answer is read in several operations: both kinds strike in nearly each frame.
     while watching.interrupt(call, at, INTERRUPTS[at % 2]()):
         call()
-        if watching.open > most:
-            gc.collect()  # an error whose frames have it as a variable keeps itself
+        watching.forget_errors(most)
         assert watching.open <= most, f"a connection is left open after operation {at}"
         at += 1
     return at

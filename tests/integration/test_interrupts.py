@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from celery import group
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection
 
 from celery_rabbitdelay import Row
@@ -20,10 +24,12 @@ from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.registry.connection import ScriptCall, Store, connect
-from celery_rabbitdelay.testing import RabbitMQServer
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from tests.integration.interrupts import Interrupter, interrupt_anywhere, interrupter
 from tests.integration.management import wait_until_managed
 from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
+from tests.integration.shop import PATIENCE, named
+from tests.integration.trouble import suspended
 
 #: Seconds; no task comes due meanwhile.
 DELAY = 5.0
@@ -170,6 +176,43 @@ def test_an_interrupt_ends_a_conversation_with_redis_at_once(
     assert not watching.open
 
 
+def test_an_interrupt_between_two_frames_of_redis_leaves_no_answer_and_no_connection(
+    redis: RedisServer, watching: Interrupter
+) -> None:
+    store = connect(redis.url, {"socket_timeout": TIMEOUT})
+    key_and_value(store)
+    most, calls = watching.open, 0
+
+    def interrupt_a_call_of_redis(at: int) -> bool:
+        """Python raises the exceptions of signal handlers where it enters a function."""
+        left, error = at, SoftTimeLimitExceeded()
+
+        def trace(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal left
+            code = frame.f_code
+            if "/redis/" in code.co_filename and code.co_name != "__del__":
+                left -= 1
+                if left == 0:
+                    raise error
+
+        sys.settrace(trace)
+        try:
+            key_and_value(store)
+        except SoftTimeLimitExceeded:
+            return True
+        finally:
+            sys.settrace(None)
+        return left <= 0
+
+    while interrupt_a_call_of_redis(calls + 1):
+        key_and_value(store)
+        calls += 1
+        watching.forget_errors(most)
+        assert watching.open <= most, f"a connection is left open after call {calls}"
+    assert calls > 10
+    store.close()
+
+
 def test_an_interrupt_ends_a_request_to_the_management_api_at_once(
     watching: Interrupter, broker_root: Path | None
 ) -> None:
@@ -182,3 +225,47 @@ def test_an_interrupt_ends_a_request_to_the_management_api_at_once(
 
         assert interrupt_anywhere(watching, call) > 3
     assert not watching.open
+
+
+class StruckRow(UserDict[str, Any]):
+    """A row that a soft time limit interrupts while it is read."""
+
+    def keys(self) -> Any:
+        raise SoftTimeLimitExceeded
+
+
+def test_a_soft_time_limit_is_no_error_of_the_row_that_it_strikes(shop: Any) -> None:
+    with pytest.raises(SoftTimeLimitExceeded):
+        shop.rabbitdelay.send_many("look", [StruckRow(delay=DELAY)])
+    send_many(shop)
+
+
+def test_an_interrupted_job_raises_what_came_although_redis_is_away(
+    make_shop: Callable[..., Any], redis: RedisServer
+) -> None:
+    shop = make_shop(rabbitdelay_registry_url=redis.url)
+
+    def block() -> None:
+        with shop.rabbitdelay.job("import", expires=60):
+            redis.kill()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+
+
+def test_a_soft_time_limit_strikes_a_task_whose_send_waits_for_the_broker(
+    serve: Callable[..., Any], make_shop: Callable[..., Any], broker_root: Path | None
+) -> None:
+    with RabbitMQServer(broker_root) as node:
+        shop = serve("-c", "1", broker_write_url=node.url, rabbitdelay_modules=())
+        send = make_shop().tasks["send"]
+
+        def sent_to(queue: str, **limit: Any) -> Any:
+            arguments = ("look", {"delay": DELAY, "queue": named(shop, queue)})
+            return send.apply_async(arguments, **limit).get(timeout=PATIENCE)
+
+        assert sent_to("default")
+        with suspended(node), pytest.raises(SoftTimeLimitExceeded):
+            sent_to("second", soft_time_limit=2)
+        assert sent_to("second")

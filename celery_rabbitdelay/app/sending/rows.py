@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import celery
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.utils.json import loads
 
@@ -180,6 +181,8 @@ class Sending:
                 given = next(source)
             except StopIteration:
                 return
+            except SoftTimeLimitExceeded:
+                raise
             except Exception as error:  # noqa: BLE001 - the rows before it are sent first
                 self._error_of_rows, self._rest = error, self._taken
                 return

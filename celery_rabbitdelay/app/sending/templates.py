@@ -17,6 +17,7 @@ from types import MethodType, NoneType
 from typing import Any, Final, NamedTuple
 
 import celery
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult
 from kombu.utils.uuid import uuid
 
@@ -177,7 +178,7 @@ class Templates:
             # Celery has an address for each thread.
             reply_to = None if "reply_to" in of_group else app.thread_oid
             publication = template.publication(call, reply_to)
-        except RabbitDelayError:
+        except (RabbitDelayError, SoftTimeLimitExceeded):
             raise
         except Exception:  # noqa: BLE001 - Celery tries once more, and raises its own error
             return None
