@@ -262,6 +262,25 @@ def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **opti
     shared.answer(told, ["Deleted"] if deleted else [])
 
 
+@rabbitdelay.command()
+@click.option("--to-exchange", is_flag=True, help="TARGET is an exchange, and not a queue.")
+@click.argument("source")
+@click.argument("target")
+@click.argument("key")
+def unbind(to_exchange: bool, source: str, target: str, key: str) -> None:
+    """Remove a binding that verify has found: of TARGET to the exchange SOURCE, with this KEY.
+
+    rabbitmqctl has no command for it.
+    """
+    shared.delays()  # checks the application
+    with shared.broker() as connection:
+        channel: Any = connection.channel()
+        remove = channel.exchange_unbind if to_exchange else channel.queue_unbind
+        remove(target, source, key)
+    told = {"source": source, "target": target, "key": key}
+    shared.answer(told, [f"{target} is not bound to {source} with the key {key!r} any more"])
+
+
 def _with_held(
     connection: Connection, management: str | None, counts: Mapping[str, Counts | None]
 ) -> dict[str, Counts | None]:

@@ -59,6 +59,7 @@ LEAST: dict[str, str | None] = {
     "show": "some-id",
     "status": "",
     "transfer": "--from amqp://guest:secret@127.0.0.1:2//",
+    "unbind": "some-exchange some-queue some-key",
     "undeliverable export": "never-written.jsonl",
     "undeliverable list": "",
     "undeliverable purge": "--yes",

@@ -118,7 +118,13 @@ def verify(
             *check_probes(settings, workers),
             *check_schedules(schedules, wall_clock.ms()),
         ]
-    return Verification(inventory.version, findings_of(rows))
+    common = {
+        "prefix": settings.prefix,
+        "vhost": virtual_host,
+        "user": connection.userid or "guest",
+    }
+    quoted = {name: shlex.quote(value) for name, value in common.items()}
+    return Verification(inventory.version, findings_of(rows, **quoted))
 
 
 def check_broker(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
@@ -215,7 +221,10 @@ def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRo
         leads_in = binding.target in (ours if binding.target_is_exchange else queues)
         # The levels of another layout, which are orphans, lead to the same delivery exchange.
         if leads_out or (leads_in and not _is_level(topology, binding.source)):
-            yield "binding-additional", _subject(binding), {}
+            kind = ["--to-exchange"] if binding.target_is_exchange else []
+            own = shlex.join([*kind, binding.source, binding.target, binding.pattern])
+            command = f"celery -A proj rabbitdelay unbind {own}"
+            yield "binding-additional", _subject(binding), {"command": command}
 
 
 def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:

@@ -50,12 +50,17 @@ class Verification(NamedTuple):
     findings: tuple[Finding, ...]
 
 
-def findings_of(rows: Iterable[FoundRow]) -> tuple[Finding, ...]:
-    """Return one finding for all rows that differ in their subjects alone, the worst first."""
+def findings_of(rows: Iterable[FoundRow], **common: object) -> tuple[Finding, ...]:
+    """Return one finding for all rows that differ in their subjects alone, the worst first.
+
+    Args:
+        rows: The rows.
+        **common: Values for all of them: ``prefix``, ``vhost`` and ``user``, quoted for a shell.
+    """
     found: dict[Finding, dict[str, None]] = {}
     for code, subject, values in rows:
         severity, *texts = FAULTS[code]
-        what, consequence, remedy = (text.format_map(values) for text in texts)
+        what, consequence, remedy = (text.format_map({**common, **values}) for text in texts)
         finding = Finding(severity, code, (), what, consequence, remedy)
         found.setdefault(finding, {})[subject] = None
     together = [finding._replace(subjects=tuple(subjects)) for finding, subjects in found.items()]
@@ -74,15 +79,18 @@ _note = partial(Fault, "note")
 
 _DECLARE: Final = "run `celery -A proj rabbitdelay declare`"
 _DECLARE_QUEUES: Final = "run `celery -A proj rabbitdelay declare --queues`"
-_MIGRATE: Final = "move what waits with `celery -A proj rabbitdelay migrate`"
+_MIGRATE: Final = "move what waits with `celery -A proj rabbitdelay migrate --from-prefix {prefix}`"
 _MIGRATE_ORPHANS: Final = (
+    "change rabbitdelay_prefix, and "
     f"{_MIGRATE}, with the --from-layout, --from-tick, --from-shards and --from-queue-type that "
     "these levels had; then delete them"
 )
 _PUT: Final = "put it again, from your code or with `celery -A proj rabbitdelay schedules put-beat`"
 _POLICY_SETS: Final = "{policy} sets {key} to {value!r}"
-_GUARD: Final = "{guard}; an operator policy has to leave these queues out by its pattern"
-_NARROW: Final = "if tasks must not be lost there, leave the key out, or narrow the pattern"
+_GUARD: Final = "{guard}"
+_NARROW: Final = (
+    "if tasks must not be lost there, leave the key out: `{without}`; or narrow the pattern"
+)
 
 #: All faults by their codes, words for programs that keep their meaning.
 FAULTS: Final[Mapping[str, Fault]] = {
@@ -121,7 +129,8 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "permission-missing": _danger(
         "the user {user!r} lacks the permission {permission}",
         "declaring, binding, sending or serving the modules fails with ACCESS_REFUSED",
-        "run the commands that `celery -A proj rabbitdelay permissions` prints for the user's role",
+        "run what `celery -A proj rabbitdelay permissions worker --user {user}` prints, "
+        "or those for another role",
     ),
     # The levels.
     "not-declared": _warning(
@@ -162,17 +171,19 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "binding-additional": _danger(
         "somebody has added a binding to an exchange or queue of the levels or of a module",
         "tasks leave the levels there, early or twice, or messages without a due time come in",
-        "remove the binding, in the management pages or with queue.unbind or exchange.unbind",
+        "remove the binding: `{command}`",
     ),
     "level-consumed": _danger(
         "it has a consumer that does not belong to this package",
         "whoever consumes takes tasks: they are lost, or early",
-        "stop the consumer; a worker must not have this queue in its task_queues or -Q",
+        "stop the program that `rabbitmqctl list_consumers -p {vhost} queue_name channel_pid "
+        "consumer_tag` shows for it; a worker must not have this queue in its task_queues or -Q",
     ),
     "classic-levels": _warning(
         "the queues of the levels are classic queues (rabbitdelay_queue_type)",
         "tasks between two levels are lost if the broker fails, or if a queue refuses them",
-        f"set rabbitdelay_queue_type to 'quorum', change rabbitdelay_prefix and {_MIGRATE}",
+        f"set rabbitdelay_queue_type to 'quorum', change rabbitdelay_prefix and {_MIGRATE[:-1]} "
+        "--from-queue-type classic`",
     ),
     "held": _note(
         "dead-lettering holds {messages} due messages that the queue of their task has not taken",
@@ -184,7 +195,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "no worker that probes these levels has answered",
         "nothing notices levels in which no delay ends, before tasks are late",
         "start a worker that serves probe, and allow this user to ask the workers: run the "
-        "commands that `celery -A proj rabbitdelay permissions operator` prints",
+        "commands that `celery -A proj rabbitdelay permissions operator --user {user}` prints",
     ),
     "probe-failed": _danger(
         "a probe through it was {late:+,.0f} s late, or is missing for as long",

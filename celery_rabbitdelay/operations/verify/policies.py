@@ -55,8 +55,11 @@ def check_policies(
             for code, key in find(inventory.queues[name], values):
                 value, policy = effective[key]
                 told = {"policy": _title(policy), "key": key, "value": value}
-                guard = _guard(topology.prefix, policy, virtual_host)
-                yield code, f"queue {name}", {**told, "guard": guard}
+                without = _without(policy, key, virtual_host)
+                guard = without
+                if policy["kind"] == "policy":
+                    guard = _guard(topology.prefix, policy, virtual_host)
+                yield code, f"queue {name}", {**told, "guard": guard, "without": without}
 
 
 def check_bounds(
@@ -159,6 +162,18 @@ def _of_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str
 def _title(policy: Json) -> str:
     name, pattern, priority = policy["name"], policy["pattern"], policy["priority"]
     return f"the {policy['kind']} '{name}' for '{pattern}', priority {priority},"
+
+
+def _without(policy: Json, key: str, virtual_host: str) -> str:
+    """Return the command that takes a key out of a policy, or deletes one of that key alone."""
+    kind = policy["kind"].replace(" ", "_")
+    rest = {name: value for name, value in policy["definition"].items() if name != key}
+    where = ["-p", virtual_host]
+    if not rest:
+        return f"rabbitmqctl clear_{kind} {shlex.join([*where, policy['name']])}"
+    where += ["--priority", str(policy["priority"]), "--apply-to", policy["apply-to"]]
+    own = [policy["name"], policy["pattern"], json.dumps(rest)]
+    return f"rabbitmqctl set_{kind} {shlex.join([*where, *own])}"
 
 
 def _guard(prefix: str, policy: Json, virtual_host: str) -> str:
