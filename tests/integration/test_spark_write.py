@@ -186,8 +186,8 @@ def test_of_a_changed_row_the_one_that_is_due_first_runs_or_with_a_key_the_newes
                 for each, change in zip(noted, changes, strict=True)
                 for key in [each.key if change[-1] else None]
             ]
-            given = {"app": APP, "jobId": f"job-{noted[0].key}", "idColumn": "kwargs"}
-            dispatch(spark.createDataFrame(rows, schema), "note", **given)
+            given: dict[str, Any] = {"app": APP, "jobId": f"job-{noted[0].key}"}
+            dispatch(spark.createDataFrame(rows, schema), "note", idColumn="kwargs", **given)
         if datetime.now(UTC) < first_due:
             break
     noted[0].until(seconds + 2)
@@ -299,11 +299,11 @@ def test_a_report_says_which_ids_the_registry_knew_already(
     job_id = f"job-{noted.key}"
     ids = [task_id(job_id, row) for row in frame.select("args").collect()]
     shop.rabbitdelay.cancel(ids[:2])
-    given = {"app": APP, "task": "note", "jobId": job_id, "idColumn": "args", "group": group}
-    report = dispatch(frame.where("args[0] < 4"), **given)
+    given: dict[str, Any] = {"app": APP, "jobId": job_id, "idColumn": "args", "group": group}
+    report = dispatch(frame.where("args[0] < 4"), "note", **given)
     assert (report.confirmed, report.known) == (4, 2)
     wait_for(lambda: len(noted()) >= 2, "the tasks that are not cancelled", PATIENCE)
-    again = dispatch(frame, **given)
+    again = dispatch(frame, "note", **given)
     assert (again.confirmed, again.known) == (6, 4)
     assert "4 of the ids were known already" in str(again)
     wait_for(lambda: len(noted()) >= 4, "the tasks that are new", PATIENCE)
