@@ -220,13 +220,11 @@ def test_refused_rows_are_collected_mended_and_written_again(
     wait_for(lambda: len(noted()) >= 4, "the good rows", PATIENCE)
     assert sorted(noted()) == [2, 3, 4, 5]
     refused = spark.read.parquet(str(tmp_path)).orderBy("Args")
-    found = refused.selectExpr(*FURTHER, "input_file_name() file").collect()
+    found = refused.select(*FURTHER).collect()
     assert [row.rabbitdelay_error for row in found] == ["InvalidDelay", "InvalidRow"]
     assert all(len(row.rabbitdelay_reason) < 300 for row in found)
-    for row in found:
-        partition, attempt = row.rabbitdelay_attempt.split(".")
-        assert f"part-{int(partition):05}-" in row.file
-        assert int(attempt) == 0
+    # Of two partitions, in the first attempt of each.
+    assert {row.rabbitdelay_attempt for row in found} <= {"0.0", "1.0"}
     assert {row.rabbitdelay_job.split(":")[0] for row in found} == {"spark"}
     rows = refused.drop(*FURTHER)
     assert rows.schema.simpleString() == frame.schema.simpleString()
