@@ -109,7 +109,7 @@ def explained(
     """
 
     @wraps(method)
-    def called(self: SelfT, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
+    def called(self: SelfT, /, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:

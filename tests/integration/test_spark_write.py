@@ -186,8 +186,8 @@ def test_of_a_changed_row_the_one_that_is_due_first_runs_or_with_a_key_the_newes
                 for each, change in zip(noted, changes, strict=True)
                 for key in [each.key if change[-1] else None]
             ]
-            given = {"app": APP, "jobId": f"job-{noted[0].key}", "idColumn": "kwargs"}
-            dispatch(spark.createDataFrame(rows, schema), "note", **given)
+            given: dict[str, Any] = {"app": APP, "jobId": f"job-{noted[0].key}"}
+            dispatch(spark.createDataFrame(rows, schema), "note", idColumn="kwargs", **given)
         if datetime.now(UTC) < first_due:
             break
     noted[0].until(seconds + 2)
@@ -220,13 +220,11 @@ def test_refused_rows_are_collected_mended_and_written_again(
     wait_for(lambda: len(noted()) >= 4, "the good rows", PATIENCE)
     assert sorted(noted()) == [2, 3, 4, 5]
     refused = spark.read.parquet(str(tmp_path)).orderBy("Args")
-    found = refused.selectExpr(*FURTHER, "input_file_name() file").collect()
+    found = refused.select(*FURTHER).collect()
     assert [row.rabbitdelay_error for row in found] == ["InvalidDelay", "InvalidRow"]
     assert all(len(row.rabbitdelay_reason) < 300 for row in found)
-    for row in found:
-        partition, attempt = row.rabbitdelay_attempt.split(".")
-        assert f"part-{int(partition):05}-" in row.file
-        assert int(attempt) == 0
+    # Of two partitions, in the first attempt of each.
+    assert {row.rabbitdelay_attempt for row in found} <= {"0.0", "1.0"}
     assert {row.rabbitdelay_job.split(":")[0] for row in found} == {"spark"}
     rows = refused.drop(*FURTHER)
     assert rows.schema.simpleString() == frame.schema.simpleString()
@@ -299,11 +297,11 @@ def test_a_report_says_which_ids_the_registry_knew_already(
     job_id = f"job-{noted.key}"
     ids = [task_id(job_id, row) for row in frame.select("args").collect()]
     shop.rabbitdelay.cancel(ids[:2])
-    given = {"app": APP, "task": "note", "jobId": job_id, "idColumn": "args", "group": group}
-    report = dispatch(frame.where("args[0] < 4"), **given)
+    given: dict[str, Any] = {"app": APP, "jobId": job_id, "idColumn": "args", "group": group}
+    report = dispatch(frame.where("args[0] < 4"), "note", **given)
     assert (report.confirmed, report.known) == (4, 2)
     wait_for(lambda: len(noted()) >= 2, "the tasks that are not cancelled", PATIENCE)
-    again = dispatch(frame, **given)
+    again = dispatch(frame, "note", **given)
     assert (again.confirmed, again.known) == (6, 4)
     assert "4 of the ids were known already" in str(again)
     wait_for(lambda: len(noted()) >= 4, "the tasks that are new", PATIENCE)
