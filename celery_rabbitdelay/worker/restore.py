@@ -29,6 +29,7 @@ from celery_rabbitdelay.worker.celery_internals import (
     name_of_queue,
     shown,
 )
+from celery_rabbitdelay.worker.celery_requests import is_ours
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 from celery_rabbitdelay.worker.metrics import Arrivals, lateness, may_run_since
@@ -168,7 +169,7 @@ class RestoringStrategies(dict[str, Strategy]):
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
-            if is_taken and not (is_ours or is_ours_to_hold):
+            if is_taken and not (is_ours(message) or is_ours_to_hold):
                 self._static_prefetch.warn(task_name)
             return None if is_taken else go_on()
 

@@ -67,7 +67,7 @@ def _on_task_received() -> Callable[[kombu.Message], None]:
         on_task_message=set(),
         _maximum_prefetch_restored=True,
     )
-    task = app.task(_nothing, name="any", shared=False)
+    task: Any = app.task(name="any", shared=False)(_nothing)
     consumer.strategies = _AnyTask(any=default(task, app, consumer))
     handler: Any = Consumer.create_task_handler
     received: Callable[[kombu.Message], None] = handler(consumer)

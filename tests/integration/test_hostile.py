@@ -40,19 +40,24 @@ def test_a_worker_of_another_pool_runs_each_task_behind_a_malformed_one(
 TIMES: Final = 6
 
 #: A header, or a body, that Celery does not expect.
+_STAMPS: Final[list[Any]] = [5, [[]], True, 1.5]
+_FIELDS: Final[list[dict[str, Any]]] = [
+    *({"stamped_headers": value} for value in _STAMPS),
+    *({"expires": ""}, {"eta": ""}, {"timelimit": "ab"}, {"shadow": {"a": 1}}, {"get": 1}),
+]
 MALFORMED: Final[list[tuple[dict[str, Any], bytes]]] = [
-    *(
-        (fields, b"[[1], {}, {}]")
-        for fields in (
-            *({"stamped_headers": value} for value in (5, [[]], True, 1.5)),
-            *({"expires": ""}, {"eta": ""}, {"timelimit": "ab"}, {"shadow": {"a": 1}}, {"get": 1}),
-        )
-    ),
+    *((fields, b"[[1], {}, {}]") for fields in _FIELDS),
     *(({}, body) for body in (b"", b"[[1], {}]", b"[[1], {}, {}, {}]", b"[[1], {}, [1]]")),
 ]
 
 #: The same in protocol 1, whose fields are in the body.
-VERSION_1: Final = [{"eta": ""}, {"eta": {}}, {"expires": ""}, {"id": {}}, {"shadow": []}]
+VERSION_1: Final[list[dict[str, Any]]] = [
+    {"eta": ""},
+    {"eta": {}},
+    {"expires": ""},
+    {"id": {}},
+    {"shadow": []},
+]
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])

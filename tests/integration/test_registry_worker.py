@@ -375,7 +375,8 @@ def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
         redis.suspend()
         wait_for(lambda: "go back into the levels" in worker.log, "the warning", PATIENCE)
     levels = shop.rabbitdelay.topology.queues
-    with connection.channel() as channel:
+    with connection.channel() as opened:
+        channel: Any = opened
         asked = queue(channel)
 
         def is_put_back() -> bool:
@@ -387,8 +388,13 @@ def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
         worker.stop()
         redis.resume()
         found: list[Any] = []
-        wait_for(lambda: found.append(asked.get()) or found[-1], "the task", PATIENCE)
-        (message,) = filter(None, found)
+
+        def is_found() -> bool:
+            found.extend(filter(None, [asked.get()]))
+            return bool(found)
+
+        wait_for(is_found, "the task", PATIENCE)
+        (message,) = found
         for _ in range(2):
             properties = {**message.properties, "application_headers": message.headers}
             channel.basic_publish(Message(message.body, **properties), routing_key=queue.name)
