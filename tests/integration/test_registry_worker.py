@@ -374,8 +374,9 @@ def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
     if why == "no answer":
         redis.suspend()
         wait_for(lambda: "go back into the levels" in worker.log, "the warning", PATIENCE)
-    levels = shop.rabbitdelay.topology.queues
-    with connection.channel() as channel:
+    levels, taken = shop.rabbitdelay.topology.queues, list[Any]()
+    with connection.channel() as opened:
+        channel: Any = opened
         asked = queue(channel)
 
         def is_put_back() -> bool:
@@ -386,9 +387,13 @@ def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
         wait_for(is_put_back, "the task that was put back", PATIENCE)
         worker.stop()
         redis.resume()
-        found: list[Any] = []
-        wait_for(lambda: found.append(asked.get()) or found[-1], "the task", PATIENCE)
-        (message,) = filter(None, found)
+
+        def is_taken() -> bool:
+            taken.extend(filter(None, [asked.get()]))
+            return bool(taken)
+
+        wait_for(is_taken, "the task", PATIENCE)
+        (message,) = taken
         for _ in range(2):
             properties = {**message.properties, "application_headers": message.headers}
             channel.basic_publish(Message(message.body, **properties), routing_key=queue.name)
