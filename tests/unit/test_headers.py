@@ -95,7 +95,7 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     names = [name for name in vars(headers).values() if str(name).startswith("rabbitdelay-")]
     assert sorted(name.removeprefix("rabbitdelay-") for name in names) == [
         "",  # the prefix itself
-        *("attempts", "committed", "copy", "due", "early", "exchange", "expiration"),
+        *("attempts", "checked-in", "committed", "copy", "due", "early", "exchange", "expiration"),
         *("failed-since", "first-reason", "job", "job-id", "key", "key-order", "life", "once"),
         *("priority", "properties", "queue", "reason", "redelivered", "redriven", "routing-key"),
         *("schedule", "signature", "tracked", "unreadable", "version"),
@@ -309,7 +309,8 @@ def test_a_strategy_receives_restored_messages_whenever_celery_sets_it(info: Any
 
     # A fake: the attributes of a worker's consumer that are read.
     delays = SimpleNamespace(recorder=Metrics(), topology=Topology())
-    app = SimpleNamespace(tasks={"one": object(), "two": object()}, rabbitdelay=delays)
+    conf = SimpleNamespace(worker_detect_quorum_queues=False)
+    app = SimpleNamespace(tasks={"one": object(), "two": object()}, rabbitdelay=delays, conf=conf)
     strategies = RestoringStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
     strategies["two"] = strategy
     for name in ("one", "two"):
