@@ -23,9 +23,8 @@ from billiard.einfo import ExceptionInfo
 from celery.app.task import Context
 from celery.exceptions import InvalidTaskError, TaskRevokedError
 from celery.utils.imports import symbol_by_name
-from celery.worker import state
-from celery.worker.request import create_request_cls
-from celery.worker.strategy import hybrid_to_proto2, proto1_to_proto2
+from celery.worker import request as requests
+from celery.worker import state, strategy
 from kombu import Connection, Message
 from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.utils import json
@@ -43,6 +42,11 @@ Refuse: TypeAlias = Callable[[Message, Exception], None]
 
 _TASK: Final = "task"
 
+#: Parts of Celery without types.
+_create_request_cls: Any = requests.create_request_cls  # type: ignore[attr-defined]
+_hybrid_to_proto2: Any = strategy.hybrid_to_proto2  # type: ignore[attr-defined]
+_proto1_to_proto2: Any = strategy.proto1_to_proto2  # type: ignore[attr-defined]
+
 
 class _IdlePool:
     """Evaluates what a pool is given, and runs nothing."""
@@ -56,7 +60,7 @@ class _IdlePool:
 class _Unread(Message):
     """The message of a task whose body check-in does not read: taken for one without arguments."""
 
-    payload = ((), {}, {})
+    payload: Any = ((), {}, {})
 
 
 class CeleryRequests:
@@ -72,7 +76,7 @@ class CeleryRequests:
         self._task.name, self._task.ignore_result = "any", True
         self._pool = _IdlePool()
         base = symbol_by_name(self._task.Request)
-        celerys: Any = create_request_cls(base, self._task, self._pool, "check-in", None, app=app)
+        celerys: Any = _create_request_cls(base, self._task, self._pool, "check-in", None, app=app)
 
         class Checked(celerys):  # type: ignore[misc]
             """A request that acknowledges, revokes, stores and tells nothing."""
@@ -103,8 +107,9 @@ class CeleryRequests:
         if _TASK not in headers and not may_be_version_1(sent.body):
             return False
         headers.pop("compression", None)
+        body: Any = sent.body if reads else b""
         message = (Message if reads else _Unread)(
-            sent.body if reads else b"",
+            body,
             content_type=content_type,
             content_encoding=sent.properties.get("content_encoding"),
             properties=dict(sent.properties),
@@ -135,9 +140,9 @@ class CeleryRequests:
         if version_1 is None and "args" not in payload:
             read = message.body, message.headers, False, True
         elif "args" in payload:
-            read = hybrid_to_proto2(message, payload)
+            read = _hybrid_to_proto2(message, payload)
         else:
-            read = proto1_to_proto2(message, version_1)
+            read = _proto1_to_proto2(message, version_1)
         body, headers, decoded, utc = read
         request = self._request(
             message,
@@ -168,8 +173,8 @@ def check_request(request: Any) -> None:
     _, _, embed = request._payload  # which a pool's child reads
     dict(**embed or {})
     for name in request.request_dict:
-        # They become attributes of ``task.request``.
-        if callable(getattr(Context, name, None)):
+        # They become attributes of ``task.request``. A name that is not UTF-8 is in bytes.
+        if isinstance(name, str) and callable(getattr(Context, name, None)):
             raise InvalidTaskError(f"{shortened(name)} is a method of task.request")
     # The worker counts tasks by their names, and ``inspect`` shows them.
     json.dumps({request.name: request.info(safe=True)})
