@@ -23,7 +23,7 @@ from billiard.einfo import ExceptionInfo
 from celery.app.task import Context
 from celery.exceptions import InvalidTaskError, TaskRevokedError
 from celery.utils.imports import symbol_by_name
-from celery.worker import request as worker_request
+from celery.worker import request as requests
 from celery.worker import state, strategy
 from kombu import Connection, Message
 from kombu.exceptions import ContentDisallowed, DecodeError
@@ -42,9 +42,10 @@ Refuse: TypeAlias = Callable[[Message, Exception], None]
 
 _TASK: Final = "task"
 
-# Modules of Celery whose types lack these functions.
-_requests: Any = worker_request
-_strategies: Any = strategy
+#: Parts of Celery without types.
+_create_request_cls: Any = requests.create_request_cls  # type: ignore[attr-defined]
+_hybrid_to_proto2: Any = strategy.hybrid_to_proto2  # type: ignore[attr-defined]
+_proto1_to_proto2: Any = strategy.proto1_to_proto2  # type: ignore[attr-defined]
 
 
 class _IdlePool:
@@ -75,9 +76,7 @@ class CeleryRequests:
         self._task.name, self._task.ignore_result = "any", True
         self._pool = _IdlePool()
         base = symbol_by_name(self._task.Request)
-        celerys: Any = _requests.create_request_cls(
-            base, self._task, self._pool, "check-in", None, app=app
-        )
+        celerys: Any = _create_request_cls(base, self._task, self._pool, "check-in", None, app=app)
 
         class Checked(celerys):  # type: ignore[misc]
             """A request that acknowledges, revokes, stores and tells nothing."""
@@ -141,9 +140,9 @@ class CeleryRequests:
         if version_1 is None and "args" not in payload:
             read = message.body, message.headers, False, True
         elif "args" in payload:
-            read = _strategies.hybrid_to_proto2(message, payload)
+            read = _hybrid_to_proto2(message, payload)
         else:
-            read = _strategies.proto1_to_proto2(message, version_1)
+            read = _proto1_to_proto2(message, version_1)
         body, headers, decoded, utc = read
         request = self._request(
             message,
@@ -174,8 +173,8 @@ def check_request(request: Any) -> None:
     _, _, embed = request._payload  # which a pool's child reads
     dict(**embed or {})
     for name in request.request_dict:
-        # They become attributes of ``task.request``.
-        if callable(getattr(Context, name, None)):
+        # They become attributes of ``task.request``. A name that is not UTF-8 is in bytes.
+        if isinstance(name, str) and callable(getattr(Context, name, None)):
             raise InvalidTaskError(f"{shortened(name)} is a method of task.request")
     # The worker counts tasks by their names, and ``inspect`` shows them.
     json.dumps({request.name: request.info(safe=True)})

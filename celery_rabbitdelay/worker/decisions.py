@@ -279,7 +279,7 @@ class Decisions(BatchThread[_Due]):
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
-                self._after_what_follows(due, partial(self._let_run, due))
+                self._after_what_follows(due, partial(self._run_strategy, due))
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
                 logger.info(
@@ -318,11 +318,11 @@ class Decisions(BatchThread[_Due]):
         else:
             go_on()
 
-    def _let_run(self, due: _Due) -> None:
+    def _run_strategy(self, due: _Due) -> None:
         run_strategy(self._consumer, due.delivery, self._early_tasks.refuse_unrunnable)
 
     def _discard(self, due: _Due, verdict: Verdict) -> None:
-        run = partial(self._let_run, due)
+        run = partial(self._run_strategy, due)
         celery_internals.discard_as_revoked(self._consumer, due.arrival.task_id, run)
         self._signal(DISCARDED[verdict], due)
 

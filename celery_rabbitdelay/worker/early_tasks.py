@@ -33,7 +33,7 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
-from celery_rabbitdelay.worker.celery_requests import run_strategy
+from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
 
 logger = get_logger(__name__)
 
@@ -331,6 +331,13 @@ class EarlyTasks(BatchThread[Early]):
             self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
         elif early.hold is None:
             self._try_unread_again(early, error)
+        elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
+            # A client's eta, after the latest due time: held, it would keep others from the worker.
+            why = f"it cannot wait until its eta: {error}"
+            warn_undeliverable(early.message, why)
+            self.act(
+                partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
+            )
         elif not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
             logger.warning(
                 "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: "

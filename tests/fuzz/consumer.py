@@ -37,7 +37,7 @@ class _AnyTask(dict[str, Any]):
 
 
 def _on_task_received() -> Callable[[kombu.Message], None]:
-    app = celery.Celery("fuzzed", set_as_current=False)
+    app: Any = celery.Celery("fuzzed", set_as_current=False)
     pool: Any = _Pool()
 
     def process(request: Any) -> None:

@@ -93,6 +93,7 @@ class Account:
             or self.astray
             or self.missing
             or self.stuck
+            or self.places[TASKS]  # a worker has held it
             or self.trouble
             or self.rss[1] - self.rss[0] > MAX_GROWTH
         )

@@ -112,7 +112,8 @@ def malformed(random: Random) -> tuple[dict[bytes, bytes], bytes]:
     version = random.choice((1, 2, 2, "hybrid"))
     if version == 1:
         body = {"args": [], "kwargs": {}, **task, **changes}
-        body |= {} if random.random() < 0.7 else {"utc": True, random.choice(FIELDS): _json(random)}
+        if random.random() < 0.3 and task.get("task") != HELD:
+            body |= {"utc": True, random.choice(FIELDS): _json(random)}
         return {}, _written(random, body)
     headers = {name.encode(): field(each) for name, each in task.items()}
     if random.random() < 0.2:

@@ -39,16 +39,19 @@ def test_a_worker_of_another_pool_runs_each_task_behind_a_malformed_one(
 #: More than a worker with one slot takes at a time.
 TIMES: Final = 6
 
-#: A header, or a body, that Celery does not expect.
-_STAMPS: Final[list[Any]] = [5, [[]], True, 1.5]
-_FIELDS: Final[list[dict[str, Any]]] = [
-    *({"stamped_headers": value} for value in _STAMPS),
-    *({"expires": ""}, {"eta": ""}, {"timelimit": "ab"}, {"shadow": {"a": 1}}, {"get": 1}),
+#: Headers that Celery does not expect, and bodies.
+HEADERS: Final[list[dict[str, Any]]] = [
+    *({"stamped_headers": 5}, {"stamped_headers": [[]]}, {"stamped_headers": True}),
+    *(
+        {"expires": ""},
+        {"eta": ""},
+        {"eta": "2999-01-01T00:00:00"},
+        {"timelimit": "ab"},
+        {"shadow": {"a": 1}},
+        {"get": 1},
+    ),
 ]
-MALFORMED: Final[list[tuple[dict[str, Any], bytes]]] = [
-    *((fields, b"[[1], {}, {}]") for fields in _FIELDS),
-    *(({}, body) for body in (b"", b"[[1], {}]", b"[[1], {}, {}, {}]", b"[[1], {}, [1]]")),
-]
+BODIES: Final = (b"", b"[[1], {}]", b"[[1], {}, {}, {}]", b"[[1], {}, [1]]")
 
 #: The same in protocol 1, whose fields are in the body.
 VERSION_1: Final[list[dict[str, Any]]] = [
@@ -56,7 +59,7 @@ VERSION_1: Final[list[dict[str, Any]]] = [
     {"eta": {}},
     {"expires": ""},
     {"id": {}},
-    {"shadow": []},
+    {"shadow": [1]},
 ]
 
 
@@ -72,7 +75,8 @@ def test_what_celery_cannot_run_is_undeliverable_and_costs_the_worker_nothing(
     checkin = shop.rabbitdelay.topology.module_queues.checkin.exchange.name
     task = {"task": "look", "id": "1"}
     messages = [
-        *(({**task, **fields}, body) for fields, body in MALFORMED),
+        *(({**task, **fields}, b"[[1], {}, {}]") for fields in HEADERS),
+        *((task, body) for body in BODIES),
         *(({}, json.dumps({**task, "args": [1], **fields}).encode()) for fields in VERSION_1),
     ]
     if trusted:
