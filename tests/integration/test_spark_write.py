@@ -520,6 +520,9 @@ def test_the_task_of_a_row_is_found_by_the_id_of_the_row(spark: SparkSession, no
     assert {note["correlation_id"] for note in noted.wait(5)} == ids
 
 
+#: A folder that is no URI and no absolute path.
+COLLECT = {"onError": "collect", "errorsPath": "errs"}
+
 #: A column, two columns, an option, and an application; tests/unit/test_spark_values.py has more.
 WRONG: list[tuple[str, dict[str, str], str]] = [
     ("'x' delay", {}, "column delay (string): takes a number of seconds"),
@@ -532,7 +535,7 @@ WRONG: list[tuple[str, dict[str, str], str]] = [
     ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
     ("1 delay", {"app": "<Celery shop>"}, "option app = '<Celery shop>': takes the import path"),
     ("1 delay, 'x' cat", {"kwargsFromColumns": "true"}, "does not take these columns as its arg"),
-    ("1 delay", {"onError": "collect", "errorsPath": "errs"}, "option errorsPath = 'errs': takes"),
+    ("1 delay", {"task": "look", **COLLECT}, "option errorsPath = 'errs': takes the URI of"),
 ]
 
 
