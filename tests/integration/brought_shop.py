@@ -19,10 +19,15 @@ from celery.app.amqp import AMQP
 from celery.app.control import Control
 from celery.contrib.django.task import DjangoTask
 from celery.result import AsyncResult
+from django.conf import settings as of_django
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay import install
 from tests.integration.worker import Worker
+
+if not of_django.configured:
+    # Otherwise nobody can look at all objects of the process, as pytest-celery does.
+    of_django.configure()
 
 
 class TenantAMQP(AMQP):

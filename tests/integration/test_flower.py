@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.error import URLError
@@ -106,13 +106,14 @@ def test_each_page_of_flower_answers_while_tasks_wait_and_its_revoke_cancels_one
 
 
 def test_tasks_in_the_levels_have_the_form_of_those_that_a_worker_holds(
-    shop: Any, worker: Worker, noted: Notes
+    serve: Callable[..., Any], noted: Notes
 ) -> None:
+    noted.shop = shop = serve(queue_type="classic")
     held = shop.tasks["celery-own"].apply_async(countdown=3600)
     direct = {"exchange": named(shop, "direct"), "routing_key": "second"}
     waits = noted.send(7, delay=3600, track=True, **direct)
     long = noted.send([f"{number:04}" for number in range(90_000)], delay=3600, track=True)
-    inspect = shop.control.inspect([worker.name], timeout=PATIENCE, limit=1)
+    inspect = shop.control.inspect([shop.worker.name], timeout=PATIENCE, limit=1)
     found: dict[str, Any] = {}
 
     def are_shown() -> bool:
@@ -131,7 +132,7 @@ def test_tasks_in_the_levels_have_the_form_of_those_that_a_worker_holds(
     assert datetime.fromisoformat(ours["eta"]) > datetime.now(UTC) + timedelta(minutes=30)
     assert ours["request"]["args"] == "(7,)"
     assert ours["request"]["kwargs"] == repr({"key": noted.key})
-    assert ours["request"]["hostname"] == worker.name
+    assert ours["request"]["hostname"] == shop.worker.name
     # Many long messages would hold up the worker.
     assert found[long.id]["request"]["args"] is None
     (asked,) = inspect.query_task(waits.id).values()
