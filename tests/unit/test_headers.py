@@ -95,7 +95,7 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
     names = [name for name in vars(headers).values() if str(name).startswith("rabbitdelay-")]
     assert sorted(name.removeprefix("rabbitdelay-") for name in names) == [
         "",  # the prefix itself
-        *("attempts", "committed", "copy", "due", "early", "exchange", "expiration"),
+        *("attempts", "checked-in", "committed", "copy", "due", "early", "exchange", "expiration"),
         *("failed-since", "first-reason", "job", "job-id", "key", "key-order", "life", "once"),
         *("priority", "properties", "queue", "reason", "redelivered", "redriven", "routing-key"),
         *("schedule", "signature", "unreadable", "version"),
