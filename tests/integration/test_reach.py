@@ -304,12 +304,14 @@ def test_a_message_that_would_end_a_worker_or_stop_it_is_none_of_its_tasks(
         content_encoding="punycode",
     )
     for arrival in undeliverable(connection, served, len(bad) + 1):
-        assert re.search("its (task has the id|timelimit|content encoding) ", reason(arrival))
+        assert re.search(
+            "^Celery cannot read it as a task: |its content encoding ", reason(arrival)
+        )
     for told in bad:
         own = to("", queue, **{headers.QUEUE: queue}, task="look", lang="py", **told)
         forge(stranger, served, own, queue, body=[[], {}, {}], serializer="json")
-    refused = "invalid task message: it is malformed"
-    wait_for(lambda: served.worker.log.count(refused) == len(bad), "refusals")
+    for arrival in undeliverable(connection, served, len(bad)):
+        assert reason(arrival).startswith("Celery cannot run it: ")
     assert served.tasks["look"].apply_async(delay=0.3).get(timeout=60)
     assert served.worker.running
 
