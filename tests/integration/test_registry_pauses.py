@@ -71,12 +71,8 @@ def test_a_paused_task_waits_and_runs_once_it_is_resumed(registry: Registry) -> 
     found = decision(registry, paused)
     assert found.verdict is Verdict.LATER
     assert not found.is_new_due
-    assert found.until_ms - asked_at >= 0.75 * MINUTE_MS
-    # A slow machine asks later, when the pause has lasted for longer.
-    assert found.until_ms - now_ms() <= 1.25 * MINUTE_MS
-    # A task that is due only now has not been held for long.
-    fresh = decision(registry, arrival(sent("fresh", 0), paused_ms=now_ms() - 4 * MINUTE_MS))
-    assert fresh.until_ms - now_ms() < 0.5 * MINUTE_MS
+    # Few that are held ask again soon, however long the pause has lasted.
+    assert asked_at < found.until_ms <= now_ms() + 1_000
     # It was not let run: it still waits, and another message of it may run.
     assert [each.task_id for each in registry.index.tasks(["task"])] == ["task"]
     assert verdict(registry, message._replace(copy=new_copy())) is Verdict.RUN
