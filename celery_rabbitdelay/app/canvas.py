@@ -126,9 +126,11 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
 
 def _plain_times(options: Mapping[str, object]) -> dict[str, Any]:
     """Return options whose times are plain: Celery copies signatures, and JSON writes them."""
-    own, _ = without_stamps(options)
+    stamps: Any = options.get("stamped_headers") or ()
     times: dict[str, Any] = {
-        name: plain(own[name], name) for name in LENGTHS_AND_INSTANTS if name in own
+        name: plain(options[name], name)
+        for name in LENGTHS_AND_INSTANTS
+        if name in options and name not in stamps
     }
     return {**options, **times}
 

@@ -1,7 +1,8 @@
 """Random sequences of calls, on the real system that travels in time and on the recorded one.
 
 Each call has to say the same in both, the same has to run in the same order, and every result has
-to end in the same state. ``RABBITDELAY_SEQUENCES`` says how many are played.
+to end in the same state. ``RABBITDELAY_SEQUENCES`` says how many are played;
+``make travel`` plays 200.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from celery_rabbitdelay.testing import Travel, recorded
 from tests.integration import playing
 from tests.integration.playing import app
 
-SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "200"))
+SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "20"))
 PARTS: Final = 2
 
 #: Sequences that are played side by side: a travel takes its time however many do.
-TOGETHER: Final = 20
+TOGETHER: Final = min(20, SEQUENCES // PARTS)
 
 DELAYS = st.sampled_from([60, 600, 3600, 7200])
 NAMES = st.sampled_from(["work", "work", "work", "fail", "try_again"])
