@@ -18,7 +18,7 @@ import pytest
 from celery_rabbitdelay.registry import rule as registry_model
 from celery_rabbitdelay.registry.rule import Message
 
-DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "5"))
+DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "4"))
 
 #: How many messages a task has at most.
 MESSAGES = 4
