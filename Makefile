@@ -30,7 +30,7 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
 
 # The operator's commands against real servers, the code of the documentation, probes, pauses, and metrics.
-OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* documentation flower health metrics migrate pause \
+OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* documentation flower health leaving metrics migrate pause \
         probe prometheus redrive* undeliverable verify* web web_mounted web_pages))
 
 # What strangers, other users and other versions may do, and TLS.
@@ -121,8 +121,8 @@ probe: $(VENV)/test.done  ## Probes: each trouble with a round a minute, and as 
 	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest -rP --numprocesses=4 tests/integration/test_probe.py -k trouble
 	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest -rP tests/integration/test_probe.py -k sound
 
-hostile: $(VENV)/test.done  ## 100,000 malformed, oversized and forged messages against one worker
-	$(BIN)/python -m tests.hostile
+hostile: $(VENV)/test.done  ## Malformed, oversized and forged messages against one worker after another (ten minutes)
+	$(BIN)/python -m tests.hostile --seconds 600
 
 fuzz: $(VENV)/test.done  ## A coverage-guided fuzzer of what anybody may have written (ten minutes)
 	nice -n 10 $(BIN)/python -m tests.fuzz --seconds 600
