@@ -219,7 +219,7 @@ def _add(app: celery.Celery) -> None:
     app.steps["consumer"].update(WORKER_STEPS)
     app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
     app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
-    # What it has made already, or has been assigned.
+    # Values that Celery has made already, or that were assigned.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):
             setattr(app, name, vars(app)[name])

@@ -160,7 +160,7 @@ class RabbitDelay(WaitingTasks, Pausing):
         except exceptions.ConnectionBlocked:
             return True
         except (exceptions.RabbitDelayError, OperationalError):
-            pass  # whoever asks finds that out by its own means
+            pass  # the caller reports a broker that is away
         return False
 
     @contextmanager

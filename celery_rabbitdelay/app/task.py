@@ -64,7 +64,7 @@ MAX_REQUEUE_WAIT: Final = 10.0
 
 
 class TaskAttributes:
-    """What the attributes of a task are if neither the task nor its own base class says so."""
+    """Defaults of the attributes that neither a task nor its own base class sets."""
 
     #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
     rabbitdelay: bool = True

@@ -15,7 +15,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, SCHEDULE, DelayHeaders
 from celery_rabbitdelay.levels.schedule import Occurrence
-from celery_rabbitdelay.levels.warning_limit import WarningLimit
+from celery_rabbitdelay.levels.warning_limit import WARN_EVERY, WarningLimit
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
@@ -34,9 +34,6 @@ logger = get_logger(__name__)
 #: as long as Redis has been away; up to a quarter is added at random.
 MIN_PAUSE: Final = 5.0
 MAX_PAUSE: Final = 60.0
-
-#: Seconds between two warnings that Redis is away.
-WARN_EVERY: Final = 60.0
 
 #: Seconds after which the registry is asked again about a task that the levels have not taken.
 ASK_AGAIN: Final = 5.0
