@@ -48,6 +48,7 @@ from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_cons
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.occurrences import Occurrences
+from celery_rabbitdelay.worker.resumes import Resumes
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
 
 logger = logging.getLogger(__name__)
@@ -297,6 +298,8 @@ class Modules(RabbitMQStep):
         for name in self._modules:
             make = _probe if name == PROBE else partial(_service, name=name)
             self._services.append(make(worker.app, declaration=self._declaration))
+        if worker.app.rabbitdelay.has_registry:
+            self._services.append(_resumes(worker.app, self._declaration))
         for service in self._services:
             service.start()
 
@@ -320,6 +323,11 @@ def _probe(app: Any, declaration: WorkerDeclaration) -> ProbeService:
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     on_lost, timeout = declaration.connection_lost, settings.confirm_timeout
     return ProbeService(topology, connection, declare, on_lost, timeout)
+
+
+def _resumes(app: Any, declaration: WorkerDeclaration) -> Resumes:
+    connection = app.connection_for_write(heartbeat=HEARTBEAT)
+    return Resumes(app.rabbitdelay, connection, declaration.declare, declaration.connection_lost)
 
 
 def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:

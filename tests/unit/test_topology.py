@@ -116,8 +116,8 @@ def test_every_exchange_of_the_levels_has_an_alternate_exchange() -> None:
 def test_what_an_incomplete_permission_names_is_declared_first() -> None:
     names = [queue.name for queue in Topology().queues]
     assert names[:2] == ["rabbitdelay.undeliverable", "rabbitdelay.days.1000"]
-    modules = ("checkin", "meditation", "distribution")
-    assert names[-3:] == [f"rabbitdelay.{module}" for module in modules]
+    modules = ("checkin", "meditation", "distribution", "paused")
+    assert names[-4:] == [f"rabbitdelay.{module}" for module in modules]
 
 
 @pytest.mark.parametrize(
