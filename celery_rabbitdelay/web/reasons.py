@@ -85,7 +85,7 @@ def _waits_on(task: KnownTask, held: Counts | None) -> str:
     if task.job:
         return "If its job was open, it asks again within ten minutes after the commit."
     if held is not None and held.messages:
-        return f"If it was paused, it is among the {held.messages:,} tasks that are about to return."
+        return f"If it was paused, it is one of {held.messages:,} tasks that are about to return."
     return "If it was paused, it has returned from the queue of paused tasks."
 
 

@@ -48,8 +48,8 @@ from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_cons
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.occurrences import Occurrences
-from celery_rabbitdelay.worker.resumes import Resumes
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
+from celery_rabbitdelay.worker.resumes import Resumes
 
 logger = logging.getLogger(__name__)
 
