@@ -276,7 +276,7 @@ class Modules(RabbitMQStep):
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
         self._modules: Sequence[str] = ()
-        self._services: list[Service] = []
+        self._services: list[Service | Resumes] = []
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
@@ -299,7 +299,7 @@ class Modules(RabbitMQStep):
             make = _probe if name == PROBE else partial(_service, name=name)
             self._services.append(make(worker.app, declaration=self._declaration))
         if worker.app.rabbitdelay.has_registry:
-            self._services.append(_resumes(worker.app, self._declaration))
+            self._services.append(Resumes(worker.app.rabbitdelay))
         for service in self._services:
             service.start()
 
@@ -323,11 +323,6 @@ def _probe(app: Any, declaration: WorkerDeclaration) -> ProbeService:
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     on_lost, timeout = declaration.connection_lost, settings.confirm_timeout
     return ProbeService(topology, connection, declare, on_lost, timeout)
-
-
-def _resumes(app: Any, declaration: WorkerDeclaration) -> Resumes:
-    connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return Resumes(app.rabbitdelay, connection, declaration.declare, declaration.connection_lost)
 
 
 def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import repeat
-from threading import Event
+from threading import Event, Thread
 from typing import Any, Final
 
 import amqp
-from kombu import Connection
+from celery.utils.log import get_logger
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import QUEUE, ROUTING_KEY
@@ -21,93 +19,110 @@ from celery_rabbitdelay.levels.routing_key import (
     decode_destination,
     encode_destination,
 )
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
-from celery_rabbitdelay.modules.service import Service
-from celery_rabbitdelay.publishing.declaration import opened_channel
+from celery_rabbitdelay.publishing.declaration import connect, opened_channel
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import find_queues
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.registry.pauses import paused_since
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 #: Seconds between two looks at what is paused.
 EVERY: Final = 1.0
 
-#: Seconds for which a worker goes on after a resume, or after it last found something to return:
-#: another one may not know of the resume yet.
+#: Seconds for which a worker goes on after a resume, or after it last found a task to return:
+#: another worker may not know of the resume yet.
 AFTERWARDS: Final = 10.0
 
+#: Seconds that a stopping worker waits for the thread.
+STOP_TIMEOUT: Final = 10.0
 
-@dataclass(eq=False, repr=False)
-class Resumes(Service):
-    """Returns tasks to their queues that were paused and are not any more.
+
+class Resumes:
+    """Returns tasks to their queues that were paused and are not any more, in a thread.
 
     When something is resumed, it takes each message that is in the queue of paused tasks. Those
     that are still paused go to the end of it. If the worker dies meanwhile, what it has not
     returned waits until its time in the queue is over, or for another worker.
 
-    Attributes:
+    Args:
         delays: The ``app.rabbitdelay``.
-        connection: Template; each attempt to connect clones it.
-        returned: How many tasks it has returned.
+
+    Attributes:
+        name: The name of its part of the worker's status.
+        stopping: Set once nothing more is to be returned.
     """
 
-    delays: Any
-    connection: Connection
-    declare: Callable[[Connection], None]
-    on_lost: Callable[[], None]
-    stopping: Event = field(default_factory=Event)
-    returned: int = 0
+    name = "resumes"
 
-    def __post_init__(self) -> None:
-        settings = self.delays.settings
-        self.name, self.timeout = "resumes", settings.confirm_timeout
-        self.max_bytes = settings.max_message_bytes
-        self._queue = settings.topology.module_queues.paused
-        self._delivery = settings.topology.delivery
+    def __init__(self, delays: Any) -> None:
+        self.stopping = Event()
+        self._delays = delays
+        self._queue = delays.topology.module_queues.paused
+        self._delivery = delays.topology.delivery
+        self._returned = 0
+        self._failures = WarningLimit(logger, "Attempts to return what was paused")
+        self._thread = Thread(target=self._run, name="rabbitdelay-resumes", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Return nothing more, and end the thread."""
+        self.stopping.set()
+        self._thread.join(STOP_TIMEOUT)
 
     def status(self) -> dict[str, Any]:
         """Return how many tasks it has returned."""
-        return {"returned": self.returned}
+        return {"returned": self._returned}
 
-    @property
-    def _progress(self) -> int:
-        return self.returned
-
-    def _serve_on(self, connection: Connection) -> bool:
-        before = self._paused()
-        until = time.monotonic()
-        if not before:
-            until += AFTERWARDS  # it may have been resumed while no worker was there
+    def _run(self) -> None:
+        # Something may have been resumed while no worker was there.
+        before, until = self._paused(), time.monotonic() + 2 * EVERY
         while not self.stopping.wait(EVERY):
-            connection.heartbeat_check()
             paused = self._paused()
             if before.keys() - paused.keys():
                 until = time.monotonic() + AFTERWARDS
             before = paused
-            if time.monotonic() < until and self._return_all(connection):
+            if time.monotonic() >= until:
+                continue
+            try:
+                if self._return_all():
+                    until = time.monotonic() + AFTERWARDS
+            except Exception as error:  # noqa: BLE001 - the thread has to live on
                 until = time.monotonic() + AFTERWARDS
-        return True
+                if self._failures.allows(repr(error)):
+                    logger.warning("What was paused returns later: %r", error)
 
-    def _paused(self) -> dict[str, int]:
+    def _paused(self) -> Mapping[str, int]:
         try:
-            return dict(self.delays.registry.pauses.known())
+            known: Mapping[str, int] = self._delays.registry.pauses.known()
         except RegistryUnavailable:
             return {}
+        return known
 
-    def _return_all(self, connection: Connection) -> bool:
+    def _return_all(self) -> bool:
         """Look at each message that is in the queue; return whether any was returned."""
-        returned, policy = self.returned, PublishPolicy(self.timeout)
-        with opened_channel(connection) as channel:
-            (found,) = find_queues(channel, [self._queue.name])
-            if found is not None and found[0]:
-                with self.delays.publisher() as publisher:
-                    publications = self._publications(channel, found[0])
-                    publisher.publish_all(publications, policy, done=partial(self._done, channel))
-        if self.returned > returned:
-            logger.info("Tasks that were paused return: %d", self.returned - returned)
-        return self.returned > returned
+        returned, settings = self._returned, self._delays.settings
+        with self._delays.app.connection_for_write() as connection:
+            reading_unreadable_properties(connection, settings.max_message_bytes)
+            connect(connection)
+            with opened_channel(connection) as channel:
+                (found,) = find_queues(channel, [self._queue.name])
+                if found is not None and found[0]:
+                    with self._delays.publisher() as publisher:
+                        publisher.publish_all(
+                            self._publications(channel, found[0]),
+                            PublishPolicy(settings.confirm_timeout),
+                            done=partial(self._done, channel),
+                        )
+        if self._returned > returned:
+            logger.info("Tasks that were paused return: %d", self._returned - returned)
+        return self._returned > returned
 
     def _publications(self, channel: Any, most: int) -> Iterator[Publication]:
         for _ in range(most):
@@ -122,8 +137,7 @@ class Resumes(Service):
 
     def _is_paused(self, message: amqp.Message, key: str) -> bool:
         """Return whether a message is of a task that is known to be paused."""
-        headers = headers_of(message)
-        word = key.split(".")[-1]
+        headers, word = headers_of(message), key.split(".")[-1]
         if word == encode_destination(DISTRIBUTION):
             queue = headers.get(ROUTING_KEY)  # of the default exchange
         else:
@@ -133,5 +147,5 @@ class Resumes(Service):
     def _done(self, channel: Any, publication: Publication) -> None:
         if publication.error is not None:
             raise publication.error
-        self.returned += publication.exchange == self._delivery.name
+        self._returned += publication.exchange == self._delivery.name
         channel.basic_ack(publication.context.delivery_tag)
