@@ -143,7 +143,8 @@ UNDELIVERABLE: Final = _observed_counter(
 )
 BACKLOG: Final = _gauge(
     "backlog",
-    "Messages that are ready in the queue of a module, of meditation or of undeliverable.",
+    "Messages that are ready in the queue of a module, of meditation, of undeliverable or of "
+    "paused tasks.",
     "queue",
 )
 PROBE_LATE: Final = _gauge(

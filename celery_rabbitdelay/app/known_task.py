@@ -185,7 +185,7 @@ def _may_be_in(
         if delay_ms <= layout.capacity_ms and passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
             others, digits = [], layout.waits_in(delay_ms, passed_ms, tolerance_ms, SLACK_MS)
     if due_ms <= now_ms:
-        others.append(DISTRIBUTE)
+        others += [DISTRIBUTE, "paused"]
     for name in others:
         if (counts := backlog.others.get(name)) and counts.messages:
             yield name, counts.messages

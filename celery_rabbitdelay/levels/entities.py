@@ -22,6 +22,9 @@ MODULES: Final = (CHECK_IN, DISTRIBUTE, PROBE)
 #: Milliseconds after which probes that no worker receives are dropped.
 PROBE_TTL: Final = 300_000
 
+#: Milliseconds for which a task that is paused waits before it asks the registry again.
+PAUSED_TTL: Final = 600_000
+
 #: How the tags of this package's consumers begin, by which verify tells them from a stranger's.
 CONSUMER_TAG: Final = "rabbitdelay-"
 
@@ -112,6 +115,8 @@ class ModuleQueues(NamedTuple):
         distribution: Gets due messages that a worker publishes to their final exchange.
         meditated: The exchange through which a message returns from meditation to check-in's queue.
             Clients need no permission for it.
+        paused: Holds due tasks that are paused. After :data:`PAUSED_TTL` a task returns to its
+            queue and asks the registry again; after a resume, workers return it at once.
         unrouted: The exchange through which distribution gets the due messages that find no queue,
             to try again later: the alternate exchange of delivery.
     """
@@ -120,6 +125,7 @@ class ModuleQueues(NamedTuple):
     checkin: Queue
     meditation: Queue
     distribution: Queue
+    paused: Queue
     meditated: Exchange
     unrouted: Exchange
 
@@ -136,17 +142,20 @@ class ModuleQueues(NamedTuple):
         last = Exchange(entities.name("undeliverable"), type="fanout", durable=True)
         served = partial(queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
         meditated, ttl_ms = fanout("meditated"), min(capacity_ms, MAX_TTL)
-        loop = partial(
-            queue,
-            ttl_ms=ttl_ms,
-            dead_letter_to=meditated.name,
-            delivery_limit=NO_DELIVERY_LIMIT,
-        )
+        loop = partial(queue, delivery_limit=NO_DELIVERY_LIMIT)
         return cls(
-            undeliverable=queue("undeliverable", last, delivery_limit=NO_DELIVERY_LIMIT),
+            undeliverable=loop("undeliverable", last),
             checkin=served("checkin", fanout("checkin")),
-            meditation=loop("meditation", fanout("meditation")),
+            meditation=loop(
+                "meditation", fanout("meditation"), ttl_ms=ttl_ms, dead_letter_to=meditated.name
+            ),
             distribution=served("distribution"),
+            paused=loop(
+                "paused",
+                fanout("paused"),
+                ttl_ms=PAUSED_TTL,
+                dead_letter_to=entities.name("delivery"),
+            ),
             meditated=meditated,
             unrouted=fanout("unrouted"),
         )
@@ -154,7 +163,10 @@ class ModuleQueues(NamedTuple):
     @property
     def queues(self) -> tuple[Queue, ...]:
         """All queues."""
-        return (self.undeliverable, self.checkin, self.meditation, self.distribution)
+        return (
+            *(self.undeliverable, self.checkin, self.meditation),
+            *(self.distribution, self.paused),
+        )
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -168,7 +180,7 @@ class ModuleQueues(NamedTuple):
 
     @property
     def _fanouts(self) -> Iterator[tuple[Exchange, Queue]]:
-        for queue in (self.undeliverable, self.checkin, self.meditation):
+        for queue in (self.undeliverable, self.checkin, self.meditation, self.paused):
             yield queue.exchange, queue
         yield self.meditated, self.checkin
         yield self.unrouted, self.distribution

@@ -268,7 +268,10 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
             unbind = methodcaller("exchange_unbind", exchange.name, source, NO_KEY)
             yield "write", "exchange", exchange.name, unbind
     served = {CHECK_IN: modules.checkin, DISTRIBUTE: modules.distribution, PROBE: topology.probe}
-    for name in (served[module].name for module in settings.modules):
+    read = [served[module].name for module in settings.modules]
+    if settings.registry_url is not None:
+        read.append(modules.paused.name)
+    for name in read:
         yield "read", "queue", name, partial(_consume_nothing, name)
 
 

@@ -61,6 +61,7 @@ def module_queues(topology: Topology) -> dict[str, Queue]:
         "meditation": queues.meditation,
         DISTRIBUTE: queues.distribution,
         "undeliverable": queues.undeliverable,
+        "paused": queues.paused,
     }
 
 

@@ -201,6 +201,8 @@ class Decision(NamedTuple):
         is_new_due: With ``LATER``: whether ``until_ms`` is its new due time, because it was
             postponed; otherwise the task only asks again then.
         why: With ``UNREADABLE``: what Redis says.
+        is_paused: With ``LATER``: whether it waits for a resume, and until ``until_ms`` only if it
+            cannot stand in the queue of paused tasks.
         is_answer: Whether Redis has answered; otherwise it may have noted something else.
     """
 
@@ -208,6 +210,7 @@ class Decision(NamedTuple):
     until_ms: int = 0
     is_new_due: bool = False
     why: str = ""
+    is_paused: bool = False
     is_answer: bool = True
 
 

@@ -217,8 +217,10 @@ class Registry:
             return Decision(Verdict.LATER, int(word), is_new_due=True)
         if word in (Verdict.LATER.value, _PAUSED):
             now_ms = wall_clock.ms()
-            since_ms = max(arrival.due_ms, arrival.paused_ms if word == _PAUSED else 0)
-            return Decision(Verdict.LATER, now_ms + self._questions.after_ms(now_ms - since_ms))
+            is_paused = word == _PAUSED
+            since_ms = max(arrival.due_ms, arrival.paused_ms if is_paused else 0)
+            until_ms = now_ms + self._questions.after_ms(now_ms - since_ms)
+            return Decision(Verdict.LATER, until_ms, is_paused=is_paused)
         if word not in _VERDICTS:
             return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE), is_answer=False)
         return Decision(Verdict(word))

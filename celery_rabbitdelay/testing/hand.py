@@ -90,13 +90,15 @@ class Hand:
 
     def _take_all(self) -> None:
         """Look at what is published, consume all queues, and wait until all that waited is here."""
-        topology, meditation = self._topology, self._topology.module_queues.meditation
-        queues = [*(queue.name for queue in topology.digit_queues), meditation.name]
+        topology, modules = self._topology, self._topology.module_queues
+        others = (modules.meditation, modules.paused)
+        queues = [queue.name for queue in (*topology.digit_queues, *others)]
         channel = self._source.channel
         self._tap = channel.queue_declare("", exclusive=True).queue
         for exchange in topology.level_exchanges:
             channel.queue_bind(self._tap, exchange.name, "#", nowait=True)
-        channel.queue_bind(self._tap, meditation.exchange.name, "")
+        for queue in others:
+            channel.queue_bind(self._tap, queue.exchange.name, "")
         channel.basic_consume(self._tap, TAP, no_ack=True, callback=self._seen)
         waiting = self._source.ready(queues)
         self._source.consume(queues, 0)

@@ -9,7 +9,7 @@ from kombu import Queue
 
 from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked
@@ -80,16 +80,27 @@ def _held_back(asked: Asked, task: KnownTask) -> Iterator[Reason]:
         )
 
 
+def _waits_on(task: KnownTask, held: Counts | None) -> str:
+    """Return for what else a task may wait that is due."""
+    if task.job:
+        return "If its job was open, it asks again within ten minutes after the commit."
+    if held is not None and held.messages:
+        return f"If it was paused, it is one of {held.messages:,} tasks that are about to return."
+    return "If it was paused, it has returned from the queue of paused tasks."
+
+
 def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
     """Yield why a task is not taken that is due and that nothing holds back."""
     if task.queue is None:
         yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
         return
     try:
-        queues = [Queue(task.queue)]
-        counts = ask_once(asked.site.app, lambda found: queue_counts(found, queues))[task.queue]
+        paused = asked.site.delays.topology.module_queues.paused
+        queues = [Queue(task.queue), paused]
+        found = ask_once(asked.site.app, lambda found: queue_counts(found, queues))
     except AWAY:
         return  # the page says that the broker cannot be asked
+    counts, held = found[task.queue], found[paused.name]
     if counts is None:
         yield Reason("It is due, but its queue does not exist.", "health")
     elif not counts.consumers:
@@ -105,7 +116,6 @@ def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
     else:
         yield Reason(
             "It is due, and its queue is empty: it is about to arrive, or a worker holds it until "
-            "it has a free process. If it was held by a pause or an open job, it asks again within "
-            "ten minutes after that has ended. If it does not come by then, its message was lost.",
+            f"it has a free process. {_waits_on(task, held)} Otherwise its message was lost.",
             "health",
         )

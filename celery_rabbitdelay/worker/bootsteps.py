@@ -49,6 +49,7 @@ from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.occurrences import Occurrences
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
+from celery_rabbitdelay.worker.resumes import Resumes
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +276,7 @@ class Modules(RabbitMQStep):
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
         self._modules: Sequence[str] = ()
-        self._services: list[Service] = []
+        self._services: list[Service | Resumes] = []
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
@@ -297,6 +298,8 @@ class Modules(RabbitMQStep):
         for name in self._modules:
             make = _probe if name == PROBE else partial(_service, name=name)
             self._services.append(make(worker.app, declaration=self._declaration))
+        if worker.app.rabbitdelay.has_registry:
+            self._services.append(Resumes(worker.app.rabbitdelay))
         for service in self._services:
             service.start()
 

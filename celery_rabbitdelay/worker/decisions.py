@@ -348,4 +348,6 @@ class Decisions(BatchThread[_Due]):
                 headers[REDELIVERED] = True
         due_ms = decision.until_ms if decision.is_new_due else arrival.due_ms
         otherwise = partial(self._ask_again, [due])
-        self._early_tasks.put_back(due.delivery, due.waited, decision.until_ms, due_ms, otherwise)
+        self._early_tasks.put_back(
+            due.delivery, due.waited, decision.until_ms, due_ms, otherwise, decision.is_paused
+        )

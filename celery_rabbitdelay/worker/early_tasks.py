@@ -62,6 +62,7 @@ class Early:
         unpublishable: Why a task that does not run here can never be published with its headers, so
             that it is for ``undeliverable`` without them; empty if it can.
         has_place: Whether the prefetch count was raised for it, because it stays unacknowledged.
+        is_paused: Whether it goes to the queue of paused tasks.
     """
 
     message: Message
@@ -75,6 +76,7 @@ class Early:
     refused: str = ""
     unpublishable: str = ""
     has_place: bool = False
+    is_paused: bool = False
 
 
 def warn_undeliverable(message: Message, why: str) -> None:
@@ -172,6 +174,7 @@ class EarlyTasks(BatchThread[Early]):
         until_ms: int,
         due_ms: int,
         otherwise: Action,
+        is_paused: bool = False,
     ) -> None:
         """Put a task back into the levels that has left them.
 
@@ -181,6 +184,8 @@ class EarlyTasks(BatchThread[Early]):
             until_ms: Until when it is to wait, in milliseconds since 1970-01-01 UTC.
             due_ms: Its due time, likewise, which its header has from then on.
             otherwise: What the event loop runs if the levels do not take it.
+            is_paused: Whether it goes to the queue of paused tasks; into the levels only if that
+                does not take it.
         """
         destination = self.destination(delivery.message, waited)
         if destination is None:
@@ -188,9 +193,9 @@ class EarlyTasks(BatchThread[Early]):
             return
         rest_ms = max(until_ms - wall_clock.ms(), 0)
         due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
-        self.give(
-            Early(delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise)
-        )
+        early = Early(delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise)
+        early.is_paused = is_paused
+        self.give(early)
 
     def refuse(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task into ``undeliverable``; while that does not take it, try again.
@@ -322,6 +327,10 @@ class EarlyTasks(BatchThread[Early]):
             return queue, later.message.amqp(), address
         due = early.due if early.waited is None else self._pause(early.due)
         delayed = self._delayed(producer, early, due)
+        if early.is_paused:
+            _, key = producer.address(delayed, Due.after(0))
+            paused = self._topology.module_queues.paused.exchange.name
+            return delayed.queue, delayed.message.amqp(), lambda: (paused, key)
         return delayed.queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
     def _settled(self, early: Early, error: Exception | None) -> None:
@@ -338,6 +347,10 @@ class EarlyTasks(BatchThread[Early]):
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
             )
+        elif early.is_paused and not isinstance(error, TEMPORARY_ERRORS):
+            logger.warning("A paused task goes back into the levels: %s", error)
+            early.is_paused = False
+            self.give(early)
         elif not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
             logger.warning(
                 "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: "

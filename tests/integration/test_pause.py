@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 
 from celery_rabbitdelay import RegistryUnavailable
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
@@ -104,25 +105,61 @@ def test_the_tasks_of_an_envelope_wait_each_for_itself(
     assert_each_ran_once(noted, {str(number) for number in range(50)})
 
 
-def test_a_resume_wakes_what_was_held_for_hours_and_that_is_not_late(
-    shop: Any, worker: Worker, noted: Notes, passed: Any
+def waiting(shop: Any) -> int:
+    """Return how many tasks stand in the queue of paused tasks."""
+    paused = shop.rabbitdelay.topology.module_queues.paused
+    with shop.connection_for_read() as connection:
+        counts = queue_counts(connection, [paused])[paused.name]
+    return 0 if counts is None else counts.messages
+
+
+def test_a_resume_returns_what_was_held_at_once_and_that_is_not_late(
+    shop: Any, worker: Worker, noted: Notes
 ) -> None:
-    registry, hours_ago = shop.rabbitdelay.registry, time.time() - 2 * 3600
-    since = {"task:note": int(hours_ago * 1000)}
-    registry.store.commands(lambda pipe: pipe.hset(registry.names.only("paused"), mapping=since))
+    shop.rabbitdelay.pause(task="note")
+    shop.rabbitdelay.pause(task="look")
+    hours_ago = time.time() - 2 * 3600
     with frozen(hours_ago):
-        results = [noted.send(number, delay=DELAY, track=True) for number in range(5)]
-    passed()
-    passed()
+        for number in range(300):
+            noted.send(number, delay=DELAY, track=number % 2 == 0, priority=9 * (number % 3 == 0))
+        shop.tasks["look"].apply_async(delay=DELAY)
+    wait_for(lambda: waiting(shop) == 301, "the tasks in the queue of paused ones", PATIENCE)
     shop.rabbitdelay.resume(task="note")
-    resumed = time.monotonic()
-    for each in results:
-        each.get(timeout=PATIENCE)
-    assert time.monotonic() - resumed < 60  # it was ten minutes
+    # If nothing returned them, each would ask again after ten minutes.
+    wait_for(lambda: len(noted()) >= 300, "the tasks", PATIENCE)
+    assert sorted(noted()) == [*range(300)]
+    assert waiting(shop) == 1
     (status,) = shop.control.broadcast("rabbitdelay_status", reply=True)[0].values()
-    arrivals = status["tasks"]
-    assert (sorted(noted()), arrivals["received"]) == ([*range(5)], 5 + 2)
-    assert arrivals["latest"] < 60
+    assert (status["tasks"]["received"], status["resumes"]["returned"]) == (300, 300)
+    assert status["tasks"]["latest"] < PATIENCE
+
+
+def test_a_resume_while_no_worker_runs_is_no_secret(
+    shop: Any, worker: Worker, noted: Notes
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    noted.send("held", delay=DELAY)
+    wait_for(lambda: waiting(shop) == 1, "the task in the queue of paused ones", PATIENCE)
+    worker.kill()
+    shop.rabbitdelay.resume(task="note")
+    worker.start()
+    wait_for(lambda: noted() == ["held"], "the task", PATIENCE)
+
+
+def test_a_paused_task_waits_in_the_levels_if_nobody_declares_its_queue(
+    shop: Any, serve: Any, noted: Notes
+) -> None:
+    paused = shop.rabbitdelay.topology.module_queues.paused
+    with shop.connection_for_write() as connection:
+        shop.rabbitdelay.declare(connection)
+        worker = serve(rabbitdelay_declare="never").worker
+        paused.exchange(connection.default_channel).delete()
+    shop.rabbitdelay.pause(task="note")
+    noted.send("held", delay=DELAY)
+    wait_for(lambda: "goes back into the levels" in worker.log, "the warning", PATIENCE)
+    assert (noted(), waiting(shop)) == ([], 0)
+    shop.rabbitdelay.resume(task="note")
+    wait_for(lambda: noted() == ["held"], "the task", PATIENCE)
 
 
 @pytest.mark.timeout(300)
@@ -131,11 +168,11 @@ def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
 ) -> None:
     worker = serve(rabbitdelay_registry_options={"socket_timeout": 3}).worker
     shop.rabbitdelay.pause(task="note")
-    noted.send("plain", delay=DELAY)
     tracked = noted.send("tracked", delay=DELAY, track=True)
     passed()
     assert noted() == []
     redis.suspend()
+    noted.send("plain", delay=DELAY)
     wait_for(lambda: noted() == ["plain"], "the task without an option", PATIENCE)
     wait_for(lambda: "go back into the levels" in worker.log, "the worker's warning", PATIENCE)
     redis.resume()

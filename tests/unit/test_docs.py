@@ -32,7 +32,7 @@ SETTINGS = DOCS / "reference" / "settings.md"
 ERRORS = DOCS / "how-to" / "publish_errors.md"
 
 #: How the reference calls the queues of a topology.
-KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "probe")
+KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "paused", "probe")
 
 
 def test_each_row_of_the_table_of_senders_names_tests_that_exist() -> None:
@@ -87,6 +87,7 @@ def test_the_reference_has_every_argument_of_every_queue(queue_type: Any) -> Non
         "check-in": topology.module_queues.checkin,
         "distribution": topology.module_queues.distribution,
         "undeliverable": topology.module_queues.undeliverable,
+        "paused": topology.module_queues.paused,
         "probe": topology.probe,
     }
     section = NAMES.read_text().partition("## Arguments of the queues")[2]

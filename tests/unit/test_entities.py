@@ -85,12 +85,13 @@ def test_meditation_takes_a_capacity_or_what_rabbitmq_allows(capacity_ms: int, t
 
 def test_clients_publish_to_exchanges_that_are_called_like_their_queues() -> None:
     modules = ModuleQueues.of(QUORUM, HOUR_MS)
-    for queue in (modules.undeliverable, modules.checkin, modules.meditation):
+    for queue in (modules.undeliverable, modules.checkin, modules.meditation, modules.paused):
         assert (queue.exchange.name, queue.exchange.type) == (queue.name, "fanout")
-    names = ["p.undeliverable", "p.checkin", "p.meditation", "p.distribution"]
+    names = ["p.undeliverable", "p.checkin", "p.meditation", "p.distribution", "p.paused"]
     assert [queue.name for queue in modules.queues] == names
     assert [exchange.name for exchange in modules.exchanges] == [
         *names[:3],
+        "p.paused",
         "p.meditated",
         "p.unrouted",
     ]
@@ -111,6 +112,7 @@ def test_what_comes_back_to_a_module_comes_through_an_exchange_of_its_own() -> N
         Binding("p.undeliverable", "", "p.undeliverable"),
         Binding("p.checkin", "", "p.checkin"),
         Binding("p.meditation", "", "p.meditation"),
+        Binding("p.paused", "", "p.paused"),
         Binding("p.meditated", "", "p.checkin"),
         Binding("p.unrouted", "", "p.distribution"),
     )
