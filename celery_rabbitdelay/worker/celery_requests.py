@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from billiard.einfo import ExceptionInfo
@@ -71,12 +72,10 @@ class CeleryRequests:
     """
 
     def __init__(self, app: Any) -> None:
-        self._app = app
-        self._task = app.Task()
-        self._task.name, self._task.ignore_result = "any", True
-        self._pool = _IdlePool()
-        base = symbol_by_name(self._task.Request)
-        celerys: Any = _create_request_cls(base, self._task, self._pool, "check-in", None, app=app)
+        task, self._pool = app.Task(), _IdlePool()
+        task.name, task.ignore_result = "any", True
+        base = symbol_by_name(task.Request)
+        celerys: Any = _create_request_cls(base, task, self._pool, "check-in", None, app=app)
 
         class Checked(celerys):  # type: ignore[misc]
             """A request that acknowledges, revokes, stores and tells nothing."""
@@ -87,7 +86,7 @@ class CeleryRequests:
             def _announce_revoked(self, *_: object) -> None:
                 pass
 
-        self._request = Checked
+        self._request = partial(Checked, app=app, hostname="check-in", task=task)
 
     def check(self, sent: WaitingMessage) -> bool:
         """Refuse a message if Celery cannot build a request from it, or hand that to a pool.
@@ -125,35 +124,20 @@ class CeleryRequests:
 
     def _build(self, message: Message) -> None:
         # As ``Consumer.create_task_handler`` does.
-        version_1: Any = None
-        try:
-            name = message.headers[_TASK]
-        except KeyError:
-            version_1 = message.decode()
-            try:
-                name = version_1[_TASK]
-            except (TypeError, KeyError):
-                return  # no task, and Celery says so
-        hash(name)  # it looks the task up
+        is_version_1 = _TASK not in message.headers
+        told: Any = message.decode() if is_version_1 else message.headers
+        if not isinstance(told, Mapping) or _TASK not in told:
+            return  # no task, and Celery says so
+        hash(told[_TASK])  # it looks the task up
         # As ``celery.worker.strategy.default`` does.
         payload: Any = message.payload
-        if version_1 is None and "args" not in payload:
-            read = message.body, message.headers, False, True
-        elif "args" in payload:
-            read = _hybrid_to_proto2(message, payload)
+        if "args" in payload:
+            body, headers, decoded, utc = _hybrid_to_proto2(message, payload)
+        elif is_version_1:
+            body, headers, decoded, utc = _proto1_to_proto2(message, told)
         else:
-            read = _proto1_to_proto2(message, version_1)
-        body, headers, decoded, utc = read
-        request = self._request(
-            message,
-            app=self._app,
-            hostname="check-in",
-            task=self._task,
-            body=body,
-            headers=headers,
-            decoded=decoded,
-            utc=utc,
-        )
+            body, headers, decoded, utc = message.body, message.headers, False, True
+        request = self._request(message, body=body, headers=headers, decoded=decoded, utc=utc)
         check_request(request)
         with suppress(TaskRevokedError):
             request.execute_using_pool(self._pool)
