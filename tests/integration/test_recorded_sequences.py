@@ -328,7 +328,8 @@ def play_recorded(sequences: Sequence[Any], name: str) -> tuple[list[Player], An
 def test_the_recorded_system_does_what_the_real_one_does(trip: Travel, part: int) -> None:
     @seed(part)
     @settings(
-        max_examples=SEQUENCES // PARTS // TOGETHER,
+        # The first example of Hypothesis is the simplest one: no calls at all.
+        max_examples=1 + SEQUENCES // PARTS // TOGETHER,
         database=None,
         deadline=None,
         phases=[Phase.generate, Phase.shrink],
@@ -336,6 +337,8 @@ def test_the_recorded_system_does_what_the_real_one_does(trip: Travel, part: int
     )
     @given(st.lists(SEQUENCE, min_size=TOGETHER, max_size=TOGETHER))
     def play(sequences: list[Any]) -> None:
+        if not any(sequences):
+            return
         name = uuid4().hex[:8]
         real, ran = play_for_real(trip, sequences, name)
         fake, ran_recorded = play_recorded(sequences, name)
