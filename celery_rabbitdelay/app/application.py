@@ -215,11 +215,11 @@ def install(app: celery.Celery[Any]) -> Celery:
 
 
 def _add(app: celery.Celery) -> None:
-    """Add what an application is to have: the steps of its workers, and a part in its tasks."""
+    """Add our steps to an application's workers, and mix our class into its tasks."""
     app.steps["consumer"].update(WORKER_STEPS)
     app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
     app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
-    # Values that Celery has made already, or that were assigned.
+    # Those that exist already get our class when they are assigned again.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):
             setattr(app, name, vars(app)[name])

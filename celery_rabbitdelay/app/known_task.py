@@ -19,8 +19,7 @@ from celery_rabbitdelay.registry.registry import Registry
 #: Celery's headers that say how a task is shown.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
 
-
-#: How long a task may have been on its way to the broker, or from one queue to the next.
+#: Milliseconds that a message may take to the broker, or from one queue to the next.
 SLACK_MS: Final = 2000
 
 

@@ -59,13 +59,13 @@ class _IdlePool:
 
 
 class _Unread(Message):
-    """The message of a task whose body check-in does not read: taken for one without arguments."""
+    """The message of a task whose body check-in does not read; it counts as empty."""
 
     payload: Any = ((), {}, {})
 
 
 class CeleryRequests:
-    """Builds Celery's request from the message of a client, without any side effect.
+    """Builds Celery's request from the message of a client, without side effects.
 
     Args:
         app: The application, whose request class is used; its tasks need not be known.
@@ -78,7 +78,7 @@ class CeleryRequests:
         celerys: Any = _create_request_cls(base, task, self._pool, "check-in", None, app=app)
 
         class Checked(celerys):  # type: ignore[misc]
-            """A request that acknowledges, revokes, stores and tells nothing."""
+            """A request without side effects."""
 
             def maybe_expire(self) -> bool:
                 return False
@@ -101,10 +101,8 @@ class CeleryRequests:
         """
         headers, content_type = dict(sent.headers.others), sent.properties.get("content_type")
         reads = is_read(sent)
-        if _TASK not in headers and not reads:
-            return may_be_decoded(content_type)
-        if _TASK not in headers and not may_be_version_1(sent.body):
-            return False
+        if _TASK not in headers and not (reads and may_be_version_1(sent.body)):
+            return not reads and may_be_decoded(content_type)
         headers.pop("compression", None)
         body: Any = sent.body if reads else b""
         message = (Message if reads else _Unread)(
