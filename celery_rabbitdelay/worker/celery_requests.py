@@ -44,9 +44,8 @@ Refuse: TypeAlias = Callable[[Message, Exception], None]
 _TASK: Final = "task"
 
 #: Parts of Celery without types.
-_create_request_cls: Any = requests.create_request_cls  # type: ignore[attr-defined]
-_hybrid_to_proto2: Any = strategy.hybrid_to_proto2  # type: ignore[attr-defined]
-_proto1_to_proto2: Any = strategy.proto1_to_proto2  # type: ignore[attr-defined]
+_requests: Any = requests
+_strategy: Any = strategy
 
 
 class _IdlePool:
@@ -75,18 +74,10 @@ class CeleryRequests:
         task, self._pool = app.Task(), _IdlePool()
         task.name, task.ignore_result = "any", True
         base = symbol_by_name(task.Request)
-        celerys: Any = _create_request_cls(base, task, self._pool, "check-in", None, app=app)
-
-        class Checked(celerys):  # type: ignore[misc]
-            """A request without side effects."""
-
-            def maybe_expire(self) -> bool:
-                return False
-
-            def _announce_revoked(self, *_: object) -> None:
-                pass
-
-        self._request = partial(Checked, app=app, hostname="check-in", task=task)
+        celerys = _requests.create_request_cls(base, task, self._pool, "check-in", None, app=app)
+        no_effects = {"maybe_expire": lambda _: False, "_announce_revoked": lambda *_: None}
+        checked: Any = type("Checked", (celerys,), no_effects)
+        self._request = partial(checked, app=app, hostname="check-in", task=task)
 
     def check(self, sent: WaitingMessage) -> bool:
         """Refuse a message if Celery cannot build a request from it, or hand that to a pool.
@@ -130,9 +121,9 @@ class CeleryRequests:
         # As ``celery.worker.strategy.default`` does.
         payload: Any = message.payload
         if "args" in payload:
-            body, headers, decoded, utc = _hybrid_to_proto2(message, payload)
+            body, headers, decoded, utc = _strategy.hybrid_to_proto2(message, payload)
         elif is_version_1:
-            body, headers, decoded, utc = _proto1_to_proto2(message, told)
+            body, headers, decoded, utc = _strategy.proto1_to_proto2(message, told)
         else:
             body, headers, decoded, utc = message.body, message.headers, False, True
         request = self._request(message, body=body, headers=headers, decoded=decoded, utc=utc)
@@ -255,12 +246,9 @@ def guard_pool(worker: Any, refuse: Refuse) -> None:
 
     apply = worker.pool.on_apply
 
-    def on_apply(
-        target: Any, *args: Any, callback: Any = None, error_callback: Any = None, **options: Any
-    ) -> Any:
-        request = getattr(error_callback, "__self__", None)
+    def on_apply(target: Any, *args: Any, **options: Any) -> Any:
+        request = getattr(options.get("error_callback"), "__self__", None)
         if request is None or not is_ours(request.message):
-            options |= {"callback": callback, "error_callback": error_callback}
             return apply(target, *args, **options)
 
         def run(*given: Any) -> Any:
@@ -270,9 +258,10 @@ def guard_pool(worker: Any, refuse: Refuse) -> None:
                 return ExceptionInfo()
 
         def settle(result: Any) -> None:
-            (error_callback if isinstance(result, ExceptionInfo) else callback)(result)
+            has_failed = isinstance(result, ExceptionInfo)
+            options["error_callback" if has_failed else "callback"](result)
 
-        return apply(run, *args, callback=settle, **options)
+        return apply(run, *args, **{**options, "callback": settle})
 
     # The prefork pool replaces it when it starts. In the others, an error of the task's frame would
     # end a thread's work, or a greenlet, and nothing would settle the message.

@@ -41,7 +41,7 @@ TIMES: Final = 6
 
 #: Headers that Celery does not expect, and bodies.
 HEADERS: Final[list[dict[str, Any]]] = [
-    *({"stamped_headers": each} for each in (5, [[]], True)),
+    *({"stamped_headers": 5}, {"stamped_headers": [[]]}, {"stamped_headers": True}),
     *({"expires": ""}, {"eta": ""}, {"eta": "2999-01-01T00:00:00"}, {"timelimit": "ab"}),
     *({"shadow": {"a": 1}}, {"get": 1}),
 ]
