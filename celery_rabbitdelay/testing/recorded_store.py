@@ -6,7 +6,7 @@ The registry itself is the real one. Of a task that arrives, is sent, cancelled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Final
@@ -301,10 +301,6 @@ class _Pipeline:
         value = self._store.value(key.replace("}:message:", _RECORD, 1))
         self.answers.append(value.listing.get("message") if isinstance(value, _Noted) else value)
 
-    def getrange(self, key: str, start: int, end: int) -> None:
-        self.get(key)
-        self.answers[-1] = (self.answers[-1] or "")[start : end + 1]
-
     def set(self, key: str, value: Any, nx: bool) -> None:
         if self._store.value(key) is None:
             self._store.put(key, value)
@@ -319,26 +315,15 @@ class _Pipeline:
         self.answers.append([fields.get(name) for name in names])
 
     def zcount(self, key: str, low: float | str, high: float | str) -> None:
-        self.answers.append(sum(1 for _ in self._between(key, low, high)))
+        is_open = str(high).startswith("(")
+        least, most = float(low), float(str(high).lstrip("("))
+        scores = [score for _, score in self._store.listed(key) if score >= least]
+        self.answers.append(sum(each < most if is_open else each <= most for each in scores))
 
     def zrange(self, key: str, start: int, end: int, withscores: bool = False) -> None:
         found = self._store.listed(key)[start : end + 1 or None]
         self.answers.append(found if withscores else [task_id for task_id, _ in found])
 
-    def zrangebyscore(
-        self, key: str, low: float | str, high: float | str, *page: int, **options: Any
-    ) -> None:
-        found = [task_id for task_id, _ in self._between(key, low, high)]
-        start, number = page
-        self.answers.append(found[start : start + number])
-
     def zmscore(self, key: str, task_ids: Sequence[str]) -> None:
         scores = dict(self._store.listed(key))
         self.answers.append([scores.get(task_id) for task_id in task_ids])
-
-    def _between(self, key: str, low: float | str, high: float | str) -> Iterator[tuple[str, int]]:
-        is_open = str(high).startswith("(")
-        least, most = float(low), float(str(high).lstrip("("))
-        for task_id, score in self._store.listed(key):
-            if least <= score and (score < most if is_open else score <= most):
-                yield task_id, score
