@@ -41,19 +41,22 @@ KEYS = st.sampled_from(["a", "b"])
 JOBS = st.sampled_from(["i", "j"])
 WHICH = st.integers(0, 5)
 
-some = st.fixed_dictionaries
-
-#: Options of a send, of which few come together: most combinations of many are refused.
-KEY = {"key": KEYS}
-UNIQUE = {**KEY, "unique": st.just("first")}
-WITH: list[dict[str, st.SearchStrategy[Any]]] = [
-    *(KEY, KEY, UNIQUE, {**UNIQUE, "unique_for": st.just(5000)}, {"unique": st.just("first")}),
-    *({"once": st.just(True)}, {"track": st.just(True)}, {"job": JOBS}),
-    *({"task_id": st.sampled_from(["x", "y"])}, {"expires": st.sampled_from([300, 5000])}),
-    *({"link": st.just("work")}, {"link_error": st.just("errback")}),
-]
-OPTIONS = st.lists(st.sampled_from(WITH), max_size=2).flatmap(
-    lambda given: some({"delay": DELAYS, **{k: v for each in given for k, v in each.items()}})
+#: What is sent: a task and options.
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "delay": DELAYS,
+        "key": KEYS,
+        "once": st.just(True),
+        "track": st.just(True),
+        "job": JOBS,
+        "task_id": st.sampled_from(["x", "y"]),
+        "expires": st.sampled_from([300, 5000]),
+        "unique": st.just("first"),
+        "unique_for": st.just(5000),
+        "link": st.just("work"),
+        "link_error": st.just("errback"),
+    },
 )
 TIMES = st.sampled_from(["delay", "countdown", "eta"])
 MEMBERS = st.lists(
@@ -65,6 +68,8 @@ MEMBERS = st.lists(
     min_size=2,
     max_size=3,
 )
+some = st.fixed_dictionaries
+
 #: A task: by its number, or its key.
 MEANT = some({"sent": WHICH}) | some({"key": KEYS})
 FUTURE = some({"also_future": st.sampled_from([True, True, True, False])})
@@ -80,8 +85,7 @@ def asked(name: str, *given: st.SearchStrategy[dict[str, Any]]) -> st.SearchStra
 
 
 CALLS = st.one_of(
-    *[st.tuples(st.just("send"), NAMES, OPTIONS, TIMES)] * 6,
-    st.tuples(st.just("send"), NAMES, some({}), TIMES),
+    *[st.tuples(st.just("send"), NAMES, OPTIONS, TIMES)] * 5,
     *[st.tuples(st.just("travel"), st.sampled_from([30, 120, 1800, 4000]))] * 3,
     st.tuples(st.just("canvas"), st.sampled_from(["chain", "group", "chord"]), MEMBERS),
     *[asked("cancel", MEANT, FUTURE)] * 2,
@@ -94,7 +98,7 @@ CALLS = st.one_of(
     st.tuples(st.just("states")),
 )
 
-SEQUENCE = st.lists(CALLS, min_size=6, max_size=14)
+SEQUENCE = st.lists(CALLS, max_size=12)
 
 
 class Player:
@@ -324,16 +328,16 @@ def play_recorded(sequences: Sequence[Any], name: str) -> tuple[list[Player], An
 def test_the_recorded_system_does_what_the_real_one_does(trip: Travel, part: int) -> None:
     @seed(part)
     @settings(
-        # The first example of Hypothesis is the simplest one: all sequences are the same.
+        # The first example of Hypothesis is the simplest one: no calls at all.
         max_examples=1 + SEQUENCES // PARTS // TOGETHER,
         database=None,
         deadline=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(SEQUENCE, min_size=TOGETHER, max_size=TOGETHER))
     def play(sequences: list[Any]) -> None:
-        if all(each == sequences[0] for each in sequences):
+        if not any(sequences):
             return
         name = uuid4().hex[:8]
         real, ran = play_for_real(trip, sequences, name)
