@@ -1,4 +1,4 @@
-"""A browser without a window: asks the page in this process, keeps cookies, and reads its HTML."""
+"""A browser without a window: asks the page, keeps cookies, and reads its HTML."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def quick_hash(password: str) -> str:
 
 
 class Browser:
-    """Asks an ASGI application.
+    """Asks an ASGI application in this process, or what is served over HTTP.
 
     Args:
-        web: The application.
+        web: The application; None for what is served at the base.
         base: Where it is reached.
         client: The address that the requests come from; None: through a Unix socket.
         headers: Headers of every request.
@@ -48,7 +48,7 @@ class Browser:
         """Send a request; a redirection is not followed."""
 
         async def ask() -> httpx.Response:
-            transport = httpx.ASGITransport(
+            transport = self._web and httpx.ASGITransport(
                 self._web,
                 raise_app_exceptions=False,
                 client=self._client,  # type: ignore[arg-type]

@@ -36,7 +36,6 @@ from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
-from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
@@ -138,8 +137,6 @@ class Celery(celery.Celery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
-        if "eta" in options:
-            options["eta"] = plain(options["eta"], "eta")
         its_args, its_kwargs = celery_internals.as_given(args, kwargs)
         by_celery = partial(super().send_task, name, *its_args, **its_kwargs)
         if more:
@@ -215,11 +212,11 @@ def install(app: celery.Celery[Any]) -> Celery:
 
 
 def _add(app: celery.Celery) -> None:
-    """Add what an application is to have: the steps of its workers, and a part in its tasks."""
+    """Add our steps to an application's workers, and mix our class into its tasks."""
     app.steps["consumer"].update(WORKER_STEPS)
     app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
     app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
-    # Values that Celery has made already, or that were assigned.
+    # Those that exist already get our class when they are assigned again.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):
             setattr(app, name, vars(app)[name])

@@ -19,8 +19,7 @@ from celery_rabbitdelay.registry.registry import Registry
 #: Celery's headers that say how a task is shown.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")
 
-
-#: How long a task may have been on its way to the broker, or from one queue to the next.
+#: Milliseconds that a message may take to the broker, or from one queue to the next.
 SLACK_MS: Final = 2000
 
 
@@ -29,12 +28,7 @@ class Said(NamedTuple):
 
     Attributes:
         shadow: The name under which Celery shows the task, if that is another one than its own.
-        args: Its positional arguments as text: Celery's ``argsrepr``.
-        kwargs: Its keyword arguments, likewise.
-        queue: The queue that it is for.
-        exchange: The exchange that it would have been published to without a delay.
-        routing_key: The routing key that it would have been published with.
-        priority: Its priority.
+        args, kwargs, queue, exchange, routing_key, priority: See :class:`KnownTask`.
         tolerance_ms: How many milliseconds later it may arrive.
     """
 
@@ -58,17 +52,9 @@ class Said(NamedTuple):
             return cls()
         headers, others = waiting.headers, waiting.headers.others
         shadow, args, kwargs = (others.get(each) or None for each in SHOWN)
+        where = headers.queue, headers.exchange, headers.routing_key
         priority = headers.priority or waiting.properties.get("priority")
-        return cls(
-            shadow,
-            args,
-            kwargs,
-            headers.queue,
-            headers.exchange,
-            headers.routing_key,
-            priority,
-            tolerance_ms,
-        )
+        return cls(shadow, args, kwargs, *where, priority, tolerance_ms)
 
 
 @dataclass(frozen=True)
@@ -157,12 +143,7 @@ def known_task(
         record.job,
         None if job is None else job.value,
         said.shadow or record.name,
-        said.args,
-        said.kwargs,
-        said.queue,
-        said.exchange,
-        said.routing_key,
-        said.priority,
+        *said[1:-1],
         {} if found is None else dict(_may_be_in(layout, record, tolerance_ms, found)),
         () if found is None else found.missing,
     )

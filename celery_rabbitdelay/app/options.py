@@ -166,14 +166,8 @@ class RegistryOptions(NamedTuple):
             job_id: The id of its job.
         """
         once = self.once and new_copy()
-        headers: dict[str, Any] = {
-            COPY: copy,
-            KEY: self.key,
-            JOB: self.job,
-            JOB_ID: job_id,
-            ONCE: once,
-        }
-        headers |= {SCHEDULE: self.schedule, TRACKED: self.track}
+        headers: dict[str, Any] = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id}
+        headers |= {ONCE: once, SCHEDULE: self.schedule, TRACKED: self.track}
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
 

@@ -416,13 +416,12 @@ class Schedules:
 
 def _catch_up_ms(catch_up: Any) -> int:
     """Return what :attr:`.Occurrence.catch_up_ms` is."""
-    for number, word in _CATCH_UPS.items():
-        if isinstance(catch_up, str) and catch_up == word:
-            return number
+    if isinstance(catch_up, str) and catch_up in _CATCH_UPS.values():
+        return UNTIL_NEXT if catch_up == "last" else ALWAYS
     return milliseconds(catch_up)
 
 
-#: What :attr:`.Occurrence.catch_up_ms` is for a word.
+#: The word for :attr:`.Occurrence.catch_up_ms`, if there is one.
 _CATCH_UPS: Final[Mapping[int, CatchUp]] = {UNTIL_NEXT: "last", ALWAYS: "all"}
 
 

@@ -114,8 +114,8 @@ ONCE: Final = "rabbitdelay-once"
 #: Set if the task was sent with ``track``: True. Its retries are tracked as well.
 TRACKED: Final = "rabbitdelay-tracked"
 
-#: Set by a worker that puts a message back of which a former arrival may have been let run that the
-#: message does not name, because RabbitMQ had redelivered it for example: True.
+#: Set by a worker that puts a message back of which an arrival that :data:`ONCE` does not name may
+#: have been let run: RabbitMQ had redelivered it, for example. True.
 REDELIVERED: Final = "rabbitdelay-redelivered"
 
 #: The delay that a client of check-in asks for, in milliseconds: int, float, or the digits of an

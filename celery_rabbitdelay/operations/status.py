@@ -80,27 +80,16 @@ def status_of(
     is_blocked, workers = delays.is_blocked(), {}
     if timeout and not is_blocked:  # they are asked by messages
         workers = status_of_workers(delays.app, connection, timeout)
-    first, registry_error, paused = None, None, []
+    next_due, registry_error, paused = None, None, []
     if delays.has_registry:
         try:
             # An overdue task in the list has lost its message, or is about to arrive.
             first = next(delays.pending(due_after=wall_clock.now()), None)
-            paused = delays.paused()
+            next_due, paused = first and first.due, delays.paused()
         except (RegistryUnavailable, OSError) as error:
             registry_error = str(error)
-    next_due = None if first is None else first.due
-    within_ms = due_within(topology, backlog)
-    return Status(
-        taken_at,
-        backlog,
-        workers,
-        within_ms,
-        next_due,
-        registry_error,
-        paused,
-        reasons,
-        is_blocked,
-    )
+    told = due_within(topology, backlog), next_due, registry_error, paused, reasons, is_blocked
+    return Status(taken_at, backlog, workers, *told)
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:

@@ -271,8 +271,8 @@ def _close_socket(connection: Any) -> None:
         dropped.close()
 
 
-#: Errors after which a connection is in order: the broker has answered, and py-amqp has opened the
-#: channel again; or they are raised by this package, which has seen to the connection.
+#: Errors that leave a connection usable: the broker's answers, after which py-amqp has opened the
+#: channel again, and those of this package, which has seen to the connection.
 ANSWERS: Final = (ChannelError, RabbitDelayError)
 
 
@@ -306,7 +306,7 @@ def conversation(
 
 @contextmanager
 def closing(connection: Connection) -> Iterator[Connection]:
-    """Close a connection at the end of a block; kombu would do so in order, also if interrupted."""
+    """Close a connection at the end of a block; drop it at once if the block is interrupted."""
     with conversation(connection, connection.release):
         yield connection
 

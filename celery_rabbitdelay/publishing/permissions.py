@@ -78,7 +78,7 @@ _LIMIT: Final = re.compile(r"\blimit .*is reached|has reached the maximum allowe
 #: The way out.
 _RAISE_LIMIT: Final = (
     "raise that limit with rabbitmqctl set_vhost_limits or set_user_limits, or in rabbitmq.conf; "
-    "what exists is sound"
+    "the queues that exist are in order"
 )
 
 

@@ -428,23 +428,17 @@ class Asker:
 
 def is_redis_url(url: object) -> bool:
     """Return whether a text is a URL that :func:`connect` takes; nothing is imported for it."""
-    if not isinstance(url, str):
-        return False
-    for each in url.split(";"):
-        try:
-            parts = urlsplit(each)
-            _ = parts.port
-        except ValueError:
-            return False
-        if parts.scheme not in SCHEMES:
-            return False
+    return isinstance(url, str) and all(map(_is_url_of_one, url.split(";")))
+
+
+def _is_url_of_one(url: str) -> bool:
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        _ = parts.port  # a number
         # redis-py takes a database that is no number for 0.
-        is_file = parts.scheme in ("unix", "redis+socket")
-        if is_file and parts.path.strip("/") == "":
-            return False
-        if not is_file and not re.fullmatch(r"/?[0-9]*", parts.path):
-            return False
-    return True
+        path = ".*[^/].*" if parts.scheme in ("unix", "redis+socket") else "/?[0-9]*"
+        return parts.scheme in SCHEMES and re.fullmatch(path, parts.path) is not None
+    return False
 
 
 def connect(url: str, options: Mapping[str, Any] | None = None, copies: int = 0) -> Store:

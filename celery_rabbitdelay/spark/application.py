@@ -175,11 +175,7 @@ def find_task(app: Any, name: str, allows_unknown: bool) -> Any:
 
 
 def tracks(app: Any) -> bool:
-    """Return whether tasks of the application may be tracked, as far as it says so itself.
-
-    Args:
-        app: The application; one that is made of a URL does not know.
-    """
+    """Return whether tasks may be tracked; an application that is made of a URL does not know."""
     if app.main == MADE:
         return True
     try:

@@ -61,7 +61,7 @@ def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
     return TaskIds(job_id).of(plain)
 
 
-#: Celery takes as many positional arguments as there are; here, these are enough.
+#: The most positional arguments that a task is asked about.
 MAX_ARGUMENTS: Final = 100
 
 
@@ -76,7 +76,7 @@ def numbers_taken(
         kwargs_from_columns: As for :class:`.WriteOptions`.
 
     Raises:
-        InvalidOption: The columns can be no arguments of the task, whatever a row holds.
+        InvalidOption: The task does not take these columns as arguments, whatever a row holds.
     """
     check = argument_check(task)
     names: Sequence[str] = ()

@@ -225,6 +225,7 @@ class Grouping:
                 F.octet_length(given) <= MAX_SHORTSTR_BYTES
             )
             id_is_exact = F.when(given.isNull(), id_is_exact).otherwise(is_plain)
+        exact = id_is_exact, self._is_for_spark(now_ms)
         return [
             self._args(JSON).alias("args"),
             self._args(SHOWN).alias(REPRS[0]),
@@ -232,9 +233,7 @@ class Grouping:
             self._kwargs(SHOWN).alias(REPRS[1]),
             identity.alias(IDENTITY),
             given.alias("task_id"),
-            all_of([id_is_exact, self._is_for_spark(now_ms), *self._arguments_are_exact()]).alias(
-                EXACT
-            ),
+            all_of([*exact, *self._arguments_are_exact()]).alias(EXACT),
         ]
 
     def _blocks(self) -> list[Column]:
@@ -321,12 +320,10 @@ def _without_collations(kind: T.DataType) -> T.DataType:
         case T.ArrayType():
             return T.ArrayType(_without_collations(kind.elementType), kind.containsNull)
         case T.StructType():
-            return T.StructType(
-                [
-                    T.StructField(each.name, _without_collations(each.dataType), each.nullable)
-                    for each in kind.fields
-                ]
-            )
+            plain = T.StructType()
+            for each in kind.fields:
+                plain.add(each.name, _without_collations(each.dataType), each.nullable)
+            return plain
     return kind
 
 

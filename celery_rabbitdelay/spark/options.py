@@ -65,23 +65,12 @@ def _whole(most: int) -> Option:
     return Option(f"takes a whole number from 1 to {most}", whole)
 
 
-#: The units of Spark's durations and intervals, such as "10 seconds" and "interval '1' day".
-_LONG_UNITS: Final = {
-    "w": "weeks?",
-    "d": "days?",
-    "h": "hours?",
-    "m": "min(?:ute)?s?",
-    "s": "sec(?:ond)?s?",
-    "ms": "(?:millisecond|milli|msec)s?",
-}
-
-
 def _with_short_units(text: str) -> str:
-    """Return a duration as this package writes it; Spark's have longer names of units."""
-    text = re.sub(r"^\s*interval\b", "", text.lower()).replace("'", "")
-    for short, long in _LONG_UNITS.items():
-        text = re.sub(rf"(?<=[\d\s]){long}\b", short, text)
-    return text
+    """Return one of Spark's durations, such as "interval '1' minute", as this package writes it."""
+    text = re.sub(r"^\s*interval\b|'", "", text.lower())
+    text = re.sub(r"(?<=[\d\s])(?:millisecond|milli|msec)s?\b", "ms", text)
+    long = r"(?<=[\d\s])(week|day|hour|min(?:ute)?|sec(?:ond)?)s?\b"
+    return re.sub(long, lambda found: found[1][0], text)
 
 
 def _one_of(*words: str) -> Option:

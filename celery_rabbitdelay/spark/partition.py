@@ -39,9 +39,9 @@ from celery_rabbitdelay.spark.columns import Columns, Shared, Taken, TaskIds
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
 
-#: The bytes of rows that are kept in memory, where rows differ in their task or queue, or refused
-#: ones are collected, and what a row takes in addition to its values. Only these rows share
-#: envelopes, and only these refused ones a file.
+#: About how many bytes of rows are kept in memory where rows differ in their task or queue, or
+#: refused ones are collected, and how many a row takes beside its values. Only rows that are kept
+#: together share envelopes, or a file of refused rows.
 CHUNK_BYTES: Final = 64_000_000
 ROW_BYTES: Final = 1000
 

@@ -6,8 +6,8 @@ The registry itself is the real one. Of a task that arrives, is sent, cancelled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Final
 
@@ -27,27 +27,19 @@ class _Noted:
     Attributes:
         record: What the rule goes by.
         key: The key of the attempt that waits.
-        name, job, sent: What it is listed by; empty if it is not.
-        message: What it takes to send it anew.
+        listing: If it is tracked and waits: its ``name``, its ``job``, when it was ``sent``, and
+            the ``message`` that is sent anew if it is postponed to an earlier time.
     """
 
     record: rule.Record = rule.EMPTY
     key: str = ""
-    name: str = ""
-    job: str = ""
-    sent: str = ""
-    message: str | None = None
+    listing: Mapping[str, str] = field(default_factory=dict)
 
     def settle(self, record: rule.Record) -> None:
         """Take a new record; if nothing waits any more, it is not listed."""
         self.record = record
         if record.waits is None:
-            self.key = ""
-            self.unlist()
-
-    def unlist(self) -> None:
-        self.name = self.job = self.sent = ""
-        self.message = None
+            self.key, self.listing = "", {}
 
     @property
     def score(self) -> int:
@@ -58,17 +50,13 @@ class _Noted:
     def fields(self) -> dict[str, Any]:
         """The fields of its record in Redis that somebody reads; see ``shared.lua``."""
         record = self.record
-        waits = {} if record.waits is None else {"waits": ".".join(record.waits), "due": record.due}
+        known: dict[str, Any] = {name: each or None for name, each in self.listing.items()}
+        for name in ("cancelled", "not_before", "ran"):
+            known[name] = getattr(record, name)
+        if record.waits is not None:
+            known |= {"waits": ".".join(record.waits), "due": record.due}
         if self.key:
-            waits |= {"key": self.key, "order": record.order}
-        listed = {"name": self.name, "job": self.job or None, "sent": self.sent}
-        known = {
-            "cancelled": record.cancelled,
-            "not_before": record.not_before,
-            "ran": record.ran,
-            **waits,
-            **(listed if self.name else {}),
-        }
+            known |= {"key": self.key, "order": record.order}
         return {name: str(value) for name, value in known.items() if value is not None}
 
 
@@ -137,8 +125,8 @@ class RecordedStore(Store):
             for key in [*self._values]
             if key.startswith(shard + _RECORD)
             and (noted := self.value(key)) is not None
-            and noted.name
-            and of in ("", f":task:{noted.name}", f":job:{noted.job}")
+            and (listing := noted.listing)
+            and of in ("", f":task:{listing['name']}", f":job:{listing['job']}")
         ]
         return [(task_id, score) for score, task_id in sorted(found)]
 
@@ -162,23 +150,9 @@ class RecordedStore(Store):
         self.put(key, f"{order} {task_id}", lives_ms)
         return f"newest {before}"
 
-    def _arrive(
-        self,
-        call: ScriptCall,
-        key: str,
-        copy: str,
-        life: str,
-        attempt: str,
-        due: str,
-        queue: str,
-        mark: str,
-        former: str,
-        heir_of: int,
-        has_options: bool,
-        put_back_ms: int,
-        word: str,
-        is_paused: bool,
-    ) -> str:
+    def _arrive(self, call: ScriptCall, key: str, *given: Any) -> str:
+        copy, life, attempt, due, queue, mark, former, heir_of, *last = given
+        has_options, put_back_ms, word, is_paused = last
         noted, now_ms = self.value(key) or _Noted(), wall_clock.ms()
         message_name, generation, arrival = mark.split(".")
         message = rule.Message(
@@ -202,38 +176,25 @@ class RecordedStore(Store):
             self.put(key, noted, now_ms + call.keep_ms)
         return verdict
 
-    def _register(
-        self,
-        call: ScriptCall,
-        key: str,
-        copy: str,
-        life: str,
-        attempt: str,
-        due: str,
-        under: str,
-        order: str,
-        name: str,
-        job: str,
-        message: str,
-    ) -> str:
+    def _register(self, call: ScriptCall, key: str, *given: str) -> str:
+        copy, life, attempt, due, under, order, name, job, message = given
         noted = self.value(key) or _Noted()
         sent = rule.Message(copy, int(life), attempt, int(due), int(order) if under else 0)
         record, state = rule.register(noted.record, sent)
         self.put(key, noted, int(due) + call.keep_ms)
         if record == noted.record:
             return state
-        is_same, first_sent = noted.record.waits == record.waits, noted.sent
-        noted.unlist()
-        noted.record, noted.key = record, under
-        if name:
-            noted.name, noted.job, noted.message = name, job, message
-            noted.sent = first_sent if is_same and first_sent else str(wall_clock.ms())
+        sent_ms = str(wall_clock.ms())
+        if noted.record.waits == record.waits:
+            sent_ms = noted.listing.get("sent", sent_ms)
+        listing = {"name": name, "job": job, "sent": sent_ms, "message": message}
+        noted.record, noted.key, noted.listing = record, under, listing if name else {}
         return state
 
     def _unlist(self, call: ScriptCall, key: str, newer: int) -> None:
         noted = self.value(key)
         if noted is not None and noted.key and noted.record.order < newer:
-            noted.unlist()
+            noted.listing = {}
 
     def _cancel(self, call: ScriptCall, key: str) -> str:
         (note_ms, also_future), noted = call.shared, self.value(key) or _Noted()
@@ -256,13 +217,14 @@ class RecordedStore(Store):
         record, found = rule.postpone(
             noted.record, int(due), int(newest or 0), bool(call.shared[0])
         )
-        if found == "earlier" and noted.message is None:
+        listing = noted.listing
+        if found == "earlier" and not listing:
             return [found, "", ""]
         if record != noted.record:
             noted.record = record
             self.put(key, noted, int(due) + call.keep_ms)
             self._postponed(key.partition(_RECORD)[2], int(due))
-        return [found, noted.name, noted.message or ""] if found == "earlier" else [found]
+        return [found, listing["name"], listing["message"]] if found == "earlier" else [found]
 
     def _job(
         self, call: ScriptCall, key: str, verb: str, own: str, instant: int, margin_ms: int
@@ -337,11 +299,7 @@ class _Pipeline:
 
     def get(self, key: str) -> None:
         value = self._store.value(key.replace("}:message:", _RECORD, 1))
-        self.answers.append(value.message if isinstance(value, _Noted) else value)
-
-    def getrange(self, key: str, start: int, end: int) -> None:
-        self.get(key)
-        self.answers[-1] = (self.answers[-1] or "")[start : end + 1]
+        self.answers.append(value.listing.get("message") if isinstance(value, _Noted) else value)
 
     def set(self, key: str, value: Any, nx: bool) -> None:
         if self._store.value(key) is None:
@@ -357,26 +315,15 @@ class _Pipeline:
         self.answers.append([fields.get(name) for name in names])
 
     def zcount(self, key: str, low: float | str, high: float | str) -> None:
-        self.answers.append(sum(1 for _ in self._between(key, low, high)))
+        is_open = str(high).startswith("(")
+        least, most = float(low), float(str(high).lstrip("("))
+        scores = [score for _, score in self._store.listed(key) if score >= least]
+        self.answers.append(sum(each < most if is_open else each <= most for each in scores))
 
     def zrange(self, key: str, start: int, end: int, withscores: bool = False) -> None:
         found = self._store.listed(key)[start : end + 1 or None]
         self.answers.append(found if withscores else [task_id for task_id, _ in found])
 
-    def zrangebyscore(
-        self, key: str, low: float | str, high: float | str, *page: int, **options: Any
-    ) -> None:
-        found = [task_id for task_id, _ in self._between(key, low, high)]
-        start, number = page
-        self.answers.append(found[start : start + number])
-
     def zmscore(self, key: str, task_ids: Sequence[str]) -> None:
         scores = dict(self._store.listed(key))
         self.answers.append([scores.get(task_id) for task_id in task_ids])
-
-    def _between(self, key: str, low: float | str, high: float | str) -> Iterator[tuple[str, int]]:
-        is_open = str(high).startswith("(")
-        least, most = float(low), float(str(high).lstrip("("))
-        for task_id, score in self._store.listed(key):
-            if least <= score and (score < most if is_open else score <= most):
-                yield task_id, score

@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from celery.worker.request import Request
 from celery.worker.state import revoked
@@ -88,16 +89,13 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
     Args:
         clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
     """
-    former = wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN
-    celerys = Request.maybe_expire
-    try:
-        wall_clock.source = clock_ns
-        pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
-        Request.maybe_expire = _maybe_expire  # type: ignore[method-assign,assignment]
+    with (
+        patch.object(wall_clock, "source", clock_ns),
+        patch.object(pauses, "FRESH", 0.0),
+        patch.object(destinations, "ASK_AGAIN", 0.0),
+        patch.object(Request, "maybe_expire", _maybe_expire),
+    ):
         yield
-    finally:
-        wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN = former  # type: ignore[misc]
-        Request.maybe_expire = celerys  # type: ignore[method-assign]
 
 
 def _maybe_expire(request: Request) -> bool:

@@ -22,8 +22,8 @@ from celery_rabbitdelay.web.site import Site
 
 logger = logging.getLogger(__name__)
 
-#: How many wrong passwords for a name are compared at once from one place in so many seconds; then
-#: one each time that so many seconds have passed.
+#: So many wrong passwords for a name from one place are compared within so many seconds; after
+#: that, one each time this pause, in seconds, is over.
 MOST_WRONG, WRONG_WITHIN, PAUSE = 10, 60.0, 1.0
 
 #: How many wrong passwords are remembered; older ones are forgotten.
@@ -122,9 +122,9 @@ class Access:
     ) -> Session:
         """Return the session of a user who signs in; it takes some tenths of a second.
 
-        Passwords are compared one at a time. Wrong ones slow down who sends them, and lock nobody
-        out: from the eleventh of a minute on, one a second is compared for a name from one place,
-        and a browser with which the user has signed in before is a place of its own.
+        Passwords are compared one at a time. Wrong ones lock nobody out: after ten in a minute for
+        a name from one place, one a second is compared. A place is an address, or a browser in
+        which the user has signed in before.
 
         Args:
             name: The user's name.

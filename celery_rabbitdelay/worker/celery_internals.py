@@ -206,9 +206,9 @@ def active_ids() -> set[str]:
 def has_static_prefetch(consumer: Any) -> bool:
     """Return whether each task that a worker holds takes one of the places of its prefetch count.
 
-    With quorum queues, Celery sets the count for each consumer. RabbitMQ applies another one only
-    to consumers that begin then, and the same consumer cannot begin again with messages that are
-    not acknowledged: 3.10 closes the connection (measured).
+    With quorum queues, Celery sets the count for each consumer. RabbitMQ applies a changed count to
+    new consumers only. A consumer cannot begin again while it has unacknowledged messages: 3.10
+    closes the connection (measured).
     """
     app = consumer.app
     return bool(app.conf.worker_detect_quorum_queues and detect_quorum_queues(app, "amqp")[0])

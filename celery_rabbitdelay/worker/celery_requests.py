@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from billiard.einfo import ExceptionInfo
@@ -43,9 +44,8 @@ Refuse: TypeAlias = Callable[[Message, Exception], None]
 _TASK: Final = "task"
 
 #: Parts of Celery without types.
-_create_request_cls: Any = requests.create_request_cls  # type: ignore[attr-defined]
-_hybrid_to_proto2: Any = strategy.hybrid_to_proto2  # type: ignore[attr-defined]
-_proto1_to_proto2: Any = strategy.proto1_to_proto2  # type: ignore[attr-defined]
+_requests: Any = requests
+_strategy: Any = strategy
 
 
 class _IdlePool:
@@ -58,36 +58,26 @@ class _IdlePool:
 
 
 class _Unread(Message):
-    """The message of a task whose body check-in does not read: taken for one without arguments."""
+    """The message of a task whose body check-in does not read; it counts as empty."""
 
     payload: Any = ((), {}, {})
 
 
 class CeleryRequests:
-    """Builds Celery's request from the message of a client, without any side effect.
+    """Builds Celery's request from the message of a client, without side effects.
 
     Args:
         app: The application, whose request class is used; its tasks need not be known.
     """
 
     def __init__(self, app: Any) -> None:
-        self._app = app
-        self._task = app.Task()
-        self._task.name, self._task.ignore_result = "any", True
-        self._pool = _IdlePool()
-        base = symbol_by_name(self._task.Request)
-        celerys: Any = _create_request_cls(base, self._task, self._pool, "check-in", None, app=app)
-
-        class Checked(celerys):  # type: ignore[misc]
-            """A request that acknowledges, revokes, stores and tells nothing."""
-
-            def maybe_expire(self) -> bool:
-                return False
-
-            def _announce_revoked(self, *_: object) -> None:
-                pass
-
-        self._request = Checked
+        task, self._pool = app.Task(), _IdlePool()
+        task.name, task.ignore_result = "any", True
+        base = symbol_by_name(task.Request)
+        celerys = _requests.create_request_cls(base, task, self._pool, "check-in", None, app=app)
+        no_effects = {"maybe_expire": lambda _: False, "_announce_revoked": lambda *_: None}
+        checked: Any = type("Checked", (celerys,), no_effects)
+        self._request = partial(checked, app=app, hostname="check-in", task=task)
 
     def check(self, sent: WaitingMessage) -> bool:
         """Refuse a message if Celery cannot build a request from it, or hand that to a pool.
@@ -102,10 +92,8 @@ class CeleryRequests:
         """
         headers, content_type = dict(sent.headers.others), sent.properties.get("content_type")
         reads = is_read(sent)
-        if _TASK not in headers and not reads:
-            return may_be_decoded(content_type)
-        if _TASK not in headers and not may_be_version_1(sent.body):
-            return False
+        if _TASK not in headers and not (reads and may_be_version_1(sent.body)):
+            return not reads and may_be_decoded(content_type)
         headers.pop("compression", None)
         body: Any = sent.body if reads else b""
         message = (Message if reads else _Unread)(
@@ -125,35 +113,20 @@ class CeleryRequests:
 
     def _build(self, message: Message) -> None:
         # As ``Consumer.create_task_handler`` does.
-        version_1: Any = None
-        try:
-            name = message.headers[_TASK]
-        except KeyError:
-            version_1 = message.decode()
-            try:
-                name = version_1[_TASK]
-            except (TypeError, KeyError):
-                return  # no task, and Celery says so
-        hash(name)  # it looks the task up
+        is_version_1 = _TASK not in message.headers
+        told: Any = message.decode() if is_version_1 else message.headers
+        if not isinstance(told, Mapping) or _TASK not in told:
+            return  # no task, and Celery says so
+        hash(told[_TASK])  # it looks the task up
         # As ``celery.worker.strategy.default`` does.
         payload: Any = message.payload
-        if version_1 is None and "args" not in payload:
-            read = message.body, message.headers, False, True
-        elif "args" in payload:
-            read = _hybrid_to_proto2(message, payload)
+        if "args" in payload:
+            body, headers, decoded, utc = _strategy.hybrid_to_proto2(message, payload)
+        elif is_version_1:
+            body, headers, decoded, utc = _strategy.proto1_to_proto2(message, told)
         else:
-            read = _proto1_to_proto2(message, version_1)
-        body, headers, decoded, utc = read
-        request = self._request(
-            message,
-            app=self._app,
-            hostname="check-in",
-            task=self._task,
-            body=body,
-            headers=headers,
-            decoded=decoded,
-            utc=utc,
-        )
+            body, headers, decoded, utc = message.body, message.headers, False, True
+        request = self._request(message, body=body, headers=headers, decoded=decoded, utc=utc)
         check_request(request)
         with suppress(TaskRevokedError):
             request.execute_using_pool(self._pool)
@@ -273,12 +246,9 @@ def guard_pool(worker: Any, refuse: Refuse) -> None:
 
     apply = worker.pool.on_apply
 
-    def on_apply(
-        target: Any, *args: Any, callback: Any = None, error_callback: Any = None, **options: Any
-    ) -> Any:
-        request = getattr(error_callback, "__self__", None)
+    def on_apply(target: Any, *args: Any, **options: Any) -> Any:
+        request = getattr(options.get("error_callback"), "__self__", None)
         if request is None or not is_ours(request.message):
-            options |= {"callback": callback, "error_callback": error_callback}
             return apply(target, *args, **options)
 
         def run(*given: Any) -> Any:
@@ -288,9 +258,10 @@ def guard_pool(worker: Any, refuse: Refuse) -> None:
                 return ExceptionInfo()
 
         def settle(result: Any) -> None:
-            (error_callback if isinstance(result, ExceptionInfo) else callback)(result)
+            has_failed = isinstance(result, ExceptionInfo)
+            options["error_callback" if has_failed else "callback"](result)
 
-        return apply(run, *args, callback=settle, **options)
+        return apply(run, *args, **{**options, "callback": settle})
 
     # The prefork pool replaces it when it starts. In the others, an error of the task's frame would
     # end a thread's work, or a greenlet, and nothing would settle the message.

@@ -110,8 +110,7 @@ StaticPrefetchWarning: Final = partial(
     "The task %s waits in the levels.",
     "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in the levels "
     "all the same: with quorum queues, the prefetch count is fixed, and the tasks that a worker "
-    "holds until they are due would keep all others away. Others will do so without a word on "
-    "this connection.",
+    "holds until they are due would keep all others away. This is logged once a connection.",
 )
 
 #: What Celery's consumer calls with each message of one task.

@@ -143,14 +143,8 @@ def shared(self: Any, options: Any = None) -> Any:
 
 #: The tasks of the application.
 TASKS = (
-    "early",
-    "early-registered",
-    "decorated",
-    "context",
-    "based",
-    "django",
-    "registered",
-    "shared",
+    *("early", "early-registered", "decorated", "context"),
+    *("based", "django", "registered", "shared"),
 )
 
 

@@ -42,24 +42,16 @@ TIMES: Final = 6
 #: Headers that Celery does not expect, and bodies.
 HEADERS: Final[list[dict[str, Any]]] = [
     *({"stamped_headers": 5}, {"stamped_headers": [[]]}, {"stamped_headers": True}),
-    *(
-        {"expires": ""},
-        {"eta": ""},
-        {"eta": "2999-01-01T00:00:00"},
-        {"timelimit": "ab"},
-        {"shadow": {"a": 1}},
-        {"get": 1},
-    ),
+    *({"expires": ""}, {"eta": ""}, {"eta": "2999-01-01T00:00:00"}, {"timelimit": "ab"}),
+    *({"shadow": {"a": 1}}, {"get": 1}),
 ]
 BODIES: Final = (b"", b"[[1], {}]", b"[[1], {}, {}, {}]", b"[[1], {}, [1]]")
 
+AS_JSON: Final[dict[str, Any]] = {"content_type": "application/json", "content_encoding": "utf-8"}
+
 #: The same in protocol 1, whose fields are in the body.
 VERSION_1: Final[list[dict[str, Any]]] = [
-    {"eta": ""},
-    {"eta": {}},
-    {"expires": ""},
-    {"id": {}},
-    {"shadow": [1]},
+    *({"eta": ""}, {"eta": {}}, {"expires": ""}, {"id": {}}, {"shadow": [1]}),
 ]
 
 
@@ -92,14 +84,7 @@ def test_what_celery_cannot_run_is_undeliverable_and_costs_the_worker_nothing(
         checked_in = len(messages) * TIMES if to == checkin else 0
         for told, body in messages:
             for _ in range(TIMES):
-                producer.publish(
-                    body,
-                    exchange=to,
-                    routing_key=key,
-                    headers={**told, **own},
-                    content_type="application/json",
-                    content_encoding="utf-8",
-                )
+                producer.publish(body, key, exchange=to, headers={**told, **own}, **AS_JSON)
         for delay in (None, 0.2):
             assert shop.tasks["look"].apply_async((1,), delay=delay).get(timeout=PATIENCE)
         if checked_in:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final
 from uuid import uuid4
@@ -21,6 +22,7 @@ from celery.result import GroupResult
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.testing import Travel, recorded
@@ -66,29 +68,33 @@ MEMBERS = st.lists(
     min_size=2,
     max_size=3,
 )
-#: A task: by its number, its key, or a job.
-MEANT = st.one_of(
-    st.tuples(st.just("sent"), WHICH),
-    st.tuples(st.just("key"), KEYS),
-)
-FILTERS = st.fixed_dictionaries(
-    {}, optional={"task": NAMES, "key": KEYS, "job": JOBS, "due_before": DELAYS}
-)
+some = st.fixed_dictionaries
+
+#: A task: by its number, or its key.
+MEANT = some({"sent": WHICH}) | some({"key": KEYS})
+FUTURE = some({"also_future": st.sampled_from([True, True, True, False])})
+JOB = some({"job": JOBS})
+FILTERS = some({}, optional={"task": NAMES, "key": KEYS, "job": JOBS, "due_before": DELAYS})
 PAUSED = st.sampled_from([{"task": "work"}, {"task": "try_again"}, {"queue": "playing"}])
+
+
+def asked(name: str, *given: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[Any]:
+    """Return a call of a method of ``app.rabbitdelay``; what it is given makes one dictionary."""
+    whole = st.tuples(*given).map(lambda parts: {k: v for part in parts for k, v in part.items()})
+    return st.tuples(st.just(name), whole)
+
 
 CALLS = st.one_of(
     *[st.tuples(st.just("send"), NAMES, OPTIONS, TIMES)] * 5,
     *[st.tuples(st.just("travel"), st.sampled_from([30, 120, 1800, 4000]))] * 3,
     st.tuples(st.just("canvas"), st.sampled_from(["chain", "group", "chord"]), MEMBERS),
-    st.tuples(st.just("cancel"), MEANT, st.booleans()),
-    st.tuples(st.just("cancel"), MEANT, st.just(True)),
-    st.tuples(st.just("cancel_job"), JOBS),
-    st.tuples(st.just("postpone"), MEANT, DELAYS, st.booleans()),
-    st.tuples(st.just("cancel_pending"), FILTERS),
-    st.tuples(st.just("open_job"), JOBS, st.sampled_from([300, 4000])),
-    st.tuples(st.sampled_from(["commit_job", "abort_job"]), JOBS),
-    st.tuples(st.sampled_from(["pause", "resume"]), PAUSED),
-    st.tuples(st.sampled_from(["pending", "count"]), FILTERS),
+    *[asked("cancel", MEANT, FUTURE)] * 2,
+    asked("cancel", JOB),
+    asked("postpone", MEANT, FUTURE, some({"delay": DELAYS})),
+    asked("open_job", JOB, some({"expires": st.sampled_from([300, 4000])})),
+    *(asked(name, JOB) for name in ("commit_job", "abort_job")),
+    *(asked(name, PAUSED) for name in ("pause", "resume")),
+    *(asked(name, FILTERS) for name in ("cancel_pending", "pending", "count")),
     st.tuples(st.just("states")),
 )
 
@@ -104,15 +110,8 @@ class Player:
         settle: Waits until workers know what was told to them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        ids: dict[str, str],
-        settle: Callable[[], object],
-    ) -> None:
-        self.name = name
-        self.ids = ids
-        self.settle = settle
+    def __init__(self, name: str, ids: dict[str, str], settle: Callable[[], object]) -> None:
+        self.name, self.ids, self.settle = name, ids, settle
         self.began_ms = wall_clock.ms()
         self.results: list[Any] = []
         self.said: list[Any] = []
@@ -120,16 +119,17 @@ class Player:
     def play(self, call: str, *arguments: Any) -> None:
         """Make a call, and note what it says."""
         try:
-            said = getattr(self, call)(*arguments)
+            said = getattr(self, call, partial(self.ask, call))(*arguments)
         except Exception as error:  # noqa: BLE001 - whatever it raises, the other one has to raise
             said = type(error).__name__
         if "cancel" in call:
             self.settle()
         self.said.append((call, said))
 
-    def own(self, value: Any) -> Any:
-        """Return a value with the names of this sequence, or its ids by the order of the sends."""
-        return None if value is None else f"{self.name}.{value}"
+    def own(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments with the names of this sequence."""
+        names = ("key", "job", "task_id")
+        return {each: f"{self.name}.{it}" if each in names else it for each, it in given.items()}
 
     def known(self, task_id: str) -> str:
         return self.ids.setdefault(task_id, f"#{len(self.ids)}")
@@ -142,10 +142,7 @@ class Player:
         return [self.known(each.id) for each in _all(result)]
 
     def send(self, name: str, given: dict[str, Any], time: str) -> Any:
-        options: dict[str, Any] = dict(given)
-        for each in ("key", "job", "task_id"):
-            if each in options:
-                options[each] = self.own(options[each])
+        options = self.own(given)
         for each in ("link", "link_error"):
             if each in options:
                 options[each] = _task(options[each]).s()
@@ -169,66 +166,29 @@ class Player:
         canvas = (chain if kind == "chain" else group)(*tasks, app=app)
         return self._sent(canvas.apply_async())
 
-    def _meant(self, meant: tuple[str, Any]) -> dict[str, Any]:
-        kind, which = meant
-        if kind == "key":
-            return {"key": self.own(which)}
-        return {"task": self.results[which % len(self.results)]}
-
-    def cancel(self, meant: tuple[str, Any], also_future: bool) -> Any:
-        return app.rabbitdelay.cancel(**self._meant(meant), also_future=also_future).name
-
-    def cancel_job(self, job: str) -> Any:
-        return app.rabbitdelay.cancel(job=self.own(job)).name
-
-    def postpone(self, meant: tuple[str, Any], delay: int, also_future: bool) -> Any:
-        meant_task = self._meant(meant)
-        return app.rabbitdelay.postpone(**meant_task, delay=delay, also_future=also_future).name
-
-    def _filter(self, given: dict[str, Any]) -> dict[str, Any]:
-        options = dict(given)
-        for each in ("key", "job"):
-            if each in options:
-                options[each] = self.own(options[each])
-        if "task" in options:
+    def ask(self, method: str, given: dict[str, Any]) -> Any:
+        """Call a method of ``app.rabbitdelay``; return what it says, comparable."""
+        options = self.own(given)
+        if "sent" in options:
+            options["task"] = self.results[options.pop("sent") % len(self.results)]
+        elif "task" in options:
             options["task"] = _full(options["task"])
         if "due_before" in options:
             options["due_before"] = self.at(options["due_before"])
-        return options
+        said = getattr(app.rabbitdelay, method)(**options)
+        match said:
+            case Outcome():
+                return said.name
+            case datetime():
+                return self.seconds(said)
+            case Iterator():
+                return sorted(
+                    (self.seconds(it.due), self.known(it.task_id), it.task) for it in said
+                )
+        return said
 
-    def cancel_pending(self, given: dict[str, Any]) -> Any:
-        return app.rabbitdelay.cancel_pending(**self._filter(given))
-
-    def pending(self, given: dict[str, Any]) -> Any:
-        found = app.rabbitdelay.pending(**self._filter(given))
-        return sorted(
-            (
-                round((each.due - instant_of(self.began_ms)).total_seconds()),
-                self.known(each.task_id),
-                each.task,
-            )
-            for each in found
-        )
-
-    def count(self, given: dict[str, Any]) -> Any:
-        return app.rabbitdelay.count(**self._filter(given))
-
-    def open_job(self, job: str, expires: int) -> Any:
-        return app.rabbitdelay.open_job(self.own(job), expires=expires)
-
-    def commit_job(self, job: str) -> Any:
-        return app.rabbitdelay.commit_job(self.own(job))
-
-    def abort_job(self, job: str) -> Any:
-        return app.rabbitdelay.abort_job(self.own(job))
-
-    def pause(self, what: dict[str, str]) -> Any:
-        named = {kind: _full(name) if kind == "task" else name for kind, name in what.items()}
-        return round((app.rabbitdelay.pause(**named) - instant_of(self.began_ms)).total_seconds())
-
-    def resume(self, what: dict[str, str]) -> Any:
-        named = {kind: _full(name) if kind == "task" else name for kind, name in what.items()}
-        return app.rabbitdelay.resume(**named)
+    def seconds(self, instant: datetime) -> int:
+        return round((instant - instant_of(self.began_ms)).total_seconds())
 
     def states(self) -> Any:
         return [[each.state for each in _all(result)] for result in self.results]
@@ -368,14 +328,17 @@ def play_recorded(sequences: Sequence[Any], name: str) -> tuple[list[Player], An
 def test_the_recorded_system_does_what_the_real_one_does(trip: Travel, part: int) -> None:
     @seed(part)
     @settings(
-        max_examples=SEQUENCES // PARTS // TOGETHER,
+        # The first example of Hypothesis is the simplest one: no calls at all.
+        max_examples=1 + SEQUENCES // PARTS // TOGETHER,
         database=None,
         deadline=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(SEQUENCE, min_size=TOGETHER, max_size=TOGETHER))
     def play(sequences: list[Any]) -> None:
+        if not any(sequences):
+            return
         name = uuid4().hex[:8]
         real, ran = play_for_real(trip, sequences, name)
         fake, ran_recorded = play_recorded(sequences, name)

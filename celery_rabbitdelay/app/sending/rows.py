@@ -195,7 +195,9 @@ class Sending:
             yield number, given
 
     def fail(self, rows: Sequence[int], error: Exception) -> None:
-        """Note the error of rows, by their numbers."""
+        """Note the error of rows, by their numbers; a soft time limit is none of theirs."""
+        if isinstance(error, SoftTimeLimitExceeded):
+            raise error
         self.report.errors[type(error).__name__] += len(rows)
         for row in rows:
             self._errors[row] = error

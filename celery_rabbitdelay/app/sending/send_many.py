@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import celery
-from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection
 from kombu.exceptions import EncodeError
 
@@ -201,8 +200,6 @@ class RowSender(Sending):
                     work: Work = self._checked(given)
                 else:
                     work = self._call(given if isinstance(given, Row) else row_of(given))
-            except SoftTimeLimitExceeded:
-                raise
             except Exception as error:  # noqa: BLE001 - a row may run code of the user's
                 self.fail(range(number, self._taken), error)
             else:
@@ -290,8 +287,6 @@ class RowSender(Sending):
             ready = grouper.add(number, call, call.due)
         except exceptions.InvalidEnvelope:
             return [Group(call.due, call, rows=[number])]
-        except SoftTimeLimitExceeded:
-            raise
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail([number], error)
             return []
@@ -318,8 +313,6 @@ class RowSender(Sending):
                     task_id=first.task_id, destination=DISTRIBUTION
                 )
                 publication = Publication(content, partial(producer.address, envelope, due))
-        except SoftTimeLimitExceeded:
-            raise
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail(rows, error)
             return None

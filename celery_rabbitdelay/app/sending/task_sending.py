@@ -89,12 +89,12 @@ class TaskSending:
         """
         is_continued = not REGISTRY.isdisjoint(self.former)
         has_options = any(self.registry_options.values())
-        countdown, eta = self.options.get("countdown"), self.options.get("eta")
-        has_delay = self.delay is not None or countdown or eta
+        countdown = self.options.get("countdown")
+        has_delay = self.delay is not None or countdown or self.options.get("eta")
         if not (has_delay or has_options or is_continued):
             return self._send_by_celery()
-        if "expires" in self.options:
-            self.options["expires"] = plain(self.options["expires"], "expires")
+        for time_of in {"eta", "expires"} & self.options.keys():
+            self.options[time_of] = plain(self.options[time_of], time_of)
         self._has_id = self.options.get("task_id") is not None
         self.options["task_id"] = self.options.get("task_id") or uuid()
         if not self.app.rabbitdelay.is_available(self._callers_connection):
@@ -108,6 +108,7 @@ class TaskSending:
         if has_delay and not self._takes_over() and not (is_continued and is_known):
             self._refuse_registry_options("the task does not wait in the levels")
             return self._send_with_eta()
+        eta = self.options.get("eta")
         due = self.app.rabbitdelay.due(self.delay, countdown, eta, self.tolerance_ms)
         if due.is_past and not is_known:
             return self._send_with_eta()
