@@ -83,20 +83,21 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
     """Let this process, and what it forks, go by a clock in a block.
 
     Days of a travel pass within the seconds for which the answers of the registry and of the broker
-    are kept: so none is, and tasks expire by this clock as well.
+    are kept: so none is, and tasks expire by this clock as well. A travel stops wherever
+    a task that is held asks again: so those that were due together ask together.
 
     Args:
         clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
     """
-    former = wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN
+    former = wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN, pauses.JITTER
     celerys = Request.maybe_expire
     try:
         wall_clock.source = clock_ns
-        pauses.FRESH = destinations.ASK_AGAIN = 0.0  # type: ignore[misc]
+        pauses.FRESH = destinations.ASK_AGAIN = pauses.JITTER = 0.0  # type: ignore[misc]
         Request.maybe_expire = _maybe_expire  # type: ignore[method-assign,assignment]
         yield
     finally:
-        wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN = former  # type: ignore[misc]
+        wall_clock.source, pauses.FRESH, destinations.ASK_AGAIN, pauses.JITTER = former  # type: ignore[misc]
         Request.maybe_expire = celerys  # type: ignore[method-assign]
 
 
