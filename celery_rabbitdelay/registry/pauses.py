@@ -23,9 +23,11 @@ FRESH: Final = 1.0
 
 #: Tasks that are held, by a pause or an open job, ask a worker again this often in a second. If
 #: there are too many for that, each asks after this part of the time for which it has been held.
-#: Up to a quarter is taken off at random, so that not all of them come at once.
 PER_SECOND: Final = 50
 SHARE: Final = 0.25
+
+#: Up to this part is taken off at random, so that not all of them come at once.
+JITTER: Final = 0.25
 
 #: The bounds of that, in milliseconds: the least, the least if there are many, and the most.
 MIN_MS: Final = 1_000
@@ -165,7 +167,7 @@ class Questions:
         now, longest = time.monotonic(), min(max(held_ms * SHARE, MIN_OF_MANY_MS), MAX_MS)
         self._last = min(max(self._last, now) + 1 / PER_SECOND, now + MAX_MS / 1000)
         pause = max(min(longest, (self._last - now) * 1000), MIN_MS)
-        return int(pause * random.uniform(0.75, 1))  # noqa: S311 - jitter
+        return int(pause * random.uniform(1 - JITTER, 1))  # noqa: S311 - jitter
 
 
 def _field(task: str | None, queue: str | None) -> str:

@@ -127,6 +127,15 @@ class Hand:
             due.append(heapq.heappop(self.held))
         return self._publish(due)
 
+    def wake(self) -> None:
+        """Let all that is due, and was put back, leave now: something was resumed."""
+        now_ms = wall_clock.ms()
+        for number, each in enumerate(self.held):
+            headers, _ = parse(headers_of(each.message))
+            if headers.early.until_ms and (headers.due_ms or 0) <= now_ms:
+                self.held[number] = each._replace(due_ms=now_ms)
+        heapq.heapify(self.held)
+
     def put_back(self) -> None:
         """Put all into the levels, for what is left of its delay."""
         self._stop()

@@ -84,7 +84,8 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
     """Let this process, and what it forks, go by a clock in a block.
 
     Days of a travel pass within the seconds for which the answers of the registry and of the broker
-    are kept: so none is, and tasks expire by this clock as well.
+    are kept: so none is, and tasks expire by this clock as well. A travel stops wherever a task
+    that is held asks again: so each asks as rarely as if there were many, and all together.
 
     Args:
         clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
@@ -92,6 +93,8 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
     with (
         patch.object(wall_clock, "source", clock_ns),
         patch.object(pauses, "FRESH", 0.0),
+        patch.object(pauses, "PER_SECOND", 1e-3),
+        patch.object(pauses, "JITTER", 0.0),
         patch.object(destinations, "ASK_AGAIN", 0.0),
         patch.object(Request, "maybe_expire", _maybe_expire),
     ):

@@ -100,6 +100,8 @@ class Travel:
         self._shown = ExitStack()
         #: How many milliseconds the clock was ahead of Redis's when the registry has aged last.
         self._ahead_ms = 0
+        #: What was paused when the travel last looked.
+        self._paused: set[str] = set()
         #: How many messages distribution is to have received.
         self._handed = 0
         #: How many it has received.
@@ -250,6 +252,8 @@ class Travel:
         self._settle(hand)
         self._handed = self._served
         while True:
+            if self._is_resumed():
+                hand.wake()
             if condition():
                 return True
             if not hand.held or hand.held[0].due_ms > until_ms:
@@ -259,6 +263,14 @@ class Travel:
             distribution = encode_destination(DISTRIBUTION)
             self._handed += sum(key.rpartition(".")[2] == distribution for key in keys)
             self._settle(hand)
+
+    def _is_resumed(self) -> bool:
+        """Return whether something is not paused any more that was when this was asked last."""
+        if not self._app.rabbitdelay.has_registry:
+            return False
+        before = self._paused
+        self._paused = set(self._app.rabbitdelay.registry.pauses.known())
+        return not before <= self._paused
 
     def _arrive(self, at_ms: int) -> None:
         self.clock.stand_at(at_ms * NS_PER_MS)

@@ -20,7 +20,7 @@ from tests.hostile.campaign import attack
 from tests.private_broker import private_broker
 
 #: The pools of the workers, in turn.
-POOLS: Final = ("prefork", "threads", "prefork", "solo")
+POOLS: Final = ("prefork", "threads", "gevent", "solo")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -156,16 +156,17 @@ def attack(
                 with Honest(app) as honest:
                     client.publish(_counted(account, topology, count, seed))
                     sent_in = time.monotonic() - began
-                    _wait_until_at_rest(broker_url, topology)
+                    _wait_until_at_rest(account, worker, broker_url, topology)
                 account.seconds = sent_in, time.monotonic() - began
                 _wait_for_honest(journal, sum(honest.sent.values()))
-                account.rss = before, worker.peak_bytes
+                if worker.running:
+                    account.rss = before, worker.peak_bytes
+                else:
+                    account.trouble.append("the worker has ended")
                 log = worker.log
-                account.trouble = [
+                account.trouble += [
                     line for line in log.splitlines() if any(word in line for word in TROUBLE)
                 ]
-                if not worker.running:
-                    account.trouble.append("the worker has ended")
                 if honest.error is not None:
                     account.trouble.append(f"the honest client has ended: {honest.error!r}")
             _settle(account, client, broker_url, topology, journal, honest)
@@ -208,27 +209,34 @@ def _own_queues(topology: Topology) -> dict[str, str]:
     }
 
 
-def _wait_until_at_rest(broker_url: str, topology: Topology) -> None:
-    """Wait until the modules have nothing to do, and the other queues stay as they are."""
+def _wait_until_at_rest(
+    account: Account, worker: AttackedWorker, broker_url: str, topology: Topology
+) -> None:
+    """Wait until the modules have nothing to do, and the other queues stay as they are.
+
+    Not longer than the worker lives; what it leaves behind shows in the account.
+    """
     modules = topology.module_queues
     busy = (modules.checkin.name, modules.distribution.name, f"{topology.prefix}.{TASKS}")
     last: list[tuple[int, int]] = []
+    counts: dict[str, int] = {}
 
     with Connection(broker_url) as connection:
 
         def at_rest() -> bool:
             channel: Any = connection.default_channel
-            counts = {
-                name: channel.queue_declare(name, passive=True).message_count
-                for name in _own_queues(topology)
-            }
+            for name in _own_queues(topology):
+                counts[name] = channel.queue_declare(name, passive=True).message_count
             settled = counts[modules.undeliverable.name], counts[f"{topology.prefix}.{ALLOWED}"]
             if sum(counts[name] for name in busy) > 5:  # honest tasks and meditation go on
                 last.clear()
             last.append(settled)
             return len(last) > 10 and len(set(last[-10:])) == 1
 
-        wait_for(at_rest, "rest", PATIENCE, interval=0.5)
+        try:
+            wait_for(lambda: not worker.running or at_rest(), "rest", PATIENCE, interval=0.5)
+        except TimeoutError as error:
+            account.trouble.append(f"{error}: {counts}")
 
 
 def _journal(journal: Path) -> list[list[Any]]:

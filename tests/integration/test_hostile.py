@@ -27,7 +27,7 @@ def test_every_hostile_message_is_accounted_for_and_nobody_else_notices(
     assert account.refused > 0
 
 
-@pytest.mark.parametrize("pool", ["threads", "solo"])
+@pytest.mark.parametrize("pool", ["threads", "gevent", "solo"])
 def test_a_worker_of_another_pool_runs_each_task_behind_a_malformed_one(
     broker_url: str, prefix: str, pool: str
 ) -> None:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import zip_longest
+from random import Random
 from typing import Any, Final
 from uuid import uuid4
 
 import pytest
 from celery import chain, chord, group
 from celery.result import GroupResult
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import wall_clock
@@ -30,75 +29,95 @@ from tests.integration import playing
 from tests.integration.playing import app
 
 SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "20"))
-PARTS: Final = 2
 
 #: Sequences that are played side by side: a travel takes its time however many do.
-TOGETHER: Final = min(20, SEQUENCES // PARTS)
+TOGETHER: Final = 10
 
-DELAYS = st.sampled_from([60, 600, 3600, 7200])
-NAMES = st.sampled_from(["work", "work", "work", "fail", "try_again"])
-KEYS = st.sampled_from(["a", "b"])
-JOBS = st.sampled_from(["i", "j"])
-WHICH = st.integers(0, 5)
+DELAYS = (60, 600, 3600, 7200)
+KEYS, JOBS = ("a", "b"), ("i", "j")
+PAUSED = ({"task": "work"}, {"task": "try_again"}, {"queue": "playing"})
 
-#: What is sent: a task and options.
-OPTIONS = st.fixed_dictionaries(
-    {},
-    optional={
-        "delay": DELAYS,
-        "key": KEYS,
-        "once": st.just(True),
-        "track": st.just(True),
-        "job": JOBS,
-        "task_id": st.sampled_from(["x", "y"]),
-        "expires": st.sampled_from([300, 5000]),
-        "unique": st.just("first"),
-        "unique_for": st.just(5000),
-        "link": st.just("work"),
-        "link_error": st.just("errback"),
-    },
-)
-TIMES = st.sampled_from(["delay", "countdown", "eta"])
-MEMBERS = st.lists(
-    st.tuples(
-        st.sampled_from(["work", "work", "fail"]),
-        st.sampled_from([0, 60, 600]),
-        st.booleans(),
-    ),
-    min_size=2,
-    max_size=3,
-)
-some = st.fixed_dictionaries
-
-#: A task: by its number, or its key.
-MEANT = some({"sent": WHICH}) | some({"key": KEYS})
-FUTURE = some({"also_future": st.sampled_from([True, True, True, False])})
-JOB = some({"job": JOBS})
-FILTERS = some({}, optional={"task": NAMES, "key": KEYS, "job": JOBS, "due_before": DELAYS})
-PAUSED = st.sampled_from([{"task": "work"}, {"task": "try_again"}, {"queue": "playing"}])
+#: The options of a send, and the values of each.
+OPTIONS: Final = {
+    "key": KEYS,
+    "once": (True,),
+    "track": (True, True, True),
+    "job": JOBS,
+    "task_id": ("x", "y"),
+    "expires": (300, 5000),
+    "unique": ("first",),
+    "unique_for": (5000,),
+    "link": ("work",),
+    "link_error": ("errback",),
+}
 
 
-def asked(name: str, *given: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[Any]:
-    """Return a call of a method of ``app.rabbitdelay``; what it is given makes one dictionary."""
-    whole = st.tuples(*given).map(lambda parts: {k: v for part in parts for k, v in part.items()})
-    return st.tuples(st.just(name), whole)
+class Writer(Random):
+    """Writes sequences of calls, always the same for the same seed."""
 
+    def sequence(self) -> list[tuple[Any, ...]]:
+        """Return the calls: three sends at first, so that there is something to decide about."""
+        calls = [self.send() for _ in range(3)]
+        verbs = (
+            [self.send] * 4 + [self.travel] * 4 + [self.decision] * 5 + [self.question, self.canvas]
+        )
+        return calls + [self.choice(verbs)() for _ in range(self.randint(4, 10))]
 
-CALLS = st.one_of(
-    *[st.tuples(st.just("send"), NAMES, OPTIONS, TIMES)] * 5,
-    *[st.tuples(st.just("travel"), st.sampled_from([30, 120, 1800, 4000]))] * 3,
-    st.tuples(st.just("canvas"), st.sampled_from(["chain", "group", "chord"]), MEMBERS),
-    *[asked("cancel", MEANT, FUTURE)] * 2,
-    asked("cancel", JOB),
-    asked("postpone", MEANT, FUTURE, some({"delay": DELAYS})),
-    asked("open_job", JOB, some({"expires": st.sampled_from([300, 4000])})),
-    *(asked(name, JOB) for name in ("commit_job", "abort_job")),
-    *(asked(name, PAUSED) for name in ("pause", "resume")),
-    *(asked(name, FILTERS) for name in ("cancel_pending", "pending", "count")),
-    st.tuples(st.just("states")),
-)
+    def some(self, values: Mapping[str, Sequence[Any]], most: int) -> dict[str, Any]:
+        """Return values for at most so many names."""
+        names = self.sample(sorted(values), self.randint(0, most))
+        return {name: self.choice(values[name]) for name in names}
 
-SEQUENCE = st.lists(CALLS, max_size=12)
+    def send(self) -> tuple[Any, ...]:
+        options = self.some(OPTIONS, 3)
+        if self.random() < 0.9:
+            options["delay"] = self.choice(DELAYS)
+        name = self.choice(("work", "work", "work", "fail", "try_again"))
+        return "send", name, options, self.choice(("delay", "countdown", "eta"))
+
+    def travel(self) -> tuple[Any, ...]:
+        return "travel", self.choice((30, 120, 1800, 4000))
+
+    def canvas(self) -> tuple[Any, ...]:
+        members = [
+            (self.choice(("work", "work", "fail")), self.choice((0, 60, 600)), self.random() < 0.5)
+            for _ in range(self.randint(2, 3))
+        ]
+        return "canvas", self.choice(("chain", "group", "chord")), members
+
+    def meant(self) -> dict[str, Any]:
+        """Return what means a task: its number, or its key."""
+        if self.random() < 0.5:
+            return {"key": self.choice(KEYS)}
+        return {"sent": self.randrange(6)}
+
+    def decision(self) -> tuple[Any, ...]:
+        which = {**self.meant(), "also_future": self.random() < 0.75}
+        job = {"job": self.choice(JOBS)}
+        return self.choice(
+            (
+                ("cancel", which),
+                ("cancel", which),
+                ("cancel", job),
+                ("postpone", {**which, "delay": self.choice(DELAYS)}),
+                ("postpone", {**which, "delay": self.choice(DELAYS)}),
+                ("open_job", {**job, "expires": self.choice((300, 4000))}),
+                ("open_job", {**job, "expires": 4000}),
+                ("commit_job", job),
+                ("abort_job", job),
+                ("pause", self.choice(PAUSED)),
+                ("resume", self.choice(PAUSED)),
+                ("cancel_pending", self.filters()),
+            )
+        )
+
+    def filters(self) -> dict[str, Any]:
+        values = {"task": ("work", "fail"), "key": KEYS, "job": JOBS, "due_before": DELAYS}
+        return self.some(values, 2)
+
+    def question(self) -> tuple[Any, ...]:
+        named = self.choice(("pending", "count"))
+        return self.choice((("states",), (named, self.filters())))
 
 
 class Player:
@@ -324,28 +343,14 @@ def play_recorded(sequences: Sequence[Any], name: str) -> tuple[list[Player], An
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_the_recorded_system_does_what_the_real_one_does(trip: Travel, part: int) -> None:
-    @seed(part)
-    @settings(
-        # The first example of Hypothesis is the simplest one: no calls at all.
-        max_examples=1 + SEQUENCES // PARTS // TOGETHER,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(st.lists(SEQUENCE, min_size=TOGETHER, max_size=TOGETHER))
-    def play(sequences: list[Any]) -> None:
-        if not any(sequences):
-            return
-        name = uuid4().hex[:8]
-        real, ran = play_for_real(trip, sequences, name)
-        fake, ran_recorded = play_recorded(sequences, name)
-        for one, other in zip(real, fake, strict=True):
-            for said, said_recorded in zip(one.said, other.said, strict=True):
-                assert said == said_recorded, f"real: {said}, recorded: {said_recorded}"
-        real_only, recorded_only = _without(ran, ran_recorded), _without(ran_recorded, ran)
-        assert ran == ran_recorded, f"only real: {real_only}, only recorded: {recorded_only}"
-
-    play()
+@pytest.mark.parametrize("batch", range(SEQUENCES // TOGETHER))
+def test_the_recorded_system_does_what_the_real_one_does(trip: Travel, batch: int) -> None:
+    sequences = [Writer(f"{batch}.{number}").sequence() for number in range(TOGETHER)]
+    name = uuid4().hex[:8]
+    real, ran = play_for_real(trip, sequences, name)
+    fake, ran_recorded = play_recorded(sequences, name)
+    for one, other in zip(real, fake, strict=True):
+        for said, said_recorded in zip(one.said, other.said, strict=True):
+            assert said == said_recorded, f"real: {said}, recorded: {said_recorded}"
+    real_only, recorded_only = _without(ran, ran_recorded), _without(ran_recorded, ran)
+    assert ran == ran_recorded, f"only real: {real_only}, only recorded: {recorded_only}"

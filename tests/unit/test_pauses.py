@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.index import Names
 from celery_rabbitdelay.registry.pauses import Pauses, Questions, paused_since
+from celery_rabbitdelay.testing.shared_clock import going_by
 from tests.unit.clock import Clock
 
 TEN_MINUTES_MS = 600_000
@@ -26,6 +28,13 @@ def test_a_few_tasks_that_are_held_ask_again_soon_however_long_they_are(
     for _ in range(100):
         clock.now += 0.5  # two a second
         assert 750 <= questions.after_ms(held_ms) <= 1_000
+
+
+def test_in_a_travel_tasks_that_were_due_together_ask_again_together() -> None:
+    with going_by(time.time_ns):
+        questions = Questions()
+        assert {questions.after_ms(0) for _ in range(20)} == {5_000}
+        assert {questions.after_ms(100_000) for _ in range(20)} == {25_000}
 
 
 @pytest.mark.parametrize(
