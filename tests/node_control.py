@@ -48,6 +48,12 @@ def evaluate(broker: RabbitMQServer, *expressions: str) -> str:
     return done.stdout
 
 
+def run_tool(broker: RabbitMQServer, program: str, *arguments: str) -> None:
+    """Run one of RabbitMQ's other programs, as ``rabbitmq-queues``, against a node."""
+    command = broker._inside([f"/usr/lib/rabbitmq/bin/{program}", *arguments])
+    subprocess.run(command, env=broker._environment(), check=True)
+
+
 def listed(broker: RabbitMQServer, expression: str) -> set[str]:
     """Evaluate an Erlang expression whose value is a list; return each as Erlang writes it."""
     line = 'unicode:characters_to_binary(io_lib:format("~0p", [Each]))'

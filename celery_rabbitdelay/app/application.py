@@ -30,7 +30,7 @@ from celery_rabbitdelay.app.options import (
 )
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
-from celery_rabbitdelay.app.sending.task_sending import TaskSending
+from celery_rabbitdelay.app.sending.task_sending import TaskSending, given_producer
 from celery_rabbitdelay.app.task import Task, TaskDecorator
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
@@ -178,6 +178,9 @@ class Celery(celery.Celery):
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
         """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""
+        given = given_producer.get()
+        if producer is None and given and given.task_id == celery_internals.task_that_is_sent():
+            producer = given.producer
         stand_in = self.rabbitdelay.stand_in
         if stand_in is not None and not isinstance(producer, DelayedTaskProducer | EtaProducer):
             return nullcontext(stand_in.producer)

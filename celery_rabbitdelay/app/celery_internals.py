@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from threading import RLock
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, TypeVar
@@ -392,6 +392,24 @@ def is_sent_by_celery() -> bool:
             called = module
         frame = frame.f_back
     return False
+
+
+def retries_by_itself() -> bool:
+    """Return whether Celery's ``autoretry_for`` calls ``retry``, perhaps over an application's own.
+
+    To be called by our ``retry``.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name == "retry":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "celery.app.autoretry"
+
+
+def task_that_is_sent() -> str | None:
+    """Return the id of the task if Celery's ``send_task`` calls the caller."""
+    frame = sys._getframe(2)
+    is_sending = frame.f_code is unwrap(celery.Celery.send_task).__code__
+    return frame.f_locals["task_id"] if is_sending else None
 
 
 def sends_a_group() -> bool:

@@ -29,7 +29,7 @@ from celery.result import AsyncResult
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
-from celery_rabbitdelay.app.celery_internals import as_given
+from celery_rabbitdelay.app.celery_internals import as_given, retries_by_itself
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     OWN_OPTIONS,
@@ -197,8 +197,8 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
         given: dict[str, Any] = {**options}
         checked_registry_options(given, self.app)
         eta = plain(eta, "eta")
-        if delay is not None and countdown is not None and self._backs_off(delay):
-            delay = None
+        if delay is not None and countdown is not None and retries_by_itself():
+            delay = None  # retry_backoff
         if delay is not None:
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
@@ -224,11 +224,6 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
                 time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
                 raise Reject(unsent, requeue=True) from unsent
             raise unsent from None
-
-    def _backs_off(self, delay: Delay) -> bool:
-        """Return whether Celery retries the task by itself, with a backoff and with this delay."""
-        retry_kwargs = getattr(self, "retry_kwargs", None) or {}
-        return bool(getattr(self, "retry_backoff", False)) and retry_kwargs.get("delay") == delay
 
 
 class TaskDecorator(Protocol):

@@ -57,8 +57,9 @@ class Dispatched:
         rows: How many rows there were.
         confirmed: How many rows RabbitMQ has confirmed.
         known: Of how many rows the registry knew the task's id before this write sent it: the task
-            has run, is cancelled, or waits and is tracked. Looked up with ``jobId`` or a column
-            ``task_id``; other ids are new.
+            has arrived or is cancelled, or it waits and is tracked or has a key. Others that wait
+            are not known, though only one message of each runs. Looked up with ``jobId`` or a
+            column ``task_id``; other ids are new.
         messages: In how many messages.
         envelopes: How many of these hold several rows.
         resent: How often a message was published again.

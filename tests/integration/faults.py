@@ -9,10 +9,14 @@ from typing import Any
 import amqp
 from kombu import Exchange, Queue
 
+from celery_rabbitdelay.app.beat import put_beat
+from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete, forget
+from celery_rabbitdelay.registry.schedules import NotedSchedule
 from celery_rabbitdelay.testing import wait_for
+from tests import node_control
 from tests.integration.management import QUORUM, Place
 
 #: The policy that the documentation recommends.
@@ -204,6 +208,62 @@ def limited(place: Place) -> None:
     place.put("vhost-limits", place.name, "max-queues", value=len(queues))
 
 
+def blocked(place: Place) -> None:
+    """A memory alarm and a disk alarm, which last until somebody changes the limits."""
+    node_control.set_memory_limit(place.node, "{absolute, 1000000}")
+    node_control.set_disk_limit(place.node, "{mem_relative, 1.0e6}")
+    place.is_blocked = place.app().rabbitdelay.is_blocked
+
+
+def nobody_declares(place: Place) -> None:
+    without_levels(place)
+    place.settings = replace(place.settings, declare="never")
+
+
+def classic_levels(place: Place) -> None:
+    without_levels(place)
+    place.settings = replace(place.settings, queue_type="classic")
+    place.topology = place.settings.topology
+    forget(place.connection)
+    place.declare()
+
+
+def without_answers(place: Place) -> None:
+    place.workers = {}
+
+
+def late_probe(place: Place) -> None:
+    place.workers = {"worker": {PROBE: {"prefix": "shop", "late": {"seconds": 45.0}}}}
+
+
+def schedule(change: Callable[[NotedSchedule], NotedSchedule]) -> Plant:
+    """Change what Redis notes of an entry of the application's beat_schedule."""
+
+    def plant(place: Place) -> None:
+        place.app_settings = {
+            "rabbitdelay_registry_url": place.redis_url,
+            "rabbitdelay_registry_prefix": place.name,
+            "beat_schedule": {"nightly": {"task": "look", "schedule": 3600}},
+        }
+        delays = place.app().rabbitdelay
+        put_beat(delays.schedules)
+        place.schedules = known = delays.registry.schedules
+        noted = [each for each in known.get(known.all()) if each is not None]
+        for each in noted:
+            known.put(change(each))
+
+    return plant
+
+
+def overdue(noted: NotedSchedule) -> NotedSchedule:
+    return noted._replace(occurrence=noted.occurrence._replace(instant_ms=0))
+
+
+def without_redis(place: Place) -> None:
+    place.app_settings = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
+    place.schedules = place.app().rabbitdelay.registry.schedules
+
+
 def fast_clock(place: Place) -> None:
     place.clock_ahead = 90
 
@@ -324,6 +384,23 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
     "empty-older-layout": (empty_older_layout, "note", {"orphan-empty"}),
     "full-destination": (full_destination, "note", {"held"}),
     "limited": (limited, "danger", {"queue-limit"}),
+    "blocked": (blocked, "danger", {"publishers-blocked"}),
+    "nobody-declares": (nobody_declares, "danger", {"nobody-declares"}),
+    "classic-levels": (classic_levels, "warning", {"classic-levels"}),
+    "no-worker-probes": (without_answers, "note", {"probe-unknown"}),
+    "late-probe": (late_probe, "danger", {"probe-failed"}),
+    "overdue-schedule": (schedule(overdue), "danger", {"schedule-overdue"}),
+    "schedule-half-put": (
+        schedule(lambda noted: noted._replace(is_sent=False)),
+        "warning",
+        {"schedule-unsent"},
+    ),
+    "schedule-without-its-task": (
+        schedule(lambda noted: noted._replace(definition="")),
+        "warning",
+        {"schedule-lost"},
+    ),
+    "redis-away": (without_redis, "danger", {"registry-unavailable"}),
     "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
     "clock-behind": (slow_clock, "warning", {"clock-difference"}),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from uuid import uuid4
 import pytest
 from kombu import Connection, Queue
 
+from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.operations.verify import management
@@ -28,6 +29,7 @@ from celery_rabbitdelay.operations.verify.checks import verify
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import declare_destination
+from celery_rabbitdelay.registry.schedules import Schedules
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
 
@@ -42,20 +44,48 @@ class Place:
 
     Args:
         node: A node with its management API.
-        queue_type: The type of the levels' queues.
     """
 
-    def __init__(self, node: RabbitMQServer, queue_type: Any = "quorum") -> None:
+    def __init__(self, node: RabbitMQServer) -> None:
         self.node = node
         self.name = f"verify-{uuid4().hex[:8]}"
         self.url = f"{node.url.removesuffix('//')}/{self.name}"
-        self.settings = Settings(prefix="shop", layout=SHORT, queue_type=queue_type)
+        self.settings = Settings(prefix="shop", layout=SHORT)
         self.topology = self.settings.topology
         self.orders = Queue("orders", queue_arguments=QUORUM)
         self.destinations = [self.orders]
         self.connection = Connection(self.url)
         self.api = ManagementAPI(node.management_url)
         self.clock_ahead = 0.0
+        self.redis_url = ""
+        #: Further settings of the application.
+        self.app_settings: dict[str, Any] = {}
+        #: What the workers answer, and the schedules; None: nobody looks at them.
+        self.workers: dict[str, dict[str, Any]] | None = None
+        self.schedules: Schedules | None = None
+        self.is_blocked: Callable[[], bool] = lambda: False
+        self._apps: list[Any] = []
+
+    def app(self, prefix: str = "") -> Any:
+        """An application whose levels and queues these are, which is closed with this place."""
+        app = Celery("proj", broker=self.url, set_as_current=False)
+        app.conf.update(
+            rabbitdelay_prefix=prefix or self.settings.prefix,
+            rabbitdelay_layout=SHORT,
+            rabbitdelay_declare=self.settings.declare,
+            rabbitdelay_modules=self.settings.modules,
+            task_queues=self.destinations,
+            task_default_queue=self.orders.name,
+            **self.app_settings,
+        )
+        self._apps.append(app)
+        return app
+
+    def close(self) -> None:
+        """Close the connections of all applications, and the own one."""
+        for app in self._apps:
+            app.close()
+        self.connection.release()
 
     def declare(self) -> None:
         """Declare levels and destination."""
@@ -105,7 +135,15 @@ class Place:
         clock = SimpleNamespace(time=lambda: time.time() + self.clock_ahead)
         with pytest.MonkeyPatch.context() as patch, self.connection.clone() as connection:
             patch.setattr(management, "time", clock)
-            return verify(connection, self.settings, self.destinations, self.api)
+            return verify(
+                connection,
+                self.settings,
+                self.destinations,
+                self.api,
+                self.workers,
+                self.schedules,
+                self.is_blocked(),
+            )
 
     def verify_until(self, codes: set[str]) -> Verification:
         """Look for faults until they are these, as far as the broker reports them late."""
@@ -133,14 +171,14 @@ def created(place: AnyPlace) -> Iterator[AnyPlace]:
     try:
         yield place
     finally:
-        place.connection.release()
+        place.close()
         place.delete("vhosts", place.name)
 
 
 @contextmanager
-def place_on(node: RabbitMQServer, queue_type: Any = "quorum") -> Iterator[Place]:
+def place_on(node: RabbitMQServer) -> Iterator[Place]:
     """A virtual host of its own with the levels, deleted at the end."""
-    with created(Place(node, queue_type)) as place:
+    with created(Place(node)) as place:
         place.declare()
         yield place
 

@@ -221,17 +221,15 @@ def _add_tasks_that_fail(app: Any) -> None:
             raise ConnectionError("the mail gateway does not answer")
         return seen(self)
 
-    for name, options in AUTORETRIES.items():
-        fail_once: Any = app.task(
-            bind=True,
-            name=name,
-            shared=False,
-            autoretry_for=(Exception,),
-            retry_jitter=False,
-            max_retries=2,
-            **options,
-        )
+    for name, own in AUTORETRIES.items():
+        options = {"autoretry_for": (Exception,), "retry_jitter": False, **own}
+        fail_once: Any = app.task(bind=True, name=name, shared=False, **options)
         fail_once(autoretry)
+        # Of a class that has them as attributes, or that is registered with them.
+        task = {"run": autoretry, "name": f"{name}-attributes"}
+        app.register_task(type("Attributes", (celery.Task,), {**task, **options})())
+        task["name"] = f"{name}-arguments"
+        app.register_task(type("Arguments", (celery.Task,), task)(), **options)
 
     for name, backoff in FAR_BACKOFFS.items():
 

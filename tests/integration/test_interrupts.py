@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import Any
 from uuid import uuid4
 
+import amqp.spec
 import pytest
 from celery import group
 from celery.exceptions import SoftTimeLimitExceeded
@@ -25,11 +27,11 @@ from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.registry.connection import ScriptCall, Store, connect
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from tests.chaos.proxy import PIECE, Proxy
 from tests.integration.interrupts import Interrupter, interrupt_anywhere, interrupter
 from tests.integration.management import wait_until_managed
 from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
 from tests.integration.shop import PATIENCE, named
-from tests.integration.trouble import suspended
 
 #: Seconds; no task comes due meanwhile.
 DELAY = 5.0
@@ -254,11 +256,29 @@ def test_an_interrupted_job_raises_what_came_although_redis_is_away(
         block()
 
 
+class DeafProxy(Proxy):
+    """While it is deaf, nothing arrives at the broker on a connection that declares a queue."""
+
+    is_deaf = False
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, born: int
+    ) -> None:
+        is_lost = False
+        while piece := await reader.read(PIECE):
+            is_lost |= self.is_deaf and struct.pack(">HH", *amqp.spec.Queue.Declare) in piece
+            if not is_lost:
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+
 def test_a_soft_time_limit_strikes_a_task_whose_send_waits_for_the_broker(
     serve: Callable[..., Any], make_shop: Callable[..., Any], broker_root: Path | None
 ) -> None:
-    with RabbitMQServer(broker_root) as node:
-        shop = serve("-c", "1", broker_write_url=node.url, rabbitdelay_modules=())
+    with RabbitMQServer(broker_root) as node, DeafProxy(node.port) as proxy:
+        url = f"amqp://guest:guest@127.0.0.1:{proxy.port}//"
+        shop = serve("-c", "1", broker_write_url=url, rabbitdelay_modules=())
         send = make_shop().tasks["send"]
 
         def sent_to(queue: str, **limit: Any) -> Any:
@@ -266,6 +286,8 @@ def test_a_soft_time_limit_strikes_a_task_whose_send_waits_for_the_broker(
             return send.apply_async(arguments, **limit).get(timeout=PATIENCE)
 
         assert sent_to("default")
-        with suspended(node), pytest.raises(SoftTimeLimitExceeded):
+        proxy.is_deaf = True
+        with pytest.raises(SoftTimeLimitExceeded):
             sent_to("second", soft_time_limit=2)
+        proxy.is_deaf = False
         assert sent_to("second")

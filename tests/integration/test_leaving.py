@@ -5,6 +5,7 @@ The tasks note in Redis what ran, and whether this package was loaded in the wor
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 import pytest
+from celery import chain, chord, group
 from kombu import Connection
 
 from celery_rabbitdelay import Celery
@@ -185,6 +187,7 @@ def shop(session_rabbitmq: RabbitMQServer, redis: RedisServer, tmp_path: Path) -
     with trouble.virtual_host(session_rabbitmq, f"leaving-{uuid4().hex[:8]}") as url:
         made = Shop(tmp_path, url, redis)
         yield made
+        gc.collect()  # results give their channels up, while Redis is there
         made.app.close()
         made.plain_app.close()
 
@@ -200,10 +203,14 @@ def commands() -> list[tuple[str, list[str]]]:
 
 ROWS: Final = [f"row {number}" for number in range(4)]
 
+#: A chain of three, and a chord of two and its body.
+CANVAS: Final = ["link", "next link", "last link", "part", "other part", "sum"]
+GROUP: Final = ["member", "other member"]
+
 #: What ``send_each_kind`` sends and a worker with the registry runs, and what it does not.
 RUN: Final = [
     *("plain", "newer", "committed", "paused", "postponed", "meditated"),
-    *("once", "urgent", "news", *ROWS),
+    *("once", "urgent", "news", *ROWS, *CANVAS, *GROUP),
 ]
 DROPPED: Final = ["older", "cancelled", "aborted", "open", "nightly", "once"]
 
@@ -237,6 +244,12 @@ def send_each_kind(app: Any) -> None:
     begin = datetime.now(UTC) + timedelta(seconds=DELAY)
     delays.schedules.put("nightly", remind, timedelta(days=1), ("nightly",), start=begin)
     remind.apply_async(("meditated",), delay=41)  # the capacity is 39.9 s
+    link, first, second, *members = (remind.si(name) for name in CANVAS)
+    link.set(countdown=DELAY)
+    chain(link, first.set(delay=2), second.set(countdown=2), app=app).apply_async()
+    *header, body = (each.set(delay=DELAY) for each in members)
+    chord(header, body.set(delay=2), app=app).apply_async()
+    group([remind.si(name) for name in GROUP], app=app).apply_async(countdown=DELAY)
 
 
 def names(ran: list[list[str]]) -> Counter[str]:

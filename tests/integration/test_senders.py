@@ -306,26 +306,28 @@ def test_a_retry_takes_every_kind_of_delay(served_shop: Any, option: str) -> Non
         assert_waited(second, first["at"], 0.4)
 
 
+@pytest.mark.parametrize("given", ["", "-attributes", "-arguments"])
 @pytest.mark.parametrize(
     ("name", "waits"), [("autoretry", 1), ("autoretry-delay", 0.4), ("autoretry-both", 1)]
 )
 def test_autoretry_waits_for_its_delay_or_its_backoff_and_returns(
-    served_shop: Any, name: str, waits: float
+    served_shop: Any, name: str, waits: float, given: str
 ) -> None:
     queue = named(served_shop, "second")
     before = time.time()
-    seen = served_shop.tasks[name].apply_async(queue=queue).get(timeout=PATIENCE)
+    seen = served_shop.tasks[name + given].apply_async(queue=queue).get(timeout=PATIENCE)
     assert seen["retries"] == 1
     assert seen["routing_key"] == queue
     assert seen["headers"][headers.QUEUE] == queue
     assert_waited(seen, before, waits)
 
 
+@pytest.mark.parametrize("given", ["", "-attributes", "-arguments"])
 @pytest.mark.parametrize("name", ["autoretry-wrong", "autoretry-wrong-held"])
 def test_a_retry_that_we_refuse_fails_the_task_with_the_reason_and_its_own_error(
-    served_shop: Any, name: str
+    served_shop: Any, name: str, given: str
 ) -> None:
-    result = served_shop.tasks[name].apply_async()
+    result = served_shop.tasks[name + given].apply_async()
     with pytest.raises(Exception, match="soon") as caught:
         result.get(timeout=PATIENCE)
     assert type(caught.value).__name__ == "InvalidDelayType"

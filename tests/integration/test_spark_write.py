@@ -308,6 +308,18 @@ def test_a_report_says_which_ids_the_registry_knew_already(
     assert sorted(noted.until(1)) == [2, 3, 4, 5]
 
 
+def test_a_report_knows_a_task_that_still_waits_only_if_it_is_tracked_or_has_a_key(
+    spark: SparkSession, driver: None, noted: Notes
+) -> None:
+    frame = notes(spark, noted, 3, "3600D")
+    keyed = frame.withColumn("key", F.concat(F.lit(noted.key), F.col("args")[0].cast("string")))
+    for rows, known in ((frame, 0), (keyed, 3)):
+        given: dict[str, Any] = {"app": APP, "jobId": f"job-{uuid4().hex}", "idColumn": "args"}
+        dispatch(rows, "note", **given)
+        again = dispatch(rows, "note", **given)
+        assert (again.confirmed, again.known) == (3, known)
+
+
 def test_no_task_of_a_dispatch_that_fails_runs(
     spark: SparkSession, driver: None, noted: Notes
 ) -> None:

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,14 +19,13 @@ from celery.platforms import EX_UNAVAILABLE
 from click.testing import CliRunner
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.exceptions import ManagementUnavailable, PublishError
 from celery_rabbitdelay.levels.layout import binary, custom
 from celery_rabbitdelay.operations.export.definitions import definitions
 from celery_rabbitdelay.operations.verify.findings import FAULTS as FINDINGS
-from celery_rabbitdelay.operations.verify.findings import Finding
+from celery_rabbitdelay.operations.verify.findings import Finding, Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
@@ -61,6 +61,7 @@ from tests.integration.trouble import alarm, disk_alarm
 from tests.integration.undeliverable_messages import message, put, straight
 from tests.integration.worker import Worker, run_celery, start_celery
 from tests.json_schemas import checked
+from tests.node_control import run_tool
 
 __all__ = ["node", "place"]
 
@@ -103,7 +104,8 @@ def test_nothing_is_found_if_the_recommended_policy_keeps_another_one_away(place
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_planted_fault_is_found_alone(place: Place, fault: str) -> None:
+def test_each_planted_fault_is_found_alone(place: Place, redis_url: str, fault: str) -> None:
+    place.redis_url = redis_url
     plant, severity, codes = FAULTS[fault]
     plant(place)
     report = place.verify_until(codes)
@@ -111,16 +113,26 @@ def test_each_planted_fault_is_found_alone(place: Place, fault: str) -> None:
     assert all(each.consequence and each.remedy for each in report.findings)
     texts = [text for each in report.findings for text in each[3:]]
     assert not any("{policy" in text or "{difference" in text for text in texts)
-    for each in report.findings:
-        commands = commands_of(each)
-        assert commands or each.code in MENDED_BY_SETTINGS
-        for command in commands:
-            run_as_printed(place, command)
+    run_printed(place, report)
     mended = codes & MENDED_BY_COMMANDS
     wait_for(lambda: not codes_of(place.verify()) & mended, f"the end of {mended}")
 
 
-#: Where the way out is no command: a setting, a clock, or a queue's own worker.
+def test_each_finding_is_planted() -> None:
+    planted = {code for _, _, codes in FAULTS.values() for code in codes}
+    assert planted.isdisjoint(PLANTED_BELOW)
+    assert planted | PLANTED_BELOW | OF_VERSIONS == {*FINDINGS}
+
+
+#: What is planted on a node or a cluster of its own.
+PLANTED_BELOW = {
+    *("feature-flag-disabled", "quorum-lost", "replica-offline", "replicas-few", "unreachable"),
+}
+
+#: What another version of RabbitMQ has; its way out is to upgrade.
+OF_VERSIONS = {"version-too-old", "version-fault"}
+
+#: Where the way out is no command: a setting, a clock, a server, or a worker.
 MENDED_BY_SETTINGS = {
     "clock-difference",
     "destination-classic",
@@ -129,6 +141,9 @@ MENDED_BY_SETTINGS = {
     "destination-not-declared",
     "destination-refuses",
     "held",
+    "probe-failed",
+    "registry-unavailable",
+    "schedule-overdue",
 }
 
 #: What is gone once the commands were run as they are printed.
@@ -136,14 +151,23 @@ MENDED_BY_COMMANDS = {
     *("missing", "not-declared", "marker-missing", "binding-missing", "binding-additional"),
     *("queue-limit", "destination-expires", "destination-message-ttl"),
     *("destination-delivery-limit", "destination-unbound", "destination-cut-off"),
-    "destination-missing",
+    *("destination-missing", "nobody-declares", "permission-missing", "publishers-blocked"),
+    *("schedule-unsent", "schedule-lost"),
     *(code for code in FINDINGS if code.startswith("policy-")),
 }
 
 
+def run_printed(place: Place, report: Verification) -> None:
+    """Run each command once that is printed as a way out; each finding without one is known."""
+    commands = {each.code: commands_of(each) for each in report.findings}
+    assert {code for code, found in commands.items() if not found} <= MENDED_BY_SETTINGS
+    for command in dict.fromkeys(chain(*commands.values())):
+        run_as_printed(place, command)
+
+
 def commands_of(found: Finding) -> list[str]:
     """Return the commands that a way out prints, between backticks or as a whole."""
-    return re.findall(r"`((?:rabbitmqctl|celery) [^`]+)`", found.remedy) or [
+    return re.findall(r"`((?:rabbitmqctl|rabbitmq-queues|celery) [^`]+)`", found.remedy) or [
         text for text in [found.remedy] if text.startswith("rabbitmqctl ")
     ]
 
@@ -154,17 +178,19 @@ def run_as_printed(place: Place, command: str) -> None:
     if program == "rabbitmqctl":
         place.node.ctl(*arguments)
         return
+    if program == "rabbitmq-queues":
+        run_tool(place.node, program, *arguments)
+        return
     assert arguments[:3] == ["-A", "proj", "rabbitdelay"]
-    prefix = "new" if "migrate" in arguments else "shop"
-    app = Celery("proj", broker=place.url, set_as_current=False)
-    app.conf.update(rabbitdelay_prefix=prefix, rabbitdelay_layout=SHORT)
-    app.conf.task_queues = place.destinations
+    app = place.app(prefix="new" if "migrate" in arguments else "")
     context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
     told = CliRunner().invoke(rabbitdelay, arguments[3:], obj=context)
-    app.close()
     # Of levels with other settings, migrate says which they have, or that nobody knows.
     names_them = "--from-" in told.output or "rabbitdelay_layout" in told.output
     assert told.exit_code == 0 or names_them, told.output
+    if "permissions" in arguments:
+        for printed in told.output.splitlines():
+            run_as_printed(place, printed)
 
 
 def finding(place: Place) -> Finding:
@@ -197,11 +223,6 @@ def test_an_operator_policy_is_named(place: Place) -> None:
     operator_policy_despite_the_guard(place)
     assert "operator policy" in finding(place).what
     assert finding(place).remedy.startswith("rabbitmqctl clear_operator_policy -p ")
-
-
-def test_classic_levels_are_a_warning(node: RabbitMQServer) -> None:
-    with place_on(node, "classic") as place:
-        assert codes_of(place.verify()) == {"classic-levels"}
 
 
 def test_nothing_on_the_broker_is_changed(place: Place) -> None:
@@ -269,10 +290,13 @@ def test_a_feature_flag_that_dead_lettering_needs_is_missed(broker_root: Path | 
         if not version.startswith("3.10."):
             pytest.skip("later versions require the flag")
         wait_until_managed(node)
-        report = stack.enter_context(place_on(node)).verify()
+        place = stack.enter_context(place_on(node))
+        report = place.verify()
         assert "feature flag stream_queue" in report.findings[0].subjects
         assert report.findings[0].severity == "danger"
         assert codes_of(report) == {"feature-flag-disabled"}
+        run_printed(place, report)
+        assert place.verify().findings == ()
 
 
 # celery rabbitdelay verify, run as a user does.
@@ -552,11 +576,12 @@ def test_what_a_node_takes_with_it_is_found(
 ) -> None:
     (*_, third), place = cluster, in_cluster
     classic = Queue("classic", queue_arguments={})
-    half = Queue("half", queue_arguments={**QUORUM, "x-quorum-initial-group-size": 2})
-    place.destinations += [classic, half]
+    of_two = {**QUORUM, "x-quorum-initial-group-size": 2}
+    half, other_half = (Queue(name, queue_arguments=of_two) for name in ("half", "other half"))
+    place.destinations += [classic, half, other_half]
     with Connection(f"{third.url.removesuffix('//')}/{place.name}") as connection:
         # Classic queues are on the node where they are declared, quorum queues there and elsewhere.
-        for queue in (classic, half):
+        for queue in (classic, half, other_half):
             declare_destination(connection, place.topology, queue)
     report = place.verify_until({"replicas-few", "destination-classic"})
     assert report.findings[0].what == "it has 2 replicas in a cluster of 3 nodes"
@@ -567,7 +592,24 @@ def test_what_a_node_takes_with_it_is_found(
     report = place.verify_until({*codes, "unreachable"})
     subjects = {finding.code: finding.subjects for finding in report.findings}
     assert subjects["unreachable"] == ("queue classic",)
-    assert subjects["quorum-lost"] == ("queue half",)
+    assert subjects["quorum-lost"] == ("queue half", "queue other half")
     assert {f"queue {queue.name}" for queue in place.topology.queues} <= {
         *subjects["replica-offline"]
     }
+
+    channel: Any = place.connection.default_channel
+    channel.queue_delete("other half")
+    subjects = {finding.code: finding.subjects for finding in place.verify().findings}
+    assert subjects["quorum-lost"] == ("queue half",)
+
+    place.destinations.remove(other_half)
+    third.start()
+    run_printed(place, place.verify_until({"replicas-few", "destination-classic"}))
+    place.verify_until({"destination-classic"})
+
+    # It is gone for good.
+    third.kill()
+    cluster.remove(third)
+    gone = {"destination-classic", "replica-offline", "unreachable"}
+    run_printed(place, place.verify_until(gone))
+    place.verify_until({"destination-classic"})

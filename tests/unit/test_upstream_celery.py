@@ -96,6 +96,39 @@ def test_the_function_that_sends_a_group_s_members_acquires_their_producer(app: 
     assert seen == [True, False], moved("group._apply_tasks")
 
 
+def test_send_task_acquires_a_producer_and_has_the_id_of_its_task(app: Any) -> None:
+    seen: list[str | None] = []
+
+    def acquire(producer: Any = None) -> Any:
+        seen.append(of_app.task_that_is_sent())
+        return nullcontext(app.amqp.Producer(app.connection_for_write(), auto_declare=False))
+
+    app.producer_or_acquire = acquire
+    app.send_task("remind", task_id="an id")
+    acquire()
+    assert seen == ["an id", None], moved("Celery.send_task")
+
+
+def test_a_retry_by_autoretry_is_told_from_a_task_s_own(app: Any) -> None:
+    seen: list[bool] = []
+
+    class Retrying(Task):  # type: ignore[type-arg]
+        name, autoretry_for = "retrying", (LookupError,)
+
+        def retry(self, *args: Any, **options: Any) -> Any:
+            seen.append(of_app.retries_by_itself())
+            return ValueError("a retry")
+
+        def run(self, is_own: bool) -> None:
+            raise self.retry() if is_own else LookupError
+
+    task = app.register_task(Retrying())
+    for is_own in (True, False):
+        with pytest.raises(ValueError, match="a retry"):
+            task(is_own)
+    assert seen == [False, True], moved("celery.app.autoretry")
+
+
 def test_a_task_is_found_without_finalizing_the_application(app: Any) -> None:
     assert hasattr(app, "_tasks"), moved("Celery._tasks")
     assert of_app.registered_task(app, "unknown") is None

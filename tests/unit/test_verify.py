@@ -70,6 +70,13 @@ def test_the_reference_has_every_code() -> None:
     assert told == {code: fault.severity for code, fault in FAULTS.items()}
 
 
+def test_each_command_of_a_way_out_stands_in_backticks() -> None:
+    # Those are run as they are printed, by tests/integration/test_verify.py.
+    for code, fault in FAULTS.items():
+        text = re.sub("`[^`]+`", "", fault.remedy)
+        assert not re.search("rabbitmqctl|rabbitmq-|celery ", text), code
+
+
 def test_nothing_is_wrong_with_a_sound_layout() -> None:
     settings = Settings()
     inventory = sound(settings.topology)
@@ -116,6 +123,15 @@ def test_replicas_are_counted(members: str, online: str, nodes: str, codes: list
     queue = queue_of(HOURS, members=list(members), online=list(online))
     inventory = EMPTY._replace(queues={HOURS: queue}, nodes=dict.fromkeys(nodes, True))
     assert [code for code, *_ in checks.check_replicas(inventory, [HOURS])] == codes
+
+
+def test_replicas_are_added_on_nodes_that_run() -> None:
+    inventory = EMPTY._replace(
+        queues={HOURS: queue_of(HOURS)},
+        nodes={"a": True, "b": False, "c": True, "d": True, "e": True},
+    )
+    ((_, _, told),) = checks.check_replicas(inventory, [HOURS])
+    assert told["commands"] == "`rabbitmq-queues grow c all`, `rabbitmq-queues grow d all`"
 
 
 @pytest.mark.parametrize(

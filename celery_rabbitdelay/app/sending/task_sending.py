@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from celery.result import AsyncResult
 from kombu import Connection, Producer
@@ -44,6 +45,17 @@ from celery_rabbitdelay.registry.registry import Registration, Registry
 logger = logging.getLogger(__name__)
 
 NS_PER_US: Final = 1000
+
+
+class Given(NamedTuple):
+    """What Celery is to publish a task with."""
+
+    task_id: str
+    producer: Any
+
+
+#: That of the task which is sent just now: an application's own ``send_task`` may not pass it on.
+given_producer: ContextVar[Given | None] = ContextVar("given_producer", default=None)
 
 
 @dataclass
@@ -316,7 +328,11 @@ class TaskSending:
             for name in ("countdown", "eta", "connection", "publisher"):
                 options.pop(name, None)
             options["producer"] = producer
-        return self.by_celery(**options)
+        token = given_producer.set(None if producer is None else Given(self._task_id, producer))
+        try:
+            return self.by_celery(**options)
+        finally:
+            given_producer.reset(token)
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:

@@ -330,14 +330,25 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Found
         if queue["type"] != "quorum":
             continue
         members, online = queue.get("members") or (), queue.get("online") or ()
-        away = ", ".join(sorted({*members} - {*online}))
-        values = {"members": len(members), "online": len(online), "away": away}
+        away = sorted({*members} - {*online})
+        values = {
+            "members": len(members),
+            "online": len(online),
+            "away": ", ".join(away),
+            "commands": _each("rabbitmqctl forget_cluster_node {}", away),
+        }
         if 2 * len(online) <= len(members):
             yield "quorum-lost", subject, values
         elif len(online) < len(members):
             yield "replica-offline", subject, values
-        if len(members) < min(len(inventory.nodes), ENOUGH_REPLICAS):
-            yield "replicas-few", subject, {"members": len(members), "nodes": len(inventory.nodes)}
+        lacking = min(len(inventory.nodes), ENOUGH_REPLICAS) - len(members)
+        if lacking > 0:
+            # Those that run come first.
+            runs, others = inventory.nodes, {*inventory.nodes} - {*members}
+            added = sorted(others, key=lambda node: (not runs[node], node))[:lacking]
+            commands = _each("rabbitmq-queues grow {} all", added)
+            told = {"members": len(members), "nodes": len(inventory.nodes), "commands": commands}
+            yield "replicas-few", subject, told
 
 
 def check_orphans(
@@ -377,6 +388,11 @@ def _is_level(topology: Topology, name: str) -> bool:
     """Return whether an exchange has the name of a level, or of a layout's marker."""
     start = f"{topology.prefix}."
     return name.startswith(start) and bool(_EXCHANGE.fullmatch(name.removeprefix(start)))
+
+
+def _each(command: str, nodes: Iterable[str]) -> str:
+    """Return a command for each node, as ways out print commands."""
+    return ", ".join(f"`{command.format(node)}`" for node in nodes)
 
 
 def _subject(binding: Binding) -> str:

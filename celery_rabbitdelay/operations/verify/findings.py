@@ -108,7 +108,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "feature-flag-disabled": _danger(
         "the feature flag is disabled",
         "RabbitMQ dead-letters at most once: tasks between two levels are lost if a node fails",
-        "rabbitmqctl enable_feature_flag {flag}, then restart the nodes one by one",
+        "`rabbitmqctl enable_feature_flag {flag}`, then restart the nodes one by one",
     ),
     "clock-difference": _warning(
         "its clock is at least {difference:.0f} s {ahead} the broker's",
@@ -118,8 +118,9 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "publishers-blocked": _danger(
         "RabbitMQ blocks publishers, because a node is low on memory or disk space",
         "no task can be sent, nor passed on by a module; tasks that wait come late",
-        "free memory or disk space on the node, or raise its limit: "
-        "`rabbitmqctl set_vm_memory_high_watermark 0.6`, `rabbitmqctl set_disk_free_limit 1GB`",
+        "free memory or disk space on the node; until then, let it use more memory with "
+        "`rabbitmqctl set_vm_memory_high_watermark 0.7`, or more disk space with "
+        "`rabbitmqctl set_disk_free_limit 50MB`, there",
     ),
     "queue-limit": _danger(
         "it may have {most} queues (max-queues) and has {there}; {missing} more are needed",
@@ -333,21 +334,23 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "quorum-lost": _danger(
         "only {online} of {members} replicas are online; those on {away} are away",
         "the queue takes and gives nothing: tasks wait in it, and before it, until it is back",
-        "start the nodes that are away; remove dead ones with rabbitmq-queues shrink",
+        "start the nodes that are away; if most are gone for good, its messages are lost: delete "
+        f"the queue, and {_DECLARE_QUEUES}",
     ),
     "replica-offline": _warning(
         "{online} of {members} replicas are online; that on {away} is away",
         "if more nodes fail, the queue stops, and tasks wait until they are back",
-        "start the node that is away, or replace it (rabbitmq-queues shrink and grow)",
+        "start the node that is away; if it is gone for good: {commands}",
     ),
     "replicas-few": _warning(
         "it has {members} replicas in a cluster of {nodes} nodes",
         "tasks wait in it while a node is away, and are lost with its disk",
-        "add replicas: rabbitmq-queues grow NODE all",
+        "add replicas, on nodes that run: {commands}",
     ),
     "unreachable": _danger(
         "it is a classic queue, and its node {node} does not run",
         "its tasks are tried again until it is back; on RabbitMQ 4.3 they hold up other queues",
-        "start the node, or delete the queue and declare it elsewhere",
+        "start the node; if it is gone for good, with its queues: "
+        f"`rabbitmqctl forget_cluster_node {{node}}`, then {_DECLARE_QUEUES}",
     ),
 }
