@@ -234,7 +234,7 @@ class Schedules:
         known = self.app.tasks.get(task_name)
         serializer = options.get("serializer") or getattr(known, "serializer", None)
         serializer = serializer or self.app.conf.task_serializer
-        definition = definition_of(task_name, args, kwargs or {}, options, serializer)
+        definition = definition_of(task_name, args or (), kwargs or {}, options, serializer)
         in_any_order = json.dumps(json.loads(definition), sort_keys=True)
         said = json.dumps([in_any_order, recurrence, catch_up_ms, jitter_ms, overlap])
         revision = hashlib.sha256(said.encode()).hexdigest()[:12]
