@@ -192,18 +192,7 @@ def _answer(answer: dict[str, Any], name: str, lines: list[str]) -> None:
 
 def _as_json(schedule: Schedule) -> dict[str, Any]:
     last = schedule.last and dict(zip(("due", "came", "fate"), schedule.last, strict=True))
-    exported = json.loads(kombu_json.dumps(schedule.exported(), cls=_Shown))
-    return {**exported, "next_at": schedule.next_at, "last": last}
-
-
-class _Shown(kombu_json.JSONEncoder):
-    """Writes also what only the serializer of a task can write."""
-
-    def default(self, o: Any) -> Any:
-        try:
-            return super().default(o)
-        except TypeError:
-            return repr(o)
+    return {**schedule.exported(), "next_at": schedule.next_at, "last": last}
 
 
 def _facts(schedule: Schedule) -> list[str]:

@@ -19,6 +19,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.app.beat import end_beat, put_beat
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.worker.occurrences import LOOK_EVERY, Occurrences
+from tests.integration.arrivals import Arrival, take
 from tests.integration.registering import RedisSetup
 from tests.integration.registry_fixtures import module_settings, redis_setup
 from tests.integration.shop import PATIENCE
@@ -50,7 +51,7 @@ OPTIONS: dict[str, Any] = {
     "soft_time_limit": 20,
     "expires": 60,
     "ignore_result": True,
-    "serializer": "yaml",
+    "serializer": "json",
     "argsrepr": "(hidden)",
     "retry": False,
     "retry_policy": {"max_retries": 1},
@@ -78,8 +79,8 @@ WHENS: dict[str, dict[str, Any]] = {
 #: Options that a schedule leaves out, each with one warning.
 LEFT_OUT = ["add_to_parent", "countdown", "task_id"]
 
-COMPARED_HEADERS = ("task", "shadow", "timelimit", "ignore_result", "tenant", "compression")
-COMPARED_PROPERTIES = ("priority", "delivery_mode", "content_type", "content_encoding")
+HEADERS = ("task", "shadow", "timelimit", "ignore_result", "tenant", "compression")
+PROPERTIES = ("priority", "delivery_mode", "content_type")
 
 
 def entries() -> dict[str, dict[str, Any]]:
@@ -90,27 +91,12 @@ def entries() -> dict[str, dict[str, Any]]:
     return {name: {**common, **each} for name, each in (kinds | WHENS).items()}
 
 
-def said(message: Any) -> str:
+def said(arrival: Arrival) -> str:
     """Return what a worker sees of a message, with the types of all arguments."""
-    args, kwargs, rest = message.payload
-    own = [message.headers.get(name) for name in COMPARED_HEADERS]
-    kept = {**message.properties, "content_type": message.content_type}
-    kept["content_encoding"] = message.content_encoding
-    hidden = message.headers["argsrepr"] == OPTIONS["argsrepr"]
-    return repr([args, kwargs, rest, own, [kept.get(name) for name in COMPARED_PROPERTIES], hidden])
-
-
-def arrivals(connection: Connection, name: str, number: int) -> list[Any]:
-    """Take so many messages from a queue."""
-    found: list[Any] = []
-
-    def has_come() -> bool:
-        message = Queue(name)(connection.default_channel).get(True, ["json", "yaml"])
-        found.extend([message] * (message is not None))
-        return len(found) == number
-
-    wait_for(has_come, f"{number} messages", PATIENCE, interval=0.01)
-    return found
+    message, is_hidden = arrival.message, arrival.message.headers["argsrepr"] == "(hidden)"
+    properties = {**message.properties, "content_type": message.content_type}
+    headers = [message.headers.get(name) for name in HEADERS]
+    return repr([arrival.body, headers, [properties.get(each) for each in PROPERTIES], is_hidden])
 
 
 def test_what_arrives_of_each_entry_is_what_beat_sends(
@@ -122,7 +108,7 @@ def test_what_arrives_of_each_entry_is_what_beat_sends(
 ) -> None:
     assert len(entries()) == 39
     given = {**module_settings, "beat_schedule": entries(), "rabbitdelay_beat": True}
-    app = make_shop(**given, accept_content=["json", "yaml"])
+    app = make_shop(**given)
     queue = make_queue()
     plain = Celery("plain", broker=module_settings["broker_url"], set_as_current=False)
     plain.conf.update(task_default_queue=queue.name, task_default_queue_type="quorum")
@@ -141,14 +127,14 @@ def test_what_arrives_of_each_entry_is_what_beat_sends(
     beat = Scheduler(plain, lazy=True)
     for name, entry in entries().items():
         beat.apply_async(ScheduleEntry(name, app=plain, **entry), advance=False)
-    expected = arrivals(connection, queue.name, len(entries()))
+    expected = take(connection, [queue], len(entries()))
     plain.close()
 
     names = {app.rabbitdelay.schedules.trigger(f"beat:shop:{name}").id: name for name in WHENS}
     came = {}
-    for message in arrivals(connection, app.conf.task_default_queue, len(entries())):
-        task_id = message.headers["id"]
-        came[names.get(task_id) or task_id.split(":")[2]] = said(message)
+    for arrival in take(connection, [Queue(app.conf.task_default_queue)], len(entries())):
+        task_id = arrival.message.headers["id"]
+        came[names.get(task_id) or task_id.split(":")[2]] = said(arrival)
     assert came == dict(zip(entries(), map(said, expected), strict=True))
     end_beat(app.rabbitdelay.schedules)
 
@@ -156,17 +142,16 @@ def test_what_arrives_of_each_entry_is_what_beat_sends(
 def test_an_entry_of_beat_runs_until_it_expires(
     make_shop: Callable[..., Any], module_settings: dict[str, Any]
 ) -> None:
-    ends = datetime(2090, 1, 2, tzinfo=UTC)
-    given: dict[str, Any] = {"a": ends, "b": ends.isoformat(), "c": ends.replace(tzinfo=None)}
-    given["over"] = datetime(2020, 1, 1, tzinfo=UTC)
+    ends, over = datetime(2090, 1, 2, tzinfo=UTC), datetime(2020, 1, 1, tzinfo=UTC)
+    given = [ends, ends.isoformat(), ends.replace(tzinfo=None), over]
     made = {
-        name: {"task": "look", "schedule": 3600, "options": {"expires": each}}
-        for name, each in given.items()
+        str(each): {"task": "look", "schedule": 3600, "options": {"expires": each}}
+        for each in given
     }
     app = make_shop(**module_settings, beat_schedule=made, rabbitdelay_beat=True)
     assert put_beat(app.rabbitdelay.schedules)
-    found = app.rabbitdelay.schedules.all()
-    assert [each.exported()["end"] for each in found] == [ends.isoformat()] * 3
+    found = [each.exported()["end"] for each in app.rabbitdelay.schedules.all()]
+    assert found == [ends.isoformat()] * 3
     end_beat(app.rabbitdelay.schedules)
 
 
