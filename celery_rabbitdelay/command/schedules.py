@@ -100,28 +100,29 @@ def import_all(file: TextIO) -> None:
 
     FILE is what export has printed; - is standard input. To import again changes nothing.
     """
-    try:
-        found = [{"name": "", **each} for each in kombu_json.loads(file.read())["schedules"]]
-    except (LookupError, TypeError, ValueError) as error:
-        raise click.UsageError(f"the file cannot be read: {error!r}") from error
-    imported = []
+    errors: dict[str, str] = {}
     with shared.with_registry() as delays:
+        try:
+            found = [{"name": "", **each} for each in kombu_json.loads(file.read())["schedules"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise click.UsageError(f"the file cannot be read: {error!r}") from error
         for each in found:
-            said = ""
             try:
                 delays.schedules.put_exported(each)
+                errors[each["name"]] = ""
             except (PublishError, RegistryUnavailable):
                 raise
-            except (RabbitDelayError, LookupError, TypeError, ValueError) as wrong:
-                said = str(wrong)
-            imported.append({"name": each["name"], "error": said})
-    lines = [
-        f"{each['name']}: {'not imported: ' * bool(each['error'])}{each['error'] or 'imported'}"
-        for each in imported
-    ]
-    shared.answer({"imported": imported}, lines)
-    if any(each["error"] for each in imported):
+            except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
+                errors[each["name"]] = str(error)
+    imported = [{"name": name, "error": error} for name, error in errors.items()]
+    shared.answer({"imported": imported}, map(_imported, errors.items()))
+    if any(errors.values()):
         raise SystemExit(shared.FAILED)
+
+
+def _imported(told: tuple[str, str]) -> str:
+    name, error = told
+    return f"{name}: not imported: {error}" if error else f"{name}: imported"
 
 
 @schedules.command()

@@ -139,6 +139,7 @@ BESIDE = {
     "export": "--format mermaid",
     "permissions": "producer --user web",
     "route": "5",
+    "schedules import": "-",
     "send": "some-task --by-name",
 }
 
