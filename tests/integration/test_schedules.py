@@ -233,7 +233,7 @@ def test_the_options_of_a_task_are_those_of_its_occurrences(
     assert found.message.headers["expires"] is None
     assert found.message.properties["priority"] == 2
     app.rabbitdelay.schedules.delete("a")
-    app.rabbitdelay.schedules.put("b", "note", "@daily", queue=app.amqp.queues[queue])
+    app.rabbitdelay.schedules.put("b", "look", "@daily", queue=app.amqp.queues[queue])
     assert app.rabbitdelay.schedules.get("b").options == {"queue": queue}
     app.rabbitdelay.schedules.delete("b")
 
