@@ -6,16 +6,21 @@ import hashlib
 import logging
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final, Literal
 
-from celery_rabbitdelay.app.schedules import Schedules
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from celery_rabbitdelay.app.schedules import OPTIONS, Schedules
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.schedules import NotedSchedule
 
 logger = logging.getLogger(__name__)
+
+#: What :meth:`.Schedules.put` takes beside the options of a send; an entry's options may name it.
+OF_PUT: Final = frozenset(Schedules.put.__kwdefaults__ or ())
 
 #: For how many milliseconds entries of beat do not come back that others have taken the place of.
 FLAPPING_MS: Final = 3_600_000
@@ -33,7 +38,7 @@ class Rehearsal(Schedules):
 
     def _change(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
         def said(each: NotedSchedule) -> tuple[object, ...]:
-            return each.definition, each.occurrence.revision, each.is_paused, each.is_sent
+            return bool(each.definition), each.occurrence.revision, each.is_paused, each.is_sent
 
         if before is None or said(before) != said(noted):
             self.told[noted.occurrence.name] = "put" if before is None else "changed"
@@ -65,10 +70,8 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
     app.loader.import_default_modules()
     app.finalize()
     registry, application, prefix = app.rabbitdelay.registry, str(app.main or ""), _prefix(app)
-    given = {**_entries_of_celery(app), **app.conf.beat_schedule}
-    entries = {f"{prefix}{name}": each for name, each in given.items()}
-    said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
-    digest = hashlib.sha256(said.encode()).hexdigest()[:24]
+    entries = _entries(app)
+    digest = _digest(entries)
     with registry.alone_under(prefix):
         found = registry.schedules.taken_over(application)
         ended_ms = int(found.get(digest, 0))
@@ -88,9 +91,30 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
     return True
 
 
+def state_of_beat(schedules: Schedules) -> Literal["current", "former", "lost"]:
+    """Return what Redis knows of this code's entries: whether others have taken their place."""
+    app = schedules.app
+    found = app.rabbitdelay.registry.schedules.taken_over(str(app.main or ""))
+    digest = _digest(_entries(app))
+    if found.get("current") == digest:
+        return "current"
+    return "former" if digest in found else "lost"
+
+
 def end_beat(schedules: Schedules) -> None:
     """End all schedules that were put for ``beat_schedule``: beat runs it again."""
     _end_others(schedules, ())
+
+
+def _entries(app: Any) -> dict[str, Any]:
+    """Return an application's entries by the names of their schedules."""
+    given = {**_entries_of_celery(app), **app.conf.beat_schedule}
+    return {f"{_prefix(app)}{name}": each for name, each in given.items()}
+
+
+def _digest(entries: Mapping[str, Any]) -> str:
+    said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
+    return hashlib.sha256(said.encode()).hexdigest()[:24]
 
 
 def _prefix(app: Any) -> str:
@@ -106,21 +130,27 @@ def _end_others(schedules: Schedules, kept: Container[str]) -> None:
 
 
 def _put_entry(schedules: Schedules, name: str, entry: Mapping[str, Any]) -> None:
+    """Put an entry without the options that a schedule does not take."""
     try:
-        options = dict(entry.get("options") or {})
-        # Celery counts it from the send, which is when the occurrence is due.
-        expires = options.pop("expires", None)
+        given = dict(entry.get("options") or {})
+        options: dict[str, Any] = {"overlap": "allow"}  # as with beat
+        expires = given.pop("expires", None)
+        if isinstance(expires, str):
+            expires = maybe_iso8601(expires)
+        if isinstance(expires, datetime):
+            options["end"] = maybe_make_aware(expires)
+        elif expires is not None:
+            # Celery counts it from the send, which is when the occurrence is due.
+            options["catch_up"] = expires
+        options |= {key: given.pop(key) for key in (OPTIONS | OF_PUT) & given.keys()}
+        if given:
+            left_out = ", ".join(sorted(given))
+            logger.warning("The entry %r of beat runs without its options: %s", name, left_out)
         when = entry["schedule"]
         if isinstance(when, int | float):
             when = timedelta(seconds=when)
-        # Beat lets runs overlap.
-        options = {
-            "overlap": "allow",
-            "catch_up": "last" if expires is None else expires,
-            **options,
-        }
-        given = entry.get("args") or (), entry.get("kwargs")
-        schedules.put(name, entry["task"], when, *given, **options)
+        its_args = entry.get("args") or (), entry.get("kwargs")
+        schedules.put(name, entry["task"], when, *its_args, **options)
     except (*TEMPORARY_ERRORS, RegistryUnavailable):
         raise
     except Exception as error:  # noqa: BLE001 - whatever it says, the others are put

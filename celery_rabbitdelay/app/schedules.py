@@ -29,6 +29,7 @@ from celery_rabbitdelay.levels.schedule import (
     MAX_JITTER_MS,
     MAX_TEXT,
     UNTIL_NEXT,
+    Definition,
     Occurrence,
     Overlap,
     definition_of,
@@ -39,10 +40,11 @@ from celery_rabbitdelay.registry.schedules import Fate, NotedSchedule
 
 logger = logging.getLogger(__name__)
 
-#: The options of a send that a schedule takes.
+#: The options of a send that a schedule takes. Others concern one message only.
 OPTIONS: Final = frozenset(
     {"queue", "exchange", "routing_key", "priority", "serializer", "headers", "ignore_result"}
-    | {"time_limit", "soft_time_limit", "shadow"}
+    | {"time_limit", "soft_time_limit", "shadow", "argsrepr", "kwargsrepr", "link", "link_error"}
+    | {"retry", "retry_policy", "compression", "delivery_mode", "mandatory"}
 )
 
 #: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
@@ -68,7 +70,8 @@ class Schedule(NamedTuple):
 
     Attributes:
         name: Its name.
-        task: The name of the task that it sends; empty if Redis has lost it.
+        task: The name of the task that it sends; empty if Redis has lost it, or this program cannot
+            read its arguments.
         args: The task's positional arguments.
         kwargs: Its keyword arguments.
         options: The options of the task.
@@ -96,18 +99,16 @@ class Schedule(NamedTuple):
     last: tuple[datetime, datetime, Fate] | None
 
     @classmethod
-    def of(cls, noted: NotedSchedule) -> Schedule:
-        """Return what is noted about it."""
-        task, args, kwargs, options = "", (), {}, {}
-        if noted.definition:
-            task, args, kwargs, options = json.loads(noted.definition)
+    def of(cls, noted: NotedSchedule, sent: Definition | None) -> Schedule:
+        """Return what is noted about it, with what it sends, if that is known."""
         occurrence, last = noted.occurrence, noted.last
+        sent = sent or Definition("", [], {}, {})
         return cls(
             occurrence.name,
-            task,
-            tuple(args),
-            kwargs,
-            options,
+            sent.task,
+            tuple(sent.args),
+            sent.kwargs,
+            sent.options,
             instant_of(occurrence.due_ms),
             noted.is_paused,
             occurrence.recurrence,
@@ -118,6 +119,29 @@ class Schedule(NamedTuple):
             if last is None
             else (instant_of(last.due_ms), instant_of(last.came_ms), last.fate),
         )
+
+    def exported(self) -> dict[str, Any]:
+        """Return it as the arguments of :meth:`.Schedules.put`, in values that kombu's JSON takes.
+
+        Only arguments that the task's serializer writes may have other values.
+        """
+        when, start_ms, end_ms = self.recurrence, self.recurrence.start_ms, self.recurrence.end_ms
+        return {
+            "name": self.name,
+            "task": self.task,
+            "args": list(self.args),
+            "kwargs": self.kwargs,
+            "options": self.options,
+            "when": list(when.rules),
+            "timezone": when.zone,
+            "start": instant_of(start_ms).isoformat() if start_ms else None,
+            "end": None if end_ms is None else instant_of(end_ms).isoformat(),
+            "exclude": list(when.excluded),
+            "jitter": self.jitter,
+            "overlap": self.overlap,
+            "catch_up": self.catch_up,
+            "paused": self.is_paused,
+        }
 
 
 @dataclass(frozen=True)
@@ -159,7 +183,7 @@ class Schedules:
             when: When it is due: a timedelta of at least a second; Celery's ``schedule``,
                 ``crontab`` or ``solar`` (all workers need the package ephem); a cron text of five
                 or six fields, or such as ``@daily``; or a list.
-            args: The task's positional arguments, which JSON can write.
+            args: The task's positional arguments, which its serializer can write.
             kwargs: Its keyword arguments, likewise.
             timezone: The IANA name of the time zone of cron texts; by default Celery's.
             start: Nothing is due before that, an aware datetime; intervals count from it.
@@ -205,8 +229,14 @@ class Schedules:
                 (jitter, overlap), f"takes a jitter of at most a day, and the overlap {takes}"
             )
         task_name = task if isinstance(task, str) else str(task.name)
-        definition = definition_of(task_name, args, kwargs or {}, options)
-        said = json.dumps([definition, recurrence, catch_up_ms, jitter_ms, overlap])
+        for each in options.keys() & {"queue", "exchange"}:
+            options[each] = getattr(options[each], "name", options[each])
+        known = self.app.tasks.get(task_name)
+        serializer = options.get("serializer") or getattr(known, "serializer", None)
+        serializer = serializer or self.app.conf.task_serializer
+        definition = definition_of(task_name, args or (), kwargs or {}, options, serializer)
+        in_any_order = json.dumps(json.loads(definition), sort_keys=True)
+        said = json.dumps([in_any_order, recurrence, catch_up_ms, jitter_ms, overlap])
         revision = hashlib.sha256(said.encode()).hexdigest()[:12]
         first_ms = recurrence.after(wall_clock.ms())
         occurrence = Occurrence(
@@ -231,6 +261,15 @@ class Schedules:
             is_paused = bool(before is not None and before.is_paused if paused is None else paused)
             self._change(NotedSchedule(definition, occurrence, is_paused), before)
         return self.get(name)
+
+    def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
+        """Put a schedule as :meth:`.Schedule.exported` has returned it, with changes."""
+        given = {**exported, **changes}
+        for name in ("start", "end"):
+            if given.get(name) is not None:
+                given[name] = datetime.fromisoformat(given[name])
+        options = given.pop("options", None) or {}
+        return self.put(**given, **options)
 
     def _change(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
         """Let a schedule be what it is to be, if it is not."""
@@ -269,12 +308,12 @@ class Schedules:
     def get(self, name: str) -> Schedule | None:
         """Return a schedule; None if no schedule has that name."""
         (noted,) = self._registry.schedules.get([name])
-        return None if noted is None else Schedule.of(noted)
+        return None if noted is None else Schedule.of(noted, self._read(noted))
 
     def all(self) -> list[Schedule]:
         """Return all schedules, by name."""
         noted = self._registry.schedules.get(self._registry.schedules.all())
-        return [Schedule.of(each) for each in noted if each is not None]
+        return [Schedule.of(each, self._read(each)) for each in noted if each is not None]
 
     def next(self, name: str, number: int = 5) -> list[datetime]:
         """Return when a schedule is due next; empty if no schedule has that name."""
@@ -303,9 +342,8 @@ class Schedules:
     def trigger(self, name: str) -> AsyncResult[Any] | None:
         """Send the task of a schedule now, beside its occurrences; None if there is no such one."""
         (noted,) = self._registry.schedules.get([name])
-        if noted is None or not noted.definition:
-            return None
-        return self._sent(noted.definition)
+        sent = noted and self._read(noted)
+        return self._sent(sent) if sent else None
 
     def backfill(self, name: str, since: datetime, until: datetime) -> int:
         """Send the task of a schedule now for each instant of a time that is over.
@@ -325,7 +363,8 @@ class Schedules:
             InvalidSchedule: There is no such schedule, or more than :data:`MAX_BACKFILL` instants.
         """
         (noted,) = self._registry.schedules.get([name])
-        if noted is None or not noted.definition:
+        sent = noted and self._read(noted)
+        if noted is None or sent is None:
             raise InvalidSchedule(name, "is no schedule")
         occurrence, end_ms = noted.occurrence, min(milliseconds_of(until), wall_clock.ms())
         missed: list[Occurrence] = []
@@ -337,7 +376,7 @@ class Schedules:
             instant_ms = occurrence.recurrence.after(instant_ms)
         with self.app.rabbitdelay.pipeline():
             for each in missed:
-                self._sent(noted.definition, task_id=each.task_id, once=True, delay=AT_ONCE)
+                self._sent(sent, task_id=each.task_id, once=True, delay=AT_ONCE)
         return len(missed)
 
     def delete(self, name: str) -> bool:
@@ -377,13 +416,13 @@ class Schedules:
                 # Its occurrence has come, and Redis was away when the next one was to be noted.
                 registry.schedules.follow([following])
                 return False
-            if not noted.definition:
+            sent = self._read(noted)
+            if sent is None:
                 logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
                 return False
             registry.schedules.heal(name, wall_clock.ms())
             self._send(noted)
-            task = json.loads(noted.definition)[0]
-            self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
+            self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, sent.task, "sent again")
             return True
 
     @property
@@ -391,10 +430,16 @@ class Schedules:
         registry: Registry = self.app.rabbitdelay.registry
         return registry
 
+    def _read(self, noted: NotedSchedule) -> Definition | None:
+        return Definition.of(noted.definition, self.app.conf.accept_content)
+
     def _send(self, noted: NotedSchedule) -> None:
-        occurrence = noted.occurrence
+        occurrence, sent = noted.occurrence, self._read(noted)
+        if sent is None:
+            takes = "takes arguments that accept_content lets be read"
+            raise InvalidSchedule(occurrence.name, takes)
         self._sent(
-            noted.definition,
+            sent,
             eta=instant_of(occurrence.due_ms),
             task_id=occurrence.task_id,
             key=occurrence.key,
@@ -402,16 +447,17 @@ class Schedules:
             rabbitdelay_schedule=occurrence.text,
         )
 
-    def _sent(self, definition: str, **more: Any) -> AsyncResult[Any]:
+    def _sent(self, sent: Definition, **more: Any) -> AsyncResult[Any]:
         """Send the task of a schedule, as beat does: with the options of the task, if it is known.
 
         Except when it expires, which would be an instant, and the same for all occurrences.
         """
-        name, args, kwargs, options = json.loads(definition)
-        known = self.app.tasks.get(name)
-        send = partial(self.app.send_task, name) if known is None else known.apply_async
-        sent: AsyncResult[Any] = send(args, kwargs, **options, **more, expires=None)
-        return sent
+        known = self.app.tasks.get(sent.task)
+        send = partial(self.app.send_task, sent.task) if known is None else known.apply_async
+        result: AsyncResult[Any] = send(
+            sent.args, sent.kwargs, **sent.options, **more, expires=None
+        )
+        return result
 
 
 def _catch_up_ms(catch_up: Any) -> int:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import click
+from kombu.utils import json as kombu_json
 
-from celery_rabbitdelay.app import beat, schedule_imports
+from celery_rabbitdelay.app import beat
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
+from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 
 #: Seconds after which it is said of an occurrence that it has not come.
@@ -82,49 +82,47 @@ def export_all() -> None:
     """Print all schedules as JSON, for import."""
     with shared.with_registry() as delays:
         found = delays.schedules.all()
-    answer = {"schedules": [schedule_imports.exported(each) for each in found if each.task]}
+    answer: dict[str, Any] = {"schedules": []}
+    for each in found:
+        try:
+            exported = json.loads(kombu_json.dumps(each.exported()))
+        except TypeError as error:
+            click.echo(f"{each.name}: not exported: {error}", err=True)
+        else:
+            answer["schedules"] += [exported] * bool(each.task)
     shared.answer(answer, [json.dumps(answer, indent=2)])
 
 
 @schedules.command("import")
-@click.argument(
-    "file", type=click.Path(exists=True, dir_okay=False, allow_dash=True), required=False
-)
-@click.option("--redbeat", is_flag=True, help="Those of RedBeat, from its Redis.")
-@click.option("--redbeat-url", help="The URL of that Redis; by default as its settings say.")
-@click.option("--django", is_flag=True, help="Those in the tables of django-celery-beat.")
-def import_all(file: str | None, redbeat: bool, redbeat_url: str | None, django: bool) -> None:
-    """Put the schedules of an export, of RedBeat or of django-celery-beat.
+@click.argument("file", type=click.File())
+def import_all(file: TextIO) -> None:
+    """Put the schedules of an export.
 
     FILE is what export has printed; - is standard input. To import again changes nothing.
     """
-    if [file is not None, redbeat or redbeat_url is not None, django].count(True) != 1:
-        raise click.UsageError("give one of a file, --redbeat and --django")
+    errors: dict[str, str] = {}
     with shared.with_registry() as delays:
-        if file is not None:
-            found = _read(file)
-        elif django:
-            found = schedule_imports.from_django()
-        else:
-            found = schedule_imports.from_redbeat(delays.app, redbeat_url)
-        told = [*schedule_imports.put_all(delays.schedules, found)]
-    imported = [{"name": each.name, "error": each.error, "notes": each.notes} for each in told]
-    shared.answer({"imported": imported}, map(_imported, told))
-    if any(each.error for each in told):
+        try:
+            found = [{"name": "", **each} for each in kombu_json.loads(file.read())["schedules"]]
+        except (LookupError, TypeError, ValueError) as error:
+            raise click.UsageError(f"the file cannot be read: {error!r}") from error
+        for each in found:
+            try:
+                delays.schedules.put_exported(each)
+                errors[each["name"]] = ""
+            except (PublishError, RegistryUnavailable):
+                raise
+            except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
+                errors[each["name"]] = str(error)
+    imported = [{"name": name, "error": error} for name, error in errors.items()]
+    shared.answer({"imported": imported}, map(_imported, errors.items()))
+    if any(errors.values()):
         raise SystemExit(shared.FAILED)
 
 
-def _read(file: str) -> Iterable[schedule_imports.Foreign]:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-        return [*schedule_imports.from_json(text)]
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(f"the file cannot be read: {error}") from error
-
-
-def _imported(told: schedule_imports.Foreign) -> str:
-    outcome = f"not imported: {told.error}" if told.error else ", ".join(("imported", *told.notes))
-    return f"{told.name}: {outcome}"
+def _imported(told: tuple[str, str]) -> str:
+    name, error = told
+    return f"{name}: not imported: {error}" if error else f"{name}: imported"
 
 
 @schedules.command()
@@ -195,12 +193,12 @@ def _answer(answer: dict[str, Any], name: str, lines: list[str]) -> None:
 
 def _as_json(schedule: Schedule) -> dict[str, Any]:
     last = schedule.last and dict(zip(("due", "came", "fate"), schedule.last, strict=True))
-    return {**schedule_imports.exported(schedule), "next_at": schedule.next_at, "last": last}
+    return {**schedule.exported(), "next_at": schedule.next_at, "last": last}
 
 
 def _facts(schedule: Schedule) -> list[str]:
     """Return the lines about a schedule below its first one."""
-    said = schedule_imports.exported(schedule)
+    said = schedule.exported()
     shown = ("args", "kwargs", "options", "when", "timezone", "start", "end", "exclude")
     lines = [f"  {name}: {said[name]}" for name in (*shown, "jitter", "overlap", "catch_up")]
     if schedule.last is not None:

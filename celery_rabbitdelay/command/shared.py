@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
+from datetime import date, datetime
 from functools import partial
 from threading import Event
 from typing import Any, Final, NoReturn, TypeAlias
@@ -163,12 +163,16 @@ def answer(found: Mapping[str, Any], lines: Iterable[str]) -> None:
     """Print an object as JSON where it is asked for, or lines of text, if there are any.
 
     Args:
-        found: The object, in values of JSON and instants, which are written by ISO 8601.
+        found: The object; instants are written by ISO 8601, and what JSON does not know as text.
         lines: The text.
     """
-    text = json.dumps(found, default=datetime.isoformat) if as_json() else "\n".join(lines)
+    text = json.dumps(found, default=_written) if as_json() else "\n".join(lines)
     if text:
         click.echo(text)
+
+
+def _written(value: Any) -> str:
+    return value.isoformat() if isinstance(value, date) else str(value)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -7,6 +7,10 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
+from kombu import serialization
+from kombu.exceptions import KombuError
+from kombu.utils import json as kombu_json
+
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 from celery_rabbitdelay.levels.headers import is_int
@@ -127,16 +131,68 @@ def key_of(name: str) -> str:
 
 
 def definition_of(
-    task: str, args: Iterable[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    task: str,
+    args: Iterable[Any],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    serializer: str = "json",
 ) -> str:
-    """Return what a schedule sends, as JSON with sorted keys.
+    """Return what a schedule sends, as kombu's JSON.
+
+    Arguments that JSON does not return as they were are written by the task's serializer.
 
     Raises:
-        InvalidSchedule: JSON cannot write it.
+        InvalidSchedule: The serializer cannot write the arguments, or JSON the options.
     """
+    given: list[Any] = [list(args), dict(kwargs)]
     try:
-        return json.dumps([task, list(args), dict(kwargs), dict(options)], sort_keys=True)
-    except (TypeError, ValueError) as error:
+        if _is_json(given, serializer):
+            return kombu_json.dumps([task, *given, options])
+        written = serialization.dumps(given, serializer)
+        return kombu_json.dumps([task, written, None, options])
+    except (TypeError, ValueError, KombuError) as error:
         raise InvalidSchedule(
-            (args, kwargs, options), f"takes what JSON can write: {error}"
+            (*given, options), f"takes arguments that {serializer} can write: {error}"
         ) from None
+
+
+def _is_json(given: list[Any], serializer: str) -> bool:
+    try:
+        read = kombu_json.loads(kombu_json.dumps(given))
+        return serializer == "json" or repr(read) == repr(given)
+    except (TypeError, ValueError):
+        return False
+
+
+class Definition(NamedTuple):
+    """What a schedule sends.
+
+    Attributes:
+        task: The name of the task.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: Further options of the send.
+    """
+
+    task: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, text: str, accept: Iterable[str]) -> Self | None:
+        """Read it; None if Redis has lost it, or this program cannot read it.
+
+        Args:
+            text: What :func:`definition_of` has returned.
+            accept: Celery's ``accept_content``, for arguments that are not JSON.
+        """
+        try:
+            task, args, kwargs, options = kombu_json.loads(text)
+            if kwargs is None:
+                content_type, encoding, body = args
+                accepted = serialization.prepare_accept_content(accept)
+                args, kwargs = serialization.loads(body, content_type, encoding, accepted)
+        except Exception:  # noqa: BLE001 - decoders of any type
+            return None
+        return cls(task, args, kwargs, options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
@@ -10,7 +9,6 @@ from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.app.schedule_imports import exported, from_json
 from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
@@ -105,11 +103,9 @@ def edit(asked: Asked) -> dict[str, Any]:
     found = _known(asked)
     if not found.task:
         raise HTTPException(409, "Redis has lost the task: the application has to put it again.")
-    # As an import of its export: what is not changed stays.
-    (same,) = from_json(json.dumps({"schedules": [exported(found)]}))
     with servers_away():
         try:
-            put = asked.with_registry.schedules.put(found.name, **{**same.given, **changed})
+            put = asked.with_registry.schedules.put_exported(found.exported(), **changed)
         except (InvalidSchedule, InvalidDelay) as wrong:
             raise Wrong("when", str(wrong)) from wrong
     log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
@@ -176,7 +172,7 @@ def _changed(asked: Asked, change: Callable[[Schedules, str], bool], what: str) 
 
 def _told(asked: Asked, found: Schedule) -> dict[str, Any]:
     """Return a schedule without arguments that may not be shown."""
-    options, told = asked.site.options, exported(found)
+    options, told = asked.site.options, found.exported()
     for name in ("args", "kwargs", "options"):
         told[name] = masked(options, found.task, str(told[name]))
     late = (wall_clock.now() - found.next_at).total_seconds()

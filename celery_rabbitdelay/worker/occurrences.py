@@ -18,7 +18,7 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay.app import instruments, signals
-from celery_rabbitdelay.app.beat import put_beat
+from celery_rabbitdelay.app.beat import put_beat, state_of_beat
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
@@ -155,17 +155,22 @@ class Occurrences(BatchThread[Arrived]):
         self._delays = consumer.app.rabbitdelay
         self._registry = self._delays.registry
         self._early_tasks = early_tasks
-        self._puts_beat = self._delays.settings.beat
+        self._beat = ""
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
         self._runs = Runs(self._registry)
         self._heal_at = 0.0
         self.overdue = 0.0
 
     def begin(self) -> None:
-        """Put the entries of beat, if workers have taken them over."""
-        if self._puts_beat:
-            put_beat(self._delays.schedules)
-            self._puts_beat = False
+        """Put the entries of beat, if workers have taken them over; again if Redis lost them."""
+        if not self._delays.settings.beat:
+            return
+        schedules = self._delays.schedules
+        state = state_of_beat(schedules) if self._beat else "lost"
+        if state != "lost":
+            self._beat = state
+        elif self._beat != "former":  # workers of later code put theirs
+            self._beat = "current" if put_beat(schedules) else "former"
 
     def own_work_in(self) -> float:
         """Return the seconds until the next look for what has not come."""

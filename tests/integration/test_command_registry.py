@@ -357,7 +357,7 @@ def test_schedules_are_listed_paused_triggered_deleted_and_imported(
     exported = tmp_path / "schedules.json"
     exported.write_text(run_command(settings, "schedules export").stdout)
     told = answer(settings, f"schedules import {exported}", "schedules_import")["imported"]
-    assert told == [{"name": "nightly", "error": "", "notes": []}]
+    assert told == [{"name": "nightly", "error": ""}]
     gone = run_command(settings, "schedules delete often")
     assert (gone.returncode, gone.stdout) == (1, "often: there is no such schedule\n")
     app.rabbitdelay.schedules.delete("nightly")

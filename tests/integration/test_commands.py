@@ -47,7 +47,7 @@ LEAST: dict[str, str | None] = {
     "schedules backfill": "some-name --since 2030-01-01",
     "schedules delete": "some-name",
     "schedules export": "",
-    "schedules import": "--redbeat-url redis://:secret@127.0.0.1:1/0",
+    "schedules import": None,
     "schedules list": "",
     "schedules next": "some-name",
     "schedules pause": "some-name",
@@ -139,6 +139,7 @@ BESIDE = {
     "export": "--format mermaid",
     "permissions": "producer --user web",
     "route": "5",
+    "schedules import": "-",
     "send": "some-task --by-name",
 }
 

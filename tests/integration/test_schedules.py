@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -18,10 +15,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab
 from kombu import Connection
-from redbeat import RedBeatSchedulerEntry
-from redbeat.schedules import rrule
+from kombu.utils import json
 
 from celery_rabbitdelay import (
     DelayTooLong,
@@ -32,7 +28,6 @@ from celery_rabbitdelay import (
 )
 from celery_rabbitdelay.app import schedules
 from celery_rabbitdelay.app.beat import end_beat, put_beat
-from celery_rabbitdelay.app.schedule_imports import exported, from_json, from_redbeat, put_all
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.verify.checks import check_schedules
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -207,7 +202,7 @@ def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(
         ({"name": "ü" * 120}, "1 to 226 bytes"),
         ({"name": "\ud800"}, "1 to 226 bytes"),
         ({"when": ["0 0 * * *" + ",0" * 300] * 9}, "too long|takes"),
-        ({"countdown": 3}, r"takes the options .* not \['countdown'\]"),
+        ({"quue": "second"}, r"takes the options .* not \['quue'\]"),
         ({"args": [object()]}, "JSON"),
         (
             {"exchange": "amq.fanout", "routing_key": "x", "kwargs": {"key": "x"}},
@@ -238,6 +233,9 @@ def test_the_options_of_a_task_are_those_of_its_occurrences(
     assert found.message.headers["expires"] is None
     assert found.message.properties["priority"] == 2
     app.rabbitdelay.schedules.delete("a")
+    app.rabbitdelay.schedules.put("b", "look", "@daily", queue=app.amqp.queues[queue])
+    assert app.rabbitdelay.schedules.get("b").options == {"queue": queue}
+    app.rabbitdelay.schedules.delete("b")
 
 
 def test_beat_needs_a_registry(broker_url: str) -> None:
@@ -339,12 +337,12 @@ def test_an_entry_that_cannot_be_a_schedule_is_said_and_keeps_no_other_from_it(
     noted: Notes,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    entries = {"a": entry(noted, "a", options={"link": "x"}), "b": entry(noted, "b", 3600)}
+    entries = {"a": entry(noted, "a", 0.5), "b": entry(noted, "b", 3600)}
     app = make_shop(**settings, beat_schedule=entries, rabbitdelay_beat=True)
     assert put_beat(app.rabbitdelay.schedules)
     (made,) = app.rabbitdelay.schedules.all()
     assert made.name.endswith(":b")
-    assert "not ['link']" in caplog.text
+    assert "'beat:shop:a' of beat does not run" in caplog.text
     app.rabbitdelay.schedules.delete(made.name)
 
 
@@ -485,109 +483,31 @@ def test_a_wrong_jitter_or_overlap_is_refused(put: Callable[..., Any], wrong: An
         put("a", **wrong)
 
 
+def test_the_order_of_arguments_is_kept_and_no_part_of_the_revision(shop: Any) -> None:
+    schedules = shop.rabbitdelay.schedules
+    schedules.put("a", "x", "@daily", ({"b": 1, "a": 2},), {"d": 3, "c": 4})
+    before = shop.rabbitdelay.registry.schedules.get(["a"])
+    schedules.put("a", "x", "@daily", ({"a": 2, "b": 1},), {"c": 4, "d": 3})
+    assert shop.rabbitdelay.registry.schedules.get(["a"]) == before
+    found = schedules.get("a")
+    assert (list(found.args[0]), list(found.kwargs)) == (["b", "a"], ["d", "c"])
+
+
 def test_what_is_exported_is_imported_as_it_was(shop: Any, put: Callable[..., Any]) -> None:
     schedules = shop.rabbitdelay.schedules
     end = datetime.now(UTC) + timedelta(days=400)
     put("a", ["0 9 * * *", crontab(0, 9, "mon", day_of_month="1-7")], timezone="Europe/Berlin")
     put("b", timedelta(hours=1), end=end, jitter=5, overlap="skip", catch_up=90, paused=True)
     put("c", "@daily", exclude=["2030-12-25", "* * 1 1 *"], priority=2)
+    schedules.put("d", "note", "@daily", (date(2030, 1, 2), uuid4()), {"key": b"\xff"})
     before = schedules.all()
-    text = json.dumps({"schedules": [exported(each) for each in before]})
+    text = json.dumps([each.exported() for each in before])
     for each in before:
         schedules.delete(each.name)
-    told = [*put_all(schedules, from_json(text))]
-    assert [(each.name, each.error) for each in told] == [(name, "") for name in "abc"]
-    assert schedules.all() == before
-    assert [*put_all(schedules, from_json(text))] == told
-    with pytest.raises(ValueError, match="no export"):
-        [*from_json("[]")]
-
-
-def test_the_schedules_of_redbeat_are_imported(
-    shop: Any, settings: dict[str, Any], redis_url: str
-) -> None:
-    shop.conf.redbeat_redis_url, shop.conf.redbeat_key_prefix = redis_url, f"{shop.main}:beat:"
-    last = datetime.now(UTC).replace(microsecond=0) - timedelta(seconds=100)
-
-    def save(name: str, when: Any, **more: Any) -> Any:
-        more = {"kwargs": {"key": "x"}, **more}
-        entry = RedBeatSchedulerEntry(name, "note", when, app=shop, last_run_at=last, **more)
-        return entry.save()
-
-    entries = [
-        save("interval", schedule(timedelta(minutes=10)), args=[1], options={"queue": "x"}),
-        save("cron", crontab(0, "9-17", "mon-fri"), enabled=False),
-        save("rule", rrule("DAILY", dtstart=last), options={"expires": 60}),
-        save("late", crontab(), options={"expires": 60, "link": []}),
-    ]
-    try:
-        shop.amqp.queues.add("x")
-        schedules = shop.rabbitdelay.schedules
-        told = {each.name: each for each in put_all(schedules, from_redbeat(shop))}
-    finally:
-        for each in entries:
-            each.delete()
-    assert sorted(told) == ["cron", "interval", "late", "rule"]
-    assert "write it as a cron text" in told["rule"].error
-    assert [told[name].error for name in ("cron", "interval", "late")] == ["", "", ""]
-    assert told["late"].notes == ("without link",)
-    found = {each.name: each for each in schedules.all()}
-    assert (found["interval"].args, found["interval"].options) == ((1,), {"queue": "x"})
-    # It is due when it would have been.
-    assert found["interval"].next_at == last + timedelta(minutes=10)
-    assert found["cron"].recurrence.rules == ("0 9-17 * * 1,2,3,4,5",)
-    assert (found["cron"].kwargs, found["cron"].is_paused) == ({"key": "x"}, True)
-    assert found["late"].catch_up == 60
-
-
-#: Makes the tables of django-celery-beat in memory, and prints what is found there.
-OF_DJANGO = """
-import json
-import django
-from django.conf import settings
-settings.configure(
-    INSTALLED_APPS=["django_celery_beat"], USE_TZ=True,
-    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
-)
-django.setup()
-from datetime import datetime, UTC
-from django.core.management import call_command
-from django_celery_beat import models
-call_command("migrate", verbosity=0)
-make = models.PeriodicTask.objects.create
-interval = models.IntervalSchedule.objects.create(every=10, period="minutes")
-cron = models.CrontabSchedule.objects.create(minute="30", hour="7", timezone="Europe/Berlin")
-sun = models.SolarSchedule.objects.create(event="sunset", latitude=52.5, longitude=13.4)
-once = models.ClockedSchedule.objects.create(clocked_time=datetime(2030, 1, 1, tzinfo=UTC))
-make(name="cron", task="note", crontab=cron, kwargs='{"a": 1}', enabled=False, expire_seconds=60)
-make(name="interval", task="note", interval=interval, args="[1]", queue="x", headers='{"h": 1}',
-     start_time=datetime(2026, 1, 1, 0, 7, tzinfo=UTC))
-make(name="once", task="note", clocked=once, one_off=True)
-make(name="sun", task="note", solar=sun, expires=datetime(2031, 1, 1, tzinfo=UTC))
-from celery_rabbitdelay.app.schedule_imports import from_django
-def text(each):
-    return each.astimezone(UTC).isoformat() if isinstance(each, datetime) else repr(each)
-for each in from_django():
-    print(json.dumps([each.name, each.given, each.notes, each.error], default=text))
-"""
-
-
-def test_the_schedules_of_django_are_found() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OF_DJANGO], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = map(json.loads, done.stdout.splitlines())
-    found = {name: (given, error) for name, given, _, error in lines}
-    assert found["once"][1] == "it is due once: send its task with an eta"
-    cron, interval, sun = (found[name][0] for name in ("cron", "interval", "sun"))
-    assert cron["when"].split()[:6] == ["<crontab:", "30", "7", "*", "*", "*"]
-    assert (cron["timezone"], cron["paused"], cron["catch_up"]) == ("Europe/Berlin", True, 60)
-    assert cron["kwargs"] == {"a": 1}
-    assert (interval["args"], interval["queue"], interval["headers"]) == ([1], "x", {"h": 1})
-    assert interval["start"] == "2026-01-01T00:07:00+00:00"
-    assert sun["when"].startswith("<solar: sunset")
-    assert sun["end"] == "2031-01-01T00:00:00+00:00"
+    for _ in range(2):
+        for each in json.loads(text):
+            schedules.put_exported(each)
+        assert schedules.all() == before
 
 
 def test_an_occurrence_that_is_noted_while_its_schedule_is_changed_changes_nothing(

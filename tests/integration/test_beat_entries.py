@@ -1,0 +1,193 @@
+"""The entries of ``beat_schedule`` as schedules, beside Celery's own beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+from uuid import UUID
+
+import pytest
+from celery import Celery
+from celery.beat import ScheduleEntry, Scheduler
+from celery.schedules import crontab, schedule, solar
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.app.beat import end_beat, put_beat
+from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.worker.occurrences import LOOK_EVERY, Occurrences
+from tests.integration.arrivals import Arrival, take
+from tests.integration.registering import RedisSetup
+from tests.integration.registry_fixtures import module_settings, redis_setup
+from tests.integration.shop import PATIENCE
+from tests.integration.worker import Worker
+
+__all__ = ["module_settings", "redis_setup"]
+
+ARGUMENTS: dict[str, Any] = {
+    "none": None,
+    "bool": True,
+    "float": 1.5,
+    "text": "grüße",
+    "list": [1, [2, "x"]],
+    "dict": {"a": {"b": [None]}},
+    "date": date(2030, 1, 2),
+    "datetime": datetime(2030, 1, 2, 3, 4, 5, 6, UTC),
+    "time": time(3, 4, 5),
+    "decimal": Decimal("1.10"),
+    "uuid": UUID(int=7),
+    "bytes": b"text",
+    "no text": b"\xff\x00",
+}
+
+OPTIONS: dict[str, Any] = {
+    "priority": 3,
+    "headers": {"tenant": "x"},
+    "shadow": "another-name",
+    "time_limit": 30,
+    "soft_time_limit": 20,
+    "expires": 60,
+    "ignore_result": True,
+    "serializer": "json",
+    "argsrepr": "(hidden)",
+    "retry": False,
+    "retry_policy": {"max_retries": 1},
+    "compression": "gzip",
+    "delivery_mode": 2,
+    "mandatory": True,
+    "link": {"task": "look", "args": [], "kwargs": {}, "options": {}, "subtask_type": None},
+    # These concern one message only.
+    "task_id": "always-the-same",
+    "countdown": 3,
+    "add_to_parent": False,
+    "link_error": {"task": "look", "args": [], "kwargs": {}, "options": {}, "subtask_type": None},
+}
+
+WHENS: dict[str, dict[str, Any]] = {
+    "integer": {"schedule": 3600},
+    "number": {"schedule": 90.5},
+    "interval": {"schedule": timedelta(hours=1)},
+    "relative": {"schedule": timedelta(hours=1), "relative": True},
+    "object": {"schedule": schedule(timedelta(days=1))},
+    "crontab": {"schedule": crontab(minute="*/15", hour="3-5", day_of_week="mon")},
+    "solar": {"schedule": solar("sunset", 52.5, 13.4)},
+}
+
+#: Options that a schedule leaves out, each with one warning.
+LEFT_OUT = ["add_to_parent", "countdown", "task_id"]
+
+HEADERS = ("task", "shadow", "timelimit", "ignore_result", "tenant", "compression")
+PROPERTIES = ("priority", "delivery_mode", "content_type")
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """Return an entry for each kind of argument, option and schedule."""
+    common = {"task": "anything", "schedule": 1, "args": ("x",)}
+    kinds = {name: {"args": (each,), "kwargs": {name: each}} for name, each in ARGUMENTS.items()}
+    kinds |= {name: {"options": {name: each}} for name, each in OPTIONS.items()}
+    return {name: {**common, **each} for name, each in (kinds | WHENS).items()}
+
+
+def said(arrival: Arrival) -> str:
+    """Return what a worker sees of a message, with the types of all arguments."""
+    message, is_hidden = arrival.message, arrival.message.headers["argsrepr"] == "(hidden)"
+    properties = {**message.properties, "content_type": message.content_type}
+    headers = [message.headers.get(name) for name in HEADERS]
+    return repr([arrival.body, headers, [properties.get(each) for each in PROPERTIES], is_hidden])
+
+
+def test_what_arrives_of_each_entry_is_what_beat_sends(
+    make_shop: Callable[..., Any],
+    module_settings: dict[str, Any],
+    connection: Connection,
+    make_queue: Callable[..., Queue],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert len(entries()) == 39
+    given = {**module_settings, "beat_schedule": entries(), "rabbitdelay_beat": True}
+    app = make_shop(**given)
+    queue = make_queue()
+    plain = Celery("plain", broker=module_settings["broker_url"], set_as_current=False)
+    plain.conf.update(task_default_queue=queue.name, task_default_queue_type="quorum")
+
+    @app.task(name="anything", shared=False)
+    @plain.task(name="anything", shared=False)
+    def anything(*args: Any, **kwargs: Any) -> None: ...
+
+    assert put_beat(app.rabbitdelay.schedules)
+    told = [each for each in caplog.records if " of beat " in each.getMessage()]
+    assert {each.levelname for each in told} == {"WARNING"}
+    assert sorted(each.getMessage().split()[-1] for each in told) == LEFT_OUT
+    found = app.rabbitdelay.schedules.all()
+    assert sorted(each.name.rpartition(":")[2] for each in found) == sorted(entries())
+
+    beat = Scheduler(plain, lazy=True)
+    for name, entry in entries().items():
+        beat.apply_async(ScheduleEntry(name, app=plain, **entry), advance=False)
+    expected = take(connection, [queue], len(entries()))
+    plain.close()
+
+    names = {app.rabbitdelay.schedules.trigger(f"beat:shop:{name}").id: name for name in WHENS}
+    came = {}
+    for arrival in take(connection, [Queue(app.conf.task_default_queue)], len(entries())):
+        task_id = arrival.message.headers["id"]
+        came[names.get(task_id) or task_id.split(":")[2]] = said(arrival)
+    assert came == dict(zip(entries(), map(said, expected), strict=True))
+    end_beat(app.rabbitdelay.schedules)
+
+
+def test_an_entry_of_beat_runs_until_it_expires(
+    make_shop: Callable[..., Any], module_settings: dict[str, Any]
+) -> None:
+    ends, over = datetime(2090, 1, 2, tzinfo=UTC), datetime(2020, 1, 1, tzinfo=UTC)
+    given = [ends, ends.isoformat(), ends.replace(tzinfo=None), over]
+    made = {
+        str(each): {"task": "look", "schedule": 3600, "options": {"expires": each}}
+        for each in given
+    }
+    app = make_shop(**module_settings, beat_schedule=made, rabbitdelay_beat=True)
+    assert put_beat(app.rabbitdelay.schedules)
+    found = [each.exported()["end"] for each in app.rabbitdelay.schedules.all()]
+    assert found == [ends.isoformat()] * 3
+    end_beat(app.rabbitdelay.schedules)
+
+
+def test_workers_put_the_entries_again_that_redis_has_lost(
+    make_shop: Callable[..., Any], module_settings: dict[str, Any], redis_setup: RedisSetup
+) -> None:
+    made = {"far": {"task": "look", "schedule": 86_400}}
+    given = {**module_settings, "beat_schedule": made, "rabbitdelay_beat": True}
+    schedules = make_shop(**given).rabbitdelay.schedules
+    with Worker(given):
+        wait_for(schedules.all, "the entries of beat", PATIENCE)
+        schedules.delete("beat:shop:far")
+        redis_setup.client.flushall()
+        wait_for(schedules.all, "the entries of beat, again", LOOK_EVERY + PATIENCE)
+    end_beat(schedules)
+
+
+def test_workers_of_former_code_leave_lost_entries_to_those_of_later_code(
+    make_shop: Callable[..., Any], module_settings: dict[str, Any], redis_setup: RedisSetup
+) -> None:
+    def version(name: str) -> Occurrences:
+        made = {name: {"task": "look", "schedule": 86_400}}
+        app = make_shop(**module_settings, beat_schedule=made, rabbitdelay_beat=True)
+        return Occurrences(SimpleNamespace(app=app, hub=None), Mock())
+
+    former, later = version("former"), version("later")
+    schedules = make_shop(**module_settings).rabbitdelay.schedules
+    for each in (former, later, former):
+        each.begin()
+    redis_setup.client.flushall()
+    former.begin()
+    assert schedules.all() == []
+    later.begin()
+    former.begin()
+    assert [each.name for each in schedules.all()] == ["beat:shop:later"]
+    # By hand; it stays so until a worker starts.
+    end_beat(schedules)
+    later.begin()
+    assert schedules.all() == []
