@@ -535,7 +535,7 @@ def test_the_schedules_of_redbeat_are_imported(
     assert (found["interval"].args, found["interval"].options) == ((1,), {"queue": "x"})
     # It is due when it would have been.
     assert found["interval"].next_at == last + timedelta(minutes=10)
-    assert found["cron"].recurrence.rules == ("0 9-17 * * 1,2,3,4,5",)
+    assert found["cron"].recurrence.rules == ("crontab 0 9-17 * * 1-5",)
     assert (found["cron"].kwargs, found["cron"].is_paused) == ({"key": "x"}, True)
     assert found["late"].catch_up == 60
 
