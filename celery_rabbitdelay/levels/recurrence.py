@@ -154,14 +154,9 @@ class Recurrence(NamedTuple):
         )
         try:
             made._check()
-            first = made.after(max(made.start_ms - 1, wall_clock.ms()))
-            is_ever = first is not None or (
-                end is not None and made._replace(end_ms=None).after(0) is not None
-            )
+            made.after(wall_clock.ms())
         except INVALID as error:
             raise InvalidSchedule(when, str(error)) from error
-        if not is_ever:
-            raise InvalidSchedule(when, "is never due")
         return made
 
     @classmethod
@@ -219,11 +214,8 @@ class Recurrence(NamedTuple):
         """Return the first instant that is not excluded after another, or the last up to it."""
         nearest = max if is_back else min
         for _ in range(MAX_EXCLUDED_STEPS):
-            found = [_nearest(rule, self, instant_ms, is_back) for rule in self.rules]
-            at_ms = nearest((each for each in found if each is not None), default=None)
-            if at_ms is None or at_ms < self.start_ms:
-                return None
-            if self.end_ms is not None and at_ms > self.end_ms:
+            at_ms = nearest(_nearest(rule, self, instant_ms, is_back) for rule in self.rules)
+            if at_ms < self.start_ms or (self.end_ms is not None and at_ms > self.end_ms):
                 return None
             span = self._excluded_at(at_ms)
             if span is None:
@@ -348,10 +340,10 @@ def _instant(local: datetime, zone: tzinfo, fold: int, is_fixed: bool) -> dateti
             return instant
         if not is_fixed:
             return None
-        local += _MINUTE
+        local = local.replace(second=0) + _MINUTE
 
 
-def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int | None:
+def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int:
     """Return the first instant of a rule after another, or the last one up to it."""
     if rule.startswith(_EVERY):
         every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
@@ -376,18 +368,17 @@ def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) 
     return milliseconds_of(nearest(map(first, range(2 - is_fixed))))
 
 
-def _sun(rule: str, instant_ms: int, is_back: bool) -> int | None:
+def _sun(rule: str, instant_ms: int, is_back: bool) -> int:
     """Return the first instant of a solar rule after another, or the last one up to it.
 
-    The result is in whole seconds; None if there is no such event within a year. The events are
-    Celery's ``solar``: the center of the sun is 6, 12 or 18 degrees below the horizon at dawn and
-    dusk, and 34 minutes of arc its upper edge at sunrise and sunset. An event is always searched
-    for from the same hour of its longitude's mean time, because ephem finds another second from
-    each start. The sun rises between midnight and noon everywhere, so what is found within a day is
-    all there is.
+    The result is in whole seconds. The events are Celery's ``solar``: the center of the sun is 6,
+    12 or 18 degrees below the horizon at dawn and dusk, and 34 minutes of arc its upper edge at
+    sunrise and sunset. An event is always searched for from the same hour of its longitude's mean
+    time, because ephem finds another second from each start. The sun rises between midnight and
+    noon everywhere, so what is found within a day is all there is.
 
     Raises:
-        ValueError: The rule is wrong, or ephem is not installed.
+        ValueError: The rule is wrong, ephem is not installed, or the event is not found in a year.
     """
     try:
         ephem: Any = import_module("ephem")
@@ -412,7 +403,7 @@ def _sun(rule: str, instant_ms: int, is_back: bool) -> int | None:
             is_of_day = found_ms < begin_ms + _DAY_MS
             if is_of_day and (found_ms <= instant_ms if is_back else found_ms > instant_ms):
                 return found_ms
-    return None
+    raise ValueError(f"{rule!r} is never due within a year")
 
 
 #: The errors that a wrong rule or time zone raises.

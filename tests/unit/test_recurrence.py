@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
-from celery.schedules import crontab
+from celery.schedules import crontab, solar
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
@@ -142,11 +142,20 @@ def test_a_day_that_is_far_is_found(when: Any, begin: str, expected: str) -> Non
         ["@daily", "0 0 31 2,4,6 *"],
         "crontab 0 0 30 2 1",
         ["@daily", "crontab 0 0 31 4 *"],
+        solar("sunset", 90, 0),
     ],
 )
 def test_what_is_never_due_is_refused(when: Any) -> None:
     with pytest.raises(InvalidSchedule, match="never due"):
         Recurrence.of(when, "UTC")
+
+
+def test_an_event_of_the_sun_that_is_years_away_is_an_error_and_no_end() -> None:
+    """Near the pole, the sun sets in some years only."""
+    at = milliseconds_of(datetime(2025, 10, 1, tzinfo=UTC))
+    recurrence = Recurrence(("solar sunset 89.9 10",))
+    with pytest.raises(ValueError, match="never due within a year"):
+        recurrence.after(at)
 
 
 #: Where clocks change by an hour, by half of it or by two, at midnight, and backward in spring.

@@ -61,6 +61,7 @@ def test_a_cron_is_due_whenever_the_clock_shows_one_of_its_minutes(
         # The clock goes from 02:00 to 03:00, and back from 03:00 to 02:00.
         ("30 2 * * *", "Europe/Berlin", "2026-03-28", "2026-03-28T02:30+01 2026-03-29T03+02"),
         ("30 2 * * *", "Europe/Berlin", "2026-10-25", "2026-10-25T02:30+02 2026-10-26T02:30+01"),
+        ("9 15,30 2 * * *", BERLIN, "2026-03-29", "2026-03-29T03+02 2026-03-30T02:15:09+02"),
         # Lord Howe changes by half an hour.
         ("15 2 * * *", LORD_HOWE, "2026-10-04", "2026-10-04T02:30+11 2026-10-05T02:15+11"),
         ("45 1 * * *", LORD_HOWE, "2026-04-05", "2026-04-05T01:45+11 2026-04-06T01:45+10:30"),
