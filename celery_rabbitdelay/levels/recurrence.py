@@ -39,8 +39,8 @@ _SECOND, _MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 #: The days after which the calendar repeats, with its days of the week: 400 years.
 _CYCLE: Final = 146_097
 
-#: The most instants, or days, that may be excluded one after another.
-MAX_EXCLUDED_STEPS: Final = 500
+#: The most instants, or days, that may be excluded one after another; a day has 1,440 minutes.
+MAX_EXCLUDED_STEPS: Final = 2_000
 
 #: The events of the sun: how ephem finds the next one, and how high the sun is then.
 _TWILIGHTS: Final = {"civil": "-6", "nautical": "-12", "astronomical": "-18"}
@@ -197,7 +197,7 @@ class Recurrence(NamedTuple):
         """Return when it is due first after an instant; None for never again.
 
         Raises:
-            ValueError: Too much is excluded to find that out.
+            ValueError: Too much is excluded, or the sun is away too long, to find that out.
         """
         return self._find(max(instant_ms, self.start_ms - 1), is_back=False)
 
@@ -205,7 +205,7 @@ class Recurrence(NamedTuple):
         """Return when it was due last, up to an instant; None for never before.
 
         Raises:
-            ValueError: Too much is excluded to find that out.
+            ValueError: Too much is excluded, or the sun is away too long, to find that out.
         """
         instant_ms = instant_ms if self.end_ms is None else min(instant_ms, self.end_ms)
         return self._find(instant_ms, is_back=True)

@@ -150,6 +150,14 @@ def test_what_is_never_due_is_refused(when: Any) -> None:
         Recurrence.of(when, "UTC")
 
 
+def test_most_minutes_of_a_day_may_be_excluded() -> None:
+    """Whenever it is put, and whenever it is due."""
+    recurrence = Recurrence.of("* * * * *", "UTC", exclude="* 1-23 * * *")
+    midnight, minute_ms = milliseconds_of(datetime(2026, 6, 1, tzinfo=UTC)), 60_000
+    assert recurrence.after(midnight + 59 * minute_ms) == midnight + 24 * 60 * minute_ms
+    assert recurrence.latest(midnight - minute_ms) == midnight - (23 * 60 + 1) * minute_ms
+
+
 def test_an_event_of_the_sun_that_is_years_away_is_an_error_and_no_end() -> None:
     """Near the pole, the sun sets in some years only."""
     at = milliseconds_of(datetime(2025, 10, 1, tzinfo=UTC))
