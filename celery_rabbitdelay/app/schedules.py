@@ -185,7 +185,8 @@ class Schedules:
                 or six fields, or such as ``@daily``; or a list.
             args: The task's positional arguments, which its serializer can write.
             kwargs: Its keyword arguments, likewise.
-            timezone: The IANA name of the time zone of cron texts; by default Celery's.
+            timezone: The time zone of cron texts: an IANA name, or an offset such as UTC+05:30; by
+                default the application's, which ``timezone`` and ``enable_utc`` say.
             start: Nothing is due before that, an aware datetime; intervals count from it.
             end: Nothing is due after that.
             exclude: When it is not due all the same: dates (or their texts) in the time zone; cron
@@ -216,8 +217,7 @@ class Schedules:
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
         if self.app.conf.task_protocol != 2:
             raise InvalidSchedule(name, "needs Celery's task_protocol = 2")
-        zone = timezone or self.app.conf.timezone or "UTC"
-        recurrence = Recurrence.of(when, str(zone), start, end, exclude)
+        recurrence = Recurrence.of(when, str(timezone or self.app.timezone), start, end, exclude)
         catch_up_ms = _catch_up_ms(catch_up)
         if overlap is None:
             is_last = isinstance(when, timedelta) and catch_up_ms == UNTIL_NEXT

@@ -1,8 +1,9 @@
 """When something is due again and again. Pure.
 
-The instants of cron texts are computed by cronsim, which follows Debian's cron when clocks change:
-of a time that is skipped, the instant is the end of the gap; a fixed time that comes twice counts
-once, and ``*`` counts both times. Those of the sun are computed by ephem.
+Cron texts are read by cronsim, and Celery's crontabs are the numbers that Celery has read. Where a
+clock changes, the instant of a time that is skipped is the end of the gap, and a time that comes
+twice counts once. What is due in all hours of the day follows the minutes that the clock shows.
+Events of the sun are computed by ephem.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta, tzinfo
+from functools import lru_cache
 from importlib import import_module
-from itertools import islice
+from itertools import groupby, product
+from operator import attrgetter, ge, le
 from typing import Any, Final, NamedTuple, Self
 from zoneinfo import ZoneInfo
 
@@ -31,14 +34,13 @@ MAX_EXCLUDED: Final = 100
 _MINUTE_MS: Final = 60_000
 _TOO_MUCH_EXCLUDED: Final = "so much is excluded that the next instant is not found"
 
-#: The longest time before and after a change of the clock in which it may show a time twice.
-_CHANGE: Final = timedelta(hours=3)
+_SECOND, _MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
-#: The most instants of a cron text that are looked at to find one. A day of the week may be far.
-MAX_STEPS: Final = 20_000
+#: The days after which the calendar repeats, with its days of the week: 400 years.
+_CYCLE: Final = 146_097
 
-#: The most instants, or days, that may be excluded one after another.
-MAX_EXCLUDED_STEPS: Final = 500
+#: The most instants, or days, that may be excluded one after another; a day has 1,440 minutes.
+MAX_EXCLUDED_STEPS: Final = 2_000
 
 #: The events of the sun: how ephem finds the next one, and how high the sun is then.
 _TWILIGHTS: Final = {"civil": "-6", "nautical": "-12", "astronomical": "-18"}
@@ -58,6 +60,10 @@ _DAY_MS: Final = 24 * _HOUR_MS
 #: For how many days an event of the sun is looked for: beyond the polar circles it may be far.
 _YEAR: Final = 370
 
+#: The fields of Celery's crontab, in the order of cron, and how many numbers ``*`` says.
+_CELERYS: Final = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
+_SIZES: Final = (60, 24, 31, 12, 7)
+
 #: Cron's short names.
 _NAMES: Final = {
     "@yearly": "0 0 1 1 *",
@@ -71,7 +77,7 @@ _NAMES: Final = {
 
 _EVERY: Final = "every "
 _SOLAR: Final = "solar "
-_AND: Final = " and "
+_CRONTAB: Final = "crontab "
 _TAKES: Final = (
     "takes a timedelta, Celery's schedule, crontab or solar, a cron text of five or six fields, or "
     "a list"
@@ -80,15 +86,21 @@ _TAKES: Final = (
 #: A day, in what is excluded.
 _DAY: Final = re.compile(r"\d{4}-\d\d-\d\d")
 
+#: The numbers of Celery's crontab, which cronsim reads as they are meant.
+_NUMBERS: Final = re.compile(r"([\d,-]+|\*)( ([\d,-]+|\*)){4}")
+
+#: A time zone that has no name.
+_OFFSET: Final = re.compile(r"UTC([+-]\d\d:\d\d)")
+
 
 class Recurrence(NamedTuple):
     """When something is due again and again.
 
     Attributes:
         rules: It is due when one of them says: ``every`` and milliseconds from ``start_ms`` on; or
-            a cron text, behind which ``and`` may say which days of the week (0 is Sunday) it has to
-            be as well; or ``solar`` with an event, a latitude and a longitude.
-        zone: The time zone of cron texts, an IANA name.
+            a cron text; or ``crontab`` and the numbers of Celery's, which is due if both of its
+            days fit; or ``solar`` with an event, a latitude and a longitude.
+        zone: The time zone of cron texts, an IANA name or an offset such as UTC+05:30.
         start_ms: Nothing is due before that, in milliseconds since 1970-01-01 UTC.
         end_ms: Nothing is due after that; None for no end.
         excluded: When it is not due all the same: days, such as 2026-12-25, and the minutes in
@@ -116,7 +128,7 @@ class Recurrence(NamedTuple):
             when: A timedelta of at least a second; Celery's ``schedule``, ``crontab`` or ``solar``;
                 a cron text of five or six fields (the first of six are seconds), or one such as
                 ``@daily``; or a list of these.
-            zone: The IANA name of a time zone, for cron texts.
+            zone: The IANA name of a time zone, or an offset such as UTC+05:30, for cron texts.
             start: Nothing is due before that, an aware datetime. Intervals count from it; without
                 it, from 1970-01-01 UTC, so that an hour is due at each full hour.
             end: Nothing is due after that.
@@ -142,14 +154,9 @@ class Recurrence(NamedTuple):
         )
         try:
             made._check()
-            first = made.after(max(made.start_ms - 1, wall_clock.ms()))
-            is_ever = first is not None or (
-                end is not None and made._replace(end_ms=None).after(0) is not None
-            )
+            made.after(wall_clock.ms())
         except INVALID as error:
             raise InvalidSchedule(when, str(error)) from error
-        if not is_ever:
-            raise InvalidSchedule(when, "is never due")
         return made
 
     @classmethod
@@ -171,7 +178,7 @@ class Recurrence(NamedTuple):
 
     def _check(self) -> None:
         """Raise one of :data:`INVALID` if it cannot be computed."""
-        ZoneInfo(self.zone)
+        _zone(self.zone)
         for rule in self.rules:
             if rule.startswith(_EVERY):
                 if not 1000 <= int(rule.removeprefix(_EVERY)) <= MAX_DELAY * 1000:
@@ -179,21 +186,18 @@ class Recurrence(NamedTuple):
             elif rule.startswith(_SOLAR):
                 _sun(rule, 0, is_back=False)
             else:
-                cron, _, days = rule.partition(_AND)
-                _cron(cron, instant_of(0))
-                if days and (not set(days) <= set("0123456") or cron.split()[4:] != ["*"]):
-                    raise ValueError(f"{rule!r} has no days of the week")
+                _cron(rule)
         for each in self.excluded:
             if _DAY.fullmatch(each):
                 date.fromisoformat(each)
             else:
-                _cron(each, instant_of(0))
+                _cron(each)
 
     def after(self, instant_ms: int) -> int | None:
         """Return when it is due first after an instant; None for never again.
 
         Raises:
-            ValueError: Too much is excluded to find that out.
+            ValueError: Too much is excluded, or the sun is away too long, to find that out.
         """
         return self._find(max(instant_ms, self.start_ms - 1), is_back=False)
 
@@ -201,7 +205,7 @@ class Recurrence(NamedTuple):
         """Return when it was due last, up to an instant; None for never before.
 
         Raises:
-            ValueError: Too much is excluded to find that out.
+            ValueError: Too much is excluded, or the sun is away too long, to find that out.
         """
         instant_ms = instant_ms if self.end_ms is None else min(instant_ms, self.end_ms)
         return self._find(instant_ms, is_back=True)
@@ -210,11 +214,8 @@ class Recurrence(NamedTuple):
         """Return the first instant that is not excluded after another, or the last up to it."""
         nearest = max if is_back else min
         for _ in range(MAX_EXCLUDED_STEPS):
-            found = [_nearest(rule, self, instant_ms, is_back) for rule in self.rules]
-            at_ms = nearest((each for each in found if each is not None), default=None)
-            if at_ms is None or at_ms < self.start_ms:
-                return None
-            if self.end_ms is not None and at_ms > self.end_ms:
+            at_ms = nearest(_nearest(rule, self, instant_ms, is_back) for rule in self.rules)
+            if at_ms < self.start_ms or (self.end_ms is not None and at_ms > self.end_ms):
                 return None
             span = self._excluded_at(at_ms)
             if span is None:
@@ -227,25 +228,23 @@ class Recurrence(NamedTuple):
         """Return the begin and the end of what is excluded around an instant; None if it is not."""
         if not self.excluded:
             return None
-        local = instant_of(instant_ms).astimezone(ZoneInfo(self.zone))
+        local = instant_of(instant_ms).astimezone(_zone(self.zone))
         minute_ms = instant_ms // _MINUTE_MS * _MINUTE_MS
-        # The local wall clock's reading as if it were UTC, so that clock changes do not matter.
-        shown_ms = milliseconds_of(local.replace(tzinfo=UTC, fold=0)) // _MINUTE_MS * _MINUTE_MS
-        shown = self._replace(zone="UTC")
         for each in self.excluded:
-            is_day = _DAY.fullmatch(each) is not None
-            if is_day and each == f"{local:%Y-%m-%d}":
-                return self._whole_day(local)
-            if not is_day and _nearest(each, shown, shown_ms, is_back=True) == shown_ms:
-                is_whole = each.split()[:2] == ["*", "*"]
+            if _DAY.fullmatch(each):
+                if each == f"{local:%Y-%m-%d}":
+                    return self._whole_day(local)
+            elif _is_day(cron := _cron(each), local) and (
+                local.hour in cron.hours and local.minute in cron.minutes
+            ):
+                is_whole = len(cron.hours) == 24 and len(cron.minutes) == 60
                 return self._whole_day(local) if is_whole else (minute_ms, minute_ms + _MINUTE_MS)
         return None
 
     def _whole_day(self, local: datetime) -> tuple[int, int]:
-        begin, zone = local.date(), ZoneInfo(self.zone)
-        days = begin, begin + timedelta(days=1)
-        begins, ends = [datetime(each.year, each.month, each.day, tzinfo=zone) for each in days]
-        return milliseconds_of(begins), milliseconds_of(ends)
+        days = local.date(), local.date() + timedelta(days=1)
+        begin, end = [datetime.combine(each, time.min, _zone(self.zone)) for each in days]
+        return milliseconds_of(begin), milliseconds_of(end)
 
 
 def _as_list(given: Any) -> list[Any]:
@@ -255,9 +254,8 @@ def _as_list(given: Any) -> list[Any]:
 def _rule(when: Any) -> str:
     """Return one rule as a text."""
     every = plain(getattr(when, "run_every", when), "when")
-    fields = getattr(when, "_orig_minute", None)
-    if fields is not None:
-        return _rule_of_crontab(when)
+    if hasattr(when, "_orig_minute"):
+        return _CRONTAB + " ".join(map(_field, attrgetter(*_CELERYS)(when), _SIZES))
     if isinstance(every, timedelta):
         return f"{_EVERY}{round(every / timedelta(milliseconds=1))}"
     if isinstance(when, str):
@@ -272,79 +270,115 @@ def _exclusion(given: Any) -> str:
     if isinstance(given, date):
         return f"{plain(given, 'exclude'):%Y-%m-%d}"
     rule = _rule(given)
-    if rule.startswith((_EVERY, _SOLAR)) or _AND in rule or len(rule.split()) > 5:
+    if rule.startswith((_EVERY, _SOLAR)) or len(rule.removeprefix(_CRONTAB).split()) > 5:
         raise InvalidSchedule(given, "takes a date, or a cron text of five fields, to exclude")
     return rule
 
 
-def _rule_of_crontab(crontab: Any) -> str:
-    """Return the rule of Celery's crontab, which is due if the day fits both of its fields."""
-    names = ("minute", "hour", "day_of_month", "month_of_year")
-    fields = [_field(getattr(crontab, f"_orig_{name}"), getattr(crontab, name)) for name in names]
-    days = sorted(crontab.day_of_week)
-    if len(days) == 7 or fields[2] == "*":
-        return " ".join([*fields, "*" if len(days) == 7 else ",".join(map(str, days))])
-    return f"{' '.join(fields)} *{_AND}{''.join(map(str, days))}"
+def _field(values: Iterable[int], whole: int) -> str:
+    """Return numbers as a field of cron: ``1-5,7``."""
+    numbers = sorted(values)
+    if len(numbers) == whole:
+        return "*"
+    spans = groupby(enumerate(numbers), lambda each: each[1] - each[0])
+    runs = [[number for _, number in span] for _, span in spans]
+    return ",".join(f"{each[0]}-{each[-1]}" if each[1:] else f"{each[0]}" for each in runs)
 
 
-def _field(value: Any, expanded: Iterable[int]) -> str:
-    """Return a field of cron, as it was written unless cron takes it otherwise."""
-    text = "".join(str(value).split()) if isinstance(value, str | int) else ""
-    ranges = re.findall(r"(\d+)-(\d+)", text)
-    wraps = any(int(begin) > int(end) for begin, end in ranges)
-    return ",".join(map(str, sorted(expanded))) if wraps or not text else text
-
-
-def _cron(cron: str, instant: datetime, is_back: bool = False) -> Iterator[datetime]:
-    """Return the instants of a cron text after another instant, or before it.
+@lru_cache(1000)
+def _cron(rule: str) -> CronSim:
+    """Return what a cron text, or Celery's crontab, says; it is never changed.
 
     Raises:
-        ValueError: The text is not a cron text.
+        ValueError: The text is not a cron text, or it is never due.
     """
+    text = rule.removeprefix(_CRONTAB)
+    if text != rule and not _NUMBERS.fullmatch(text):
+        raise ValueError(f"{rule!r} takes five fields of numbers")
     try:
-        return CronSim(cron, instant, reverse=is_back)
+        found = CronSim(text, datetime.min)
     except CronSimError as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{rule!r} is no cron text, or is never due: {error}") from None
+    found.day_and |= text != rule
+    if not any(_is_day(found, date.fromordinal(1 + day)) for day in range(_CYCLE)):
+        raise ValueError(f"{rule!r} is never due")
+    return found
 
 
-def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int | None:
+@lru_cache(100)
+def _zone(name: str) -> tzinfo:
+    offset = _OFFSET.fullmatch(name)
+    zone = offset and datetime.strptime(offset[1], "%z").tzinfo
+    return zone or ZoneInfo(name)
+
+
+def _is_day(cron: CronSim, day: date) -> bool:
+    return day.month in cron.months and cron.match_day(day)
+
+
+def _times(cron: CronSim, day: datetime, is_back: bool) -> Iterator[datetime]:
+    """Yield the times of a cron text, from one on or back, without end."""
+    step, edge, fits = (-1, time(23, 59, 59), le) if is_back else (1, time.min, ge)
+    all_hours, minutes, seconds = (
+        sorted(each, reverse=is_back) for each in (cron.hours, cron.minutes, cron.seconds)
+    )
+    while True:
+        if _is_day(cron, day):
+            clock = day.hour, day.minute, day.second
+            hours = [each for each in all_hours if fits(each, day.hour)]
+            for hour, minute, second in product(hours, minutes, seconds):
+                if fits((hour, minute, second), clock):
+                    yield datetime.combine(day, time(hour, minute, second))
+        day = datetime.combine(day + timedelta(days=step), edge)
+
+
+def _instant(local: datetime, zone: tzinfo, fold: int, is_fixed: bool) -> datetime | None:
+    """Return when the clock shows a time, first or again; the end of the gap, or None, if never."""
+    while True:
+        instant = local.replace(tzinfo=zone, fold=fold).astimezone(UTC)
+        if instant.astimezone(zone).replace(tzinfo=None) == local:
+            return instant
+        if not is_fixed:
+            return None
+        local = local.replace(second=0) + _MINUTE
+
+
+def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int:
     """Return the first instant of a rule after another, or the last one up to it."""
     if rule.startswith(_EVERY):
         every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
         return start + ((instant_ms - start) // every + (not is_back)) * every
     if rule.startswith(_SOLAR):
         return _sun(rule, instant_ms, is_back)
-    cron, _, days = rule.partition(_AND)
-    if is_back:
-        # Cron's instants are whole seconds, and the one that is sought may be this one.
-        instant_ms = instant_ms // 1000 * 1000 + 1000
-    zone, instant = ZoneInfo(recurrence.zone), instant_of(instant_ms).replace(microsecond=0)
-    local = instant.astimezone(zone)
-    # cronsim takes the first of two times that the clock shows alike, so it begins where the clock
-    # shows each once.
-    around = [(instant + each).astimezone(zone) for each in (-_CHANGE, _CHANGE)]
-    if {each.utcoffset() for each in around} != {local.utcoffset()}:
-        local = around[is_back]
-    for found in islice(_cron(cron, local, is_back), MAX_STEPS):
-        found_ms = milliseconds_of(found)
-        is_beyond = found_ms >= instant_ms if is_back else found_ms <= instant_ms
-        if not is_beyond and (not days or str(found.isoweekday() % 7) in days):
-            return found_ms
-    return None
+    cron, zone = _cron(rule), _zone(recurrence.zone)
+    nearest, fits = (max, le) if is_back else (min, ge)
+    # The instants of cron are whole seconds.
+    at = instant_of(instant_ms // 1000 * 1000 + (0 if is_back else 1000))
+    # Of a time that the clock shows twice, the search begins where it is sure to meet both.
+    shown = (at if is_back else at - _SECOND).astimezone(zone)
+    offsets = [shown.replace(fold=fold).utcoffset() or timedelta() for fold in (0, 1)]
+    begin = at.replace(tzinfo=None) + nearest(offsets)
+    is_fixed = len(cron.hours) < 24
+
+    def first(fold: int) -> datetime:
+        times = _times(cron, begin, is_back)
+        instants = (_instant(each, zone, fold, is_fixed) for each in times)
+        return next(each for each in instants if each is not None and fits(each, at))
+
+    return milliseconds_of(nearest(map(first, range(2 - is_fixed))))
 
 
-def _sun(rule: str, instant_ms: int, is_back: bool) -> int | None:
+def _sun(rule: str, instant_ms: int, is_back: bool) -> int:
     """Return the first instant of a solar rule after another, or the last one up to it.
 
-    The result is in whole seconds; None if there is no such event within a year. The events are
-    Celery's ``solar``: the center of the sun is 6, 12 or 18 degrees below the horizon at dawn and
-    dusk, and 34 minutes of arc its upper edge at sunrise and sunset. An event is always searched
-    for from the same hour of its longitude's mean time, because ephem finds another second from
-    each start. The sun rises between midnight and noon everywhere, so what is found within a day is
-    all there is.
+    The result is in whole seconds. The events are Celery's ``solar``: the center of the sun is 6,
+    12 or 18 degrees below the horizon at dawn and dusk, and 34 minutes of arc its upper edge at
+    sunrise and sunset. An event is always searched for from the same hour of its longitude's mean
+    time, because ephem finds another second from each start. The sun rises between midnight and
+    noon everywhere, so what is found within a day is all there is.
 
     Raises:
-        ValueError: The rule is wrong, or ephem is not installed.
+        ValueError: The rule is wrong, ephem is not installed, or the event is not found in a year.
     """
     try:
         ephem: Any = import_module("ephem")
@@ -369,7 +403,7 @@ def _sun(rule: str, instant_ms: int, is_back: bool) -> int | None:
             is_of_day = found_ms < begin_ms + _DAY_MS
             if is_of_day and (found_ms <= instant_ms if is_back else found_ms > instant_ms):
                 return found_ms
-    return None
+    raise ValueError(f"{rule!r} is never due within a year")
 
 
 #: The errors that a wrong rule or time zone raises.

@@ -42,7 +42,8 @@ from tests.integration.conftest import SHORT
 from tests.integration.trouble import user
 
 #: Exchanges and queues of the clock: digits, levels, delivery, undeliverable (both), the modules'
-#: (two exchanges and queues each, a queue, an exchange), that of paused tasks (both), guard, marker.
+#: (two exchanges and queues each, a queue, an exchange), that of paused tasks (both), guard and
+#: marker.
 ALL = 180 + 8 + 1 + 2 + 7 + 2 + 2
 
 MakeTopology = Callable[..., Topology]

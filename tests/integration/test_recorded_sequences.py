@@ -116,8 +116,7 @@ class Writer(Random):
         return self.some(values, 2)
 
     def question(self) -> tuple[Any, ...]:
-        named = self.choice(("pending", "count"))
-        return self.choice((("states",), (named, self.filters())))
+        return self.choice(("pending", "count")), self.filters()
 
 
 class Player:

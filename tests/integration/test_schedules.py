@@ -7,15 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta, timezone
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
+from zoneinfo import ZoneInfo
 
 import pytest
+import tzlocal
+from celery import Celery
 from celery.schedules import crontab
+from celery.utils.time import timezone as celerys_zone
 from kombu import Connection
 from kombu.utils import json
 
@@ -236,6 +241,50 @@ def test_the_options_of_a_task_are_those_of_its_occurrences(
     app.rabbitdelay.schedules.put("b", "look", "@daily", queue=app.amqp.queues[queue])
     assert app.rabbitdelay.schedules.get("b").options == {"queue": queue}
     app.rabbitdelay.schedules.delete("b")
+
+
+@pytest.fixture
+def _tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process be in a time zone."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Tokyo")
+        patch.delitem(vars(celerys_zone), "local", raising=False)
+        time.tzset()
+        tzlocal.reload_localzone()
+        yield
+        vars(celerys_zone).pop("local", None)
+    time.tzset()
+    tzlocal.reload_localzone()
+
+
+@pytest.mark.usefixtures("_tokyo")
+@pytest.mark.parametrize(
+    "zone",
+    [None, "America/New_York", ZoneInfo("Asia/Kolkata"), timezone(-timedelta(minutes=210))],
+    ids=str,
+)
+@pytest.mark.parametrize("enable_utc", [True, False])
+def test_the_time_zone_is_that_of_celerys_own_crontab(
+    settings: dict[str, Any], enable_utc: bool, zone: Any
+) -> None:
+    conf = {"timezone": zone, "enable_utc": enable_utc}
+    plain, app = Celery("plain", set_as_current=False), make_app({**settings, **conf})
+    plain.conf.update(conf)
+    try:
+        put: Any = app.rabbitdelay.schedules.put("a", "look", crontab(30, 7))
+    finally:
+        app.rabbitdelay.schedules.delete("a")
+        app.close()
+    before = put.next_at - SECOND
+    when = crontab(30, 7, app=plain, nowfun=lambda: before)
+    assert when.remaining_estimate(before) == SECOND
+
+
+def test_a_time_zone_without_a_name_is_refused(settings: dict[str, Any]) -> None:
+    app = make_app({**settings, "timezone": import_module("dateutil.tz").gettz("Europe/Berlin")})
+    with pytest.raises(InvalidSchedule, match="time zone"):
+        app.rabbitdelay.schedules.put("a", "look", crontab(30, 7))
+    app.close()
 
 
 def test_beat_needs_a_registry(broker_url: str) -> None:
