@@ -128,7 +128,7 @@ class Hand:
         return self._publish(due)
 
     def wake(self) -> None:
-        """Let all that is due, and was put back, leave now: something was resumed."""
+        """Let all that is due, and was put back, leave now: what holds it may have ended."""
         now_ms = wall_clock.ms()
         for number, each in enumerate(self.held):
             headers, _ = parse(headers_of(each.message))

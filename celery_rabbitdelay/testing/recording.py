@@ -190,19 +190,26 @@ class Recording:
         self.clock.stand_at(0)
         until_ms = None if within is None else Due.after(within).at_ms
         ran: list[Sent] = []
-        for each in self.recorded:
-            if each.is_held:
-                each.at_ms, each.is_held = wall_clock.ms(), False
         try:
-            while (task := self._next(until_ms)) is not None:
-                self.clock.stand_at(task.at_ms)
-                if len(ran) == MAX_RUNS:
-                    raise RuntimeError(f"{MAX_RUNS:,} tasks have run, and {task.sent} is still due")
-                self._arrive(task, ran)
+            self._run_until(until_ms, ran)
+            if until_ms is not None:
+                self.clock.stand_at(until_ms)
+                self._run_until(until_ms, ran)
             self.clock.stand_at(until_ms or 0)
         finally:
             self.clock.go_on()
         return ran
+
+    def _run_until(self, until_ms: int | None, ran: list[Sent]) -> None:
+        """Run what is due by an instant, and what is held and may run now."""
+        for each in self.recorded:
+            if each.is_held:
+                each.at_ms, each.is_held = wall_clock.ms(), False
+        while (task := self._next(until_ms)) is not None:
+            self.clock.stand_at(task.at_ms)
+            if len(ran) == MAX_RUNS:
+                raise RuntimeError(f"{MAX_RUNS:,} tasks have run, and {task.sent} is still due")
+            self._arrive(task, ran)
 
     def _next(self, until_ms: int | None) -> Recorded | None:
         def comes(task: Recorded) -> bool:

@@ -186,6 +186,8 @@ class Travel:
             if wait:
                 self._go(hand, until_ms, lambda: False)
             self._arrive(until_ms)
+            if wait:
+                self._go(hand, until_ms, lambda: False)
 
     def until(self, condition: Callable[[], object], within: Delay = timedelta(days=3660)) -> None:
         """Travel to the first instant at which a condition is true, from one due time to the next.
@@ -247,10 +249,14 @@ class Travel:
             self._show()
 
     def _go(self, hand: Hand, until_ms: int, condition: Callable[[], object]) -> bool:
-        """Go from one due time to the next; return whether the condition is true there."""
+        """Go from one due time to the next; return whether the condition is true there.
+
+        First, what is held asks again: its job may have been committed, or be over.
+        """
         self._handed = 0
         self._settle(hand)
         self._handed = self._served
+        hand.wake()
         while True:
             if self._is_resumed():
                 hand.wake()

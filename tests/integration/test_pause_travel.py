@@ -132,3 +132,19 @@ def test_a_pause_of_a_name_and_of_its_queue_are_two(
     assert shop.rabbitdelay.paused() == []
     travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({"held"})
+
+
+def test_a_day_past_a_pause_has_few_stops_and_what_is_resumed_runs_at_once(
+    shop: Any, worker: Worker, noted: Notes, travel: Travel
+) -> None:
+    shop.rabbitdelay.pause(task="note")
+    noted.send("held", delay=DELAY)
+    shop.rabbitdelay.open_job("late", expires=86_000)
+    expired = noted.send("expired", delay=DELAY, job="late")
+    travel(seconds=86_010)
+    assert noted() == []
+    with pytest.raises(TaskRevokedError):
+        expired.get(timeout=PATIENCE)
+    assert shop.rabbitdelay.resume(task="note")
+    travel(seconds=1)
+    assert noted() == ["held"]
