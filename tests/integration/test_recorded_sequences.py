@@ -116,7 +116,8 @@ class Writer(Random):
         return self.some(values, 2)
 
     def question(self) -> tuple[Any, ...]:
-        return self.choice(("pending", "count")), self.filters()
+        named = self.choice(("pending", "count"))
+        return self.choice((("states",), (named, self.filters())))
 
 
 class Player:
