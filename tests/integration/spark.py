@@ -13,6 +13,8 @@ from typing import Any, Final
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
+from celery_rabbitdelay.testing.servers import PATIENCE
+
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 #: For a Java process that lives for a few tests: compiling thoroughly takes longer than it gains.
@@ -27,7 +29,7 @@ def _end_java() -> None:
     gateway.shutdown()
     # Java ends with its standard input.
     gateway.proc.stdin.close()
-    gateway.proc.wait(60)
+    gateway.proc.wait(PATIENCE)
     context._gateway = context._jvm = None
 
 

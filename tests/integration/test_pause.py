@@ -125,7 +125,6 @@ def test_a_resume_wakes_what_was_held_for_hours_and_that_is_not_late(
     assert arrivals["latest"] < 60
 
 
-@pytest.mark.timeout(300)
 def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
     shop: Any, serve: Any, noted: Notes, redis: RedisServer, passed: Any
 ) -> None:
@@ -145,7 +144,6 @@ def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
     assert_each_ran_once(noted, {"plain", "tracked"})
 
 
-@pytest.mark.timeout(300)
 def test_if_redis_loses_everything_nothing_is_paused_and_no_task_is_lost(
     shop: Any, worker: Worker, noted: Notes, redis: RedisServer, passed: Any
 ) -> None:

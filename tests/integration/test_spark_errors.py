@@ -26,8 +26,6 @@ from tests.integration.trouble import alarm
 from tests.node_control import is_any_blocked, set_memory_limit
 from tests.redis_servers import ConfiguredRedis
 
-pytestmark = pytest.mark.timeout(600)
-
 #: Seconds that the broker may take to confirm: of the application that waits for the broker, and of
 #: those that give up.
 LONG = 300.0

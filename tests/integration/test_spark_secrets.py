@@ -21,8 +21,6 @@ from tests.node_control import add_user, delete_user
 from tests.redis_servers import ConfiguredRedis
 from tests.told import told
 
-pytestmark = pytest.mark.timeout(600)
-
 #: The password of broker and registry, and a part of the wrong ones.
 PLANTED: Final = "opensesame"
 

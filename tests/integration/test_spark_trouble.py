@@ -41,8 +41,6 @@ __all__ = ["driver", "registry", "settings", "shop", "without_registry"]
 ROWS = 2000
 FAILS_AFTER = 900
 
-pytestmark = pytest.mark.timeout(600)
-
 #: Seconds until all rows have run, on a machine that does much else.
 ALL_RUN = 240.0
 
