@@ -41,8 +41,8 @@ write = partial(write_to, app=APP)
 
 #: Rows of a write, half of them in each partition; Spark hands on ten at a time, once there are
 #: some kilobytes of them.
-ROWS = 1000
-FAILS_AFTER = 400
+ROWS = 2000
+FAILS_AFTER = 900
 
 #: Seconds; longer than a write with its attempts takes.
 DELAY = 8.0
