@@ -40,9 +40,9 @@ APP = app_of(__name__)
 write = partial(write_to, app=APP)
 
 #: Rows of a write, half of them in each partition; Spark hands on ten at a time, once there are
-#: some kilobytes of them.
-ROWS = 2000
-FAILS_AFTER = 900
+#: some kilobytes of them, so the rows are long.
+ROWS = 1000
+FAILS_AFTER = 400
 
 #: Seconds; longer than a write with its attempts takes.
 DELAY = 8.0
@@ -62,7 +62,8 @@ def spark(settings: dict[str, Any], spark_folder: Path) -> Iterator[SparkSession
 
 
 def rows(spark: SparkSession, noted: Notes) -> DataFrame:
-    return notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
+    frame = notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
+    return frame.selectExpr("struct(args[0], repeat('x', 400)) args", "kwargs", "delay")
 
 
 def fails_half_way(frame: DataFrame, attempts: int, when: Path | None = None) -> DataFrame:
