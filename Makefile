@@ -26,8 +26,9 @@ $(VENV)/check.done: pyproject.toml set_up.sh
 demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is killed (about a minute)
 	$(BIN)/python -m example_project
 
-# What starts Spark.
-SPARK_TESTS = $(wildcard tests/integration/test_spark_*.py) example_project/tests/test_pipelines.py
+# What starts Spark. All files but the first ones share a session, which ends where one needs its own.
+OWN_SPARK = example_project/tests/test_pipelines.py tests/integration/test_spark_speculation.py
+SPARK_TESTS = $(OWN_SPARK) $(filter-out $(OWN_SPARK),$(wildcard tests/integration/test_spark_*.py))
 
 # The operator's commands against real servers, the code of the documentation, probes, pauses, and metrics.
 OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* documentation flower health leaving metrics migrate pause \

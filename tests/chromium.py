@@ -26,7 +26,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from celery_rabbitdelay.testing import wait_for
-from celery_rabbitdelay.testing.servers import end_with_parent
+from celery_rabbitdelay.testing.servers import PATIENCE, end_with_parent
 from tests import CACHE
 from tests.set_up import SetUp
 
@@ -37,9 +37,6 @@ AXE: Final = CACHE / "axe" / "axe_playwright_python" / "axe.min.js"
 
 #: Widths in pixels of a phone and of a wide window, with their heights.
 PHONE, WIDE = (390, 844), (1400, 900)
-
-#: Seconds until a page has to show something.
-PATIENCE: Final = 60
 
 #: The arguments of Chromium. Root may not use the sandbox, and ``/dev/shm`` of a container is too
 #: small. With the pipe, Chromium ends when its driver does.

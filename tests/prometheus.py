@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 from celery_rabbitdelay.testing import Server
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests import CACHE
 
 
@@ -59,7 +60,9 @@ class PrometheusServer(Server):
 
     def ask(self, path: str, **parameters: str) -> Any:
         """Return what its API answers."""
-        with urlopen(f"{self.url}/api/v1/{path}?{urlencode(parameters)}", timeout=60) as answer:
+        with urlopen(
+            f"{self.url}/api/v1/{path}?{urlencode(parameters)}", timeout=PATIENCE
+        ) as answer:
             return json.load(answer)["data"]
 
     def value(self, query: str) -> float:

@@ -35,9 +35,6 @@ from tests.integration.spark import QUICK_JAVA, spark_session
 #: The tasks' queue: Celery's default.
 TASKS = "celery"
 
-#: Seconds until the tests stop waiting. A busy machine is slow.
-PATIENCE = 240.0
-
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("spark")]
 
 #: Writes the orders of some days to a file; returns the day of each order by its id.
@@ -84,7 +81,7 @@ class Shop(NamedTuple):
 
     def wait_for(self, orders: Mapping[str, str]) -> None:
         """Wait until all of these orders' reminders are delivered."""
-        wait_for(lambda: len(self.delivered(orders)) == len(orders), "the reminders", PATIENCE)
+        wait_for(lambda: len(self.delivered(orders)) == len(orders), "the reminders")
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +186,7 @@ def stop_while_it_waits(worker: ChildProcess, order: str) -> None:
         worker.start()
         return False
 
-    wait_for(stopped, "a retry that waits", PATIENCE)
+    wait_for(stopped, "a retry that waits")
 
 
 def states(printed: str) -> dict[str, int]:
@@ -211,7 +208,7 @@ def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
         reminders.main(options)
     shop.wait_for(orders)
     # The notes of two commits wait until shortly before the jobs would have expired.
-    wait_for(lambda: sum(without_probe().values()) == 2, "no messages but two notes", PATIENCE)
+    wait_for(lambda: sum(without_probe().values()) == 2, "no messages but two notes")
     shop.worker.stop()  # it finishes the tasks that it has received
     shop.worker.start()
     assert shop.delivered(orders) == dict.fromkeys(orders, 1)
@@ -266,7 +263,7 @@ def test_what_was_lost_is_found_and_sent_again_and_each_reminder_arrives_once(
     shop.wait_for({order: day for order, day in now.items() if order != refused})
     stop_while_it_waits(shop.worker, refused)
     # Without a worker, the retry stays in the tasks' queue once it is due.
-    wait_for(lambda: TASKS in (held := in_queues()) and _is_due(held), "the retry", PATIENCE)
+    wait_for(lambda: TASKS in (held := in_queues()) and _is_due(held), "the retry")
     reconciliation.main([*options, "--grace", "-7200"])
     assert "nothing is sent" in capsys.readouterr().out
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.celery_process import REPOSITORY, CeleryProcess
 
 #: The project's files.
@@ -105,7 +106,7 @@ class Project:
             return [json.loads(result) for (result,) in database.execute(query, (task, periodic))]
 
     def wait_for_results(
-        self, task: str, count: int, periodic: str | None = None, timeout: float = 60.0
+        self, task: str, count: int, periodic: str | None = None, timeout: float = PATIENCE
     ) -> list[Any]:
         """Wait until at least ``count`` results are in the database, and return them."""
         found: list[Any] = []

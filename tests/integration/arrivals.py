@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from kombu import Connection, Consumer, Message, Queue
 
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 
 
 class Arrival(NamedTuple):
@@ -23,7 +24,7 @@ class Arrival(NamedTuple):
 
 
 def take(
-    connection: Connection, queues: Iterable[Queue], count: int, timeout: float = 60.0
+    connection: Connection, queues: Iterable[Queue], count: int, timeout: float = PATIENCE
 ) -> list[Arrival]:
     """Consume until ``count`` messages came, acknowledge them and return them in their order.
 
@@ -69,11 +70,11 @@ def count(connection: Connection, queue_name: str) -> int:
 def wait_until_waiting(connection: Connection, queue_name: str, expected: int) -> None:
     """Wait until a queue holds ``expected`` ready messages."""
     what = f"{expected} messages in {queue_name}"
-    wait_for(lambda: count(connection, queue_name) == expected, what, 90)
+    wait_for(lambda: count(connection, queue_name) == expected, what)
 
 
 def find_waiting(
-    connection: Connection, queues: Iterable[Queue], timeout: float = 30.0, copies: bool = False
+    connection: Connection, queues: Iterable[Queue], timeout: float = PATIENCE, copies: bool = False
 ) -> Arrival:
     """Take the only message that waits in any of many queues, as soon as there is one.
 

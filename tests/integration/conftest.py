@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -170,6 +171,15 @@ def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[st
         "rabbitdelay_modules": MODULES,
         "rabbitdelay_registry_options": {"socket_timeout": 10},  # a slow machine's Redis
     }
+
+
+@pytest.fixture(scope="session")
+def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the session of Spark that test modules share; the session ends with it."""
+    from tests.integration.spark import end_shared_session  # only here: it imports PySpark
+
+    yield tmp_path_factory.mktemp("spark")
+    end_shared_session()
 
 
 def delete_what_it_declared(app: Any) -> None:

@@ -17,6 +17,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import Arrival, count, take
 from tests.integration.worker import Worker
 
@@ -76,7 +77,7 @@ class Client:
         told = {headers.EXCHANGE: "", headers.ROUTING_KEY: queue}
         put_in_envelope(self._connection, self.shop, list(items), **told)
 
-    def take(self, queue: Queue, number: int = 1, timeout: float = 60.0) -> list[Arrival]:
+    def take(self, queue: Queue, number: int = 1, timeout: float = PATIENCE) -> list[Arrival]:
         """Take so many messages from a queue."""
         return take(self._connection, [queue], number, timeout)
 

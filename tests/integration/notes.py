@@ -60,7 +60,7 @@ class Notes:
         """Return the first positional argument of each run."""
         return [given[0] for given in self.given()]
 
-    def wait(self, number: int, timeout: float = 120.0) -> list[dict[str, Any]]:
+    def wait(self, number: int, timeout: float = PATIENCE) -> list[dict[str, Any]]:
         """Wait for so many notes, and until the worker has nothing left to run."""
         wait_for(lambda: self.redis.llen(self.key) >= number, f"{number} notes", timeout)
         self.shop.tasks["look"].apply_async().get(timeout=PATIENCE)

@@ -10,17 +10,17 @@ import json
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, Final
 
 import celery
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing import servers, wait_for
 
 #: Seconds until a result has to be there.
-PATIENCE = 60
+PATIENCE: Final = servers.PATIENCE
 
 QUEUES = ("default", "second", "topic.reports", "topic.daily.reports", "mirror")
 

@@ -1,17 +1,25 @@
-"""A Spark session whose Python processes import the same code as the tests."""
+"""Spark sessions whose Python processes import the same code as the tests.
+
+Starting Spark and its first jobs takes more than most tests, so one session serves all test modules
+of a process that need no other; their applications are those of
+:mod:`tests.integration.spark_apps`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
+
+from celery_rabbitdelay.testing.servers import PATIENCE
+from tests.integration.spark_apps import APPS
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
@@ -27,8 +35,39 @@ def _end_java() -> None:
     gateway.shutdown()
     # Java ends with its standard input.
     gateway.proc.stdin.close()
-    gateway.proc.wait(60)
+    gateway.proc.wait(PATIENCE)
     context._gateway = context._jvm = None
+
+
+#: The session that test modules share, while it runs.
+_shared: Final[list[tuple[SparkSession, ExitStack]]] = []
+
+
+def shared_session(folder: Path) -> SparkSession:
+    """Return the session that test modules share; it tries each task of its own twice.
+
+    Args:
+        folder: That of :mod:`tests.integration.spark_apps`; the log of events is in ``events``.
+    """
+    if not _shared:
+        events = folder / "events"
+        events.mkdir(exist_ok=True)
+        settings = {
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.dir": events.as_uri(),
+            "spark.eventLog.compress": "false",
+        }
+        started = ExitStack()
+        environment = {**QUICK_JAVA, APPS: str(folder)}
+        wanted = spark_session(environment, settings, master="local[2,2]")
+        _shared.append((started.enter_context(wanted), started))
+    return _shared[0][0]
+
+
+def end_shared_session() -> None:
+    """End it, if it runs: a process has one session at a time."""
+    while _shared:
+        _shared.pop()[1].close()
 
 
 @contextmanager
@@ -44,6 +83,7 @@ def spark_session(
         settings: Further settings of Spark.
         master: Where it runs.
     """
+    end_shared_session()
     with TemporaryDirectory() as folder:
         # Java leaves files behind if it is killed.
         java = {"spark.driver.extraJavaOptions": f"-Djava.io.tmpdir={folder}"}
@@ -64,6 +104,9 @@ def _session(
     builder = builder.config("spark.ui.showConsoleProgress", "false")
     builder = builder.config("spark.sql.shuffle.partitions", "2")
     builder = builder.config("spark.driver.host", "127.0.0.1")
+    # A busy machine may keep Spark's own processes waiting, too.
+    builder = builder.config("spark.network.timeout", f"{PATIENCE:.0f}s")
+    builder = builder.config("spark.python.authenticate.socketTimeout", f"{PATIENCE:.0f}s")
     for name, value in settings.items():
         builder = builder.config(name, value)
     try:

@@ -1,32 +1,45 @@
 """The shop's application, with several configurations for one session of Spark.
 
-``tests.integration.spark_apps:NAME`` is the application whose settings the environment variable
-``SPARK_APPS`` holds under that name, as JSON.
+``tests.integration.spark_apps:NAME`` is the application whose settings are in the file ``NAME`` of
+the folder that the environment variable ``SPARK_APPS`` names, as JSON. Python processes of Spark
+that have made an application keep it, so each has a name of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from tests.integration.shop import make_app
 
-APPS = "SPARK_APPS"
+APPS: Final = "SPARK_APPS"
 
 
-def environment(settings: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-    """Return what Spark's Python processes find in their environment.
+def name_of(module: str) -> str:
+    """Return the name of the application of a test module, by the module's name."""
+    return module.rpartition(".")[2]
+
+
+def app_of(module: str) -> str:
+    """Return the import path of that application."""
+    return f"{__name__}:{name_of(module)}"
+
+
+def publish(folder: Path, name: str, settings: dict[str, Any]) -> None:
+    """Let Spark's Python processes find an application.
 
     Args:
-        settings: For each name what :func:`tests.integration.shop.make_app` takes.
+        folder: That of the session.
+        name: The application's name.
+        settings: What :func:`tests.integration.shop.make_app` takes.
     """
-    return {APPS: json.dumps(settings)}
+    (folder / name).write_text(json.dumps(settings))
 
 
 def __getattr__(name: str) -> Any:
-    settings = json.loads(os.environ.get(APPS, "{}"))
-    if name not in settings:
+    file = Path(os.environ.get(APPS, os.devnull), name)
+    if not file.is_file():
         raise AttributeError(name)
-    return make_app(settings[name])
+    return make_app(json.loads(file.read_text()))

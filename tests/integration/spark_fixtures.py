@@ -1,5 +1,7 @@
 """Fixtures that the tests of Spark share: an application with a registry, its worker, a session.
 
+The application is that of the module, ``app_of(__name__)``.
+
 A test module imports those that it needs, and names them in its ``__all__``. One that needs another
 session, or no worker, has its own fixture instead.
 """
@@ -7,6 +9,7 @@ session, or no worker, has its own fixture instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
@@ -14,14 +17,12 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from celery_rabbitdelay.testing import RedisServer
+from tests.integration import spark_apps
 from tests.integration.conftest import small_configuration
 from tests.integration.notes import Notes
 from tests.integration.shop import make_app
-from tests.integration.spark import QUICK_JAVA, spark_session
-from tests.integration.worker import ShopProcess, Worker
-
-#: Where Spark's Python processes find the application.
-APP: Final = "tests.integration.shop:app"
+from tests.integration.spark import shared_session
+from tests.integration.worker import Worker
 
 #: Seconds; long enough for Spark to commit before the tasks are due.
 DELAY: Final = 4.0
@@ -47,10 +48,13 @@ def settings(without_registry: dict[str, Any], registry: RedisServer) -> dict[st
 
 
 @pytest.fixture(scope="module")
-def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
-    """A session whose Python processes find the application."""
-    with spark_session({**QUICK_JAVA, **ShopProcess.environment(settings)}) as session:
-        yield session
+def spark(
+    request: pytest.FixtureRequest, settings: dict[str, Any], spark_folder: Path
+) -> SparkSession:
+    """The shared session, whose Python processes find the application."""
+    name = spark_apps.name_of(request.module.__name__)
+    spark_apps.publish(spark_folder, name, settings)
+    return shared_session(spark_folder)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +67,10 @@ def shop(settings: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shop: Any) -> None:
     """This process is a driver, which finds the application where the executors do."""
-    monkeypatch.setattr("tests.integration.shop.app", shop, raising=False)
+    name = spark_apps.name_of(request.module.__name__)
+    monkeypatch.setattr(spark_apps, name, shop, raising=False)
     monkeypatch.setattr("celery_rabbitdelay.spark.application._applications", {})
 
 
@@ -94,5 +99,5 @@ def notes(
 
 def write(frame: DataFrame, **options: Any) -> None:
     """Send a DataFrame's rows by the format, by default to the task ``note``."""
-    given = {"app": APP, "task": "note", **options}
+    given = {"task": "note", **options}
     frame.write.format("rabbitdelay").mode("append").options(**given).save()

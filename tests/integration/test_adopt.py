@@ -33,6 +33,7 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.shop import named
@@ -107,7 +108,7 @@ def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
         # On a slow machine, some have come due by then.
         assert 0 < moved["moved"] <= TASKS
         assert (moved["left"], moved["copies"]) == ({}, 0)
-        seen = noted.wait(TASKS, timeout=120)
+        seen = noted.wait(TASKS, timeout=PATIENCE)
     assert len(seen) == TASKS
     assert {each["given"][0] for each in seen} == due.keys()
     for each in seen:
@@ -184,7 +185,7 @@ def test_messages_laid_out_as_nservicebus_does_arrive_on_time_and_once(
     assert 0 < moved["moved"] <= TASKS
     assert (moved["left"], moved["copies"]) == ({}, 0)
     with Worker(configuration, None):
-        arrivals = take(connection, [nservicebus], TASKS, timeout=120)
+        arrivals = take(connection, [nservicebus], TASKS, timeout=PATIENCE)
     assert sorted(each.body["number"] for each in arrivals) == list(range(TASKS))
     adopted = 0
     for each in arrivals:

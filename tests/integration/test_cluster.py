@@ -17,6 +17,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.modules import check_in, wait_until_served
@@ -111,7 +112,7 @@ def test_a_message_for_a_classic_queue_whose_node_is_down_is_sent_when_it_is_bac
         finally:
             home.start()
             shorten_timeouts(home)
-        sending.result(timeout=120)
+        sending.result(timeout=PATIENCE)
     publisher.close()
     with Connection(home.url) as connection:
         assert count(connection, queue.name) == 1
@@ -140,12 +141,12 @@ def test_tasks_for_a_classic_queue_whose_node_is_down_are_tried_again_by_distrib
             shop.send_task("x", queue=target.name, delay=DELAY_MS / 1000)
         home.kill()
         try:
-            wait_for(lambda: "does not take a message" in worker.log, "a failed attempt", 60)
+            wait_for(lambda: "does not take a message" in worker.log, "a failed attempt")
         finally:
             home.start()
             shorten_timeouts(home)
         with Connection(home.url) as connection:
-            wait_for(lambda: count(connection, target.name) >= FEW, "all tasks", 120)
+            wait_for(lambda: count(connection, target.name) >= FEW, "all tasks")
     shop.close()
 
 
@@ -206,7 +207,7 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
             wait_for(lambda: count(producing, topology.module_queues.checkin.name) == 0, "check-in")
             victim.kill()
             publish(range(MESSAGES, 2 * MESSAGES))
-            wait_for(all_came, "all messages", timeout=120)
+            wait_for(all_came, "all messages")
             assert "rabbitdelay connects again (check-in" in worker.log
     shop.close()
     assert [n for n, at in came.items() if at < published[n] + DELAY_MS / 1000] == []

@@ -19,11 +19,11 @@ from tests.integration.shop import PATIENCE, named
 def test_every_hostile_message_is_accounted_for_and_nobody_else_notices(
     broker_url: str, prefix: str
 ) -> None:
-    account = attack(broker_url, prefix, 2_000, seed=7)
+    account = attack(broker_url, prefix, 1_000, seed=7)
     assert account.is_good, str(account)
     assert account.kinds.keys() == KINDS.keys()
-    assert account.places["undeliverable"] > 500
-    assert account.places["allowed"] > 500
+    assert account.places["undeliverable"] > 250
+    assert account.places["allowed"] > 250
     assert account.refused > 0
 
 

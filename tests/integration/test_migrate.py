@@ -150,7 +150,7 @@ def killed_and_then_finished(
             return process.poll() is not None or has_begun
 
         try:
-            wait_for(has_ended_or_begun, "the first messages moved", 60)
+            wait_for(has_ended_or_begun, "the first messages moved")
             assert process.poll() is None, process.stderr and process.stderr.read()
         finally:
             process.kill()
@@ -160,7 +160,7 @@ def killed_and_then_finished(
 
 def assert_nothing_is_lost(sent: Sent, notes: Notes, source: Place, target: Place) -> None:
     assert waiting(source) == {}
-    wait_for(lambda: sent.near <= ran(notes).keys(), "the near tasks", 120)
+    wait_for(lambda: sent.near <= ran(notes).keys(), "the near tasks")
     runs = ran(notes)
     waits = ids_in(target.connection, target.topology)
     assert waits.keys() == sent.far
@@ -406,7 +406,7 @@ def test_a_cancelled_task_stays_cancelled_after_the_migration(
     make(new)
     assert answer(new, migrate(old), "moved")["moved"] == 2
     with Worker(new):
-        notes.wait(1, timeout=240)
+        notes.wait(1, timeout=PATIENCE)
     assert notes() == ["runs"]
     with pytest.raises(TaskRevokedError):
         first.get(timeout=PATIENCE)
@@ -423,9 +423,9 @@ def test_after_ctrl_c_nothing_exists_twice_and_the_rest_is_where_it_was(
     all_waiting = sum(waiting(source).values())
     command = f"rabbitdelay {migrate(old)} --rate 50 --json"
     process = start_celery(new, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    wait_for(lambda: waiting(target), "the first messages moved", 60)
+    wait_for(lambda: waiting(target), "the first messages moved")
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, errors
     moved = checked("moved", printed)
     assert not moved["finished"]

@@ -24,6 +24,7 @@ from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.trouble import suspended
 from tests.unit.waiting import waiting
@@ -61,7 +62,7 @@ class Serving:
 
     def __exit__(self, *_: object) -> None:
         self.stopping.set()
-        self._thread.join(60)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
 
@@ -149,7 +150,7 @@ def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_nam
 
     def receive(message: amqp.Message) -> Iterator[Outgoing]:
         if message.body == b"many":
-            may_publish.wait(60)
+            may_publish.wait(PATIENCE)
             yield from [outgoing("", target.name)] * 100
 
     with Connection(private_rabbitmq.url) as own:
@@ -166,7 +167,7 @@ def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_nam
             served.consumer._attempts.answer_times._limits[name] = (math.inf, 100)
             with suspended(private_rabbitmq):
                 may_publish.set()
-                wait_for(lambda: bool(served.errors), "the end of the connection", timeout=120)
+                wait_for(lambda: bool(served.errors), "the end of the connection")
         for queue in (source, target):
             queue(bench.channel).delete()
     (stuck,) = served.errors
@@ -239,7 +240,7 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
 
     try:
         with bench.serve(receive) as served:
-            assert stands_still.wait(60)
+            assert stands_still.wait(PATIENCE)
             wait_until_waiting(connection, target.name, around)
             bench.wait_until_waiting(around - 1)
             transport: Any = served.connection.connection

@@ -144,7 +144,7 @@ def test_a_message_meditates_until_the_levels_can_carry_it(
         eight = client.topology.digit_queues[0]
         wait_for(lambda: client.count(eight) == 1, "the first level")
         assert time.time() >= published + 15
-        (arrival,) = client.take(queue, timeout=40)
+        (arrival,) = client.take(queue, timeout=PATIENCE)
     finally:
         queue(client.channel).delete()
     assert arrival.at >= published + 27

@@ -162,7 +162,6 @@ def test_a_paused_task_waits_in_the_levels_if_nobody_declares_its_queue(
     wait_for(lambda: noted() == ["held"], "the task", PATIENCE)
 
 
-@pytest.mark.timeout(300)
 def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
     shop: Any, serve: Any, noted: Notes, redis: RedisServer, passed: Any
 ) -> None:
@@ -182,7 +181,6 @@ def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
     assert_each_ran_once(noted, {"plain", "tracked"})
 
 
-@pytest.mark.timeout(300)
 def test_if_redis_loses_everything_nothing_is_paused_and_no_task_is_lost(
     shop: Any, worker: Worker, noted: Notes, redis: RedisServer, passed: Any
 ) -> None:

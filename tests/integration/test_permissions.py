@@ -39,6 +39,7 @@ from celery_rabbitdelay.operations.permissions import (
 from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.declaration import bind_destination, declare, declare_destination
 from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.management import node
@@ -220,7 +221,7 @@ def cancel_one(acting: Acting) -> None:
             wait_for(lambda: worker.log.count("flagged as revoked") == 3, "revokes")
         else:
             # A refusal leaves nothing broken.
-            acting.remind.apply_async((2,), delay=1).get(timeout=60)
+            acting.remind.apply_async((2,), delay=1).get(timeout=PATIENCE)
     sender.close()
 
 
@@ -241,8 +242,8 @@ def run_tasks(acting: Acting) -> None:
         sent = [sender.tasks["remind"].apply_async((order,), delay=order) for order in (1, 2)]
         sender.rabbitdelay.send_many("remind", [{"args": (3,), "delay": 1}] * 20)
         sent.append(sender.AsyncResult(hand_in_task(sender, acting.host.url, 4, 500)))
-        assert [each.get(timeout=60) for each in sent] == [1, 2, 4]
-        assert sender.control.ping(timeout=60, limit=1)
+        assert [each.get(timeout=PATIENCE) for each in sent] == [1, 2, 4]
+        assert sender.control.ping(timeout=PATIENCE, limit=1)
         assert "lacks the permission" not in process.log
         assert "ACCESS_REFUSED" not in process.log
     sender.close()

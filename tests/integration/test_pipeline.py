@@ -263,7 +263,6 @@ def test_a_connection_that_is_lost_in_a_block_costs_no_task(
     assert arrived(private_rabbitmq.url, queue, {*ids}) == {*ids}
 
 
-@pytest.mark.timeout(400)
 def test_a_broker_that_goes_away_has_all_tasks_that_are_not_named(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
 ) -> None:
@@ -583,7 +582,7 @@ def send():
     assert confirmed[-1] == own
 with app.rabbitdelay.pipeline():
     app.send_task("look", delay=330)
-    for child in [gevent.spawn(send) for _ in range(3)]: child.get(timeout=60)
+    for child in [gevent.spawn(send) for _ in range(3)]: child.get(timeout=300)
     app.send_task("look", delay=330)
 assert len(confirmed) == 5
 app.close()

@@ -89,7 +89,7 @@ def test_prometheus_has_the_counts_of_the_ledger_exactly(
         # Nothing more comes with the next scrapes.
         scrapes = f"sum(count_over_time({PREFIX}jobs_expired_total[1h]))"
         before = prometheus.value(scrapes)
-        wait_for(lambda: prometheus.value(scrapes) >= before + 6, "three more scrapes of both", 120)
+        wait_for(lambda: prometheus.value(scrapes) >= before + 6, "three more scrapes of both")
         ran = Counter(map(str, noted()))
         ledger = {
             "sent_total": confirmed + BROKEN,

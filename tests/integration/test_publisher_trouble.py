@@ -155,7 +155,7 @@ def test_a_broker_that_is_killed_is_an_error_of_all_that_were_taken_and_of_no_ot
     with pytest.raises(ConnectionLost, match="attempt 1"):
         publish(publisher, queue.name, resends=0)
     broker.start()
-    wait_for(lambda: all_published(publisher, queue.name), "the queue's leader", timeout=60)
+    wait_for(lambda: all_published(publisher, queue.name), "the queue's leader")
     arrived = held_in(broker, queue)
     assert arrived["before"] >= first
     assert {each.context for each in taken if each.error is None} <= set(arrived)

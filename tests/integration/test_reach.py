@@ -23,6 +23,7 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration import trouble
 from tests.integration.arrivals import Arrival, count, take
 from tests.integration.modules import MODULES, put_in_envelope
@@ -114,7 +115,7 @@ def test_a_forged_shutdown_does_not_reach_the_worker(
     for arrival in undeliverable(connection, served, 2):
         assert "celery.pidbox'" in reason(arrival)
         assert SETTING in reason(arrival)
-    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=60)
+    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
     assert served.worker.running
 
 
@@ -208,7 +209,7 @@ def test_a_retry_goes_only_where_distribution_may_go(
     assert message.headers[headers.QUEUE] == queue
     told = {**message.headers, **to(exchange, routing_key), headers.DUE: 5}
     forge(connection, served, told, queue, **sent)
-    past = result.get(timeout=60)
+    past = result.get(timeout=PATIENCE)
     assert len(past) == 2
     for seen in past:
         assert (seen["exchange"], seen["routing_key"]) == ("", queue)
@@ -230,7 +231,7 @@ def test_a_retry_of_a_task_that_came_by_the_binding_of_its_queue_returns_to_the_
         headers={**told, headers.DUE: 5},
         **sent,
     )
-    for seen in result.get(timeout=60):
+    for seen in result.get(timeout=PATIENCE):
         assert (seen["exchange"], seen["routing_key"]) == ("", queue)
 
 
@@ -312,7 +313,7 @@ def test_a_message_that_would_end_a_worker_or_stop_it_is_none_of_its_tasks(
         forge(stranger, served, own, queue, body=[[], {}, {}], serializer="json")
     for arrival in undeliverable(connection, served, len(bad)):
         assert reason(arrival).startswith("Celery cannot run it: ")
-    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=60)
+    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
     assert served.worker.running
 
 
@@ -357,9 +358,9 @@ def test_no_compressed_body_that_left_the_levels_is_opened_beyond_the_bound(
         bodies.update([bomb] * 3 + [streams if reads_both else bomb])
         honest.append(look.apply_async(("x" * 2**20,), compression=name, delay=0.3))
     for result in honest:
-        assert result.get(timeout=60)["given"] == ["x" * 2**20]
+        assert result.get(timeout=PATIENCE)["given"] == ["x" * 2**20]
     undeliverable_queue = topology.module_queues.undeliverable.name
-    wait_for(lambda: count(connection, undeliverable_queue) == bodies.total(), "the bombs", 60)
+    wait_for(lambda: count(connection, undeliverable_queue) == bodies.total(), "the bombs")
     found = list(undeliverable_messages(connection, topology))
     assert Counter(each.body for each in found) == bodies
     assert all("rabbitdelay_max_message_bytes" in each.found.reason for each in found)

@@ -25,6 +25,7 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.testing import Travel, recorded
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration import playing
 from tests.integration.playing import app
 
@@ -313,7 +314,7 @@ def play_for_real(trip: Travel, sequences: Sequence[Any], name: str) -> tuple[li
 
     def settle() -> None:
         # Its answer comes behind the revokes.
-        app.control.broadcast("ping", reply=True, limit=1, timeout=60)
+        app.control.broadcast("ping", reply=True, limit=1, timeout=PATIENCE)
 
     trip.clock.stand_at(wall_clock.ms() * wall_clock.NS_PER_MS)
     players = play_all(sequences, name, travel, settle)

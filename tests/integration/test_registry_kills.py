@@ -26,9 +26,6 @@ from tests.integration.worker import ShopProcess, Worker
 LONG = 15.0
 
 
-pytestmark = pytest.mark.timeout(300)
-
-
 @pytest.fixture
 def configuration(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
     """The same with a registry."""

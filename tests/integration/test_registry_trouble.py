@@ -236,7 +236,7 @@ def test_a_fail_over_behind_sentinels_keeps_what_the_replica_has() -> None:
         servers.wait_until_copied()
         servers.master.kill()
         unavailable(lambda: registry.cancel(["another"]))
-        wait_for(lambda: works(lambda: registry.cancel(["another"])), "a new master", 60)
+        wait_for(lambda: works(lambda: registry.cancel(["another"])), "a new master")
         assert verdict(registry, cancelled) is Verdict.CANCELLED
         assert registry.waiting_under("order") == ["waits"]
         assert registry.cancel(["waits"]) == [Outcome.DONE]

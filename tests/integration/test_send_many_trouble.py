@@ -20,7 +20,6 @@ from tests.integration.test_send_many import both_ways
 from tests.node_control import close_all_connections
 
 
-@pytest.mark.timeout(400)
 @both_ways
 def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], envelopes: bool

@@ -18,6 +18,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
 from tests.integration.modules import OPEN, put_in_envelope
 from tests.integration.notes import Notes
@@ -83,7 +84,7 @@ def test_a_retry_returns_to_its_exchange_and_is_signed_again(signing: Any) -> No
         result = task.apply_async(
             ([], 2, {"countdown": 0.2}), delay=0.2, priority=priority, **options
         )
-        seen = result.get(timeout=60)
+        seen = result.get(timeout=PATIENCE)
         assert [each["exchange"] for each in seen] == [options["exchange"]] * 3
 
 
@@ -182,7 +183,7 @@ def test_only_a_signed_message_decides_about_a_task(
     shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=0.5, once=True).get(60)
     rows_sent = {f"{number}-{row}" for number in range(3) for row in (1, 2)}
     wanted = {"victim", "keyed", "plain", "moved", "job", *range(3), *rows_sent}
-    wait_for(lambda: set(notes()) >= wanted, "all tasks", 60)
+    wait_for(lambda: set(notes()) >= wanted, "all tasks")
     assert set(notes()) == wanted
     found = undeliverable(connection, shop, 2)
     assert {each.message.headers[headers.REASON] for each in found} == {NOT_SIGNED}

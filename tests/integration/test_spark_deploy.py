@@ -27,8 +27,6 @@ from tests.integration.spark_servers import (
 
 __all__ = ["registry", "settings", "shop", "without_registry"]
 
-pytestmark = pytest.mark.timeout(500)
-
 ROWS = 200
 
 #: A password that is wrong, and that no log may hold.

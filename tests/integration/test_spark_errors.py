@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,14 +18,12 @@ from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import small_configuration
 from tests.integration.shop import make_app
-from tests.integration.spark import QUICK_JAVA, spark_session
-from tests.integration.spark_apps import APPS, environment
+from tests.integration.spark import shared_session
+from tests.integration.spark_apps import publish
 from tests.integration.spark_fixtures import write as write_to
 from tests.integration.trouble import alarm
 from tests.node_control import is_any_blocked, set_memory_limit
 from tests.redis_servers import ConfiguredRedis
-
-pytestmark = pytest.mark.timeout(600)
 
 #: Seconds that the broker may take to confirm: of the application that waits for the broker, and of
 #: those that give up.
@@ -73,9 +70,10 @@ def settings(
 
 
 @pytest.fixture(scope="module")
-def spark(settings: dict[str, dict[str, Any]]) -> Iterator[SparkSession]:
-    with spark_session({**QUICK_JAVA, **environment(settings)}) as session:
-        yield session
+def spark(settings: dict[str, dict[str, Any]], spark_folder: Path) -> SparkSession:
+    for name, each in settings.items():
+        publish(spark_folder, name, each)
+    return shared_session(spark_folder)
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +209,8 @@ def test_a_wrong_option_is_the_first_line_of_its_error_but_for_where_spark_calle
 
 
 def test_a_dispatch_that_fails_says_why_in_its_first_line(
-    spark: SparkSession, settings: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession,
 ) -> None:
-    monkeypatch.setenv(APPS, json.dumps(settings))
     frame = spark.sql("select array(id) args, double(null) delay from range(2)")
     with pytest.raises(PySparkException) as failed:
         dispatch(frame, "look", app="tests.integration.spark_apps:good")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from celery_rabbitdelay.spark.columns import Columns, TaskIds
 from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
 from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
 from celery_rabbitdelay.spark.options import WriteOptions
-from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.integration.spark import shared_session
 
 #: A port that nothing listens on: grouping opens no connection.
 NOWHERE = "amqp://guest@127.0.0.1:1//"
@@ -70,9 +71,8 @@ EXACT: Mapping[str, tuple[T.DataType, Sequence[Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def spark() -> Iterator[SparkSession]:
-    with spark_session(QUICK_JAVA) as session:
-        yield session
+def spark(spark_folder: Path) -> SparkSession:
+    return shared_session(spark_folder)
 
 
 def options(**more: str) -> WriteOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,8 +17,8 @@ from celery_rabbitdelay.spark import dispatch, grouped
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
+from tests.integration.spark_apps import app_of
 from tests.integration.spark_fixtures import (
-    APP,
     DELAY,
     driver,
     notes,
@@ -26,15 +27,20 @@ from tests.integration.spark_fixtures import (
     shop,
     spark,
     without_registry,
-    write,
 )
+from tests.integration.spark_fixtures import write as write_to
 
 __all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
+
+#: Where Spark's Python processes find the application.
+APP = app_of(__name__)
+
+write = partial(write_to, app=APP)
 
 pytestmark = pytest.mark.usefixtures("driver")
 
 #: Rows of which most share a message.
-ROWS = 2000
+ROWS = 500
 
 
 def test_rows_that_spark_has_written_run_once_each_in_few_messages(
@@ -44,7 +50,7 @@ def test_rows_that_spark_has_written_run_once_each_in_few_messages(
     report = dispatch(frame, "note", app=APP, tolerance=1)
     assert report.confirmed == report.rows == ROWS
     assert report.envelopes == report.messages < 20
-    wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", PATIENCE)
+    noted.wait(ROWS)
     assert sorted(noted()) == [*range(ROWS)]
 
 

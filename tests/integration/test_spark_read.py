@@ -22,10 +22,14 @@ from celery_rabbitdelay.spark.application import HAS_FILTERS
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.conftest import delete_what_it_declared
 from tests.integration.shop import make_app
-from tests.integration.spark_fixtures import APP, registry, settings, spark, without_registry
+from tests.integration.spark_apps import app_of
+from tests.integration.spark_fixtures import registry, settings, spark, without_registry
 from tests.integration.unreadable import FAR_TIMESTAMP, Raw
 
 __all__ = ["registry", "settings", "spark", "without_registry"]
+
+#: Where Spark's Python processes find the application.
+APP = app_of(__name__)
 
 
 @pytest.fixture(scope="module")

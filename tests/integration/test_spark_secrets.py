@@ -10,18 +10,16 @@ from uuid import uuid4
 import pytest
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.conftest import delete_what_it_declared, small_configuration
 from tests.integration.shop import make_app
-from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.integration.spark import shared_session
 from tests.node_control import add_user, delete_user
 from tests.redis_servers import ConfiguredRedis
 from tests.told import told
-
-pytestmark = pytest.mark.timeout(600)
 
 #: The password of broker and registry, and a part of the wrong ones.
 PLANTED: Final = "opensesame"
@@ -34,24 +32,6 @@ def redis() -> Iterator[ConfiguredRedis]:
     """The registry's Redis."""
     with ConfiguredRedis(password=PLANTED) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def events(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of Spark's event log, which its history server reads."""
-    return tmp_path_factory.mktemp("events")
-
-
-@pytest.fixture(scope="module")
-def spark(events: Path) -> Iterator[SparkSession]:
-    """A session that logs its events."""
-    settings = {
-        "spark.eventLog.enabled": "true",
-        "spark.eventLog.dir": events.as_uri(),
-        "spark.eventLog.compress": "false",
-    }
-    with spark_session(QUICK_JAVA, settings) as session:
-        yield session
 
 
 @pytest.fixture
@@ -91,8 +71,9 @@ def write(frame: DataFrame, options: dict[str, str], **more: str) -> None:
 
 
 def test_no_password_is_in_a_plan_an_event_or_an_error(
-    spark: SparkSession, events: Path, options: dict[str, str], capfd: pytest.CaptureFixture[str]
+    spark_folder: Path, options: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    spark = shared_session(spark_folder)
     frame = spark.sql("select array(id) args, double(60) delay from range(4)")
     write(frame, options)
     shown: list[str] = []
@@ -117,7 +98,9 @@ def test_no_password_is_in_a_plan_an_event_or_an_error(
         with pytest.raises((PySparkException, Py4JError)) as failed:
             write(frame, options, **each)
         shown.append(told(failed.value))
-    text = "\n".join(log.read_text() for log in events.rglob("*") if log.is_file())
+    text = "\n".join(
+        log.read_text() for log in (spark_folder / "events").rglob("*") if log.is_file()
+    )
     assert "SparkListenerSQLExecutionStart" in text
     printed = capfd.readouterr()
     assert "== Physical Plan ==" in printed.out

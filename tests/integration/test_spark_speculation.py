@@ -69,7 +69,6 @@ def write_with_a_second_attempt(spark: SparkSession, noted: Notes, app: str, pau
     assert paused.exists()
 
 
-@pytest.mark.timeout(500)
 def test_a_second_attempt_beside_a_slow_one_sends_each_row_once(
     spark: SparkSession, noted: Notes, paused: Path
 ) -> None:
@@ -78,7 +77,6 @@ def test_a_second_attempt_beside_a_slow_one_sends_each_row_once(
     assert sorted(noted.until(3)) == [*range(ROWS)]
 
 
-@pytest.mark.timeout(500)
 def test_without_a_registry_a_second_attempt_sends_all_rows_of_its_partition_again(
     spark: SparkSession, noted: Notes, paused: Path
 ) -> None:

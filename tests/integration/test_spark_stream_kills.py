@@ -17,14 +17,14 @@ from tests.integration.spark_pausing import PAUSED, PAUSES_IN
 __all__ = ["registry", "settings", "shop", "without_registry"]
 
 #: How often the query is killed, each time in the next batch; one more batch is written in peace.
-KILLS = 3
+KILLS = 2
 
 #: Rows of a file.
 ROWS = 20
 
 
 @pytest.mark.timeout(1500)
-def test_a_query_that_is_killed_in_three_batches_sends_each_row_once(
+def test_a_query_that_is_killed_in_two_batches_sends_each_row_once(
     settings: dict[str, Any], shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
     files, paused, log = tmp_path / "files", tmp_path / "paused", tmp_path / "program.log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,10 +16,17 @@ from celery_rabbitdelay.spark.options import ReadOptions
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
 from tests.integration.conftest import LEVELS
 from tests.integration.notes import Notes
-from tests.integration.spark_fixtures import APP, shop, spark, write
+from tests.integration.spark_apps import app_of
+from tests.integration.spark_fixtures import shop, spark
+from tests.integration.spark_fixtures import write as write_to
 from tests.integration.tls import certificates, tls_node
 
 __all__ = ["certificates", "shop", "spark", "tls_node"]
+
+#: Where Spark's Python processes find the application.
+APP = app_of(__name__)
+
+write = partial(write_to, app=APP)
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,49 +18,52 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE
-from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.integration.spark import shared_session
+from tests.integration.spark_apps import app_of, name_of, publish
 from tests.integration.spark_fixtures import (
-    APP,
     driver,
     notes,
     registry,
     settings,
     shop,
     without_registry,
-    write,
 )
+from tests.integration.spark_fixtures import write as write_to
 from tests.integration.spark_killing import kill_when, start
 from tests.integration.spark_program import COMMITS
-from tests.integration.worker import ShopProcess
 
 __all__ = ["driver", "registry", "settings", "shop", "without_registry"]
 
+#: Where Spark's Python processes find the application.
+APP = app_of(__name__)
+
+write = partial(write_to, app=APP)
+
 #: Rows of a write, half of them in each partition; Spark hands on ten at a time, once there are
-#: some kilobytes of them.
-ROWS = 2000
-FAILS_AFTER = 900
-
-pytestmark = pytest.mark.timeout(600)
-
-#: Seconds until all rows have run, on a machine that does much else.
-ALL_RUN = 240.0
+#: some kilobytes of them, so the rows are long.
+ROWS = 1000
+FAILS_AFTER = 400
 
 #: Seconds; longer than a write with its attempts takes.
 DELAY = 8.0
 
+#: The setting of how many rows Spark hands on at a time.
+ROWS_AT_A_TIME = "spark.sql.execution.arrow.maxRecordsPerBatch"
+
 
 @pytest.fixture(scope="module")
-def spark(settings: dict[str, Any]) -> Iterator[SparkSession]:
-    """A session that tries a task of its own twice, and hands on ten rows at a time."""
-    ten = {"spark.sql.execution.arrow.maxRecordsPerBatch": "10"}
-    environment = {**QUICK_JAVA, **ShopProcess.environment(settings)}
-    with spark_session(environment, ten, master="local[2,2]") as session:
-        yield session
+def spark(settings: dict[str, Any], spark_folder: Path) -> Iterator[SparkSession]:
+    """The shared session, which hands on ten rows at a time."""
+    publish(spark_folder, name_of(__name__), settings)
+    session = shared_session(spark_folder)
+    session.conf.set(ROWS_AT_A_TIME, "10")
+    yield session
+    session.conf.unset(ROWS_AT_A_TIME)
 
 
 def rows(spark: SparkSession, noted: Notes) -> DataFrame:
-    return notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
+    frame = notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
+    return frame.selectExpr("struct(args[0], repeat('x', 400)) args", "kwargs", "delay")
 
 
 def fails_half_way(frame: DataFrame, attempts: int, when: Path | None = None) -> DataFrame:
@@ -81,7 +84,7 @@ def fails_half_way(frame: DataFrame, attempts: int, when: Path | None = None) ->
         for number, batch in enumerate(batches):
             if fails and number * 10 == FAILS_AFTER:
                 if when is not None:
-                    wait_for(when.exists, "the file", ALL_RUN)
+                    wait_for(when.exists, "the file")
                 raise RuntimeError("it was made to fail")
             yield batch
 
@@ -111,8 +114,8 @@ def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
     spark: SparkSession, noted: Notes
 ) -> None:
     write(fails_half_way(rows(spark, noted), attempts=1))
-    wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", ALL_RUN)
-    assert sorted(noted.until(DELAY, ALL_RUN)) == [*range(ROWS)]
+    noted.wait(ROWS)
+    assert sorted(noted.until(DELAY)) == [*range(ROWS)]
 
 
 def write_one_by_one(frame: DataFrame, **options: str) -> None:
@@ -133,7 +136,7 @@ def waiting(shop: Any) -> int:
 
 def wait_for_messages(shop: Any) -> None:
     """Wait until the levels hold rows of a write, so that it is too late not to send them."""
-    wait_for(lambda: waiting(shop) >= 100, "messages", ALL_RUN)
+    wait_for(lambda: waiting(shop) >= 100, "messages")
 
 
 def write_and_fail(shop: Any, frame: DataFrame, folder: Path, **options: str) -> None:
@@ -157,7 +160,7 @@ def test_a_write_that_fails_in_the_end_runs_no_row(
     spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
     write_and_fail(shop, rows(spark, noted), tmp_path)
-    assert noted.until(DELAY, ALL_RUN) == []
+    assert noted.until(DELAY) == []
 
 
 @pytest.mark.parametrize("task", ["note", "tracked-note"])
@@ -166,10 +169,10 @@ def test_a_failed_write_that_is_run_again_after_its_tasks_came_due_runs_each_row
 ) -> None:
     given = {"task": task, "jobId": f"job-{noted.key}"}
     write_and_fail(shop, rows(spark, noted), tmp_path, **given)
-    assert noted.until(DELAY, ALL_RUN) == []
+    assert noted.until(DELAY) == []
     write_one_by_one(rows(spark, noted), **given)
-    wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", ALL_RUN)
-    assert sorted(noted.until(DELAY, ALL_RUN)) == [*range(ROWS)]
+    noted.wait(ROWS)
+    assert sorted(noted.until(DELAY)) == [*range(ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_no_row_of_a_write_that_is_cancelled_runs(
     frame = waits_half_way(rows(spark, noted), waits)
 
     def cancel_half_way() -> None:
-        wait_for(waits.exists, "half of the rows", ALL_RUN)
+        wait_for(waits.exists, "half of the rows")
         wait_for_messages(shop)
         cancel(spark)
 
@@ -210,7 +213,7 @@ def test_no_row_of_a_write_that_is_cancelled_runs(
         user.join()
         of_no_group: Any = None
         spark.sparkContext.setLocalProperty("spark.jobGroup.id", of_no_group)
-    assert noted.until(DELAY, ALL_RUN) == []
+    assert noted.until(DELAY) == []
 
 
 def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run_sends_each_once(
@@ -226,8 +229,8 @@ def test_a_driver_that_is_killed_before_the_commit_sends_no_row_and_the_next_run
     )
     kill_when(program, commits.exists, "the commit", tmp_path / "program.log")
     write(rows(spark, noted))
-    wait_for(lambda: len(set(noted())) >= ROWS, "the tasks of the second run", ALL_RUN)
-    assert sorted(noted.until(DELAY, ALL_RUN)) == [*range(ROWS)]
+    noted.wait(ROWS)
+    assert sorted(noted.until(DELAY)) == [*range(ROWS)]
 
 
 def test_without_a_registry_rows_that_were_sent_before_the_failure_are_sent_again(
@@ -242,7 +245,6 @@ def test_without_a_registry_rows_that_were_sent_before_the_failure_are_sent_agai
     # Nobody serves distribution under that prefix; a slow machine declares so few queues in time.
     options = {**given, **queue, "task": "note", "layout": "binary", "envelopes": "false"}
     frame.write.format("rabbitdelay").mode("append").options(**options).save()
-    wait_for(lambda: len(set(noted())) >= ROWS, "all tasks", ALL_RUN)
-    deadline = time.monotonic() + PATIENCE
-    wait_for(lambda: len(noted()) > ROWS or time.monotonic() > deadline, "a second copy", PATIENCE)
+    noted.wait(ROWS)
+    wait_for(lambda: len(noted()) > ROWS, "a second copy")
     assert ROWS < len(noted()) <= ROWS + FAILS_AFTER

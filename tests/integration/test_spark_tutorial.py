@@ -9,15 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.celery_process import REPOSITORY
 from tests.documentation.page import blocks
 
 PAGE = REPOSITORY / "docs" / "tutorial" / "spark.md"
 
 
-@pytest.mark.timeout(300)
 def test_the_tutorials_job_sends_and_shows_where_the_tasks_wait(
     private_rabbitmq: Any, tmp_path: Path
 ) -> None:

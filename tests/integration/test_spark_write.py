@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -32,8 +33,8 @@ from tests.integration import away_shop
 from tests.integration.arrivals import count
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
+from tests.integration.spark_apps import app_of
 from tests.integration.spark_fixtures import (
-    APP,
     DELAY,
     driver,
     notes,
@@ -42,10 +43,15 @@ from tests.integration.spark_fixtures import (
     shop,
     spark,
     without_registry,
-    write,
 )
+from tests.integration.spark_fixtures import write as write_to
 
 __all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
+
+#: Where Spark's Python processes find the application.
+APP = app_of(__name__)
+
+write = partial(write_to, app=APP)
 
 
 #: The columns that refused rows have in addition to their own.

@@ -30,7 +30,7 @@ from reminders import remind
 def test_one(rabbitdelay_worker, travel):
     result = remind.apply_async((1,), delay=timedelta(days=3))
     travel(days=3)
-    assert result.get(timeout=60) == 1
+    assert result.get(timeout=300) == 1
 
 def test_nothing_is_left(rabbitdelay_app, rabbitdelay_worker, travel):
     assert travel.nothing_waits()

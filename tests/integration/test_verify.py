@@ -384,7 +384,7 @@ def test_the_consumers_of_a_worker_and_of_a_redrive_are_no_strangers(
     command = "rabbitdelay undeliverable redrive --rate 1"
     with Worker(settings), start_celery(settings, command) as redrive:
         try:
-            wait_for(consumed, "consumers", 90)
+            wait_for(consumed, "consumers")
             assert place.verify().findings == ()
             assert redrive.poll() is None
         finally:

@@ -84,7 +84,7 @@ def undeliverable(connection: Connection, shop: Any, number: int) -> list[Undeli
     """Wait until so many messages are undeliverable and return copies of them."""
     topology = shop.rabbitdelay.topology
     name = topology.module_queues.undeliverable.name
-    wait_for(lambda: count(connection, name) == number, f"{number} undeliverable messages", 60)
+    wait_for(lambda: count(connection, name) == number, f"{number} undeliverable messages")
     return list(undeliverable_messages(connection, topology))
 
 
@@ -138,7 +138,7 @@ def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back
         sent, own["compression"] = compress(body, compression)
     queue = named(shop, "default")
     into_levels(connection, shop, queue, sent, own, **properties)
-    wait_for(lambda: WARNING in shop.worker.log, "the warning", 60)
+    wait_for(lambda: WARNING in shop.worker.log, "the warning")
     waits_again(connection, shop, 1)
     noted.send(2, delay=0.5)
     assert [note["given"] for note in noted.wait(1)] == [[2]]

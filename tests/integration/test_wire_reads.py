@@ -81,7 +81,6 @@ def read_now(wire: Wire) -> bool:
     return True
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("sent_first", [3, 7, 5_000, len(FRAME) - 1])
 def test_a_frame_of_which_a_part_has_arrived_is_not_waited_for(
     wire: Wire, pair: tuple[Any, socket.socket], frames: list[Any], sent_first: int
@@ -131,7 +130,6 @@ def test_small_frames_are_received_many_at_a_time(
     assert not read_now(wire)
 
 
-@pytest.mark.timeout(30)
 def test_a_closed_channel_that_does_not_open_again_is_no_lack_of_frames(
     pair: tuple[Any, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def test_with_channel_errors_retried_it_waits_for_its_control_queue_and_works(
     hold_control_queue(holder, worker)
 
     def release() -> None:
-        wait_for(lambda: worker.log.count(REFUSED) >= 2, "the second attempt", 120)
+        wait_for(lambda: worker.log.count(REFUSED) >= 2, "the second attempt")
         holder.release()
 
     broker = Thread(target=release)

@@ -323,7 +323,6 @@ KINDS = {
 
 @pytest.mark.parametrize("noted", [True, False], ids=["registered", "not registered"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.timeout(600)
 def test_none_is_lost_or_runs_twice(
     kind: str, noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

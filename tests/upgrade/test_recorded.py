@@ -18,6 +18,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.notes import Notes
 from tests.integration.shop import make_app
 from tests.integration.trouble import virtual_host
@@ -39,7 +40,7 @@ def recorded_on(
         yield {**configuration(url, private_redis.url), **own}
 
 
-def wait_until(notes: Notes, numbers: set[int], timeout: float = 60.0) -> None:
+def wait_until(notes: Notes, numbers: set[int], timeout: float = PATIENCE) -> None:
     """Wait until the tasks with these numbers have run; the error names those that have not."""
     try:
         wait_for(lambda: numbers <= set(notes()), "all tasks", timeout)
