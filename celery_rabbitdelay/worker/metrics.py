@@ -156,7 +156,7 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
         worker: The worker.
         reader: Asks the broker.
     """
-    services: list[Any] = worker.rabbitdelay_services
+    services: list[Service] = worker.rabbitdelay_services
     for service in tuple(services):
         if isinstance(service, ModuleService):
             queue, statistics = service.module.queue.name, service.statistics
