@@ -20,7 +20,8 @@ class Pausing(Connected):
 
         From a second later at most, a delayed task that arrives at a worker goes into the queue of
         paused tasks if its name, or the queue that it arrives at, is paused and it would run
-        otherwise. It keeps its due time. Tasks that have arrived already run, and so do tasks without a delay.
+        otherwise. It keeps its due time. Tasks that have arrived already run, and so do tasks
+        without a delay.
 
         Args:
             task: The name of the tasks.

@@ -70,14 +70,10 @@ class Resumes:
         while not self._stopping.wait(EVERY):
             try:
                 paused: Mapping[str, int] = self._delays.registry.pauses.known()
-                if before is None:
-                    # The last pause may have ended while no worker was there.
-                    is_resumed = not paused
-                else:
-                    is_resumed = bool(before.keys() - paused.keys())
-                before = paused
-                if is_resumed:
+                # At first: the last pause may have ended while no worker was there.
+                if not paused if before is None else before.keys() - paused.keys():
                     until = time.monotonic() + AFTERWARDS
+                before = paused
                 if time.monotonic() < until:
                     self._return_all()
             except RegistryUnavailable:
