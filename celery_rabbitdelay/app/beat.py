@@ -13,7 +13,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_rabbitdelay.app.schedules import OPTIONS, Schedules
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
-from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.schedules import NotedSchedule
 
@@ -149,12 +149,14 @@ def _put_entry(schedules: Schedules, name: str, entry: Mapping[str, Any]) -> Non
         when = entry["schedule"]
         if isinstance(when, int | float):
             when = timedelta(seconds=when)
-        its_args = entry.get("args") or (), entry.get("kwargs")
-        schedules.put(name, entry["task"], when, *its_args, **options)
+        args, kwargs = entry.get("args") or (), entry.get("kwargs") or {}
+        if any(type(each).__name__ == "BeatLazyFunc" for each in (*args, *kwargs.values())):
+            raise InvalidSchedule(args, "takes no BeatLazyFunc: it is computed at each send")
+        schedules.put(name, entry["task"], when, args, kwargs, **options)
     except (*TEMPORARY_ERRORS, RegistryUnavailable):
         raise
     except Exception as error:  # noqa: BLE001 - whatever it says, the others are put
-        logger.error("The entry %r of beat does not run, it is no schedule: %s", name, error)
+        logger.error("The entry %r of beat cannot be a schedule: %s", name, error)
 
 
 def _entries_of_celery(app: Any) -> dict[str, Any]:

@@ -18,9 +18,10 @@ class Pausing(Connected):
     def pause(self, *, task: str | None = None, queue: str | None = None) -> datetime:
         """Hold back the delayed tasks of a name, or for a queue, until they are resumed.
 
-        From a second later at most, a delayed task that arrives at a worker goes back into the
-        levels if its name, or the queue that it arrives at, is paused and it would run otherwise.
-        It keeps its due time. Tasks that have arrived already run, and so do tasks without a delay.
+        From a second later at most, a delayed task that arrives at a worker goes into the queue of
+        paused tasks if its name, or the queue that it arrives at, is paused and it would run
+        otherwise. It keeps its due time. Tasks that have arrived already run, and so do tasks
+        without a delay.
 
         Args:
             task: The name of the tasks.
@@ -35,7 +36,7 @@ class Pausing(Connected):
         return self.registry.pauses.pause(*_one(task, queue))
 
     def resume(self, *, task: str | None = None, queue: str | None = None) -> bool:
-        """Let paused tasks run: within a quarter of the time that they were held, and ten minutes.
+        """Let paused tasks run: workers return them to their queues at once.
 
         Args:
             task: As for :meth:`pause`.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 from celery.result import AsyncResult
+from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.instruments import OCCURRENCES
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
@@ -217,7 +219,7 @@ class Schedules:
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
         if self.app.conf.task_protocol != 2:
             raise InvalidSchedule(name, "needs Celery's task_protocol = 2")
-        recurrence = Recurrence.of(when, str(timezone or self.app.timezone), start, end, exclude)
+        recurrence = Recurrence.of(when, timezone or _zone_of(self.app), start, end, exclude)
         catch_up_ms = _catch_up_ms(catch_up)
         if overlap is None:
             is_last = isinstance(when, timedelta) and catch_up_ms == UNTIL_NEXT
@@ -272,7 +274,7 @@ class Schedules:
         return self.put(**given, **options)
 
     def _change(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
-        """Let a schedule be what it is to be, if it is not."""
+        """Store a schedule if it changed."""
         known, name, is_paused = self._registry.schedules, noted.occurrence.name, noted.is_paused
         # The revision stands for all of it.
         revision = noted.occurrence.revision
@@ -458,6 +460,14 @@ class Schedules:
             sent.args, sent.kwargs, **sent.options, **more, expires=None
         )
         return result
+
+
+def _zone_of(app: Any) -> str:
+    """Return the name of an application's time zone."""
+    if isinstance(app.timezone, LocalTimezone):  # the machine's, which has no name for Celery 5.5
+        path = os.path.realpath("/etc/localtime")
+        return os.environ.get("TZ", "").lstrip(":") or path.partition("zoneinfo/")[2] or "UTC"
+    return str(app.timezone)
 
 
 def _catch_up_ms(catch_up: Any) -> int:

@@ -152,7 +152,8 @@ class ModuleQueues(NamedTuple):
             distribution=served("distribution"),
             paused=loop(
                 "paused",
-                fanout("paused"),
+                # Without an alternate: what it cannot route comes back, and goes into the levels.
+                Exchange(entities.name("paused"), type="fanout", durable=True),
                 ttl_ms=PAUSED_TTL,
                 dead_letter_to=entities.name("delivery"),
             ),

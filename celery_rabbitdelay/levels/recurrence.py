@@ -40,7 +40,7 @@ _SECOND, _MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 _CYCLE: Final = 146_097
 
 #: The most instants, or days, that may be excluded one after another; a day has 1,440 minutes.
-MAX_EXCLUDED_STEPS: Final = 2_000
+MAX_EXCLUDED_STEPS: Final = 10_080
 
 #: The events of the sun: how ephem finds the next one, and how high the sun is then.
 _TWILIGHTS: Final = {"civil": "-6", "nautical": "-12", "astronomical": "-18"}
@@ -56,6 +56,9 @@ _BEGIN: Final = {"next_rising": -6, "next_transit": 0, "next_setting": 6}
 
 _HOUR_MS: Final = 3_600_000
 _DAY_MS: Final = 24 * _HOUR_MS
+
+#: Beyond that, no instant is searched for.
+_CENTURY_MS: Final = 36_525 * _DAY_MS
 
 #: For how many days an event of the sun is looked for: beyond the polar circles it may be far.
 _YEAR: Final = 370
@@ -212,16 +215,21 @@ class Recurrence(NamedTuple):
 
     def _find(self, instant_ms: int, is_back: bool) -> int | None:
         """Return the first instant that is not excluded after another, or the last up to it."""
-        nearest = max if is_back else min
+        nearest, found, begin_ms = max if is_back else min, dict[str, int](), instant_ms
         for _ in range(MAX_EXCLUDED_STEPS):
-            at_ms = nearest(_nearest(rule, self, instant_ms, is_back) for rule in self.rules)
+            for rule in self.rules:
+                at_ms = found.get(rule)
+                if at_ms is None or (at_ms > instant_ms if is_back else at_ms <= instant_ms):
+                    found[rule] = _nearest(rule, self, instant_ms, is_back)
+            at_ms = nearest(found.values())
             if at_ms < self.start_ms or (self.end_ms is not None and at_ms > self.end_ms):
                 return None
             span = self._excluded_at(at_ms)
             if span is None:
                 return at_ms
-            begin_ms, end_ms = span
-            instant_ms = (begin_ms if is_back else end_ms) - 1
+            instant_ms = span[0] - 1 if is_back else span[1] - 1
+            if abs(instant_ms - begin_ms) > _CENTURY_MS:
+                break
         raise ValueError(_TOO_MUCH_EXCLUDED)
 
     def _excluded_at(self, instant_ms: int) -> tuple[int, int] | None:
@@ -229,7 +237,7 @@ class Recurrence(NamedTuple):
         if not self.excluded:
             return None
         local = instant_of(instant_ms).astimezone(_zone(self.zone))
-        minute_ms = instant_ms // _MINUTE_MS * _MINUTE_MS
+        minute_ms, found = instant_ms // _MINUTE_MS * _MINUTE_MS, None
         for each in self.excluded:
             if _DAY.fullmatch(each):
                 if each == f"{local:%Y-%m-%d}":
@@ -237,9 +245,10 @@ class Recurrence(NamedTuple):
             elif _is_day(cron := _cron(each), local) and (
                 local.hour in cron.hours and local.minute in cron.minutes
             ):
-                is_whole = len(cron.hours) == 24 and len(cron.minutes) == 60
-                return self._whole_day(local) if is_whole else (minute_ms, minute_ms + _MINUTE_MS)
-        return None
+                if len(cron.hours) == 24 and len(cron.minutes) == 60:
+                    return self._whole_day(local)
+                found = minute_ms, minute_ms + _MINUTE_MS
+        return found
 
     def _whole_day(self, local: datetime) -> tuple[int, int]:
         days = local.date(), local.date() + timedelta(days=1)

@@ -87,9 +87,9 @@ def rights(
             else:
                 yield Right("write", everything)
                 served = {CHECK_IN: "checkin", DISTRIBUTE: "distribution", PROBE: "probe"}
-                names = [rf"{prefix}\.{served[module]}" for module in served if module in modules]
-                if names:
-                    yield Right("read", "|".join(names))
+                names = [served[module] for module in served if module in modules]
+                names.append("paused")
+                yield Right("read", "|".join(rf"{prefix}\.{name}" for name in names))
             # Distribution publishes to the queues, by the default exchange, and to the exchanges.
             yield Right("write", r"amq\.default")
             if sources := _either(each.name for each in _exchanges(queues)):

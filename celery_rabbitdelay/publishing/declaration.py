@@ -226,7 +226,9 @@ def check_complete(
 
 
 def _check_all(connection: Connection, topology: Topology) -> None:
-    ours = {topology.identity.guard.name, topology.identity.marker.name}
+    # Without the queue of paused tasks, these wait in the levels.
+    paused = topology.module_queues.paused.name
+    ours = {topology.identity.guard.name, topology.identity.marker.name, paused}
     try:
         absent = tuple(name for name in missing(connection, topology) if name not in ours)
     except AccessRefused:
@@ -241,6 +243,8 @@ def _check_exchanges(connection: Connection, topology: Topology) -> None:
     absent = []
     with opened_channel(connection) as channel:
         for exchange in topology.exchanges:
+            if exchange == topology.module_queues.paused.exchange:
+                continue
             with suppress(AccessRefused):  # it may exist; py-amqp opens the channel again
                 if not all(kombu_internals.find_exchanges(channel, [exchange.name])):
                     absent.append(exchange.name)

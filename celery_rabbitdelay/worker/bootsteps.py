@@ -276,7 +276,8 @@ class Modules(RabbitMQStep):
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
         self._modules: Sequence[str] = ()
-        self._services: list[Service | Resumes] = []
+        self._services: list[Service] = []
+        self._resumes: Resumes | None = None
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
@@ -299,7 +300,8 @@ class Modules(RabbitMQStep):
             make = _probe if name == PROBE else partial(_service, name=name)
             self._services.append(make(worker.app, declaration=self._declaration))
         if worker.app.rabbitdelay.has_registry:
-            self._services.append(Resumes(worker.app.rabbitdelay))
+            self._resumes = Resumes(worker.app.rabbitdelay)
+            self._resumes.start()
         for service in self._services:
             service.start()
 
@@ -309,6 +311,8 @@ class Modules(RabbitMQStep):
             service.stopping.set()
         for service in self._services:
             service.stop()
+        if self._resumes is not None:
+            self._resumes.stop()
 
 
 def _probe(app: Any, declaration: WorkerDeclaration) -> ProbeService:

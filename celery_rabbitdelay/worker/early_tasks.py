@@ -347,7 +347,9 @@ class EarlyTasks(BatchThread[Early]):
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
             )
-        elif early.is_paused and not isinstance(error, TEMPORARY_ERRORS):
+        elif early.is_paused and (
+            isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
+        ):
             logger.warning("A paused task goes back into the levels: %s", error)
             early.is_paused = False
             self.give(early)

@@ -27,7 +27,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.probe import ProbeService
-from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
@@ -156,7 +156,7 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
         worker: The worker.
         reader: Asks the broker.
     """
-    services: list[Any] = worker.rabbitdelay_services
+    services: list[Service] = worker.rabbitdelay_services
     for service in tuple(services):
         if isinstance(service, ModuleService):
             queue, statistics = service.module.queue.name, service.statistics

@@ -27,6 +27,7 @@ from celery_rabbitdelay.app.known_task import Said
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.shown_url import without_passwords_in
+from celery_rabbitdelay.modules.service import Service
 from celery_rabbitdelay.registry.index import Filter, Index, Pending
 from celery_rabbitdelay.worker.restore import RestoringStrategies
 
@@ -130,7 +131,7 @@ def rabbitdelay_status(
 ) -> dict[str, dict[str, Any]]:
     """Rates and backlog of the modules around the delay levels; how late tasks and probes are."""
     consumer = state.consumer
-    services: list[Any] = getattr(consumer.controller, "rabbitdelay_services", [])
+    services: list[Service] = getattr(consumer.controller, "rabbitdelay_services", [])
     status = {each.name: each.status() for each in services}
     if isinstance(consumer.strategies, RestoringStrategies):
         status[ARRIVALS] = consumer.strategies.arrivals.status()

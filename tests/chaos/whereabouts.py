@@ -51,8 +51,9 @@ def look(
     held_now = held(nodes)
     found: dict[str, list[str]] = defaultdict(list)
     reasons: Counter[str] = Counter()
-    undeliverable, checkin, meditation, distribution = topology.module_queues.queues
-    in_order = (checkin, meditation, *topology.digit_queues, distribution, undeliverable, *queues)
+    undeliverable, checkin, meditation, distribution, paused = topology.module_queues.queues
+    levels = (checkin, meditation, *topology.digit_queues)
+    in_order = (*levels, paused, distribution, undeliverable, *queues)
     for name, counts in queue_counts(connection, in_order).items():
         if counts is None:
             continue

@@ -170,11 +170,10 @@ def test_an_interrupt_ends_a_conversation_with_redis_at_once(
     store = connect(any_redis.url, {"socket_timeout": TIMEOUT, **any_redis.options}, copies=1)
 
     def call() -> None:
-        store.close()
         ask(store)
+        store.close()  # how many nodes of a cluster are asked differs from one call to the next
 
     assert interrupt_anywhere(watching, call) > 4
-    store.close()
     assert not watching.open
 
 

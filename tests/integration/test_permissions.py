@@ -646,7 +646,8 @@ def test_a_module_that_may_not_read_its_queue_names_the_permission(
 ) -> None:
     declared(host, CELERY)
     rest = needed("worker", "never")
-    rest.remove(Right("read", r"rabbitdelay\.checkin|rabbitdelay\.distribution|rabbitdelay\.probe"))
+    served = ("checkin", "distribution", "probe", "paused")
+    rest.remove(Right("read", "|".join(rf"rabbitdelay\.{name}" for name in served)))
     log = log_of(of_worker(rest), "connects again (check-in")
     assert f"worker-{host.name}' lacks the permission read on the queue 'rabbitdelay." in log
 

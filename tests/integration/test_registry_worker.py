@@ -371,7 +371,8 @@ def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
     levels = shop.rabbitdelay.topology.queues
     with connection.channel() as opened:
         channel: Any = opened
-        asked = queue(channel)
+        paused = shop.rabbitdelay.topology.module_queues.paused
+        asked = (paused if why == "pause" else queue)(channel)
 
         def is_put_back() -> bool:
             counts = queue_counts(connection, levels)

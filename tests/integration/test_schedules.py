@@ -391,7 +391,7 @@ def test_an_entry_that_cannot_be_a_schedule_is_said_and_keeps_no_other_from_it(
     assert put_beat(app.rabbitdelay.schedules)
     (made,) = app.rabbitdelay.schedules.all()
     assert made.name.endswith(":b")
-    assert "'beat:shop:a' of beat does not run" in caplog.text
+    assert "'beat:shop:a' of beat cannot be a schedule" in caplog.text
     app.rabbitdelay.schedules.delete(made.name)
 
 

@@ -14,6 +14,7 @@ from celery import Celery
 from celery.schedules import crontab, solar
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.levels import recurrence as recurrences
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.levels.recurrence import Recurrence
 
@@ -263,3 +264,31 @@ def test_a_later_start_finds_the_rest_of_what_an_earlier_one_finds(cron: str) ->
             place = bisect_right(sequence, at)
             assert recurrence.after(at) == sequence[place], instant_of(at)
             assert recurrence.latest(at) == sequence[place - 1], instant_of(at)
+
+
+def test_a_night_does_not_hide_the_weekend_that_it_is_part_of() -> None:
+    """Each minute, but not at night, at weekends, and on holidays: over a long weekend."""
+    zone = ZoneInfo("Europe/Berlin")
+    excluded = ["* 0-7,18-23 * * *", "* * * * 0,6", "2026-04-03", "2026-04-06"]
+    recurrence = Recurrence.of(MINUTE, zone.key, exclude=excluded)
+    last = milliseconds_of(datetime(2026, 4, 2, 17, 59, tzinfo=zone))
+    next_one = milliseconds_of(datetime(2026, 4, 7, 8, tzinfo=zone))
+    assert recurrence.after(last) == next_one
+    assert recurrence.latest(next_one - 1) == last
+
+
+@pytest.mark.parametrize(
+    "rules", [["0 0 29 2 *"], ["0 0 29 2 *"] * 20, ["0 0 29 2 *", "0 0 28 2 *"]]
+)
+def test_no_search_goes_beyond_a_century(rules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+
+    def nearest(*given: Any) -> int:
+        searches.append(given)
+        return known(*given)
+
+    known = recurrences._nearest
+    monkeypatch.setattr(recurrences, "_nearest", nearest)
+    with pytest.raises(InvalidSchedule, match="so much is excluded"):
+        Recurrence.of(rules, "UTC", exclude="* * * 2 *")
+    assert len(searches) < 300
