@@ -225,11 +225,18 @@ def _add_tasks_that_fail(app: Any) -> None:
         options = {"autoretry_for": (Exception,), "retry_jitter": False, **own}
         fail_once: Any = app.task(bind=True, name=name, shared=False, **options)
         fail_once(autoretry)
-        # Of a class that has them as attributes, or that is registered with them.
-        task = {"run": autoretry, "name": f"{name}-attributes"}
-        app.register_task(type("Attributes", (celery.Task,), {**task, **options})())
-        task["name"] = f"{name}-arguments"
-        app.register_task(type("Arguments", (celery.Task,), task)(), **options)
+
+    def register(**_: Any) -> None:
+        """Register a class that has the options as attributes, and one that is given them."""
+        for name, own in AUTORETRIES.items():
+            options = {"autoretry_for": (Exception,), "retry_jitter": False, **own}
+            task = {"run": autoretry, "name": f"{name}-attributes"}
+            app.register_task(type("Attributes", (celery.Task,), {**task, **options})())
+            task["name"] = f"{name}-arguments"
+            app.register_task(type("Arguments", (celery.Task,), task)(), **options)
+
+    # Not now: it would bind all tasks, with the settings as they are.
+    app.on_after_finalize.connect(register, weak=False)
 
     for name, backoff in FAR_BACKOFFS.items():
 
