@@ -25,6 +25,8 @@ def remind(place: str) -> Any:
     brokers = {"memory": "memory://", "redis": "redis://127.0.0.1:1"}
     app: Any = Celery("shop", broker=brokers.get(place, "amqp://127.0.0.1:1"), set_as_current=False)
     app.conf.task_always_eager = place == "eager"
+    if place == "memory":
+        _take_messages(app)  # all tests of a process share it
 
     @app.task(name="remind", bind=True, shared=False, max_retries=1)
     def remind(self: Any, options: dict[str, Any] | None = None) -> int:
