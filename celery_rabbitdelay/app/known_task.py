@@ -143,7 +143,12 @@ def known_task(
         record.job,
         None if job is None else job.value,
         said.shadow or record.name,
-        *said[1:-1],
+        said.args,
+        said.kwargs,
+        said.queue,
+        said.exchange,
+        said.routing_key,
+        said.priority,
         {} if found is None else dict(_may_be_in(layout, record, tolerance_ms, found)),
         () if found is None else found.missing,
     )

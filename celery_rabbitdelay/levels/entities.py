@@ -164,10 +164,7 @@ class ModuleQueues(NamedTuple):
     @property
     def queues(self) -> tuple[Queue, ...]:
         """All queues."""
-        return (
-            *(self.undeliverable, self.checkin, self.meditation),
-            *(self.distribution, self.paused),
-        )
+        return self.undeliverable, self.checkin, self.meditation, self.distribution, self.paused
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:

@@ -2,7 +2,7 @@
 
 Cron texts are read by cronsim, and Celery's crontabs are the numbers that Celery has read. Where a
 clock changes, the instant of a time that is skipped is the end of the gap, and a time that comes
-twice counts once. What is due in all hours of the day follows the minutes that the clock shows.
+twice counts once. A rule for all hours of the day is due whenever the clock shows its minutes.
 Events of the sun are computed by ephem.
 """
 

@@ -165,6 +165,13 @@ class Topology:
         """The exchange behind the last level: it routes each message to its destination."""
         return self._entities.exchange("delivery", "topic", alternate="unrouted")
 
+    def is_optional(self, name: str) -> bool:
+        """Return whether levels are complete without the exchange or queue of a name.
+
+        That is the case for those of paused tasks, which wait in the levels otherwise.
+        """
+        return name == self.module_queues.paused.name
+
     @cached_property
     def queues(self) -> tuple[Queue, ...]:
         """All queues, in the order ``undeliverable``, levels, other modules."""
@@ -246,19 +253,19 @@ def arguments_digest() -> str:
 
     It is that of a few small topologies, which have all there is in any topology. RabbitMQ does not
     let an exchange or a queue change its arguments: a version of this package that needs other ones
-    has another digest, and is refused under the prefix; see :class:`.Identity`. The queue of paused
-    tasks does not count: levels that lack it are complete, and it is declared when it is needed.
+    has another digest, and is refused under the prefix; see :class:`.Identity`. What is optional
+    does not count.
     """
     kinds = product(REFERENCE_TICKS, get_args(Zeros), get_args(QueueType), (1, 2))
     topologies = [
         Topology("p", geometric(tick, 3, 3, zeros), queue_type, shards)
         for tick, zeros, queue_type, shards in kinds
     ]
-    paused = topologies[0].module_queues.paused.name
+    is_optional = topologies[0].is_optional
     return digest_of(
-        [each for topology in topologies for each in topology.exchanges if each.name != paused],
-        [each for topology in topologies for each in topology.queues if each.name != paused],
-        [each for topology in topologies for each in topology.bindings if each.source != paused],
+        [each for all_ in topologies for each in all_.exchanges if not is_optional(each.name)],
+        [each for all_ in topologies for each in all_.queues if not is_optional(each.name)],
+        [each for all_ in topologies for each in all_.bindings if not is_optional(each.source)],
     )
 
 

@@ -88,8 +88,17 @@ def status_of(
             next_due, paused = first and first.due, delays.paused()
         except (RegistryUnavailable, OSError) as error:
             registry_error = str(error)
-    told = due_within(topology, backlog), next_due, registry_error, paused, reasons, is_blocked
-    return Status(taken_at, backlog, workers, *told)
+    return Status(
+        taken_at,
+        backlog,
+        workers,
+        due_within(topology, backlog),
+        next_due,
+        registry_error,
+        paused,
+        reasons,
+        is_blocked,
+    )
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:

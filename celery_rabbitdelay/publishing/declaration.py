@@ -226,11 +226,13 @@ def check_complete(
 
 
 def _check_all(connection: Connection, topology: Topology) -> None:
-    # Without the queue of paused tasks, these wait in the levels.
-    paused = topology.module_queues.paused.name
-    ours = {topology.identity.guard.name, topology.identity.marker.name, paused}
+    ours = {topology.identity.guard.name, topology.identity.marker.name}
     try:
-        absent = tuple(name for name in missing(connection, topology) if name not in ours)
+        absent = tuple(
+            name
+            for name in missing(connection, topology)
+            if name not in ours and not topology.is_optional(name)
+        )
     except AccessRefused:
         if not _exists_or_hidden(connection, topology):
             raise
@@ -243,7 +245,7 @@ def _check_exchanges(connection: Connection, topology: Topology) -> None:
     absent = []
     with opened_channel(connection) as channel:
         for exchange in topology.exchanges:
-            if exchange == topology.module_queues.paused.exchange:
+            if topology.is_optional(exchange.name):
                 continue
             with suppress(AccessRefused):  # it may exist; py-amqp opens the channel again
                 if not all(kombu_internals.find_exchanges(channel, [exchange.name])):

@@ -272,7 +272,7 @@ def _close_socket(connection: Any) -> None:
 
 
 #: Errors that leave a connection usable: the broker's answers, after which py-amqp has opened the
-#: channel again, and those of this package, which has seen to the connection.
+#: channel again, and errors of this package, which are raised once a broken connection is dropped.
 ANSWERS: Final = (ChannelError, RabbitDelayError)
 
 

@@ -128,7 +128,7 @@ class Hand:
         return self._publish(due)
 
     def wake(self) -> None:
-        """Let all that is due, and was put back, leave now: what holds it may have ended."""
+        """Let all due messages that were put back leave now: they may not be held any more."""
         now_ms = wall_clock.ms()
         for number, each in enumerate(self.held):
             headers, _ = parse(headers_of(each.message))

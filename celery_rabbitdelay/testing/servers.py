@@ -144,7 +144,7 @@ def wait_for(
             return
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {timeout:g} s")
-        # What is waited for needs the processor too.
+        # A question that costs much would keep the processor from the thing that it asks about.
         time.sleep(max(interval, 4 * (time.thread_time() - spent)))
 
 

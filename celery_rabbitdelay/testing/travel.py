@@ -100,7 +100,7 @@ class Travel:
         self._shown = ExitStack()
         #: How many milliseconds the clock was ahead of Redis's when the registry has aged last.
         self._ahead_ms = 0
-        #: What was paused when the travel last looked.
+        #: The pauses that the travel found when it looked last.
         self._paused: set[str] = set()
         #: How many messages distribution is to have received.
         self._handed = 0

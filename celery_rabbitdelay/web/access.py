@@ -22,8 +22,8 @@ from celery_rabbitdelay.web.site import Site
 
 logger = logging.getLogger(__name__)
 
-#: So many wrong passwords for a name from one place are compared within so many seconds; after
-#: that, one each time this pause, in seconds, is over.
+#: The number of wrong passwords that are compared for a name from one place within a number of
+#: seconds, and the seconds between two further ones.
 MOST_WRONG, WRONG_WITHIN, PAUSE = 10, 60.0, 1.0
 
 #: How many wrong passwords are remembered; older ones are forgotten.

@@ -193,9 +193,8 @@ class EarlyTasks(BatchThread[Early]):
             return
         rest_ms = max(until_ms - wall_clock.ms(), 0)
         due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
-        early = Early(delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise)
-        early.is_paused = is_paused
-        self.give(early)
+        given = delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise
+        self.give(Early(*given, is_paused=is_paused))
 
     def refuse(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task into ``undeliverable``; while that does not take it, try again.

@@ -1,4 +1,4 @@
-"""What was paused and is resumed returns to its queue at once, from the queue where it waits."""
+"""After a resume, workers return the tasks to their queues at once."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Place:
         self.redis_url = ""
         #: Further settings of the application.
         self.app_settings: dict[str, Any] = {}
-        #: What the workers answer, and the schedules; None: nobody looks at them.
+        #: The workers' answers, and the schedules; None if a test does not look at them.
         self.workers: dict[str, dict[str, Any]] | None = None
         self.schedules: Schedules | None = None
         self.is_blocked: Callable[[], bool] = lambda: False

@@ -227,7 +227,7 @@ def _add_tasks_that_fail(app: Any) -> None:
         fail_once(autoretry)
 
     def register(**_: Any) -> None:
-        """Register a class that has the options as attributes, and one that is given them."""
+        """Register two classes: one has the options as attributes, one gets them as arguments."""
         for name, own in AUTORETRIES.items():
             options = {"autoretry_for": (Exception,), "retry_jitter": False, **own}
             task = {"run": autoretry, "name": f"{name}-attributes"}

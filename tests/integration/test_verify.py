@@ -124,12 +124,12 @@ def test_each_finding_is_planted() -> None:
     assert planted | PLANTED_BELOW | OF_VERSIONS == {*FINDINGS}
 
 
-#: What is planted on a node or a cluster of its own.
+#: Findings that other tests plant, on a node or a cluster of their own.
 PLANTED_BELOW = {
     *("feature-flag-disabled", "quorum-lost", "replica-offline", "replicas-few", "unreachable"),
 }
 
-#: What another version of RabbitMQ has; its way out is to upgrade.
+#: Findings about the version of RabbitMQ, of which an upgrade is the way out.
 OF_VERSIONS = {"version-too-old", "version-fault"}
 
 #: Where the way out is no command: a setting, a clock, a server, or a worker.

@@ -104,7 +104,7 @@ def test_undeliverable_comes_first_and_has_no_alternate_exchange_itself() -> Non
     for exchange in (first, *others):
         assert exchange.durable
     for exchange in others:
-        # What the exchange of paused tasks cannot route comes back to the worker.
+        # A worker gets a paused task back that this exchange cannot route.
         alternate = {} if exchange.name == "p.paused" else {"alternate-exchange": first.name}
         assert arguments(exchange) == alternate
 

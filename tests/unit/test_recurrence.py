@@ -223,7 +223,7 @@ def any_rule(random: Random) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("zone", ZONES)
 def test_instants_are_those_of_the_clock_wherever_a_search_begins(zone: str) -> None:
-    """Of a rule for all hours, what the clock shows; of another, each time once."""
+    """A rule for all hours is due whenever the clock shows its minutes; others once a time."""
     random = Random(zone)
     rules = [any_rule(random) for _ in range(8)]
     rules += [("*/20 2 * * *", {0, 20, 40}, {2}), ("*/20 * * * *", {0, 20, 40}, {*range(24)})]

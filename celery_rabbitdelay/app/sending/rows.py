@@ -195,7 +195,7 @@ class Sending:
             yield number, given
 
     def fail(self, rows: Sequence[int], error: Exception) -> None:
-        """Note the error of rows, by their numbers; a soft time limit is none of theirs."""
+        """Note the error of rows, by their numbers; raise it if it is a soft time limit."""
         if isinstance(error, SoftTimeLimitExceeded):
             raise error
         self.report.errors[type(error).__name__] += len(rows)
