@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Final
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 import amqp
 import celery
@@ -21,14 +22,12 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import beat
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     checked_registry_options,
     without_stamps,
 )
 from celery_rabbitdelay.app.pausing import Pausing
-from celery_rabbitdelay.app.schedules import Schedules
 from celery_rabbitdelay.app.sending.pipelines import open_pipeline
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
@@ -42,9 +41,20 @@ from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
 from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
 
+if TYPE_CHECKING:
+    from celery_rabbitdelay.schedules.schedules import Schedules
+
 logger = logging.getLogger(__name__)
 
-beat_init.connect(beat.idle_beat, weak=False)
+#: Where the schedules are, which stand on all that is here.
+_SCHEDULES: Final = "celery_rabbitdelay.schedules"
+
+
+def _idle_beat(sender: Any, **_: Any) -> None:
+    import_module(f"{_SCHEDULES}.beat").idle_beat(sender)
+
+
+beat_init.connect(_idle_beat, weak=False)
 
 #: How many coroutines send at the same time, each in a thread, if ``broker_pool_limit`` says none.
 MAX_THREADS: Final = 10
@@ -64,7 +74,8 @@ class RabbitDelay(WaitingTasks, Pausing):
     @property
     def schedules(self) -> Schedules:
         """Tasks that run again and again: ``put``, ``get``, ``all``, ``delete`` and more."""
-        return Schedules(self.app)
+        made: Schedules = import_module(f"{_SCHEDULES}.schedules").Schedules(self.app)
+        return made
 
     @cached_property
     def templates(self) -> Templates:

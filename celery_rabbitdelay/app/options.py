@@ -12,7 +12,7 @@ from celery.canvas import Signature
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidDelayType, RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
-from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, SCHEDULE, TRACKED
+from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, TRACKED
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 
 _TEXT: Final = (
@@ -34,8 +34,6 @@ REGISTRY_OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "job": _TEXT,
     "once": _BOOL,
     "track": _BOOL,
-    # Not for users: the header of an occurrence of a schedule.
-    "rabbitdelay_schedule": _TEXT,
 }
 
 
@@ -111,7 +109,6 @@ class RegistryOptions(NamedTuple):
         track: Whether the task is listed while it waits.
         unique_ms: None, unless the task is only sent if none waits under its key: then for how many
             milliseconds after a send another one is left out, even if the task has arrived.
-        schedule: The header of an occurrence of a schedule; empty for any other task.
     """
 
     key: str = ""
@@ -119,7 +116,6 @@ class RegistryOptions(NamedTuple):
     once: bool = False
     track: bool = False
     unique_ms: int | None = None
-    schedule: str = ""
 
     @classmethod
     def of(
@@ -149,7 +145,6 @@ class RegistryOptions(NamedTuple):
             bool(once),
             settings.track == "all" if track is None else bool(track),
             _unique_ms(given, key),
-            given.get("rabbitdelay_schedule", ""),
         )
 
     @property
@@ -167,7 +162,7 @@ class RegistryOptions(NamedTuple):
         """
         once = self.once and new_copy()
         headers: dict[str, Any] = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id}
-        headers |= {ONCE: once, SCHEDULE: self.schedule, TRACKED: self.track}
+        headers |= {ONCE: once, TRACKED: self.track}
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
 

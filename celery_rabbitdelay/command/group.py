@@ -11,7 +11,6 @@ from celery_rabbitdelay.command import (  # noqa: F401
     moving,
     pausing,
     route,
-    schedules,
     send,
     status,
     undeliverable,
@@ -19,6 +18,7 @@ from celery_rabbitdelay.command import (  # noqa: F401
     web,
 )
 from celery_rabbitdelay.command.shared import rabbitdelay
+from celery_rabbitdelay.schedules import command as schedules  # noqa: F401
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
 __all__ = ["rabbitdelay", "rabbitdelay_status"]

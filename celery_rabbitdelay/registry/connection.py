@@ -89,12 +89,14 @@ SCHEMES: Final = (
     "rediss+cluster",
 )
 
+_ROOT: Final = "celery_rabbitdelay"
+
 #: The functions that all scripts share.
 SHARED: Final = "shared"
 
 #: The scripts that Redis refuses when it is full, as far as they need memory. All others are run: a
 #: decision takes less memory than what it frees.
-GROWING: Final = ("register", "reserve", "lease")
+GROWING: Final = ("register", "reserve", "lease", "schedules/edit")
 
 #: The first line of a script that Redis is to run when it is full
 #: (https://redis.io/docs/latest/develop/programmability/eval-intro/#eval-flags).
@@ -130,7 +132,7 @@ class ScriptCall(NamedTuple):
     """A call of a script.
 
     Attributes:
-        script: Its name, that of a file in ``lua``.
+        script: Its name, that of a file in ``lua``; that of another room has the room before it.
         keys: The keys that it changes, all on one server.
         arguments: Further arguments, for each key.
         keep_ms: For how many milliseconds what it notes is kept.
@@ -578,7 +580,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @cache
 def _text(name: str) -> str:
-    folder = files(__package__).joinpath("lua")
-    shared, own = (folder.joinpath(f"{each}.lua").read_text() for each in (SHARED, name))
+    room, _, own_name = name.rpartition("/")
+    shared = files(__package__).joinpath("lua", f"{SHARED}.lua").read_text()
+    own = files(_ROOT).joinpath(room or "registry", "lua", f"{own_name}.lua").read_text()
     text = f"{shared}\n{own}"
     return text if name in GROWING else f"{ALLOW_OOM}\n{text}"

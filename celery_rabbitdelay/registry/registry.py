@@ -16,7 +16,6 @@ from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Tic
 from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
-from celery_rabbitdelay.registry.schedules import Schedules
 
 #: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
 TASKS_PER_CALL: Final = 100
@@ -28,9 +27,6 @@ NOTE_MS: Final = 315_360_000_000
 #: The latest instant until which a record lives, from now on, in milliseconds: a hundred years. Any
 #: sender may have written the due time of an arrival.
 MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
-
-#: The newest task under a key that takes no more of the tasks that were sent under it.
-CLOSED: Final = "rabbitdelay: no task"
 
 #: Seconds that one sender with ``unique="first"`` waits for another at most.
 SENDING_LEASE: Final = 10.0
@@ -110,9 +106,9 @@ class Registry:
         index: The tracked tasks under the prefix.
         jobs: The jobs under the prefix.
         pauses: The pauses under the prefix.
-        schedules: The schedules under the prefix.
         names: The names of all keys.
         store: Where the notes are kept.
+        keep_ms: For how many milliseconds a decision outlives the task that it is about.
     """
 
     def __init__(self, store: Store, prefix: str, keep_ms: int, margin_ms: int) -> None:
@@ -120,9 +116,8 @@ class Registry:
         self.names = Names(prefix)
         self.pauses = Pauses(store, self.names)
         self.index = Index(store, self.names, margin_ms, self.pauses.oldest_ms)
-        self.schedules = Schedules(store, self.names)
         self.jobs = Jobs(store, self.names, keep_ms, margin_ms)
-        self._keep_ms = keep_ms
+        self.keep_ms = keep_ms
         self._questions = Questions()
         self._unreadable = WarningLimit(logger, "Tasks that were sent, and are not registered")
 
@@ -326,7 +321,7 @@ class Registry:
             RegistryUnavailable: Redis did not answer; some of them may be cancelled.
         """
         ids = list(dict.fromkeys(task_ids))
-        shared = NOTE_MS + self._keep_ms, int(also_future)
+        shared = NOTE_MS + self.keep_ms, int(also_future)
         batch = self._batch("cancel", "task", ids, [()] * len(ids), *shared)
         (answers,) = self._run(batch, call=self.store.call_durably)
         newest = self._newest_orders(answers)
@@ -355,7 +350,7 @@ class Registry:
     def waiting_under(self, key: str) -> list[str]:
         """Return the id of the newest task that was sent under a key, in a list; empty if none."""
         order, task_id = self.newest_under(key)
-        return [task_id] if order and task_id != CLOSED else []
+        return [task_id] if order else []
 
     def newest_under(self, key: str) -> tuple[str, str]:
         """Return the order and the id of the newest task that was sent under a key; or empty."""
@@ -379,7 +374,7 @@ class Registry:
         while True:
             arguments = [(str(min(due_ms, wall_clock.ms() + MAX_LIFE_MS)), newest, key)]
             shared = (int(also_future),)
-            call = ScriptCall("postpone", [record], arguments, self._keep_ms, shared)
+            call = ScriptCall("postpone", [record], arguments, self.keep_ms, shared)
             ((word, *more),) = self.store.call_durably([call])
             if word == "earlier":
                 return Earlier(*more)
@@ -388,22 +383,6 @@ class Registry:
             (key,) = more
             newest, _ = self.newest_under(key)
 
-    def close_key(self, key: str, due_ms: int) -> None:
-        """Supersede all that was sent under a key, until an instant, by :data:`CLOSED`."""
-        (ticket,) = self.ask([("", key)])
-        claim = Arrival(CLOSED, due_ms, ticket=ticket, key=key)
-        self._run(self._claims([claim]), call=self.store.call_durably)
-
-    def forget(self, task_ids: Sequence[str]) -> None:
-        """Forget that tasks have arrived, which then run if they are sent again."""
-
-        def add(pipeline: Any) -> None:
-            for task_id in task_ids:
-                pipeline.delete(self.names.of("task", task_id))
-
-        if task_ids:
-            self.store.commands(add)
-
     def alone_under(self, key: str) -> AbstractContextManager[None]:
         """Return a context in which no other sender is that wants its task to be the first.
 
@@ -411,6 +390,29 @@ class Registry:
         runs, as under any key.
         """
         return self.store.alone(self.names.of("sending", key), SENDING_LEASE)
+
+    def run_each(
+        self,
+        script: str,
+        kind: Kind,
+        names: Sequence[str],
+        fields: Sequence[Sequence[str | int | bool]],
+        *shared: str | int,
+        is_durable: bool = False,
+    ) -> list[Any]:
+        """Run a script of another room's; return what it says of each name.
+
+        Args:
+            script: The room and the name of the script.
+            kind: The kind of its keys.
+            names: What each key is about.
+            fields: The arguments for each.
+            *shared: Further arguments for all.
+            is_durable: Whether to wait for the copies; see :meth:`.Store.call_durably`.
+        """
+        call = self.store.call_durably if is_durable else self.store.call_each
+        (answers,) = self._run(self._batch(script, kind, names, fields, *shared), call=call)
+        return answers
 
     def _batch(
         self,
@@ -434,7 +436,7 @@ class Registry:
         for group in self._grouped(names):
             keys = [every[number] for number in group]
             own = [fields[number] for number in group]
-            batch.append((group, ScriptCall(script, keys, own, self._keep_ms, shared)))
+            batch.append((group, ScriptCall(script, keys, own, self.keep_ms, shared)))
         return batch
 
     def _run(

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_duration
-from celery_rabbitdelay.levels.recurrence import INVALID
+from celery_rabbitdelay.schedules.recurrence import INVALID
+from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.shown import quoted
 from celery_rabbitdelay.web.site import HORIZONS

@@ -47,7 +47,6 @@ from celery_rabbitdelay.worker.celery_internals import (
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_consumer, guard_pool
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.occurrences import Occurrences
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
 from celery_rabbitdelay.worker.resumes import Resumes
 
@@ -224,9 +223,7 @@ class RestoreTasks(RabbitMQStep):
         strategies.early_tasks.start()
         bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
         if consumer.app.rabbitdelay.has_registry:
-            occurrences = strategies.occurrences = Occurrences(consumer, strategies.early_tasks)
-            occurrences.start()
-            strategies.decisions = Decisions(consumer, strategies.early_tasks, occurrences)
+            strategies.decisions = Decisions(consumer, strategies.early_tasks)
             strategies.decisions.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
@@ -240,7 +237,7 @@ class RestoreTasks(RabbitMQStep):
         if not isinstance(strategies, RestoringStrategies):
             return
         threads = strategies.threads
-        strategies.decisions = strategies.occurrences = strategies.early_tasks = None
+        strategies.decisions = strategies.early_tasks = None
         for thread in threads:
             thread.stop()
 

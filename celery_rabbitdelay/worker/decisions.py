@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -13,8 +13,7 @@ from celery.utils.log import get_logger
 from celery_rabbitdelay.app import instruments, signals
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, SCHEDULE, DelayHeaders
-from celery_rabbitdelay.levels.schedule import Occurrence
+from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
 from celery_rabbitdelay.levels.warning_limit import WARN_EVERY, WarningLimit
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
@@ -25,7 +24,6 @@ from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.metrics import lateness, may_run_since
-from celery_rabbitdelay.worker.occurrences import Arrived, OccurrenceKind, Occurrences
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
@@ -86,6 +84,24 @@ class _Due(NamedTuple):
     queue: str
 
 
+class Arrived(NamedTuple):
+    """A task about which the registry has decided.
+
+    Attributes:
+        delivery: Its message, restored, as Celery has passed it.
+        waited: What its headers said before it was restored.
+        go_on: Runs or discards it, in the event loop.
+        put_back: Puts it back into the levels until an instant, in milliseconds since 1970.
+        is_cancelled: Whether it does not run, because it was cancelled.
+    """
+
+    delivery: Delivery
+    waited: DelayHeaders
+    go_on: Action
+    put_back: Callable[[int], None]
+    is_cancelled: bool
+
+
 class Decisions(BatchThread[_Due]):
     """Asks the registry about the tasks that have arrived, in a thread of its own.
 
@@ -96,15 +112,18 @@ class Decisions(BatchThread[_Due]):
     Args:
         consumer: The worker's consumer, on one connection.
         early_tasks: Puts tasks back into the levels.
-        occurrences: Publishes what follows an occurrence of a schedule, which then runs.
+
+    Attributes:
+        takers: What takes a task with a header of the registry, by that header, before it runs or
+            is discarded. Other rooms add themselves.
     """
 
     name = "rabbitdelay-decisions"
 
-    def __init__(self, consumer: Any, early_tasks: EarlyTasks, occurrences: Occurrences) -> None:
+    def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
+        self.takers: dict[str, Callable[[Arrived], None]] = {}
         self._early_tasks = early_tasks
-        self._occurrences = occurrences
         delays = consumer.app.rabbitdelay
         self._registry = delays.registry
         self._runs_without = delays.settings.registry_down == "run"
@@ -217,26 +236,7 @@ class Decisions(BatchThread[_Due]):
             for delivery, _, arrival, queue in batch
         ]
         decisions: list[Decision] = self._registry.decide(arrivals)
-        # Redis may have lost everything, and then the schedule was put again: a later occurrence of
-        # the same put is no edit.
-        again = [
-            number
-            for number, decision in enumerate(decisions)
-            if decision.verdict is Verdict.SUPERSEDED and self._is_of_newest_put(batch[number])
-        ]
-        if again:
-            found = self._registry.decide([arrivals[number]._replace(key="") for number in again])
-            for number, decision in zip(again, found, strict=True):
-                decisions[number] = decision
         return decisions
-
-    def _is_of_newest_put(self, due: _Due) -> bool:
-        """Return whether a task is an occurrence of what was put last under its schedule's name."""
-        occurrence = Occurrence.of(due.waited.registry.get(SCHEDULE))
-        if occurrence is None or occurrence.task_id != due.arrival.task_id:
-            return False
-        _, newest = self._registry.newest_under(occurrence.key)
-        return occurrence.with_id(newest) is not None
 
     def _failed(self, error: RegistryUnavailable) -> None:
         now = time.monotonic()
@@ -276,14 +276,13 @@ class Decisions(BatchThread[_Due]):
         match decision.verdict:
             case Verdict.RUN:
                 self._signal(signals.released, due)
-                self._after_what_follows(due, partial(self._run_strategy, due))
+                self._hand_on(due, partial(self._run_strategy, due))
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
                 logger.info(
                     "Task %s does not run twice.", celery_internals.shown(due.arrival.task_id)
                 )
-                acknowledge = partial(self.acknowledge, due.delivery.ack)
-                self._after_what_follows(due, acknowledge, "copy")
+                self.acknowledge(due.delivery.ack)
             case Verdict.LATER:
                 self._put_back(due, decision)
             case Verdict.FORGOTTEN:
@@ -298,22 +297,22 @@ class Decisions(BatchThread[_Due]):
                     )
                 self._put_back(due, self._later(lateness(due.waited.due_ms)))
             case Verdict.CANCELLED:
-                # One occurrence of a schedule may be cancelled; the others come.
                 discard = partial(self._discard, due, decision.verdict)
-                self._after_what_follows(due, discard, "cancelled")
+                self._hand_on(due, discard, is_cancelled=True)
             case _:
                 self._discard(due, decision.verdict)
 
-    def _after_what_follows(self, due: _Due, go_on: Action, kind: OccurrenceKind = "runs") -> None:
-        """Go on with a task; if it is an occurrence of a schedule, once the next is published."""
-        if SCHEDULE in due.waited.registry:
-
-            def put_back(until_ms: int) -> None:
-                self._put_back(due, Decision(Verdict.LATER, until_ms))
-
-            self._occurrences.give(Arrived(due.delivery, due.waited, go_on, put_back, kind))
-        else:
+    def _hand_on(self, due: _Due, go_on: Action, is_cancelled: bool = False) -> None:
+        """Go on with a task, or give it to what takes it before."""
+        header = next((each for each in self.takers if each in due.waited.registry), None)
+        if header is None:
             go_on()
+            return
+
+        def put_back(until_ms: int) -> None:
+            self._put_back(due, Decision(Verdict.LATER, until_ms))
+
+        self.takers[header](Arrived(due.delivery, due.waited, go_on, put_back, is_cancelled))
 
     def _run_strategy(self, due: _Due) -> None:
         run_strategy(self._consumer, due.delivery, self._early_tasks.refuse_unrunnable)

@@ -182,9 +182,8 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
         decisions = getattr(strategies, "decisions", None)
         is_open = decisions is not None and decisions.is_breaker_open
         yield instruments.BREAKER_OPEN, (), is_open
-        occurrences = getattr(strategies, "occurrences", None)
-        if occurrences is not None:
-            yield instruments.SCHEDULES_OVERDUE, (), occurrences.overdue
+        for instrument, read in list(getattr(strategies, "gauges", {}).items()):
+            yield instrument, (), read()
 
 
 class BacklogReader:

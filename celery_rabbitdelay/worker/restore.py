@@ -33,7 +33,6 @@ from celery_rabbitdelay.worker.celery_requests import is_ours
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 from celery_rabbitdelay.worker.metrics import Arrivals, lateness, may_run_since
-from celery_rabbitdelay.worker.occurrences import Occurrences
 
 logger = get_logger(__name__)
 
@@ -131,7 +130,7 @@ class RestoringStrategies(dict[str, Strategy]):
         early_tasks: Takes the tasks that are not due yet; None between two connections.
         decisions: Asks the registry about the tasks that are due; None without a registry, and
             between two connections.
-        occurrences: Publishes what follows an occurrence of a schedule, likewise.
+        gauges: What other rooms measure, read at each scrape.
         arrivals: How late the delayed tasks arrive.
     """
 
@@ -141,7 +140,7 @@ class RestoringStrategies(dict[str, Strategy]):
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
         self.decisions: Decisions | None = None
-        self.occurrences: Occurrences | None = None
+        self.gauges: dict[Instrument, Callable[[], float]] = {}
         self.arrivals = Arrivals()
         self._app = consumer.app
         self._consumer = consumer
@@ -175,10 +174,9 @@ class RestoringStrategies(dict[str, Strategy]):
         super().__setitem__(task_name, restoring)
 
     @property
-    def threads(self) -> list[Decisions | EarlyTasks | Occurrences]:
-        """The threads of a connection; decisions first, which hand tasks to the others."""
-        threads = (self.decisions, self.occurrences, self.early_tasks)
-        return [each for each in threads if each is not None]
+    def threads(self) -> list[Decisions | EarlyTasks]:
+        """The threads of a connection; decisions first, which hand tasks to the other one."""
+        return [each for each in (self.decisions, self.early_tasks) if each is not None]
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""

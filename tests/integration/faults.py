@@ -9,7 +9,7 @@ from typing import Any
 import amqp
 from kombu import Exchange, Queue
 
-from celery_rabbitdelay.app.beat import put_beat
+from celery_rabbitdelay.schedules.beat import put_beat
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology

@@ -16,7 +16,7 @@ from celery.beat import ScheduleEntry, Scheduler
 from celery.schedules import crontab, schedule, solar
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.beat import end_beat, put_beat
+from celery_rabbitdelay.schedules.beat import end_beat, put_beat
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.worker.occurrences import LOOK_EVERY, Occurrences
 from tests.integration.arrivals import Arrival, take

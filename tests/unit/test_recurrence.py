@@ -16,7 +16,7 @@ from celery.schedules import crontab, solar
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import recurrence as recurrences
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.levels.recurrence import Recurrence
+from celery_rabbitdelay.schedules.recurrence import Recurrence
 
 SECOND, MINUTE, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)
 FIELDS = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")

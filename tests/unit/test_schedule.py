@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.levels.recurrence import Recurrence
-from celery_rabbitdelay.levels.schedule import (
+from celery_rabbitdelay.schedules.recurrence import Recurrence
+from celery_rabbitdelay.schedules.occurrence import (
     ALWAYS,
     UNTIL_NEXT,
     Definition,

@@ -14,8 +14,6 @@ from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.app.celery_internals import sends_a_callback
 from celery_rabbitdelay.app.settings import checked
-from celery_rabbitdelay.exceptions import InvalidSchedule
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
@@ -129,8 +127,6 @@ class DelayedTaskProducer(DelayedProducer):
         destination = self._destination(
             options.pop("exchange"), options.pop("routing_key"), declare
         )
-        if destination.queue is None and header_names.SCHEDULE in self.says.get("registry", ()):
-            raise InvalidSchedule(str(destination), "takes a task that goes to one known queue")
         retry, retry_policy = options.pop("retry", False), options.pop("retry_policy", None)
         policy = publish_policy(self._app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)

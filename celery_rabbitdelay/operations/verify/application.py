@@ -14,6 +14,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.operations.verify.checks import verify
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import management_api
+from celery_rabbitdelay.schedules.record import Records
 
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
@@ -43,7 +44,7 @@ def verify_application(
         with suppress(ChannelError):
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
     queues = delays.app.amqp.queues.values()
-    schedules = delays.registry.schedules if delays.has_registry else None
+    schedules = Records(delays.registry) if delays.has_registry else None
     return verify(
         connection,
         delays.settings,

@@ -11,7 +11,6 @@ from typing import Any, Final
 from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.schedules import HEAL_AFTER_MS
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -31,7 +30,7 @@ from celery_rabbitdelay.publishing.declaration import connect, queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 from celery_rabbitdelay.publishing.wire import Wire
-from celery_rabbitdelay.registry.schedules import HEALING_MS, Schedules
+from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, HEALING_MS, Records
 
 #: Seconds that an answer of the broker may take.
 ANSWER_TIMEOUT: Final = 30.0
@@ -62,7 +61,7 @@ def verify(
     queues: Iterable[Queue],
     management: ManagementAPI,
     workers: Mapping[str, Mapping[str, Any]] | None = None,
-    schedules: Schedules | None = None,
+    schedules: Records | None = None,
     is_blocked: bool = False,
 ) -> Verification:
     """Look at a broker, and change nothing.
@@ -300,7 +299,7 @@ def check_probes(
                 yield "probe-failed", f"level {level}", {"late": late}
 
 
-def check_schedules(schedules: Schedules | None, now_ms: int) -> Iterator[FoundRow]:
+def check_schedules(schedules: Records | None, now_ms: int) -> Iterator[FoundRow]:
     """Find schedules whose next occurrence does not come, or could not be sent again."""
     if schedules is None:
         return
@@ -313,11 +312,13 @@ def check_schedules(schedules: Schedules | None, now_ms: int) -> Iterator[FoundR
         return
     for name, noted in zip(names, found, strict=True):
         subject = f"schedule {name}"
+        if noted is None or noted.ahead_ms is None:
+            continue  # a put that has not got further, or an end that has
         if name in late:
             yield "schedule-overdue", subject, {}
-        elif noted is not None and not noted.is_sent and noted.last is None:
+        elif not noted.is_sent:
             yield "schedule-unsent", subject, {}
-        if noted is None or not noted.definition:
+        if not noted.message:
             yield "schedule-lost", subject, {}
 
 

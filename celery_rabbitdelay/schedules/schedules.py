@@ -1,46 +1,51 @@
 """``app.rabbitdelay.schedules``: tasks that run again and again, without a process for it.
 
-The next occurrence of a schedule is a task that waits in the levels. When it arrives, the worker
-first publishes the one after it, and then runs it; see ``worker/occurrences.py``. All occurrences
-of a schedule have one key, so an edit supersedes what waits, and each has an id of its own, under
-which it runs once.
+A schedule has one record in Redis; see ``record.py``. What is put is noted there first, and then
+sent: if the send fails, workers send it again once it is late.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
+from logging import getLogger
 from typing import Any, Final, Literal, NamedTuple, get_args
+from uuid import uuid4
 
 from celery.result import AsyncResult
 from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.instruments import OCCURRENCES
+from celery_rabbitdelay.app.sending.task_messages import restored, stored
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
-from celery_rabbitdelay.levels.recurrence import Recurrence
-from celery_rabbitdelay.levels.schedule import (
-    ALWAYS,
+from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
+from celery_rabbitdelay.registry.decision import new_copy
+from celery_rabbitdelay.registry.pauses import paused_since
+from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.schedules.messages import (
+    Send,
+    captured,
+    is_tracked,
+    read,
+    send_all,
+    task_of,
+)
+from celery_rabbitdelay.schedules.occurrence import (
+    ALL,
+    LAST,
     MAX_JITTER_MS,
     MAX_TEXT,
-    UNTIL_NEXT,
-    Definition,
     Occurrence,
     Overlap,
-    definition_of,
-    key_of,
 )
-from celery_rabbitdelay.registry.registry import CLOSED, NOTE_MS, Registry
-from celery_rabbitdelay.registry.schedules import Fate, NotedSchedule
+from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, Fate, NotedSchedule, Records
+from celery_rabbitdelay.schedules.recurrence import Recurrence
 
-logger = logging.getLogger(__name__)
+logger = getLogger(__name__)
 
 #: The options of a send that a schedule takes. Others concern one message only.
 OPTIONS: Final = frozenset(
@@ -50,19 +55,15 @@ OPTIONS: Final = frozenset(
 )
 
 #: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
-MAX_NAME: Final = 226
+MAX_NAME: Final = 222
 
 #: How many instants are looked at to find the shortest gap between two.
 INSTANTS: Final = 50
 
-#: The most instants of one backfill, and the delay of their tasks: as the registry only decides
-#: about tasks that were delayed.
+#: The most instants of one backfill, and the delay of what is sent now, in milliseconds: as the
+#: registry only decides about tasks that were delayed.
 MAX_BACKFILL: Final = 10_000
-AT_ONCE: Final = 0.1
-
-#: Milliseconds that an occurrence may be late before it is sent again, at first; then twice as long
-#: each time.
-HEAL_AFTER_MS: Final = 60_000
+AT_ONCE_MS: Final = 100
 
 CatchUp = Literal["last", "all"]
 
@@ -72,12 +73,13 @@ class Schedule(NamedTuple):
 
     Attributes:
         name: Its name.
-        task: The name of the task that it sends; empty if Redis has lost it, or this program cannot
-            read its arguments.
-        args: The task's positional arguments.
-        kwargs: Its keyword arguments.
+        task: The name of the task that it sends; empty if Redis has lost it, until the schedule
+            comes.
+        args: The task's positional arguments; None if this program cannot read them.
+        kwargs: Its keyword arguments, likewise.
         options: The options of the task.
         next_at: When it is due next.
+        next_id: The id of the task that is due then; to skip it, cancel that.
         is_paused: Whether its occurrences do not run.
         recurrence: When it is due.
         overlap: What becomes of an occurrence while another run still goes.
@@ -89,10 +91,11 @@ class Schedule(NamedTuple):
 
     name: str
     task: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...] | None
+    kwargs: dict[str, Any] | None
     options: dict[str, Any]
     next_at: datetime
+    next_id: str
     is_paused: bool
     recurrence: Recurrence
     overlap: Overlap
@@ -101,17 +104,24 @@ class Schedule(NamedTuple):
     last: tuple[datetime, datetime, Fate] | None
 
     @classmethod
-    def of(cls, noted: NotedSchedule, sent: Definition | None) -> Schedule:
-        """Return what is noted about it, with what it sends, if that is known."""
+    def of(cls, noted: NotedSchedule, accept: Iterable[str]) -> Schedule:
+        """Return what is noted about it.
+
+        Args:
+            noted: What is noted.
+            accept: Celery's ``accept_content``, by which its arguments are read.
+        """
         occurrence, last = noted.occurrence, noted.last
-        sent = sent or Definition("", [], {}, {})
+        assert occurrence is not None
+        task, args, kwargs = read(noted.message, accept)
         return cls(
             occurrence.name,
-            sent.task,
-            tuple(sent.args),
-            sent.kwargs,
-            sent.options,
+            task,
+            args,
+            kwargs,
+            dict(occurrence.options),
             instant_of(occurrence.due_ms),
+            occurrence.task_id,
             noted.is_paused,
             occurrence.recurrence,
             occurrence.overlap,
@@ -131,7 +141,7 @@ class Schedule(NamedTuple):
         return {
             "name": self.name,
             "task": self.task,
-            "args": list(self.args),
+            "args": None if self.args is None else list(self.args),
             "kwargs": self.kwargs,
             "options": self.options,
             "when": list(when.rules),
@@ -144,6 +154,20 @@ class Schedule(NamedTuple):
             "catch_up": self.catch_up,
             "paused": self.is_paused,
         }
+
+
+class Put(NamedTuple):
+    """What is put.
+
+    Attributes:
+        occurrence: Its first occurrence, without an order.
+        message: What it sends.
+        paused: Whether it is paused; None for as it is.
+    """
+
+    occurrence: Occurrence
+    message: str
+    paused: bool | None
 
 
 @dataclass(frozen=True)
@@ -200,9 +224,9 @@ class Schedules:
                 others, ``"allow"`` lets it run beside. By default ``"skip"`` for a timedelta whose
                 ``catch_up`` is ``"last"``, and ``"allow"`` for all else. A run whose worker was
                 killed is over after a minute.
-            catch_up: Which occurrences run that were missed: the ``"last"`` one, if the next is not
-                due yet; ``"all"``, one after the other; or those that are late by no more than so
-                many seconds, or a timedelta.
+            catch_up: What runs of that which was missed: ``"last"``, one occurrence for all of it,
+                however late; ``"all"``, each, one after the other; or those that are late by no
+                more than so many seconds, or a timedelta.
             paused: Whether it is paused; None for as it is.
             **options: Further options of the task: see :data:`OPTIONS`.
 
@@ -211,9 +235,10 @@ class Schedules:
 
         Raises:
             InvalidSchedule: One of these is wrong, or nothing is ever due.
-            PublishError: RabbitMQ did not confirm the first occurrence. The schedule was put only
-                if this may have arrived.
+            PublishError: RabbitMQ did not confirm the first occurrence. The schedule was put: to
+                put it again sends that again, as workers do once it is a minute late.
         """
+        records = self._records
         if unknown := options.keys() - OPTIONS:
             known = ", ".join(sorted(OPTIONS))
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
@@ -222,7 +247,7 @@ class Schedules:
         recurrence = Recurrence.of(when, timezone or _zone_of(self.app), start, end, exclude)
         catch_up_ms = _catch_up_ms(catch_up)
         if overlap is None:
-            is_last = isinstance(when, timedelta) and catch_up_ms == UNTIL_NEXT
+            is_last = isinstance(when, timedelta) and catch_up_ms == LAST
             overlap = "skip" if is_last else "allow"
         jitter_ms = milliseconds(jitter)
         if not 0 <= jitter_ms <= MAX_JITTER_MS or overlap not in get_args(Overlap):
@@ -230,101 +255,99 @@ class Schedules:
             raise InvalidSchedule(
                 (jitter, overlap), f"takes a jitter of at most a day, and the overlap {takes}"
             )
-        task_name = task if isinstance(task, str) else str(task.name)
         for each in options.keys() & {"queue", "exchange"}:
             options[each] = getattr(options[each], "name", options[each])
-        known = self.app.tasks.get(task_name)
-        serializer = options.get("serializer") or getattr(known, "serializer", None)
-        serializer = serializer or self.app.conf.task_serializer
-        definition = definition_of(task_name, args or (), kwargs or {}, options, serializer)
-        in_any_order = json.dumps(json.loads(definition), sort_keys=True)
-        said = json.dumps([in_any_order, recurrence, catch_up_ms, jitter_ms, overlap])
-        revision = hashlib.sha256(said.encode()).hexdigest()[:12]
         first_ms = recurrence.after(wall_clock.ms())
-        occurrence = Occurrence(
-            name, first_ms or 0, recurrence, catch_up_ms, revision, jitter_ms, overlap
-        )
+        made = Occurrence(name, first_ms or 0, recurrence, catch_up_ms, jitter_ms, overlap, options)
         if not isinstance(name, str) or not 1 <= _size(name) <= MAX_NAME:
             raise InvalidSchedule(name, f"its name takes 1 to {MAX_NAME} bytes")
-        if len(occurrence.text) > MAX_TEXT:
+        delayed, revision = captured(self.app, made, task, args or (), kwargs or {})
+        try:
+            text = made.text
+        except (TypeError, ValueError) as error:
+            takes = f"takes options that JSON can write: {error}"
+            raise InvalidSchedule(options, takes) from None
+        if len(text) > MAX_TEXT - 200:  # its order and more are added
             raise InvalidSchedule(when, "is too long")
-        if Occurrence.of(occurrence.text) is None:
+        if Occurrence.of(text) is None:
             raise InvalidSchedule((start, end, catch_up), "takes times from 1970 on")
-        if catch_up_ms != ALWAYS and jitter_ms > (gap_ms := _shortest_gap(recurrence, first_ms)):
+        if catch_up_ms != ALL and jitter_ms > (gap_ms := _shortest_gap(recurrence, first_ms)):
             raise InvalidSchedule(
                 jitter, f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
             )
-        if first_ms is None:
-            self.delete(name)
-            return None
-        registry = self._registry
-        with registry.alone_under(key_of(name)):
-            (before,) = registry.schedules.get([name])
-            is_paused = bool(before is not None and before.is_paused if paused is None else paused)
-            self._change(NotedSchedule(definition, occurrence, is_paused), before)
-        return self.get(name)
+        return self._put(Put(made._replace(revision=revision), stored(delayed), paused), records)
 
     def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
-        """Put a schedule as :meth:`.Schedule.exported` has returned it, with changes."""
+        """Put a schedule as :meth:`.Schedule.exported` has returned it, with changes.
+
+        Raises:
+            InvalidSchedule: As :meth:`put`; or its arguments could not be read.
+        """
         given = {**exported, **changes}
         for name in ("start", "end"):
             if given.get(name) is not None:
                 given[name] = datetime.fromisoformat(given[name])
+        if given.get("args", ()) is None:
+            takes = "needs an accept_content that lets its arguments be read"
+            raise InvalidSchedule(given["name"], takes)
         options = given.pop("options", None) or {}
         return self.put(**given, **options)
 
-    def _change(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
-        """Store a schedule if it changed."""
-        known, name, is_paused = self._registry.schedules, noted.occurrence.name, noted.is_paused
-        # The revision stands for all of it.
-        revision = noted.occurrence.revision
-        if before is None or before.occurrence.revision != revision or not before.is_sent:
-            self._put(noted, before)
-        elif not before.definition:  # Redis has lost it, and its occurrences have gone on
-            known.put(before._replace(definition=noted.definition, is_paused=is_paused))
-        elif before.is_paused != is_paused:
-            known.pause(name, is_paused=is_paused)
-
-    def _put(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
-        """Note a schedule and send its first occurrence; if that is not sent, take it back."""
-        known, short = self._registry.schedules, None
-        try:
-            known.put(noted._replace(is_sent=False))
-        except RegistryUnavailable as error:
-            if not error.may_have_arrived:
-                raise
-            short = error  # it has too few copies, and is put
-        try:
-            self._send(noted)
-            known.sent(noted.occurrence.name)
-        except Exception as error:
-            if not getattr(error, "may_have_arrived", False):
-                if before is None:
-                    known.delete(noted.occurrence.name)
-                else:
-                    known.put(before)
-            raise
+    def _put(self, put: Put, records: Records) -> Schedule | None:
+        """Note a schedule, and send its first occurrence, unless nothing has changed."""
+        made, short = put.occurrence, None
+        while True:
+            (before,) = records.get([made.name])
+            known = before and before.occurrence
+            if before and known and known.revision == made.revision and before.message:
+                if put.paused not in (None, before.is_paused):
+                    records.note(made.name, paused=int(bool(put.paused)))
+                if before.is_sent:
+                    return self.get(made.name)
+                made = known
+                break
+            now_ms = wall_clock.ms()
+            first_ms = made.recurrence.after(before.since(now_ms) if before else now_ms)
+            if first_ms is None:
+                self.delete(made.name)
+                return None
+            made = made._replace(instant_ms=first_ms, order=self._next_order(before))
+            try:
+                if not records.edit(before, made, put.message, put.paused):
+                    continue  # another program was faster, or an occurrence has come
+            except RegistryUnavailable as error:
+                if not error.may_have_arrived:
+                    raise
+                short = error  # it has too few copies, and is put
+            self._unlist(before)
+            break
+        send_all(self.app.rabbitdelay, [Send.of(made, put.message)])
+        records.note(made.name, unsent="")
         if short is not None:
             raise short
+        return self.get(made.name)
 
     def get(self, name: str) -> Schedule | None:
         """Return a schedule; None if no schedule has that name."""
-        (noted,) = self._registry.schedules.get([name])
-        return None if noted is None else Schedule.of(noted, self._read(noted))
+        return next(iter(self._found([name])), None)
 
     def all(self) -> list[Schedule]:
         """Return all schedules, by name."""
-        noted = self._registry.schedules.get(self._registry.schedules.all())
-        return [Schedule.of(each, self._read(each)) for each in noted if each is not None]
+        return self._found(self._records.all())
+
+    def _found(self, names: Sequence[str]) -> list[Schedule]:
+        accept = self.app.conf.accept_content
+        noted = self._records.get(names)
+        return [Schedule.of(each, accept) for each in noted if each and each.occurrence]
 
     def next(self, name: str, number: int = 5) -> list[datetime]:
         """Return when a schedule is due next; empty if no schedule has that name."""
-        (noted,) = self._registry.schedules.get([name])
+        occurrence = self._occurrence(name)
         instants: list[datetime] = []
-        instant_ms = None if noted is None else noted.occurrence.instant_ms
-        while noted is not None and instant_ms is not None and len(instants) < number:
+        instant_ms = occurrence and occurrence.instant_ms
+        while occurrence is not None and instant_ms is not None and len(instants) < number:
             instants.append(instant_of(instant_ms))
-            instant_ms = noted.occurrence.recurrence.after(instant_ms)
+            instant_ms = occurrence.recurrence.after(instant_ms)
         return instants
 
     def pause(self, name: str) -> bool:
@@ -336,22 +359,27 @@ class Schedules:
         return self._pause(name, is_paused=False)
 
     def _pause(self, name: str, *, is_paused: bool) -> bool:
-        (noted,) = self._registry.schedules.get([name])
-        if noted is not None:
-            self._registry.schedules.pause(name, is_paused=is_paused)
-        return noted is not None
+        is_known = self._occurrence(name) is not None
+        if is_known:
+            self._records.note(name, paused=int(is_paused))
+        return is_known
 
     def trigger(self, name: str) -> AsyncResult[Any] | None:
         """Send the task of a schedule now, beside its occurrences; None if there is no such one."""
-        (noted,) = self._registry.schedules.get([name])
-        sent = noted and self._read(noted)
-        return self._sent(sent) if sent else None
+        (noted,) = self._records.get([name])
+        if noted is None or not noted.message:
+            return None
+        task_id = str(uuid4())
+        self._send_now(noted.message, [task_id])
+        result: AsyncResult[Any] = self.app.AsyncResult(task_id)
+        return result
 
     def backfill(self, name: str, since: datetime, until: datetime) -> int:
         """Send the task of a schedule now for each instant of a time that is over.
 
-        An occurrence that has run does not run again, as long as the registry remembers it
-        (``rabbitdelay_registry_keep``). They run beside each other, and beside other runs.
+        An occurrence that has run, or that waits, is left out; Redis remembers for
+        ``rabbitdelay_registry_keep`` what has run, and at most 10,000. They run beside each other,
+        and beside other runs.
 
         Args:
             name: The name of the schedule.
@@ -359,107 +387,109 @@ class Schedules:
             until: Its end; later than now is now.
 
         Returns:
-            How many were sent.
+            How many were sent. To send one again has no effect.
 
         Raises:
             InvalidSchedule: There is no such schedule, or more than :data:`MAX_BACKFILL` instants.
         """
-        (noted,) = self._registry.schedules.get([name])
-        sent = noted and self._read(noted)
-        if noted is None or sent is None:
+        (noted,) = self._records.get([name])
+        if noted is None or noted.occurrence is None or not noted.message:
             raise InvalidSchedule(name, "is no schedule")
-        occurrence, end_ms = noted.occurrence, min(milliseconds_of(until), wall_clock.ms())
-        missed: list[Occurrence] = []
-        instant_ms = occurrence.recurrence.after(milliseconds_of(since) - 1)
+        occurrence, now_ms = noted.occurrence, wall_clock.ms()
+        begin_ms = milliseconds_of(since)
+        end_ms = min(milliseconds_of(until), now_ms, occurrence.instant_ms - 1)
+        ran = self._records.ran(name, begin_ms, end_ms)
+        missed: list[str] = []
+        instant_ms = occurrence.recurrence.after(begin_ms - 1)
         while instant_ms is not None and instant_ms <= end_ms:
-            missed.append(occurrence._replace(instant_ms=instant_ms))
+            if instant_ms not in ran:
+                missed.append(f"{name}:{instant_ms:015d}:backfill")
             if len(missed) > MAX_BACKFILL:
                 raise InvalidSchedule(name, f"has more than {MAX_BACKFILL} instants in that time")
             instant_ms = occurrence.recurrence.after(instant_ms)
-        with self.app.rabbitdelay.pipeline():
-            for each in missed:
-                self._sent(sent, task_id=each.task_id, once=True, delay=AT_ONCE)
+        self._send_now(noted.message, missed, {ONCE: new_copy()})
         return len(missed)
+
+    def _send_now(
+        self, message: str, task_ids: Sequence[str], says: Mapping[str, Any] | None = None
+    ) -> None:
+        """Send tasks beside the occurrences: the registry is asked about them as about any."""
+        pattern, due_ms = restored(message, ""), wall_clock.ms() + AT_ONCE_MS
+        tracked = {COPY: new_copy(), TRACKED: True} if is_tracked(pattern) else {}
+        sends = [Send(pattern, each, due_ms, {**tracked, **(says or {})}) for each in task_ids]
+        send_all(self.app.rabbitdelay, sends)
 
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
-        registry = self._registry
-        with registry.alone_under(key_of(name)):
-            (noted,) = registry.schedules.get([name])
-            try:
-                registry.close_key(key_of(name), wall_clock.ms() + NOTE_MS)
-            finally:  # also if that has too few copies
-                registry.schedules.delete(name)
-        return noted is not None
+        while True:
+            (noted,) = self._records.get([name])
+            if noted is None or noted.ahead_ms is None:
+                return False
+            if self._records.delete(name, noted, self._next_order(noted)):
+                self._unlist(noted)
+                return True
 
     def heal(self) -> list[str]:
         """Send occurrences again that have not come in time; return the names of their schedules.
 
-        Workers call this now and then. If an occurrence has only been late, it runs once.
+        Workers call this now and then. If an occurrence has only been late, the message of it that
+        arrives first decides, and the other one is dropped.
         """
-        names = self._registry.schedules.overdue(wall_clock.ms() - HEAL_AFTER_MS)
-        healed = [name for name in names if self._heal(name)]
-        if healed:
-            logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
-        return healed
-
-    def _heal(self, name: str) -> bool:
-        registry, key = self._registry, key_of(name)
-        with registry.alone_under(key):
-            (noted,) = registry.schedules.get([name])
-            if noted is None or not _is_broken(noted, wall_clock.ms()):
-                return False
-            _, newest = registry.newest_under(key)
-            if newest == CLOSED:  # a worker noted an occurrence while the schedule was deleted
-                registry.schedules.delete(name)
-                return False
-            following = noted.occurrence.with_id(newest)
-            if following is not None and following.instant_ms > noted.occurrence.instant_ms:
-                # Its occurrence has come, and Redis was away when the next one was to be noted.
-                registry.schedules.follow([following])
-                return False
-            sent = self._read(noted)
-            if sent is None:
+        now_ms, records = wall_clock.ms(), self._records
+        names = list(records.overdue(now_ms - HEAL_AFTER_MS))
+        paused = self._registry.pauses.known() if names else {}
+        healed: list[Send] = []
+        listed: dict[str, int | None] = {}
+        for name, noted in zip(names, records.get(names), strict=True):
+            if noted is None or noted.ahead_ms is None:
+                listed[name] = None
+                continue
+            if noted.occurrence is None or not noted.message:
                 logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
-                return False
-            registry.schedules.heal(name, wall_clock.ms())
-            self._send(noted)
-            self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, sent.task, "sent again")
-            return True
+                continue
+            if noted.occurrence.due_ms > now_ms - HEAL_AFTER_MS:
+                listed[name] = noted.occurrence.due_ms
+            elif (when := noted.heals(now_ms)) == "soon":
+                records.note(name, missed=now_ms)
+            elif when == "now":
+                send = Send.of(noted.occurrence, noted.message)
+                # What waits for a resume is not missed.
+                queue = send.pattern.queue
+                if not paused_since(paused, task_of(send.pattern), queue.name if queue else ""):
+                    records.note(name, healed=now_ms)
+                    healed.append(send)
+        records.note_due(listed)
+        sent = [each.task_id.rsplit(":", 2)[0] for each in healed]
+        if sent:
+            logger.warning("Occurrences of schedules are sent again: %s", ", ".join(sent))
+        for each in healed:
+            task = task_of(each.pattern)
+            self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
+        send_all(self.app.rabbitdelay, healed)
+        return sent
+
+    def _unlist(self, before: NotedSchedule | None) -> None:
+        """Take a tracked occurrence from the list of what waits, which will not run."""
+        known = before and before.message and before.occurrence
+        if before and known and is_tracked(restored(before.message, "")):
+            self._registry.cancel_each([known.task_id], also_future=False)
+
+    def _next_order(self, before: NotedSchedule | None) -> int:
+        (ticket,) = self._registry.ask([("", "schedules")])
+        return max(ticket.order, before.order + 1 if before else 0)
+
+    def _occurrence(self, name: str) -> Occurrence | None:
+        (noted,) = self._records.get([name])
+        return noted and noted.occurrence
 
     @property
     def _registry(self) -> Registry:
         registry: Registry = self.app.rabbitdelay.registry
         return registry
 
-    def _read(self, noted: NotedSchedule) -> Definition | None:
-        return Definition.of(noted.definition, self.app.conf.accept_content)
-
-    def _send(self, noted: NotedSchedule) -> None:
-        occurrence, sent = noted.occurrence, self._read(noted)
-        if sent is None:
-            takes = "takes arguments that accept_content lets be read"
-            raise InvalidSchedule(occurrence.name, takes)
-        self._sent(
-            sent,
-            eta=instant_of(occurrence.due_ms),
-            task_id=occurrence.task_id,
-            key=occurrence.key,
-            once=True,
-            rabbitdelay_schedule=occurrence.text,
-        )
-
-    def _sent(self, sent: Definition, **more: Any) -> AsyncResult[Any]:
-        """Send the task of a schedule, as beat does: with the options of the task, if it is known.
-
-        Except when it expires, which would be an instant, and the same for all occurrences.
-        """
-        known = self.app.tasks.get(sent.task)
-        send = partial(self.app.send_task, sent.task) if known is None else known.apply_async
-        result: AsyncResult[Any] = send(
-            sent.args, sent.kwargs, **sent.options, **more, expires=None
-        )
-        return result
+    @property
+    def _records(self) -> Records:
+        return Records(self._registry)
 
 
 def _zone_of(app: Any) -> str:
@@ -473,12 +503,12 @@ def _zone_of(app: Any) -> str:
 def _catch_up_ms(catch_up: Any) -> int:
     """Return what :attr:`.Occurrence.catch_up_ms` is."""
     if isinstance(catch_up, str) and catch_up in _CATCH_UPS.values():
-        return UNTIL_NEXT if catch_up == "last" else ALWAYS
+        return LAST if catch_up == "last" else ALL
     return milliseconds(catch_up)
 
 
 #: The word for :attr:`.Occurrence.catch_up_ms`, if there is one.
-_CATCH_UPS: Final[Mapping[int, CatchUp]] = {UNTIL_NEXT: "last", ALWAYS: "all"}
+_CATCH_UPS: Final[Mapping[int, CatchUp]] = {LAST: "last", ALL: "all"}
 
 
 def _size(name: str) -> int:
@@ -498,8 +528,3 @@ def _shortest_gap(recurrence: Recurrence, instant_ms: int | None) -> int:
             break
         gap_ms, instant_ms = min(gap_ms, following_ms - instant_ms), following_ms
     return gap_ms
-
-
-def _is_broken(noted: NotedSchedule, now_ms: int) -> bool:
-    due_ms, healed_ms = noted.occurrence.due_ms, noted.healed_ms
-    return now_ms - max(due_ms, healed_ms) > max(HEAL_AFTER_MS, healed_ms - due_ms)

@@ -11,11 +11,11 @@ from typing import Any, Final, Literal
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_rabbitdelay.app.schedules import OPTIONS, Schedules
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.registry.schedules import NotedSchedule
+from celery_rabbitdelay.schedules.record import Records
+from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedule, Schedules
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,14 @@ class Rehearsal(Schedules):
 
     told: dict[str, Literal["put", "changed", "ended"]] = field(default_factory=dict)
 
-    def _change(self, noted: NotedSchedule, before: NotedSchedule | None) -> None:
-        def said(each: NotedSchedule) -> tuple[object, ...]:
-            return bool(each.definition), each.occurrence.revision, each.is_paused, each.is_sent
-
-        if before is None or said(before) != said(noted):
-            self.told[noted.occurrence.name] = "put" if before is None else "changed"
+    def _put(self, put: Put, records: Records) -> Schedule | None:
+        name = put.occurrence.name
+        (before,) = records.get([name])
+        if before is None or before.occurrence is None:
+            self.told[name] = "put"
+        elif before.occurrence.revision != put.occurrence.revision:
+            self.told[name] = "changed"
+        return None
 
     def delete(self, name: str) -> bool:
         """Note that a schedule would end; return whether there is one."""
@@ -70,10 +72,11 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
     app.loader.import_default_modules()
     app.finalize()
     registry, application, prefix = app.rabbitdelay.registry, str(app.main or ""), _prefix(app)
+    records = Records(registry)
     entries = _entries(app)
     digest = _digest(entries)
     with registry.alone_under(prefix):
-        found = registry.schedules.taken_over(application)
+        found = records.taken_over(application)
         ended_ms = int(found.get(digest, 0))
         if ended_ms > wall_clock.ms() - FLAPPING_MS and not is_forced:
             logger.warning(
@@ -87,14 +90,14 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
             _end_others(schedules, entries)
             if not isinstance(schedules, Rehearsal):
                 former = found.get("current")
-                registry.schedules.take_over(application, former, digest, wall_clock.ms())
+                records.take_over(application, former, digest)
     return True
 
 
 def state_of_beat(schedules: Schedules) -> Literal["current", "former", "lost"]:
     """Return what Redis knows of this code's entries: whether others have taken their place."""
     app = schedules.app
-    found = app.rabbitdelay.registry.schedules.taken_over(str(app.main or ""))
+    found = Records(app.rabbitdelay.registry).taken_over(str(app.main or ""))
     digest = _digest(_entries(app))
     if found.get("current") == digest:
         return "current"
@@ -124,7 +127,7 @@ def _prefix(app: Any) -> str:
 
 def _end_others(schedules: Schedules, kept: Container[str]) -> None:
     """End the schedules of entries that are not among those kept."""
-    for name in schedules.app.rabbitdelay.registry.schedules.all():
+    for name in Records(schedules.app.rabbitdelay.registry).all():
         if name.startswith(_prefix(schedules.app)) and name not in kept:
             schedules.delete(name)
 

@@ -10,12 +10,12 @@ from typing import Any, Final, TextIO
 import click
 from kombu.utils import json as kombu_json
 
-from celery_rabbitdelay.app import beat
-from celery_rabbitdelay.app.schedules import Schedule, Schedules
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.schedules import beat
+from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
 
 #: Seconds after which it is said of an occurrence that it has not come.
 MISSING: Final = 60.0

@@ -1,11 +1,14 @@
 """Runs of schedules that others must not overlap: each has a lease in Redis while it goes.
 
 The rule: whoever has the lease of a schedule runs. A lease belongs to one arrival of an occurrence;
-if RabbitMQ delivers the occurrence again, that arrival takes it over.
+if RabbitMQ delivers the occurrence again, that arrival takes it over. The end of a run, and of a
+worker that is not killed, gives it back.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,15 +19,15 @@ from typing import ClassVar, Final
 from celery.utils.log import get_logger
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.levels.schedule import Occurrence
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.schedules.occurrence import Occurrence
 from celery_rabbitdelay.worker import celery_internals
 
 logger = get_logger(__name__)
 
 #: Seconds between two looks whether runs have ended.
-POLL: Final = 0.5
+POLL: Final = 0.05
 
 #: Milliseconds after which a run is taken to be over, unless its worker says that it still runs.
 LEASE_MS: Final = 60_000
@@ -93,6 +96,8 @@ class Runs:
         with self._lock:
             self._going[occurrence.task_id] = _Run(running, token)
             if self._thread is None:
+                atexit.unregister(self._end)
+                atexit.register(self._end, os.getpid())
                 Runs._thread = Thread(target=self._keep, name="rabbitdelay-runs", daemon=True)
                 Runs._thread.start()
         return True
@@ -110,15 +115,6 @@ class Runs:
         except RegistryUnavailable:
             return True  # and it runs
 
-    def is_queued(self, occurrence: Occurrence) -> bool:
-        """Return whether an occurrence has waited for the end of a run, as far as is known."""
-        queued = self._names.of("queued", occurrence.name)
-        try:
-            (found,) = self._store.commands(lambda pipe: pipe.get(queued))
-        except RegistryUnavailable:
-            return False
-        return bool(found == occurrence.task_id)
-
     def leave_queue(self, occurrence: Occurrence) -> None:
         """Let another occurrence wait for the end of a run."""
         with suppress(RegistryUnavailable):  # it ends by itself
@@ -128,6 +124,12 @@ class Runs:
         """Lease the place of the one that runs next; see :meth:`.Store.lease`."""
         queued = self._names.of("queued", occurrence.name)
         return self._store.lease(queued, occurrence.task_id, lasts_ms)
+
+    def _end(self, process: int) -> None:
+        """Give back all leases at the end of a process: then no run goes on."""
+        with suppress(RegistryUnavailable):  # they end by themselves
+            for run in tuple(self._going.values()) if os.getpid() == process else ():
+                self._store.lease(run.lease, run.token, 0)
 
     def _keep(self) -> None:
         """Renew the leases of what runs, and give back those of what has ended."""

@@ -1,0 +1,37 @@
+-- Note what a schedule sends from now on, or that it was deleted, unless its record has changed meanwhile.
+--
+-- KEYS  the record; see decide.lua
+-- ARGV  the order and the instant ahead that were read, empty for none; the new order; the instant whose
+--       message is sent now; the revision, what the schedule sends, and its message, all empty for a
+--       deletion; and whether it is paused: "1", "0", or empty for as it is; then for how many milliseconds more a
+--       deletion is remembered
+-- Returns whether it was noted: 1 or 0.
+
+local now_ms = clock()
+
+local function edit(record, was_order, was_ahead, order, ahead, revision, occurrence, message, paused)
+  local noted, known, deleted = unpack(redis.call('HMGET', record, 'order', 'ahead', 'deleted'))
+  if (noted or '') ~= was_order or (known or '') ~= was_ahead then
+    return 0
+  end
+  redis.call('HDEL', record, 'deleted', 'missed', 'healed')
+  if deleted or revision == '' then
+    redis.call('HDEL', record, 'paused', 'last')
+  end
+  redis.call('HSET', record, 'order', order, 'ahead', ahead)
+  if revision == '' then
+    redis.call('HDEL', record, 'revision', 'occurrence', 'message', 'unsent')
+    redis.call('HSET', record, 'deleted', '1', 'begun', '0')
+    keep(record, math.max(tonumber(known) or 0, now_ms) + keep_ms + ARGV[3], now_ms)
+    return 1
+  end
+  redis.call('HSETNX', record, 'begun', order)
+  redis.call('HSET', record, 'revision', revision, 'occurrence', occurrence, 'message', message, 'unsent', '1')
+  if paused ~= '' then
+    redis.call('HSET', record, 'paused', paused)
+  end
+  redis.call('PERSIST', record)
+  return 1
+end
+
+return cjson.encode(of_each_key(edit))

@@ -1,0 +1,366 @@
+"""The records of the schedules under one prefix: what each sends, and which instant waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Self, cast
+
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
+from celery_rabbitdelay.schedules.occurrence import Occurrence
+
+#: For how many milliseconds one worker looks after the schedules, before another one may.
+HEALING_MS: Final = 30_000
+
+#: Milliseconds that an occurrence may be late before it is sent again, at first; then twice as long
+#: each time.
+HEAL_AFTER_MS: Final = 60_000
+
+#: How many schedules are read at once.
+PAGE: Final = 500
+
+#: How many instants that have run are remembered, for :meth:`.Schedules.backfill`.
+MAX_RAN: Final = 10_000
+
+#: What becomes of an occurrence: it runs; it was cancelled; it is too late; its schedule is paused;
+#: another run still goes.
+Fate = Literal["ran", "cancelled", "late", "paused", "overlapped"]
+
+
+class Came(NamedTuple):
+    """What became of an occurrence.
+
+    Attributes:
+        due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
+        came_ms: When it came.
+        fate: What became of it.
+    """
+
+    due_ms: int
+    came_ms: int
+    fate: Fate
+
+    @classmethod
+    def of(cls, text: str | None) -> Self | None:
+        """Read it; None if there is none, or it cannot be read."""
+        try:
+            due, came, fate = (text or "").split()
+            return cls(int(due), int(came), cast("Fate", fate))
+        except ValueError:
+            return None
+
+
+class NotedSchedule(NamedTuple):
+    """The record of a schedule; ``lua/decide.lua`` describes it.
+
+    Attributes:
+        order: Grows with each edit, and with the deletion.
+        ahead_ms: The instant whose message waits, in milliseconds since 1970-01-01 UTC; None if
+            none follows.
+        done_ms: The latest instant that was decided; -1 if none was.
+        occurrence: What that message says; None if the schedule was deleted or has ended, or Redis
+            has lost it.
+        message: What is sent: see :func:`.stored`; empty likewise.
+        is_deleted: Whether it was deleted.
+        is_paused: Whether occurrences do not run.
+        is_sent: Whether whoever has put it knows that its first occurrence was sent.
+        missed_ms: When a worker saw that the occurrence has not come; 0: it has not.
+        healed_ms: When it was sent again last; 0: never.
+        last: The last occurrence that has come; None if none is known.
+    """
+
+    order: int
+    ahead_ms: int | None
+    done_ms: int
+    occurrence: Occurrence | None
+    message: str
+    is_deleted: bool
+    is_paused: bool
+    is_sent: bool
+    missed_ms: int
+    healed_ms: int
+    last: Came | None
+
+    @classmethod
+    def of(cls, found: Mapping[str, str]) -> Self | None:
+        """Read it; None if nothing is noted, or it cannot be read."""
+        try:
+            ahead = int(found["ahead"]) if found["ahead"] else None
+            order, winners = int(found["order"]), found.get("winners", "").split()
+            occurrence = Occurrence.of(found.get("occurrence"))
+            if occurrence is not None and ahead is not None:
+                revision = found["revision"]
+                occurrence = occurrence._replace(instant_ms=ahead, order=order, revision=revision)
+            return cls(
+                order,
+                ahead,
+                int(winners[-1].partition(":")[0]) if winners else -1,
+                None if ahead is None else occurrence,
+                found.get("message", ""),
+                bool(found.get("deleted")),
+                found.get("paused") == "1",
+                not found.get("unsent"),
+                int(found.get("missed", 0)),
+                int(found.get("healed", 0)),
+                Came.of(found.get("last")),
+            )
+        except (LookupError, ValueError):
+            return None
+
+    def since(self, now_ms: int) -> int:
+        """Return the instant behind which an edit begins: what is due and has not come, comes."""
+        is_due = not self.is_deleted and self.ahead_ms is not None and self.ahead_ms <= now_ms
+        return max(self.ahead_ms - 1 if is_due and self.ahead_ms else now_ms, self.done_ms)
+
+    def heals(self, now_ms: int) -> Literal["now", "soon", "no"]:
+        """Return whether its occurrence is sent again, because it has not come.
+
+        First it is noted that it is missed. Until the next look, each worker that has decided it
+        has noted that again, if Redis had forgotten it.
+        """
+        if self.occurrence is None:
+            return "no"
+        due_ms, healed_ms = self.occurrence.due_ms, self.healed_ms
+        if now_ms - max(due_ms, healed_ms) <= max(HEAL_AFTER_MS, healed_ms - due_ms):
+            return "no"
+        since_ms = now_ms - self.missed_ms
+        if since_ms < HEALING_MS:
+            return "no"
+        return "now" if since_ms <= 4 * HEALING_MS else "soon"
+
+
+class Decided(NamedTuple):
+    """What becomes of a message; see ``lua/decide.lua``.
+
+    Attributes:
+        goes_on: Whether it goes on; otherwise it is dropped.
+        following_ms: The instant whose message is to be published; None if none is.
+        is_paused: Whether the schedule is paused.
+        order: The order of that message.
+        is_lost: Whether Redis has lost what the schedule sends.
+        now_ms: The time by the clock of Redis, in milliseconds since 1970-01-01 UTC.
+    """
+
+    goes_on: bool
+    following_ms: int | None
+    is_paused: bool = False
+    order: int = 0
+    is_lost: bool = False
+    now_ms: int = 0
+
+
+class Arriving(NamedTuple):
+    """A message that has arrived.
+
+    Attributes:
+        occurrence: What it says.
+        arrival: The name of the arrival; the same if the question is asked again.
+        redelivered: Whether RabbitMQ has delivered it before.
+        following_ms: The instant that follows it; None if none does.
+    """
+
+    occurrence: Occurrence
+    arrival: str
+    redelivered: bool = False
+    following_ms: int | None = None
+
+
+class Records:
+    """The records of the schedules under one prefix.
+
+    All methods raise :class:`.RegistryUnavailable` if Redis does not answer in time, or refuses.
+
+    Args:
+        registry: The registry of the application.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._store = registry.store
+        self._names = registry.names
+        self._all = registry.names.only("schedules")
+
+    def get(self, names: Sequence[str]) -> list[NotedSchedule | None]:
+        """Return what is noted about schedules, None for each of which nothing is."""
+        found: list[Mapping[str, str]] = []
+        for begin in range(0, len(names), PAGE):
+            keys = [self._names.of("schedule", name) for name in names[begin : begin + PAGE]]
+            found += self._store.commands(partial(_read_all, keys))
+        return [NotedSchedule.of(each) for each in found]
+
+    def all(self) -> list[str]:
+        """Return the names of all schedules."""
+        (names,) = self._store.commands(lambda pipe: pipe.zrange(self._all, 0, -1))
+        return sorted(names)
+
+    def overdue(self, until_ms: int) -> dict[str, int]:
+        """Return the schedules whose next occurrence was due by then, and when it was."""
+        (found,) = self._store.commands(
+            lambda pipe: pipe.zrangebyscore(self._all, "-inf", until_ms, withscores=True)
+        )
+        return {name: int(score) for name, score in found}
+
+    def note_due(self, due: Mapping[str, int | None]) -> None:
+        """Note when schedules are due next; None: they are none any more."""
+        if due:
+            self._store.commands(lambda pipe: self._add_due(pipe, due))
+
+    def _add_due(self, pipeline: Any, due: Mapping[str, int | None]) -> None:
+        for name, due_ms in due.items():
+            if due_ms is None:
+                pipeline.zrem(self._all, name)
+            else:
+                pipeline.zadd(self._all, {name: due_ms})
+
+    def edit(
+        self, before: NotedSchedule | None, put: Occurrence, message: str, paused: bool | None
+    ) -> bool:
+        """Note what a schedule sends; return False if its record is not as it was before.
+
+        Args:
+            before: What was noted.
+            put: The occurrence whose message is sent now.
+            message: What is sent.
+            paused: Whether it is paused; None for as it is.
+
+        Raises:
+            RegistryUnavailable: As all methods; or it was noted, and has too few copies.
+        """
+        # What is listed and not noted is found to be nothing when it is due.
+        self.note_due({put.name: put.due_ms})
+        is_paused = "" if paused is None else str(int(paused))
+        given = put.order, put.instant_ms, put.revision, put.text, message, is_paused
+        return self._edit(put.name, before, given)
+
+    def delete(self, name: str, before: NotedSchedule, order: int) -> bool:
+        """Note that a schedule was deleted; return False, and raise, as :meth:`edit` does.
+
+        Args:
+            name: Its name.
+            before: What was noted.
+            order: The order of the deletion.
+        """
+        is_deleted = self._edit(name, before, (order, "", "", "", "", ""))
+        if is_deleted:
+            self.note_due({name: None})
+        return is_deleted
+
+    def _edit(self, name: str, before: NotedSchedule | None, given: Sequence[str | int]) -> bool:
+        was = ("", "")
+        if before is not None:
+            was = str(before.order), "" if before.ahead_ms is None else str(before.ahead_ms)
+        fields = [(*was, *map(str, given))]
+        (is_noted,) = self._registry.run_each(
+            "schedules/edit", "schedule", [name], fields, NOTE_MS, is_durable=True
+        )
+        return bool(is_noted)
+
+    def decide(self, arriving: Sequence[Arriving]) -> list[Decided | None]:
+        """Decide what becomes of messages; None for each whose record cannot be read."""
+        return [
+            None
+            if isinstance(each, str)
+            else Decided(
+                *(bool(each[0]), int(each[1]) if each[1] else None, bool(each[2])),
+                *(int(each[3]), bool(each[4]), int(each[5])),
+            )
+            for each in self._decide(arriving)
+        ]
+
+    def decide_again(self, decided: Sequence[Arriving]) -> None:
+        """Note again what was decided before, as far as Redis has forgotten it."""
+        self._decide(decided, 1)
+
+    def _decide(self, arriving: Sequence[Arriving], notes_again: int = 0) -> list[Any]:
+        """Run ``decide.lua``, in one round trip to each server."""
+        fields = [
+            (
+                *(str(said.instant_ms), str(said.order), said.revision, said.message),
+                *(said.turns, arrival, is_redelivered),
+                "" if following_ms is None else str(following_ms),
+            )
+            for said, arrival, is_redelivered, following_ms in arriving
+        ]
+        names = [each.occurrence.name for each in arriving]
+        return self._registry.run_each("schedules/decide", "schedule", names, fields, notes_again)
+
+    def came(
+        self,
+        came: Sequence[tuple[Occurrence, Came]],
+        due: Mapping[str, int | None],
+        lost: Sequence[tuple[Occurrence, str]],
+    ) -> None:
+        """Note what became of occurrences.
+
+        Args:
+            came: Occurrences, with what became of them.
+            due: When their schedules are due next, as for :meth:`note_due`.
+            lost: What waits of schedules that Redis has lost, and what these send.
+        """
+
+        def add(pipeline: Any) -> None:
+            for each, fate in came:
+                record = self._names.of("schedule", each.name)
+                pipeline.hset(record, "last", " ".join(map(str, fate)))
+                if fate.fate == "ran":
+                    ran = self._names.of("ran", each.name)
+                    pipeline.zadd(ran, {str(each.instant_ms): each.instant_ms})
+                    pipeline.zremrangebyrank(ran, 0, -MAX_RAN - 1)
+                    pipeline.pexpire(ran, self._registry.keep_ms)
+            for each, message in lost:
+                record = self._names.of("schedule", each.name)
+                pipeline.hsetnx(record, "occurrence", each.text)
+                pipeline.hsetnx(record, "message", message)
+            self._add_due(pipeline, due)
+
+        if came or due or lost:
+            self._store.commands(add)
+
+    def ran(self, name: str, since_ms: int, until_ms: int) -> set[int]:
+        """Return the instants of a schedule that have run, in a time, as far as is known."""
+        key = self._names.of("ran", name)
+        (found,) = self._store.commands(lambda pipe: pipe.zrangebyscore(key, since_ms, until_ms))
+        return set(map(int, found))
+
+    def note(self, name: str, **fields: str | int) -> None:
+        """Write fields of a record, and nothing else; an empty text takes one away."""
+        record = self._names.of("schedule", name)
+
+        def add(client: Any) -> None:
+            for field, value in fields.items():
+                if value == "":
+                    client.hdel(record, field)
+                else:
+                    client.hset(record, field, value)
+
+        self._store.write((record, add))
+
+    def may_heal(self) -> bool:
+        """Return whether the caller is the one that looks after the schedules now."""
+        key = self._names.only("healing")
+        (is_first,) = self._store.commands(lambda pipe: pipe.set(key, "1", nx=True, px=HEALING_MS))
+        return bool(is_first)
+
+    def taken_over(self, application: str) -> dict[str, str]:
+        """Return which entries of beat an application has: "current", and when others ended."""
+        key = self._names.only(f"beat:{application}")
+        (found,) = self._store.commands(lambda pipe: pipe.hgetall(key))
+        return dict(found)
+
+    def take_over(self, application: str, former: str | None, current: str) -> None:
+        """Note which entries of beat an application has from now on; see :meth:`taken_over`."""
+        key = self._names.only(f"beat:{application}")
+
+        def add(pipeline: Any) -> None:
+            pipeline.hset(key, "current", current)
+            pipeline.hdel(key, current)
+            if former is not None:
+                pipeline.hset(key, former, wall_clock.ms())
+
+        self._store.commands(add)
+
+
+def _read_all(keys: Sequence[str], pipeline: Any) -> None:
+    for key in keys:
+        pipeline.hgetall(key)
