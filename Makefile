@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants travel bench bench-absence bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants schedule-sequences travel bench bench-absence bench-sends bench-levels bench-lateness \
         bench-beside journeys bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -100,6 +100,9 @@ test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place 
 registry-sequences: $(VENV)/test.done  ## 100,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_registry_rule.py
 	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
+
+schedule-sequences: $(VENV)/test.done  ## 50,000 random sequences: the scripts of schedules beside their rule (20 minutes)
+	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_schedule_sequences.py
 
 travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, 1,000 random tasks beside a model, and 200 sequences of calls on the real and the recorded system (an hour)
 	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py

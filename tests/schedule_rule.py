@@ -121,11 +121,15 @@ def decide(
             ahead=message.instant,
             is_deleted=False,
         )
-    elif record.is_deleted:
-        return record, DROPPED
-    elif message.order < record.order and not (
-        # Redis had lost the record, and the same was put again.
-        message.order < record.begun and message.revision == record.revision
+    elif record.is_deleted or (
+        message.order < record.order
+        and not (
+            # The backlog: Redis had lost the record, and the same was put again. What is later than
+            # the instant ahead comes in its turn.
+            message.order < record.begun
+            and message.revision == record.revision
+            and (record.ahead is None or message.instant <= record.ahead)
+        )
     ):
         return record, DROPPED
     is_backlog = message.order < record.order
@@ -141,10 +145,15 @@ def decide(
             return _passed_over(record, message, following)
         following = record.ahead if message.instant == record.done else None
         winners = tuple(own if each is winner else each for each in record.winners)
-    elif message.instant < record.done and not (is_backlog and len(record.winners) < WINNERS):
+    elif message.instant < record.done and not (
+        # Redis had lost the record: what has decided a later instant was sent for another edit.
+        (is_backlog or message.instant == record.ahead) and len(record.winners) < WINNERS
+    ):
         # It was left out as too old, or it is forgotten which message has decided it: then one that
         # has come before counts as that.
-        is_forgotten = len(record.winners) == WINNERS and message.instant < record.winners[0].instant
+        is_forgotten = (
+            len(record.winners) == WINNERS and message.instant < record.winners[0].instant
+        )
         if not (is_forgotten and (message.redelivered or message.turns > 0)):
             return _passed_over(record, message, following)
         return record, Decided(True, None, record.is_paused, record.order)
@@ -158,9 +167,7 @@ def decide(
     return record, Decided(True, following, record.is_paused, record.order)
 
 
-def _passed_over(
-    record: Record, message: Message, following: int | None
-) -> tuple[Record, Decided]:
+def _passed_over(record: Record, message: Message, following: int | None) -> tuple[Record, Decided]:
     """Drop a message of an instant that was decided; if that was ahead, what follows it is."""
     if record.ahead != message.instant:
         return record, DROPPED
@@ -170,7 +177,7 @@ def _passed_over(
 
 
 def since(record: Record | None, now: int) -> int:
-    """Return the instant behind which an edit begins: what is due and has not come is still to come."""
+    """Return the instant behind which an edit begins: what is due and has not come still comes."""
     if record is None:
         return now
     is_due = not record.is_deleted and record.ahead is not None and record.ahead <= now
@@ -204,7 +211,7 @@ def again(record: Record | None, known: Record) -> Record | None:
         record: What is noted.
         known: What the worker remembers: what it has decided last, with that one winner.
     """
-    if record is None or record.is_deleted or record.order > known.order:
+    if record is None or record.order > known.order:
         return record
     if record.order == known.order and record.done >= known.done:
         return record
@@ -214,4 +221,5 @@ def again(record: Record | None, known: Record) -> Record | None:
         revision=known.revision,
         ahead=known.ahead,
         winners=(*winners, known.winners[-1])[-WINNERS:],
+        is_deleted=False,
     )

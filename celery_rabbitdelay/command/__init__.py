@@ -4,6 +4,7 @@ Read ``group`` (Celery's entry point) and ``shared`` (what the commands share), 
 ``send``, ``waiting`` (``pending``, ``show``, ``forecast``, ``cancel``, ``postpone``, ``run-now``
 and ``job``), ``status`` (also ``verify``), ``route``, ``declare`` (also ``delete``, ``export`` and
 ``permissions``), ``moving`` (``migrate``, ``transfer`` and ``adopt``), ``undeliverable``,
-``schedules``, ``pausing`` (``pause`` and ``resume``) and ``web``. Code that does not concern the
+``pausing`` (``pause`` and ``resume``) and ``web``; ``schedules`` is in
+:mod:`celery_rabbitdelay.schedules.command`. Code that does not concern the
 terminal belongs to the library's other packages.
 """

@@ -5,7 +5,6 @@ here if it says how a delay is written, where a message waits, or what its key a
 
 Read ``delay``, ``layout`` (the digits), ``routing_key``, ``topology`` (the levels, and the route of
 a message), ``entities`` (arguments of all queues and exchanges) and ``headers`` (what is written
-into a message's headers, and what is believed of them); then ``schedule`` and ``recurrence`` (when
-a schedule is due), ``quirks`` (where versions of RabbitMQ differ), ``shown_url`` (URLs without
-passwords) and ``wall_clock``.
+into a message's headers, and what is believed of them); then ``quirks`` (where versions of RabbitMQ
+differ), ``shown_url`` (URLs without passwords) and ``wall_clock``.
 """

@@ -17,6 +17,7 @@ from celery_rabbitdelay.levels.headers import (
     ONCE,
     ORDER,
     REDELIVERED,
+    SCHEDULE,
     DelayHeaders,
     Mark,
     is_digits,
@@ -125,6 +126,7 @@ class Arrival(NamedTuple):
         in_doubt: Its header :data:`REDELIVERED`.
         put_back_ms: Until when it was put back last, because the registry had said so; 0 if never.
         paused_ms: Since when its name or its queue is paused; 0 if neither is.
+        is_occurrence: Whether the record of a schedule decides about it, which forgets nothing.
     """
 
     task_id: str
@@ -142,6 +144,7 @@ class Arrival(NamedTuple):
     in_doubt: bool = False
     put_back_ms: int = 0
     paused_ms: int = 0
+    is_occurrence: bool = False
 
     def named(self) -> Self:
         """Return it with a new name, if only one message may run; a former one goes to its mark."""
@@ -164,7 +167,7 @@ class Arrival(NamedTuple):
     @property
     def has_options(self) -> bool:
         """Whether the task was sent with an option of the registry."""
-        return bool(self.copy or self.job or self.once or self.key)
+        return bool(self.copy or self.job or self.once or self.key) and not self.is_occurrence
 
     @classmethod
     def of(cls, headers: DelayHeaders, due_ms: int, queue: str, redelivered: bool) -> Arrival:
@@ -189,6 +192,7 @@ class Arrival(NamedTuple):
             redelivered=redelivered,
             in_doubt=REDELIVERED in words,
             put_back_ms=headers.early.until_ms,
+            is_occurrence=SCHEDULE in words,
         )
 
 

@@ -34,6 +34,7 @@ from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat
 from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of
 from celery_rabbitdelay.schedules.occurrence import Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Came, Decided, Fate, Records
+from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.runs import Runs
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread
@@ -80,11 +81,13 @@ class _Came(NamedTuple):
         arrived: Its task.
         arrival: The name of this arrival.
         looks: How often it was looked whether another run has ended.
+        went_on: Whether the rule has let it go on before.
     """
 
     arrived: Arrived
     arrival: str
     looks: int = 0
+    went_on: bool = False
 
 
 class _Step(NamedTuple):
@@ -149,7 +152,8 @@ class Arrivals(BatchThread[_Came]):
     def begin(self) -> None:
         """Put the entries of beat, if workers have taken them over; again if Redis lost them."""
         with suppress(RegistryUnavailable):  # the first answer says it as well
-            self._note_clock(self._registry.now_ms())
+            asked_ms = wall_clock.ms()
+            self._note_clock(self._registry.now_ms(), asked_ms)
         if not self._delays.settings.beat:
             return
         schedules = self._delays.schedules
@@ -192,11 +196,10 @@ class Arrivals(BatchThread[_Came]):
                 self._go_on(step, fate)
 
     def _step(self, came: _Came) -> _Step | None:
-        """Return what is to be asked about an occurrence; None if it is too early.
+        """Return what is to be asked about an occurrence; None if it goes back into the levels.
 
         Raises:
             LookupError: Its header cannot be read, or is that of another task.
-            ValueError: What follows it cannot be computed.
         """
         delivery, waited, _, put_back, _ = came.arrived
         occurrence = Occurrence.of(waited.registry[SCHEDULE])
@@ -206,34 +209,42 @@ class Arrivals(BatchThread[_Came]):
         if self._skew_ms and occurrence.due_ms > now_ms + TOLERATED_MS:
             self.act(partial(put_back, occurrence.due_ms - self._skew_ms))
             return None
-        runs, following_ms = occurrence.at(now_ms)
+        try:
+            runs, following_ms = occurrence.at(now_ms)
+        except INVALID as error:
+            # Another worker may have the package that it takes, and an edit mends anything else.
+            logger.error("Occurrence %s waits, as none follows: %s", occurrence.task_id, error)
+            self.act(partial(put_back, wall_clock.ms() + int(MAX_PAUSE * 1000)))
+            return None
         # What waits for the end of a run was not too late when it came.
         is_late = not (runs or came.looks or occurrence.turns)
-        arriving = Arriving(occurrence, came.arrival, delivery.redelivered, following_ms)
+        # Of what has gone on before, the rule may have forgotten that by now.
+        came_before = delivery.redelivered or came.went_on
+        arriving = Arriving(occurrence, came.arrival, came_before, following_ms)
         return _Step(came, arriving, is_late)
 
     def _decided(self, steps: list[_Step]) -> Iterator[_Step]:
-        """Yield the steps that go on, with what follows; drop the others."""
-        answers: Sequence[Decided | None] = [None] * len(steps)
+        """Yield the steps with what follows; what Redis does not decide waits."""
+        if not steps:
+            return
+        asked_ms = wall_clock.ms()
         try:
-            if steps:
-                answers = self._records.decide([each.arriving for each in steps])
+            answers = self._records.decide([each.arriving for each in steps])
         except RegistryUnavailable as error:
             logger.warning("It is not known which occurrences of schedules have run: %s", error)
+            answers = [None] * len(steps)
         for step, answer in zip(steps, answers, strict=True):
             occurrence, order = step.occurrence, step.occurrence.order
             if answer is None and self._delays.settings.registry_down == "hold":
                 self._put_back(step, self._pause_ms(occurrence), is_followed=occurrence.is_followed)
                 continue
             decided = answer or Decided(True, step.arriving.following_ms, order=order)
-            self._note_clock(decided.now_ms)
-            if not decided.goes_on:
-                self._drop(step)
-                continue
-            if not step.came.looks:
+            if answer is not None:
+                self._note_clock(answer.now_ms, asked_ms)
+            following, is_followed = None, bool(step.came.looks or occurrence.is_followed)
+            if decided.goes_on and not step.came.looks:
                 self._remember(step, decided)
-            following = None
-            if decided.following_ms is not None and not (step.came.looks or occurrence.is_followed):
+            if decided.following_ms is not None and not (decided.goes_on and is_followed):
                 following = occurrence._replace(
                     instant_ms=decided.following_ms,
                     order=decided.order,
@@ -242,8 +253,9 @@ class Arrivals(BatchThread[_Came]):
                 )
             yield step._replace(decided=decided, following=following)
 
-    def _note_clock(self, redis_ms: int) -> None:
-        skew_ms = redis_ms - wall_clock.ms() if redis_ms else 0
+    def _note_clock(self, redis_ms: int, asked_ms: int) -> None:
+        # An answer that has taken long is no difference between clocks.
+        skew_ms = redis_ms - min(max(redis_ms, asked_ms), wall_clock.ms())
         if abs(skew_ms) <= TOLERATED_MS:
             skew_ms = 0
         elif not self._skew_ms:
@@ -277,7 +289,7 @@ class Arrivals(BatchThread[_Came]):
         self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
 
     def _published(self, steps: Iterator[_Step]) -> list[_Step]:
-        """Publish what follows occurrences; return the steps that go on."""
+        """Publish what follows occurrences; return the steps of which it is confirmed."""
         published: list[_Step] = []
         waiting: list[_Step] = []
         made: dict[int, Delayed] = {}
@@ -286,7 +298,7 @@ class Arrivals(BatchThread[_Came]):
 
         def make(producer: DelayedProducer, step: _Step) -> republishing.ToPublish:
             assert step.following is not None
-            due = Due.at(instant_of(step.following.due_ms))
+            due = Due.at(instant_of(step.following.due_ms - self._skew_ms))
             delayed = made[id(step)] = self._message(producer, step, step.following, due)
             return delayed.queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
@@ -294,7 +306,7 @@ class Arrivals(BatchThread[_Came]):
             if error is None:
                 published.append(step._replace(published=made[id(step)]))
             else:
-                self._failed(step.came, error)
+                self._failed(step.came._replace(went_on=step.decided.goes_on), error)
 
         if waiting:
             republishing.publish_each(self._delays, waiting, make, settled, RESENDS)
@@ -329,8 +341,11 @@ class Arrivals(BatchThread[_Came]):
         return republishing.message_again(producer, former, destination, due, users, properties)
 
     def _fate(self, step: _Step) -> Fate | None:
-        """Return what becomes of an occurrence; None if it waits for the end of another run."""
+        """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
         came, occurrence = step.came, step.occurrence
+        if not step.decided.goes_on:
+            self._drop(step)
+            return None
         if came.arrived.is_cancelled:
             return "cancelled"
         if step.decided.is_paused:
@@ -344,7 +359,7 @@ class Arrivals(BatchThread[_Came]):
         if self._runs.try_start(occurrence):
             return "ran"
         if came.looks < LOOKS:
-            self.give(came._replace(looks=came.looks + 1), LOOK_AGAIN)
+            self.give(came._replace(looks=came.looks + 1, went_on=True), LOOK_AGAIN)
             return None
         if occurrence.overlap == "skip":
             return "overlapped"
@@ -379,7 +394,7 @@ class Arrivals(BatchThread[_Came]):
             occurrence, following, published = step.occurrence, step.following, step.published
             if fate is not None:
                 came.append((occurrence, Came(occurrence.due_ms, wall_clock.ms(), fate)))
-            if step.arriving.following_ms is None:
+            if step.arriving.following_ms is None and step.decided.goes_on:
                 listed[occurrence.name] = None
             if following is not None and published is not None:
                 listed[occurrence.name] = following.due_ms

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, Final, Literal
+from weakref import WeakKeyDictionary
 
-from celery.utils.time import maybe_iso8601, maybe_make_aware
+from celery.utils.time import maybe_iso8601, maybe_make_aware, maybe_timedelta
 
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.schedules.record import Records
-from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedule, Schedules
+from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedules
 
 logger = logging.getLogger(__name__)
 
@@ -25,32 +27,27 @@ OF_PUT: Final = frozenset(Schedules.put.__kwdefaults__ or ())
 #: For how many milliseconds entries of beat do not come back that others have taken the place of.
 FLAPPING_MS: Final = 3_600_000
 
+_FORMER: Final = (
+    "The entries of beat are those of other code, which was deployed later; if this code was "
+    "rolled back: celery rabbitdelay schedules put-beat"
+)
+
+#: What this process has put last for each application; see :func:`_digest`.
+_DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+
 
 @dataclass(frozen=True)
-class Rehearsal(Schedules):
+class _Plan(Schedules):
     """Schedules that stay as they are.
 
     Attributes:
-        told: What would become of those that are put and deleted, by their names.
+        puts: What would be put, by the names of the schedules.
     """
 
-    told: dict[str, Literal["put", "changed", "ended"]] = field(default_factory=dict)
+    puts: dict[str, Put] = field(default_factory=dict)
 
-    def _put(self, put: Put, records: Records) -> Schedule | None:
-        name = put.occurrence.name
-        (before,) = records.get([name])
-        if before is None or before.occurrence is None:
-            self.told[name] = "put"
-        elif before.occurrence.revision != put.occurrence.revision:
-            self.told[name] = "changed"
-        return None
-
-    def delete(self, name: str) -> bool:
-        """Note that a schedule would end; return whether there is one."""
-        is_known = self.get(name) is not None
-        if is_known:
-            self.told[name] = "ended"
-        return is_known
+    def _put(self, put: Put, records: Records) -> None:
+        self.puts[put.occurrence.name] = put
 
 
 def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
@@ -67,57 +64,70 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
     Returns:
         Whether they are as this code has them.
     """
-    app = schedules.app
-    # As a worker has done: entries may be added when the application is finalized.
-    app.loader.import_default_modules()
-    app.finalize()
-    registry, application, prefix = app.rabbitdelay.registry, str(app.main or ""), _prefix(app)
-    records = Records(registry)
-    entries = _entries(app)
-    digest = _digest(entries)
-    with registry.alone_under(prefix):
+    app, puts = schedules.app, _puts(schedules.app)
+    registry, application = app.rabbitdelay.registry, str(app.main or "")
+    records, digest = Records(registry), _digest(puts)
+    _DIGESTS[app] = digest
+    with registry.alone_under(_prefix(app)):
         found = records.taken_over(application)
-        ended_ms = int(found.get(digest, 0))
-        if ended_ms > wall_clock.ms() - FLAPPING_MS and not is_forced:
-            logger.warning(
-                "The entries of beat are those of other code, which was deployed later; if "
-                "this code was rolled back: celery rabbitdelay schedules put-beat"
-            )
+        if not is_forced and int(found.get(digest, 0)) > wall_clock.ms() - FLAPPING_MS:
+            logger.warning(_FORMER)
             return False
-        for name, entry in entries.items():
-            _put_entry(schedules, name, entry)
+        # First of all: if Redis loses what is put meanwhile, it has lost this as well.
         if found.get("current") != digest:
-            _end_others(schedules, entries)
-            if not isinstance(schedules, Rehearsal):
-                former = found.get("current")
-                records.take_over(application, former, digest)
+            records.take_over(application, found.get("current"), digest)
+        for name, put in puts.items():
+            with _logged(name):
+                schedules._put(put, records)
+        end_beat(schedules, puts)
     return True
 
 
 def state_of_beat(schedules: Schedules) -> Literal["current", "former", "lost"]:
-    """Return what Redis knows of this code's entries: whether others have taken their place."""
+    """Return what Redis knows of the entries that this process has put last.
+
+    Others may have taken their place, or Redis has lost them.
+    """
     app = schedules.app
-    found = Records(app.rabbitdelay.registry).taken_over(str(app.main or ""))
-    digest = _digest(_entries(app))
+    found, digest = Records(app.rabbitdelay.registry).taken_over(str(app.main or "")), _DIGESTS[app]
     if found.get("current") == digest:
         return "current"
     return "former" if digest in found else "lost"
 
 
-def end_beat(schedules: Schedules) -> None:
-    """End all schedules that were put for ``beat_schedule``: beat runs it again."""
-    _end_others(schedules, ())
+def plan_beat(schedules: Schedules, *, ends: bool = False) -> dict[str, str]:
+    """Return what :func:`put_beat`, or :func:`end_beat`, would do, by the names of schedules."""
+    puts = {} if ends else _puts(schedules.app)
+    known = Records(schedules.app.rabbitdelay.registry).get([*puts])
+    told = dict.fromkeys(_others(schedules, puts), "ended")
+    for (name, put), before in zip(puts.items(), known, strict=True):
+        was = before and before.occurrence
+        if was is None or was.revision != put.occurrence.revision:
+            told[name] = "put" if was is None else "changed"
+    return told
 
 
-def _entries(app: Any) -> dict[str, Any]:
-    """Return an application's entries by the names of their schedules."""
-    given = {**_entries_of_celery(app), **app.conf.beat_schedule}
-    return {f"{_prefix(app)}{name}": each for name, each in given.items()}
+def end_beat(schedules: Schedules, kept: Container[str] = ()) -> None:
+    """End the schedules that were put for ``beat_schedule``, but those kept."""
+    for name in _others(schedules, kept):
+        schedules.delete(name)
 
 
-def _digest(entries: Mapping[str, Any]) -> str:
-    said = repr(sorted((name, repr(entry)) for name, entry in entries.items()))
-    return hashlib.sha256(said.encode()).hexdigest()[:24]
+def _puts(app: Any) -> dict[str, Put]:
+    """Return what an application's entries put, by the names of their schedules."""
+    # As a worker has done: entries may be added when the application is finalized.
+    app.loader.import_default_modules()
+    app.finalize()
+    plan = _Plan(app)
+    for name, entry in {**_entries_of_celery(app), **app.conf.beat_schedule}.items():
+        _plan_entry(plan, f"{_prefix(app)}{name}", entry)
+    return plan.puts
+
+
+def _digest(puts: Mapping[str, Put]) -> str:
+    """Return what stands for all that is put: equal in all processes of the same code."""
+    said = sorted((name, put.occurrence.revision, str(put.paused)) for name, put in puts.items())
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 
 
 def _prefix(app: Any) -> str:
@@ -125,21 +135,30 @@ def _prefix(app: Any) -> str:
     return f"beat:{app.main or ''}:"
 
 
-def _end_others(schedules: Schedules, kept: Container[str]) -> None:
-    """End the schedules of entries that are not among those kept."""
-    for name in Records(schedules.app.rabbitdelay.registry).all():
-        if name.startswith(_prefix(schedules.app)) and name not in kept:
-            schedules.delete(name)
+def _others(schedules: Schedules, kept: Container[str]) -> list[str]:
+    """Return the names of the schedules of entries that are not among those kept."""
+    names, prefix = Records(schedules.app.rabbitdelay.registry).all(), _prefix(schedules.app)
+    return [name for name in names if name.startswith(prefix) and name not in kept]
 
 
-def _put_entry(schedules: Schedules, name: str, entry: Mapping[str, Any]) -> None:
-    """Put an entry without the options that a schedule does not take."""
+@contextmanager
+def _logged(name: str) -> Iterator[None]:
+    """Log what is wrong with an entry; the others are put all the same."""
     try:
+        yield
+    except (*TEMPORARY_ERRORS, RegistryUnavailable):
+        raise
+    except Exception as error:  # noqa: BLE001 - of any kind: an entry may say anything
+        logger.error("The entry %r of beat cannot be a schedule: %s", name, error)
+
+
+def _plan_entry(plan: _Plan, name: str, entry: Mapping[str, Any]) -> None:
+    """Plan an entry without the options that a schedule does not take."""
+    with _logged(name):
         given = dict(entry.get("options") or {})
         options: dict[str, Any] = {"overlap": "allow"}  # as with beat
         expires = given.pop("expires", None)
-        if isinstance(expires, str):
-            expires = maybe_iso8601(expires)
+        expires = maybe_iso8601(expires) if isinstance(expires, str) else expires
         if isinstance(expires, datetime):
             options["end"] = maybe_make_aware(expires)
         elif expires is not None:
@@ -149,26 +168,18 @@ def _put_entry(schedules: Schedules, name: str, entry: Mapping[str, Any]) -> Non
         if given:
             left_out = ", ".join(sorted(given))
             logger.warning("The entry %r of beat runs without its options: %s", name, left_out)
-        when = entry["schedule"]
-        if isinstance(when, int | float):
-            when = timedelta(seconds=when)
+        when = maybe_timedelta(entry["schedule"])
         args, kwargs = entry.get("args") or (), entry.get("kwargs") or {}
         if any(type(each).__name__ == "BeatLazyFunc" for each in (*args, *kwargs.values())):
             raise InvalidSchedule(args, "takes no BeatLazyFunc: it is computed at each send")
-        schedules.put(name, entry["task"], when, args, kwargs, **options)
-    except (*TEMPORARY_ERRORS, RegistryUnavailable):
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever it says, the others are put
-        logger.error("The entry %r of beat cannot be a schedule: %s", name, error)
+        plan.put(name, entry["task"], when, args, kwargs, **options)
 
 
 def _entries_of_celery(app: Any) -> dict[str, Any]:
     """Return what beat adds by itself, in ``celery.beat.Scheduler``."""
     if not app.conf.result_expires or app.backend.supports_autoexpire:
         return {}
-    from celery.schedules import crontab
-
-    entry = {"schedule": crontab("0", "4", "*"), "options": {"expires": 12 * 3600}}
+    entry = {"schedule": "0 4 * * *", "options": {"expires": 12 * 3600}}
     return {"celery.backend_cleanup": {"task": "celery.backend_cleanup", **entry}}
 
 

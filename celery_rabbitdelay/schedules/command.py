@@ -54,8 +54,7 @@ def show(name: str) -> None:
     with shared.with_registry() as delays:
         found = delays.schedules.get(name)
     lines = [] if found is None else [_line(found), *_facts(found)]
-    answer = {"name": name, "schedule": None if found is None else _as_json(found)}
-    _answer(answer, name, lines)
+    _answer({"name": name, "schedule": found and _as_json(found)}, name, lines)
 
 
 @schedules.command()
@@ -73,8 +72,7 @@ def backfill(name: str, since: datetime, until: datetime | None) -> None:
     )
     with shared.with_registry() as delays:
         number = delays.schedules.backfill(name, begin, end)
-    lines = [f"{name}: {number} occurrences sent"]
-    shared.answer({"name": name, "sent": number}, lines)
+    shared.answer({"name": name, "sent": number}, [f"{name}: {number} occurrences sent"])
 
 
 @schedules.command("export")
@@ -85,11 +83,11 @@ def export_all() -> None:
     answer: dict[str, Any] = {"schedules": []}
     for each in found:
         try:
-            exported = json.loads(kombu_json.dumps(each.exported()))
+            if each.args is None:
+                raise TypeError("its arguments cannot be read")
+            answer["schedules"].append(json.loads(kombu_json.dumps(each.exported())))
         except TypeError as error:
             click.echo(f"{each.name}: not exported: {error}", err=True)
-        else:
-            answer["schedules"] += [exported] * bool(each.task)
     shared.answer(answer, [json.dumps(answer, indent=2)])
 
 
@@ -115,14 +113,12 @@ def import_all(file: TextIO) -> None:
             except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
                 errors[each["name"]] = str(error)
     imported = [{"name": name, "error": error} for name, error in errors.items()]
-    shared.answer({"imported": imported}, map(_imported, errors.items()))
+    told = {
+        name: f"not imported: {error}" if error else "imported" for name, error in errors.items()
+    }
+    shared.answer({"imported": imported}, [f"{name}: {word}" for name, word in told.items()])
     if any(errors.values()):
         raise SystemExit(shared.FAILED)
-
-
-def _imported(told: tuple[str, str]) -> str:
-    name, error = told
-    return f"{name}: not imported: {error}" if error else f"{name}: imported"
 
 
 @schedules.command()
@@ -145,9 +141,8 @@ def trigger(name: str) -> None:
     """Send the task of a schedule now."""
     with shared.with_registry() as delays:
         sent = delays.schedules.trigger(name)
-    task_id = None if sent is None else sent.id
-    lines = [] if sent is None else [f"{name}: sent as {task_id}"]
-    _answer({"name": name, "task_id": task_id}, name, lines)
+    lines = [] if sent is None else [f"{name}: sent as {sent.id}"]
+    _answer({"name": name, "task_id": sent and sent.id}, name, lines)
 
 
 @schedules.command()
@@ -163,16 +158,15 @@ def delete(name: str) -> None:
 def put_beat(end: bool, dry_run: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
     with shared.with_registry() as delays:
-        rehearsal = beat.Rehearsal(shared.app())
-        schedules = rehearsal if dry_run else delays.schedules
-        if end:
-            beat.end_beat(schedules)
-        else:
-            beat.put_beat(schedules, is_forced=True)
         if dry_run:
-            lines = [f"{name}: would be {word}" for name, word in rehearsal.told.items()]
-            shared.answer({"planned": rehearsal.told}, lines or ["nothing would change"])
+            planned = beat.plan_beat(delays.schedules, ends=end)
+            lines = [f"{name}: would be {word}" for name, word in planned.items()]
+            shared.answer({"planned": planned}, lines or ["nothing would change"])
             return
+        if end:
+            beat.end_beat(delays.schedules)
+        else:
+            beat.put_beat(delays.schedules, is_forced=True)
         found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
     shared.answer({"schedules": [_as_json(each) for each in found]}, map(_line, found))
 
@@ -193,7 +187,12 @@ def _answer(answer: dict[str, Any], name: str, lines: list[str]) -> None:
 
 def _as_json(schedule: Schedule) -> dict[str, Any]:
     last = schedule.last and dict(zip(("due", "came", "fate"), schedule.last, strict=True))
-    return {**schedule.exported(), "next_at": schedule.next_at, "last": last}
+    return {
+        **schedule.exported(),
+        "next_at": schedule.next_at,
+        "next_id": schedule.next_id,
+        "last": last,
+    }
 
 
 def _facts(schedule: Schedule) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -134,9 +135,12 @@ def canonical(value: Any) -> str:
         return f"[{','.join(map(canonical, value))}]"
     if isinstance(value, set | frozenset):
         return f"<{','.join(sorted(map(canonical, value)))}>"
-    if getattr(type(value), "__repr__", None) is object.__repr__:
-        return f"{type(value).__qualname__}{canonical(getattr(value, '__dict__', {}))}"
-    return repr(value)
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        # The text of a function has its address.
+        name = getattr(value, "__qualname__", None)
+        return f"{value.__module__}.{name}" if name else repr(value)
+    return f"{kind.__qualname__}{canonical(value.__reduce_ex__(2)[1:3])}"
 
 
 def filled(producer: DelayedProducer, send: Send) -> Delayed:

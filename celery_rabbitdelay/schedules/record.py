@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Self, cast
@@ -9,6 +10,8 @@ from typing import Any, Final, Literal, NamedTuple, Self, cast
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
 from celery_rabbitdelay.schedules.occurrence import Occurrence
+
+logger = logging.getLogger(__name__)
 
 #: For how many milliseconds one worker looks after the schedules, before another one may.
 HEALING_MS: Final = 30_000
@@ -58,7 +61,7 @@ class NotedSchedule(NamedTuple):
         order: Grows with each edit, and with the deletion.
         ahead_ms: The instant whose message waits, in milliseconds since 1970-01-01 UTC; None if
             none follows.
-        done_ms: The latest instant that was decided; -1 if none was.
+        done_ms: The instant that was decided last; -1 if none was.
         occurrence: What that message says; None if the schedule was deleted or has ended, or Redis
             has lost it.
         message: What is sent: see :func:`.stored`; empty likewise.
@@ -116,8 +119,8 @@ class NotedSchedule(NamedTuple):
     def heals(self, now_ms: int) -> Literal["now", "soon", "no"]:
         """Return whether its occurrence is sent again, because it has not come.
 
-        First it is noted that it is missed. Until the next look, each worker that has decided it
-        has noted that again, if Redis had forgotten it.
+        First it is noted that it is missed. Within half as long again as between two looks, each
+        worker that has decided it has noted that again, if Redis had forgotten it.
         """
         if self.occurrence is None:
             return "no"
@@ -125,7 +128,7 @@ class NotedSchedule(NamedTuple):
         if now_ms - max(due_ms, healed_ms) <= max(HEAL_AFTER_MS, healed_ms - due_ms):
             return "no"
         since_ms = now_ms - self.missed_ms
-        if since_ms < HEALING_MS:
+        if since_ms < HEALING_MS * 3 // 2:
             return "no"
         return "now" if since_ms <= 4 * HEALING_MS else "soon"
 
@@ -135,7 +138,7 @@ class Decided(NamedTuple):
 
     Attributes:
         goes_on: Whether it goes on; otherwise it is dropped.
-        following_ms: The instant whose message is to be published; None if none is.
+        following_ms: The instant whose message is to be published before that; None if none is.
         is_paused: Whether the schedule is paused.
         order: The order of that message.
         is_lost: Whether Redis has lost what the schedule sends.
@@ -254,19 +257,24 @@ class Records:
         (is_noted,) = self._registry.run_each(
             "schedules/edit", "schedule", [name], fields, NOTE_MS, is_durable=True
         )
+        if is_noted:  # what waits for the end of a run will be dropped, and keeps no other out
+            self._store.commands(lambda pipe: pipe.delete(self._names.of("queued", name)))
         return bool(is_noted)
 
     def decide(self, arriving: Sequence[Arriving]) -> list[Decided | None]:
         """Decide what becomes of messages; None for each whose record cannot be read."""
-        return [
-            None
-            if isinstance(each, str)
-            else Decided(
-                *(bool(each[0]), int(each[1]) if each[1] else None, bool(each[2])),
-                *(int(each[3]), bool(each[4]), int(each[5])),
-            )
-            for each in self._decide(arriving)
-        ]
+        decided: list[Decided | None] = []
+        for message, answer in zip(arriving, self._decide(arriving), strict=True):
+            if isinstance(answer, str):
+                name = message.occurrence.name
+                logger.error("The record of the schedule %r cannot be read: %s", name, answer)
+                decided.append(None)
+                continue
+            goes_on, following, is_paused, order, is_lost, now = answer
+            following_ms = int(following) if following else None
+            made = bool(goes_on), following_ms, bool(is_paused), int(order), bool(is_lost), int(now)
+            decided.append(Decided(*made))
+        return decided
 
     def decide_again(self, decided: Sequence[Arriving]) -> None:
         """Note again what was decided before, as far as Redis has forgotten it."""

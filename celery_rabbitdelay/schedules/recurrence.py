@@ -15,7 +15,7 @@ from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
 from importlib import import_module
 from itertools import groupby, product
-from operator import attrgetter, ge, le
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self
 from zoneinfo import ZoneInfo
 
@@ -62,6 +62,9 @@ _CENTURY_MS: Final = 36_525 * _DAY_MS
 
 #: For how many days an event of the sun is looked for: beyond the polar circles it may be far.
 _YEAR: Final = 370
+
+#: Beyond all instants.
+_FAR_MS: Final = 2 * MAX_DUE_MS
 
 #: The fields of Celery's crontab, in the order of cron, and how many numbers ``*`` says.
 _CELERYS: Final = ("minute", "hour", "day_of_month", "month_of_year", "day_of_week")
@@ -140,7 +143,8 @@ class Recurrence(NamedTuple):
                 list of these.
 
         Raises:
-            InvalidSchedule: One of these is wrong, or nothing is ever due.
+            InvalidSchedule: One of these is wrong, or nothing is ever due. Nothing is due any more
+                after an end that is over, which is no error.
             InvalidDelay: ``start`` or ``end`` is naive.
         """
         given, excluded = map(_as_list, (when, exclude))
@@ -157,7 +161,10 @@ class Recurrence(NamedTuple):
         )
         try:
             made._check()
-            made.after(wall_clock.ms())
+            now_ms = wall_clock.ms()
+            is_ahead = now_ms < (made.end_ms or 0)
+            if made.after(now_ms) is None and is_ahead and made.after(-1) is None:
+                raise ValueError("it is never due from its start to its end")
         except INVALID as error:
             raise InvalidSchedule(when, str(error)) from error
         return made
@@ -187,7 +194,7 @@ class Recurrence(NamedTuple):
                 if not 1000 <= int(rule.removeprefix(_EVERY)) <= MAX_DELAY * 1000:
                     raise ValueError("an interval is a second at least, and 100 years at most")
             elif rule.startswith(_SOLAR):
-                _sun(rule, 0, is_back=False)
+                _sun(rule, 0)
             else:
                 _cron(rule)
         for each in self.excluded:
@@ -202,58 +209,45 @@ class Recurrence(NamedTuple):
         Raises:
             ValueError: Too much is excluded, or the sun is away too long, to find that out.
         """
-        return self._find(max(instant_ms, self.start_ms - 1), is_back=False)
-
-    def latest(self, instant_ms: int) -> int | None:
-        """Return when it was due last, up to an instant; None for never before.
-
-        Raises:
-            ValueError: Too much is excluded, or the sun is away too long, to find that out.
-        """
-        instant_ms = instant_ms if self.end_ms is None else min(instant_ms, self.end_ms)
-        return self._find(instant_ms, is_back=True)
-
-    def _find(self, instant_ms: int, is_back: bool) -> int | None:
-        """Return the first instant that is not excluded after another, or the last up to it."""
-        nearest, found, begin_ms = max if is_back else min, dict[str, int](), instant_ms
+        instant_ms = begin_ms = max(instant_ms, self.start_ms - 1)
+        end_ms = MAX_DUE_MS if self.end_ms is None else self.end_ms
+        found: dict[str, int] = {}
         for _ in range(MAX_EXCLUDED_STEPS):
             for rule in self.rules:
-                at_ms = found.get(rule)
-                if at_ms is None or (at_ms > instant_ms if is_back else at_ms <= instant_ms):
-                    found[rule] = _nearest(rule, self, instant_ms, is_back)
-            at_ms = nearest(found.values())
-            if at_ms < self.start_ms or (self.end_ms is not None and at_ms > self.end_ms):
+                if found.get(rule, -1) <= instant_ms:
+                    found[rule] = _next(rule, self, instant_ms)
+            at_ms = min(found.values())
+            if at_ms > end_ms:
+                away = [each for each in self.rules if found[each] == _FAR_MS]
+                if away and end_ms - begin_ms > (_YEAR - 1) * _DAY_MS:
+                    raise ValueError(f"{away[0]!r} is never due within a year")
                 return None
-            span = self._excluded_at(at_ms)
-            if span is None:
+            behind_ms = self._end_of_excluded(at_ms)
+            if behind_ms is None:
                 return at_ms
-            instant_ms = span[0] - 1 if is_back else span[1] - 1
-            if abs(instant_ms - begin_ms) > _CENTURY_MS:
+            instant_ms = behind_ms - 1
+            if instant_ms - begin_ms > _CENTURY_MS:
                 break
         raise ValueError(_TOO_MUCH_EXCLUDED)
 
-    def _excluded_at(self, instant_ms: int) -> tuple[int, int] | None:
-        """Return the begin and the end of what is excluded around an instant; None if it is not."""
+    def _end_of_excluded(self, instant_ms: int) -> int | None:
+        """Return the end of what is excluded around an instant; None if it is not."""
         if not self.excluded:
             return None
         local = instant_of(instant_ms).astimezone(_zone(self.zone))
-        minute_ms, found = instant_ms // _MINUTE_MS * _MINUTE_MS, None
+        tomorrow = datetime.combine(local + timedelta(days=1), time.min, local.tzinfo)
+        found = None
         for each in self.excluded:
             if _DAY.fullmatch(each):
                 if each == f"{local:%Y-%m-%d}":
-                    return self._whole_day(local)
+                    return milliseconds_of(tomorrow)
             elif _is_day(cron := _cron(each), local) and (
                 local.hour in cron.hours and local.minute in cron.minutes
             ):
                 if len(cron.hours) == 24 and len(cron.minutes) == 60:
-                    return self._whole_day(local)
-                found = minute_ms, minute_ms + _MINUTE_MS
+                    return milliseconds_of(tomorrow)
+                found = instant_ms // _MINUTE_MS * _MINUTE_MS + _MINUTE_MS
         return found
-
-    def _whole_day(self, local: datetime) -> tuple[int, int]:
-        days = local.date(), local.date() + timedelta(days=1)
-        begin, end = [datetime.combine(each, time.min, _zone(self.zone)) for each in days]
-        return milliseconds_of(begin), milliseconds_of(end)
 
 
 def _as_list(given: Any) -> list[Any]:
@@ -325,20 +319,17 @@ def _is_day(cron: CronSim, day: date) -> bool:
     return day.month in cron.months and cron.match_day(day)
 
 
-def _times(cron: CronSim, day: datetime, is_back: bool) -> Iterator[datetime]:
-    """Yield the times of a cron text, from one on or back, without end."""
-    step, edge, fits = (-1, time(23, 59, 59), le) if is_back else (1, time.min, ge)
-    all_hours, minutes, seconds = (
-        sorted(each, reverse=is_back) for each in (cron.hours, cron.minutes, cron.seconds)
-    )
+def _times(cron: CronSim, day: datetime) -> Iterator[datetime]:
+    """Yield the times of a cron text, from one on, without end."""
+    all_hours, minutes, seconds = map(sorted, (cron.hours, cron.minutes, cron.seconds))
     while True:
         if _is_day(cron, day):
             clock = day.hour, day.minute, day.second
-            hours = [each for each in all_hours if fits(each, day.hour)]
-            for hour, minute, second in product(hours, minutes, seconds):
-                if fits((hour, minute, second), clock):
-                    yield datetime.combine(day, time(hour, minute, second))
-        day = datetime.combine(day + timedelta(days=step), edge)
+            hours = [each for each in all_hours if each >= day.hour]
+            for at in product(hours, minutes, seconds):
+                if at >= clock:
+                    yield datetime.combine(day, time(*at))
+        day = datetime.combine(day + timedelta(days=1), time.min)
 
 
 def _instant(local: datetime, zone: tzinfo, fold: int, is_fixed: bool) -> datetime | None:
@@ -352,42 +343,41 @@ def _instant(local: datetime, zone: tzinfo, fold: int, is_fixed: bool) -> dateti
         local = local.replace(second=0) + _MINUTE
 
 
-def _nearest(rule: str, recurrence: Recurrence, instant_ms: int, is_back: bool) -> int:
-    """Return the first instant of a rule after another, or the last one up to it."""
+def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
+    """Return the first instant of a rule after another."""
     if rule.startswith(_EVERY):
         every, start = int(rule.removeprefix(_EVERY)), recurrence.start_ms
-        return start + ((instant_ms - start) // every + (not is_back)) * every
+        return start + ((instant_ms - start) // every + 1) * every
     if rule.startswith(_SOLAR):
-        return _sun(rule, instant_ms, is_back)
+        return _sun(rule, instant_ms)
     cron, zone = _cron(rule), _zone(recurrence.zone)
-    nearest, fits = (max, le) if is_back else (min, ge)
     # The instants of cron are whole seconds.
-    at = instant_of(instant_ms // 1000 * 1000 + (0 if is_back else 1000))
+    at = instant_of(instant_ms // 1000 * 1000 + 1000)
     # Of a time that the clock shows twice, the search begins where it is sure to meet both.
-    shown = (at if is_back else at - _SECOND).astimezone(zone)
+    shown = (at - _SECOND).astimezone(zone)
     offsets = [shown.replace(fold=fold).utcoffset() or timedelta() for fold in (0, 1)]
-    begin = at.replace(tzinfo=None) + nearest(offsets)
+    begin = at.replace(tzinfo=None) + min(offsets)
     is_fixed = len(cron.hours) < 24
 
     def first(fold: int) -> datetime:
-        times = _times(cron, begin, is_back)
-        instants = (_instant(each, zone, fold, is_fixed) for each in times)
-        return next(each for each in instants if each is not None and fits(each, at))
+        instants = (_instant(each, zone, fold, is_fixed) for each in _times(cron, begin))
+        return next(each for each in instants if each is not None and each >= at)
 
-    return milliseconds_of(nearest(map(first, range(2 - is_fixed))))
+    return milliseconds_of(min(map(first, range(2 - is_fixed))))
 
 
-def _sun(rule: str, instant_ms: int, is_back: bool) -> int:
-    """Return the first instant of a solar rule after another, or the last one up to it.
+def _sun(rule: str, instant_ms: int) -> int:
+    """Return the first instant of a solar rule after another.
 
     The result is in whole seconds. The events are Celery's ``solar``: the center of the sun is 6,
     12 or 18 degrees below the horizon at dawn and dusk, and 34 minutes of arc its upper edge at
     sunrise and sunset. An event is always searched for from the same hour of its longitude's mean
     time, because ephem finds another second from each start. The sun rises between midnight and
-    noon everywhere, so what is found within a day is all there is.
+    noon everywhere, so what is found within a day is all there is. If it is not found in a year,
+    the result is beyond all instants.
 
     Raises:
-        ValueError: The rule is wrong, ephem is not installed, or the event is not found in a year.
+        ValueError: The rule is wrong, or ephem is not installed.
     """
     try:
         ephem: Any = import_module("ephem")
@@ -403,16 +393,15 @@ def _sun(rule: str, instant_ms: int, is_back: bool) -> int:
     how = {"use_center": True} if horizon in _TWILIGHTS.values() else {}
     first_ms = int((_BEGIN[method] - float(longitude) / 15) * _HOUR_MS)
     today = (instant_ms - first_ms) // _DAY_MS
-    for day in range(today, today + (-_YEAR if is_back else _YEAR), -1 if is_back else 1):
+    for day in range(today, today + _YEAR):
         begin_ms = first_ms + day * _DAY_MS
         with suppress(ephem.CircumpolarError):
             start = ephem.Date(instant_of(begin_ms))
             found = getattr(place, method)(ephem.Sun(), start=start, **how).datetime()
             found_ms = milliseconds_of(found.replace(tzinfo=UTC)) // 1000 * 1000
-            is_of_day = found_ms < begin_ms + _DAY_MS
-            if is_of_day and (found_ms <= instant_ms if is_back else found_ms > instant_ms):
+            if instant_ms < found_ms < begin_ms + _DAY_MS:
                 return found_ms
-    raise ValueError(f"{rule!r} is never due within a year")
+    return _FAR_MS
 
 
 #: The errors that a wrong rule or time zone raises.

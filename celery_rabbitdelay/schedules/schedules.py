@@ -212,7 +212,8 @@ class Schedules:
             args: The task's positional arguments, which its serializer can write.
             kwargs: Its keyword arguments, likewise.
             timezone: The time zone of cron texts: an IANA name, or an offset such as UTC+05:30; by
-                default the application's, which ``timezone`` and ``enable_utc`` say.
+                default the crontab's own, or else the application's, which ``timezone`` and
+                ``enable_utc`` say.
             start: Nothing is due before that, an aware datetime; intervals count from it.
             end: Nothing is due after that.
             exclude: When it is not due all the same: dates (or their texts) in the time zone; cron
@@ -244,7 +245,9 @@ class Schedules:
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
         if self.app.conf.task_protocol != 2:
             raise InvalidSchedule(name, "needs Celery's task_protocol = 2")
-        recurrence = Recurrence.of(when, timezone or _zone_of(self.app), start, end, exclude)
+        # As with beat, a crontab may bring its own, such as one of django-celery-beat.
+        zone = getattr(when, "__dict__", {}).get("tz", self.app.timezone)
+        recurrence = Recurrence.of(when, timezone or _zone_of(zone), start, end, exclude)
         catch_up_ms = _catch_up_ms(catch_up)
         if overlap is None:
             is_last = isinstance(when, timedelta) and catch_up_ms == LAST
@@ -423,11 +426,12 @@ class Schedules:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
         while True:
             (noted,) = self._records.get([name])
-            if noted is None or noted.ahead_ms is None:
+            if noted is None or noted.is_deleted:
                 return False
+            # What waits for the end of a run outlives the last instant.
             if self._records.delete(name, noted, self._next_order(noted)):
                 self._unlist(noted)
-                return True
+                return noted.ahead_ms is not None
 
     def heal(self) -> list[str]:
         """Send occurrences again that have not come in time; return the names of their schedules.
@@ -492,12 +496,12 @@ class Schedules:
         return Records(self._registry)
 
 
-def _zone_of(app: Any) -> str:
-    """Return the name of an application's time zone."""
-    if isinstance(app.timezone, LocalTimezone):  # the machine's, which has no name for Celery 5.5
+def _zone_of(zone: Any) -> str:
+    """Return the name of a time zone."""
+    if isinstance(zone, LocalTimezone):  # the machine's, which has no name for Celery 5.5
         path = os.path.realpath("/etc/localtime")
         return os.environ.get("TZ", "").lstrip(":") or path.partition("zoneinfo/")[2] or "UTC"
-    return str(app.timezone)
+    return str(zone)
 
 
 def _catch_up_ms(catch_up: Any) -> int:

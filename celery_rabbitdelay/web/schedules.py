@@ -103,6 +103,8 @@ def edit(asked: Asked) -> dict[str, Any]:
     found = _known(asked)
     if not found.task:
         raise HTTPException(409, "Redis has lost the task: the application has to put it again.")
+    if found.args is None:
+        raise HTTPException(409, "Its arguments cannot be read here (accept_content).")
     with servers_away():
         try:
             put = asked.with_registry.schedules.put_exported(found.exported(), **changed)
@@ -174,7 +176,8 @@ def _told(asked: Asked, found: Schedule) -> dict[str, Any]:
     """Return a schedule without arguments that may not be shown."""
     options, told = asked.site.options, found.exported()
     for name in ("args", "kwargs", "options"):
-        told[name] = masked(options, found.task, str(told[name]))
+        given = told[name]
+        told[name] = masked(options, found.task, None if given is None else str(given))
     late = (wall_clock.now() - found.next_at).total_seconds()
     last = None
     if found.last is not None:
@@ -182,6 +185,7 @@ def _told(asked: Asked, found: Schedule) -> dict[str, Any]:
         last = {"due": due, "fate": fate, "late": max((came - due).total_seconds(), 0.0)}
     return {
         **told,
+        "is_readable": found.args is not None,
         "written": [written(each) for each in told["when"]],
         "next_at": found.next_at,
         "late": late if late > MISSING else None,

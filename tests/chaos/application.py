@@ -1,15 +1,16 @@
 """The Celery application of the scenarios, in producers and in workers.
 
 A process gets its part as JSON in the environment variable ``CHAOS``. Its only task notes that it
-starts.
+starts, and lasts as long as it is told.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from celery.signals import worker_ready
@@ -71,6 +72,7 @@ class Part:
         place: The queue that a worker notes for tasks which do not say theirs: those that come
             through distribution.
         ready: The file that a worker makes when it takes tasks.
+        task: The name of its task.
     """
 
     broker_url: str
@@ -79,6 +81,7 @@ class Part:
     settings: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
     ready: str = ""
+    task: str = TASK
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Part:
@@ -107,12 +110,14 @@ def make_app(part: Part) -> Celery:
     app.conf.update(settings)
     notes = Notes(part.folder)
 
-    @app.task(bind=True, name=TASK, shared=False)
-    def note(self: Any) -> None:
+    @app.task(bind=True, name=part.task, shared=False)
+    def note(self: Any, *args: Any, seconds: float = 0.0) -> None:
         at_ms, request = now_ms(), self.request
         headers = request.headers or {}
         place = headers.get(header_names.QUEUE, part.place)
-        notes.start(started(request.id, place, at_ms, request.delivery_info, headers))
+        start = started(request.id, place, at_ms, request.delivery_info, headers)
+        notes.start(replace(start, args=args, taken_from=part.place))
+        time.sleep(seconds)
 
     return app
 

@@ -56,6 +56,8 @@ class Start:
         redelivered: Whether the broker said that it had delivered this message before.
         marks: Headers of this package that say what happened to the message on the way, for
             example how often it was delivered again.
+        args: The arguments of the task.
+        taken_from: The queue that its worker consumes from.
     """
 
     id: str
@@ -63,6 +65,8 @@ class Start:
     at_ms: float
     redelivered: bool = False
     marks: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[Any, ...] = ()
+    taken_from: str = ""
 
 
 @dataclass(frozen=True)

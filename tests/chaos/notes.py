@@ -100,7 +100,7 @@ class NotesReader:
             for note in self._new_lines(path):
                 kind = note.pop("note")
                 if kind == "start":
-                    start = Start(**note)
+                    start = Start(**{**note, "args": tuple(note["args"])})
                     self._starts.append(start)
                     self._started.add((start.id, start.place))
                 else:

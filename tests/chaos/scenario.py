@@ -187,6 +187,7 @@ def play(scenario: Scenario, version: str) -> Outcome:
         # Last, because the workers have gone on until they were ended.
         ledger = stage.ledger()
     verdict = judge(ledger, whereabouts, scenario.allowed_late(), scenario.allowed_early())
+    verdict.complaints += stage.complaints
     return Outcome(str(scenario), reported, verdict, whereabouts, ledger.ended)
 
 

@@ -52,6 +52,7 @@ class Stage(SetUp):
 
     Attributes:
         topology: The topology under the application's prefix.
+        complaints: What a scenario itself has found wrong, in words.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Stage(SetUp):
         self.queues = queues
         self.settings = dict(settings or {})
         self.topology = Topology(PREFIX)
+        self.complaints: list[str] = []
         self._folder = Path(tempfile.mkdtemp(prefix="rabbitdelay-chaos-"))
         self._notes = NotesReader(self._folder)
         self._served: list[ChaosProcess] = []
@@ -99,16 +101,17 @@ class Stage(SetUp):
     ) -> Worker:
         """Start a worker for queues and wait until it takes tasks; it is kept alive."""
         worker = Worker(self.part(first_node), queues, options, environment)
-        self._serve(worker)
+        self.serve(worker)
         return worker
 
     def consumer(self, queue: str) -> Consumer:
         """The same for a consumer of kombu."""
         consumer = Consumer(self.part(), queue)
-        self._serve(consumer)
+        self.serve(consumer)
         return consumer
 
-    def _serve(self, process: ChaosProcess) -> None:
+    def serve(self, process: ChaosProcess) -> None:
+        """Start a process and wait until it does its work; it is kept alive."""
         self._stack.callback(process.stop)
         process.start()
         self._served.append(process)

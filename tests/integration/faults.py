@@ -9,12 +9,12 @@ from typing import Any
 import amqp
 from kombu import Exchange, Queue
 
-from celery_rabbitdelay.schedules.beat import put_beat
 from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete, forget
-from celery_rabbitdelay.registry.schedules import NotedSchedule
+from celery_rabbitdelay.schedules.beat import put_beat
+from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
 from tests import node_control
 from tests.integration.management import QUORUM, Place
@@ -236,7 +236,7 @@ def late_probe(place: Place) -> None:
     place.workers = {"worker": {PROBE: {"prefix": "shop", "late": {"seconds": 45.0}}}}
 
 
-def schedule(change: Callable[[NotedSchedule], NotedSchedule]) -> Plant:
+def schedule(change: Callable[[Records, str], None]) -> Plant:
     """Change what Redis notes of an entry of the application's beat_schedule."""
 
     def plant(place: Place) -> None:
@@ -247,21 +247,28 @@ def schedule(change: Callable[[NotedSchedule], NotedSchedule]) -> Plant:
         }
         delays = place.app().rabbitdelay
         put_beat(delays.schedules)
-        place.schedules = known = delays.registry.schedules
-        noted = [each for each in known.get(known.all()) if each is not None]
-        for each in noted:
-            known.put(change(each))
+        place.schedules = known = Records(delays.registry)
+        for name in known.all():
+            change(known, name)
 
     return plant
 
 
-def overdue(noted: NotedSchedule) -> NotedSchedule:
-    return noted._replace(occurrence=noted.occurrence._replace(instant_ms=0))
+def overdue(records: Records, name: str) -> None:
+    records.note_due({name: 0})
+
+
+def half_put(records: Records, name: str) -> None:
+    records.note(name, unsent=1)
+
+
+def without_its_task(records: Records, name: str) -> None:
+    records.note(name, message="")
 
 
 def without_redis(place: Place) -> None:
     place.app_settings = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
-    place.schedules = place.app().rabbitdelay.registry.schedules
+    place.schedules = Records(place.app().rabbitdelay.registry)
 
 
 def fast_clock(place: Place) -> None:
@@ -390,16 +397,8 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
     "no-worker-probes": (without_answers, "note", {"probe-unknown"}),
     "late-probe": (late_probe, "danger", {"probe-failed"}),
     "overdue-schedule": (schedule(overdue), "danger", {"schedule-overdue"}),
-    "schedule-half-put": (
-        schedule(lambda noted: noted._replace(is_sent=False)),
-        "warning",
-        {"schedule-unsent"},
-    ),
-    "schedule-without-its-task": (
-        schedule(lambda noted: noted._replace(definition="")),
-        "warning",
-        {"schedule-lost"},
-    ),
+    "schedule-half-put": (schedule(half_put), "warning", {"schedule-unsent"}),
+    "schedule-without-its-task": (schedule(without_its_task), "warning", {"schedule-lost"}),
     "redis-away": (without_redis, "danger", {"registry-unavailable"}),
     "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
     "clock-behind": (slow_clock, "warning", {"clock-difference"}),

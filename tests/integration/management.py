@@ -29,7 +29,7 @@ from celery_rabbitdelay.operations.verify.checks import verify
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import declare_destination
-from celery_rabbitdelay.registry.schedules import Schedules
+from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
 
@@ -62,7 +62,7 @@ class Place:
         self.app_settings: dict[str, Any] = {}
         #: The workers' answers, and the schedules; None if a test does not look at them.
         self.workers: dict[str, dict[str, Any]] | None = None
-        self.schedules: Schedules | None = None
+        self.schedules: Records | None = None
         self.is_blocked: Callable[[], bool] = lambda: False
         self._apps: list[Any] = []
 

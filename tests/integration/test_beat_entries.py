@@ -16,9 +16,9 @@ from celery.beat import ScheduleEntry, Scheduler
 from celery.schedules import crontab, schedule, solar
 from kombu import Connection, Queue
 
+from celery_rabbitdelay.schedules.arrivals import LOOK_EVERY, Arrivals
 from celery_rabbitdelay.schedules.beat import end_beat, put_beat
 from celery_rabbitdelay.testing import wait_for
-from celery_rabbitdelay.worker.occurrences import LOOK_EVERY, Occurrences
 from tests.integration.arrivals import Arrival, take
 from tests.integration.registering import RedisSetup
 from tests.integration.registry_fixtures import module_settings, redis_setup
@@ -172,10 +172,10 @@ def test_workers_put_the_entries_again_that_redis_has_lost(
 def test_workers_of_former_code_leave_lost_entries_to_those_of_later_code(
     make_shop: Callable[..., Any], module_settings: dict[str, Any], redis_setup: RedisSetup
 ) -> None:
-    def version(name: str) -> Occurrences:
+    def version(name: str) -> Arrivals:
         made = {name: {"task": "look", "schedule": 86_400}}
         app = make_shop(**module_settings, beat_schedule=made, rabbitdelay_beat=True)
-        return Occurrences(SimpleNamespace(app=app, hub=None), Mock())
+        return Arrivals(SimpleNamespace(app=app, hub=None), Mock())
 
     former, later = version("former"), version("later")
     schedules = make_shop(**module_settings).rabbitdelay.schedules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -361,4 +362,23 @@ def test_schedules_are_listed_paused_triggered_deleted_and_imported(
     gone = run_command(settings, "schedules delete often")
     assert (gone.returncode, gone.stdout) == (1, "often: there is no such schedule\n")
     app.rabbitdelay.schedules.delete("nightly")
+    app.close()
+
+
+def test_of_a_schedule_whose_arguments_cannot_be_read_all_else_is_shown(
+    settings: dict[str, Any],
+) -> None:
+    app = make_app({**settings, "accept_content": ["json", "pickle"]})
+    put = app.rabbitdelay.schedules.put
+    put("pickled", "shop.report", "@daily", [{1, 2}], serializer="pickle")
+    put("readable", "shop.remind", "@daily")
+
+    shown = answer(settings, "schedules show pickled", "schedule")["schedule"]
+    exported = run_command(settings, "schedules export")
+
+    assert (shown["task"], shown["args"], shown["kwargs"]) == ("shop.report", None, None)
+    assert [each["name"] for each in json.loads(exported.stdout)["schedules"]] == ["readable"]
+    assert "pickled: not exported: its arguments cannot be read" in exported.stderr
+    for name in ("pickled", "readable"):
+        app.rabbitdelay.schedules.delete(name)
     app.close()

@@ -12,6 +12,8 @@ import pytest
 from celery_rabbitdelay import InvalidSchedule, Outcome
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.schedules.messages import Send, send_all
+from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import Travel
 from celery_rabbitdelay.testing.session import Worker
 from celery_rabbitdelay.testing.travel import forget
@@ -68,9 +70,8 @@ def test_of_an_occurrence_that_is_cancelled_the_next_one_runs(
     shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
 ) -> None:
     first = put().next_at
-    order, task_id = shop.rabbitdelay.registry.newest_under("schedule:a")
-    assert order
-    assert shop.rabbitdelay.cancel(task_id) is Outcome.DONE
+    task_id = shop.rabbitdelay.schedules.get("a").next_id
+    assert shop.rabbitdelay.cancel(task_id) is Outcome.NOTED
     travel(to=first + HOUR)
     assert hours(noted, first) == [1]
     assert shop.AsyncResult(task_id).state == "REVOKED"
@@ -82,17 +83,21 @@ def test_retries_of_an_occurrence_are_no_occurrences(
     given: Any = ([], 2, {"delay": 600})
     start = travel.now + HOUR
     shop.rabbitdelay.schedules.put("a", "retry", HOUR, given, start=start, catch_up="all")
-    revision = shop.rabbitdelay.registry.newest_under("schedule:a")[1].rpartition(":")[2]
-    travel(hours=3)
+    results = []
     for due in (start, start + HOUR):
-        result = shop.AsyncResult(f"a:{milliseconds_of(due):015d}:{revision}").get(timeout=PATIENCE)
-        assert [seen["retries"] for seen in result] == [0, 1, 2]
+        found = shop.rabbitdelay.schedules.get("a")
+        assert milliseconds_of(found.next_at) == milliseconds_of(due)
+        results.append(shop.AsyncResult(found.next_id))
+        travel(to=due)
+    travel(hours=1)
+    for result in results:
+        assert [seen["retries"] for seen in result.get(timeout=PATIENCE)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("catch_up", "ran"),
     [
-        ("last", [12, 15]),
+        ("last", [0, 15]),
         ("all", [0, 3, 6, 9, 12, 15]),
         (2.5 * HOUR, [12, 15]),
         (1.5 * HOUR, [15]),
@@ -118,22 +123,21 @@ def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_sec
     shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
 ) -> None:
     def dropped() -> int:
-        return worker.log.count("does not run twice")
+        return worker.log.count("is dropped: another one has come first")
 
     before, first = dropped(), put().next_at
     for number in range(3):
+        (record,) = Records(shop.rabbitdelay.registry).get(["a"])
+        assert record is not None
+        assert record.occurrence is not None
+        again = Send.of(record.occurrence, record.message)
         travel(to=first + number * HOUR)
-        (found,) = shop.rabbitdelay.registry.schedules.get(["a"])
-        ran = found.occurrence._replace(instant_ms=milliseconds_of(first + number * HOUR))
-        # As if it had not even been registered.
-        shop.rabbitdelay.schedules._send(found._replace(occurrence=ran))
+        send_all(shop.rabbitdelay, [again])
         travel(seconds=1)
-        assert dropped() > before + number
-    travel(to=first + 5 * HOUR)
-    refused = dropped()
+        assert dropped() == before + number + 1
     travel(to=first + 7 * HOUR)
     assert hours(noted, first) == [*range(8)]
-    assert dropped() == refused
+    assert dropped() == before + 3
 
 
 def test_a_chain_goes_on_although_redis_has_lost_everything(

@@ -32,6 +32,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_destination,
     queue_counts,
 )
+from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application
 from tests.browser import Browser
@@ -398,9 +399,7 @@ def test_a_schedule_that_stands_still_is_a_danger(
     settings["rabbitdelay_registry_prefix"] = place.name
     app = make_app(settings)
     app.rabbitdelay.schedules.put("a", "look", timedelta(hours=1))
-    known: Any = app.rabbitdelay.registry.schedules
-    (noted,) = known.get(["a"])
-    known.put(noted._replace(occurrence=noted.occurrence._replace(instant_ms=0)))
+    Records(app.rabbitdelay.registry).note_due({"a": 0})
 
     told = run_celery(settings, f"rabbitdelay verify --management {place.node.management_url}")
 

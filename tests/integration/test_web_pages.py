@@ -23,6 +23,7 @@ from jsonschema import Draft202012Validator
 from kombu import Connection
 
 from celery_rabbitdelay.operations.undeliverable.messages import UndeliverableFilter
+from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from celery_rabbitdelay.web import application, schedules, site
@@ -277,8 +278,9 @@ def test_a_schedule_is_edited_and_keeps_its_task_and_its_arguments(
     assert after.recurrence.rules == ("30 7 * * 1-5", "every 5400000")
     assert after.recurrence.zone == "Asia/Tokyo"
     assert not after.is_paused
-    changes = {"recurrence": after.recurrence, "next_at": after.next_at}
-    assert after == before._replace(**changes)
+    assert after == before._replace(
+        recurrence=after.recurrence, next_at=after.next_at, next_id=after.next_id
+    )
     page = browser.get(edited.headers["Location"]).text
     assert_harmless(page)
     assert "every 1h30m" in page
@@ -299,6 +301,35 @@ def test_a_schedule_is_edited_and_keeps_its_task_and_its_arguments(
     assert own.get(name) == after._replace(is_paused=True)
     assert browser.post("/schedules/edit", name="nobody's", paused="no").status_code == 404
     own.delete(name)
+
+
+def test_a_schedule_whose_arguments_cannot_be_read_is_shown_and_paused(
+    shop: Any, make_shop: Callable[..., Any], redis_url: str
+) -> None:
+    settings = {"rabbitdelay_registry_url": redis_url, "rabbitdelay_track": "all"}
+    own = make_shop(**settings, accept_content=["json", "pickle"]).rabbitdelay.schedules
+    own.put("pickled", "look", "0 9 * * *", ({"card 4711"},), serializer="pickle")
+    browser = Browser(application(shop, loopback_role="operator", shows_arguments=True))
+    (listed,) = browser.json("/schedules")["schedules"]
+    told = browser.json("/schedules/one", name="pickled")["schedule"]
+    for each in (listed, told):
+        assert (each["task"], each["args"], each["kwargs"]) == ("look", None, None)
+        assert each["is_readable"] is False
+    page = browser.get("/schedules/one?name=pickled").text
+    assert "cannot be read here (accept_content)" in said(page)
+    assert "/schedules/edit" not in page
+    refused = browser.post("/schedules/edit", name="pickled", when="0 10 * * *")
+    assert (refused.status_code, "accept_content" in refused.text) == (409, True)
+    assert browser.post("/schedules/pause", name="pickled").status_code == 303
+    found = own.get("pickled")
+    assert (found.is_paused, found.args) == (True, ({"card 4711"},))
+    # Redis has lost what it sends, until it comes.
+    Records(shop.rabbitdelay.registry).note("pickled", message="")
+    page = said(browser.get("/schedules/one?name=pickled").text)
+    assert ("Redis has lost it" in page, "Redis has lost them" in page) == (True, True)
+    refused = browser.post("/schedules/edit", name="pickled", when="0 10 * * *")
+    assert (refused.status_code, "Redis has lost" in refused.text) == (409, True)
+    own.delete("pickled")
 
 
 def test_the_time_line_shows_when_each_schedule_is_due(shop: Any, browser: Browser) -> None:

@@ -1,9 +1,9 @@
 # ruff: noqa: T201  # a program at the terminal prints
-"""Break each line of the registry's scripts once; the registry's tests have to notice.
+"""Break each line of the scripts in Redis once; their tests have to notice.
 
 ``python -m tests.mutation.scripts`` copies the package and the tests, breaks one line of one script
-at a time (leaves it out, or turns its condition around), and runs the tests of the registry on one
-Redis until one fails. Names of scripts as arguments choose some of them.
+at a time (leaves it out, or turns its condition around), and runs the tests of the registry, or of
+schedules, on one Redis until one fails. Names of scripts as arguments choose some of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
-SCRIPTS: Final = Path("celery_rabbitdelay", "registry", "lua")
+PACKAGE: Final = Path("celery_rabbitdelay")
 
-#: The tests that have to notice, the fastest ones first.
-TESTS: Final = [
-    f"tests/integration/test_registry{each}.py"
-    for each in ("", "_jobs", "_index", "_pauses", "_rule")
-]
+#: The packages that have scripts, and the tests that have to notice, the fastest ones first.
+TESTS: Final = {
+    "registry": [
+        f"tests/integration/test_registry{each}.py"
+        for each in ("", "_jobs", "_index", "_pauses", "_rule")
+    ],
+    "schedules": ["tests/integration/test_schedule_sequences.py"],
+}
 
 #: What can be left out: a line that is a statement of its own.
 STATEMENT: Final = re.compile(
@@ -41,21 +44,21 @@ class Mutant(NamedTuple):
     """A script with one broken line.
 
     Attributes:
-        script: Its name.
+        script: Its path in the package.
         number: The number of the line, from 1.
         line: The line as it was.
         text: The whole script, broken.
     """
 
-    script: str
+    script: Path
     number: int
     line: str
     text: str
 
 
-def mutants(script: str, text: str) -> Iterator[Mutant]:
+def mutants(script: Path) -> Iterator[Mutant]:
     """Yield what a script is broken into."""
-    lines = text.split("\n")
+    lines = (REPOSITORY / PACKAGE / script).read_text().split("\n")
     for at, line in enumerate(lines):
         broken = None
         if condition := CONDITION.match(line):
@@ -71,21 +74,22 @@ def mutants(script: str, text: str) -> Iterator[Mutant]:
 def is_noticed(mutant: Mutant) -> bool:
     """Return whether the tests notice a mutant."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("celery_rabbitdelay", "tests"):
+        for name in (str(PACKAGE), "tests"):
             shutil.copytree(
                 REPOSITORY / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__")
             )
         shutil.copy(REPOSITORY / "pyproject.toml", folder)
-        Path(folder, SCRIPTS, f"{mutant.script}.lua").write_text(mutant.text)
+        Path(folder, PACKAGE, mutant.script).write_text(mutant.text)
         options = ["-m", "pytest", "-q", "-x", "-k", "single", "-p", "no:cacheprovider"]
         environment = {
             "PYTHONPATH": folder,
             "RABBITDELAY_SEQUENCES": "300",
+            "RABBITDELAY_SEED": "1",
             "PATH": "/usr/bin:/bin",
             "HOME": folder,
         }
         run = subprocess.run(
-            [sys.executable, *options, *TESTS],
+            [sys.executable, *options, *TESTS[mutant.script.parts[0]]],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -96,17 +100,18 @@ def is_noticed(mutant: Mutant) -> bool:
 
 def main(chosen: Sequence[str]) -> int:
     """Break all scripts, or the chosen ones; return how many mutants nobody noticed."""
-    broken = [
-        mutant
-        for path in sorted((REPOSITORY / SCRIPTS).glob("*.lua"))
+    scripts = [
+        path.relative_to(REPOSITORY / PACKAGE)
+        for room in TESTS
+        for path in sorted((REPOSITORY / PACKAGE / room).glob("lua/*.lua"))
         if not chosen or path.stem in chosen
-        for mutant in mutants(path.stem, path.read_text())
     ]
+    broken = [mutant for script in scripts for mutant in mutants(script)]
     with ThreadPoolExecutor(2) as threads:
         noticed = list(threads.map(is_noticed, broken))
     survivors = [mutant for mutant, was in zip(broken, noticed, strict=True) if not was]
     for mutant in survivors:
-        print(f"nobody noticed: {mutant.script}.lua:{mutant.number}: {mutant.line.strip()}")
+        print(f"nobody noticed: {mutant.script}:{mutant.number}: {mutant.line.strip()}")
     print(f"{len(broken) - len(survivors)} of {len(broken)} mutants noticed")
     return len(survivors)
 

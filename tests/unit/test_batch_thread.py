@@ -12,10 +12,11 @@ from unittest import mock
 
 import pytest
 
+from celery_rabbitdelay.schedules import arrivals
+from celery_rabbitdelay.schedules.arrivals import Arrivals
 from celery_rabbitdelay.testing import wait_for
-from celery_rabbitdelay.worker import batch_thread, occurrences
+from celery_rabbitdelay.worker import batch_thread
 from celery_rabbitdelay.worker.batch_thread import MAX_BATCH, BatchThread
-from celery_rabbitdelay.worker.occurrences import Occurrences
 from tests.unit.clock import Clock
 
 
@@ -109,10 +110,10 @@ def test_workers_look_after_schedules_although_nothing_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = Event()
-    monkeypatch.setattr(occurrences, "put_beat", mock.Mock())
-    monkeypatch.setattr(Occurrences, "_look_after_schedules", lambda _: looked.set())
-    monkeypatch.setattr(occurrences, "LOOK_EVERY", 0.1)
-    thread = Occurrences(mock.MagicMock(hub=None), mock.Mock())
+    monkeypatch.setattr(arrivals, "put_beat", mock.Mock())
+    monkeypatch.setattr(Arrivals, "_look_after_schedules", lambda _: looked.set())
+    monkeypatch.setattr(arrivals, "LOOK_EVERY", 0.1)
+    thread = Arrivals(mock.MagicMock(hub=None), mock.Mock())
     thread.start()
     try:
         assert looked.wait(30)

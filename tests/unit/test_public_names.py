@@ -46,7 +46,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
 def test_the_top_floor_has_the_rooms_and_nothing_else() -> None:
     rooms = {
         *("levels", "publishing", "registry", "modules", "app", "worker", "operations", "spark"),
-        *("web", "command", "testing"),
+        *("schedules", "web", "command", "testing"),
     }
     files = {"__init__.py", "exceptions.py", "kombu.py", "py.typed"}
     assert {path.name for path in PACKAGE.iterdir()} - {"__pycache__"} == rooms | files

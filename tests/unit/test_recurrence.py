@@ -14,8 +14,8 @@ from celery import Celery
 from celery.schedules import crontab, solar
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
-from celery_rabbitdelay.levels import recurrence as recurrences
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
+from celery_rabbitdelay.schedules import recurrence as recurrences
 from celery_rabbitdelay.schedules.recurrence import Recurrence
 
 SECOND, MINUTE, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)
@@ -86,7 +86,6 @@ def test_fifteen_hundred_crontabs_are_due_when_celery_says_so() -> None:
                 found = recurrence.after(milliseconds_of(at))
                 assert found is not None
                 assert instant_of(found) == expected, (when, at)
-                assert recurrence.latest(found + 59_999) == found
                 for now, is_due in ((expected - SECOND, False), (expected, True)):
                     when.nowfun = lambda now=now: now
                     assert when.is_due(at).is_due == is_due
@@ -133,7 +132,6 @@ def test_a_day_that_is_far_is_found(when: Any, begin: str, expected: str) -> Non
     )
     recurrence = Recurrence.of(when, "UTC")
     assert recurrence.after(at) == then
-    assert recurrence.latest(then) == then
 
 
 @pytest.mark.parametrize(
@@ -156,7 +154,6 @@ def test_most_minutes_of_a_day_may_be_excluded() -> None:
     recurrence = Recurrence.of("* * * * *", "UTC", exclude="* 1-23 * * *")
     midnight, minute_ms = milliseconds_of(datetime(2026, 6, 1, tzinfo=UTC)), 60_000
     assert recurrence.after(midnight + 59 * minute_ms) == midnight + 24 * 60 * minute_ms
-    assert recurrence.latest(midnight - minute_ms) == midnight - (23 * 60 + 1) * minute_ms
 
 
 def test_an_event_of_the_sun_that_is_years_away_is_an_error_and_no_end() -> None:
@@ -247,8 +244,6 @@ def test_instants_are_those_of_the_clock_wherever_a_search_begins(zone: str) -> 
                 place = bisect_right(expected, at)
                 if place < len(expected):
                     assert recurrence.after(at) == expected[place], (when, instant_of(at))
-                if place:
-                    assert recurrence.latest(at) == expected[place - 1], (when, instant_of(at))
 
 
 @pytest.mark.parametrize("cron", ["*/20 2 * * *", "*/20 * * * *", "45 1,2 * * *", "* 1-2 * * *"])
@@ -263,7 +258,6 @@ def test_a_later_start_finds_the_rest_of_what_an_earlier_one_finds(cron: str) ->
         for at in range(sequence[0], sequence[-1], 300_000):
             place = bisect_right(sequence, at)
             assert recurrence.after(at) == sequence[place], instant_of(at)
-            assert recurrence.latest(at) == sequence[place - 1], instant_of(at)
 
 
 def test_a_night_does_not_hide_the_weekend_that_it_is_part_of() -> None:
@@ -274,7 +268,6 @@ def test_a_night_does_not_hide_the_weekend_that_it_is_part_of() -> None:
     last = milliseconds_of(datetime(2026, 4, 2, 17, 59, tzinfo=zone))
     next_one = milliseconds_of(datetime(2026, 4, 7, 8, tzinfo=zone))
     assert recurrence.after(last) == next_one
-    assert recurrence.latest(next_one - 1) == last
 
 
 @pytest.mark.parametrize(
@@ -287,8 +280,8 @@ def test_no_search_goes_beyond_a_century(rules: list[str], monkeypatch: pytest.M
         searches.append(given)
         return known(*given)
 
-    known = recurrences._nearest
-    monkeypatch.setattr(recurrences, "_nearest", nearest)
+    known = recurrences._next
+    monkeypatch.setattr(recurrences, "_next", nearest)
     with pytest.raises(InvalidSchedule, match="so much is excluded"):
         Recurrence.of(rules, "UTC", exclude="* * * 2 *")
     assert len(searches) < 300

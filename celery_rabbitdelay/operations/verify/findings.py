@@ -214,16 +214,17 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "schedule-overdue": _danger(
         "its next occurrence was due more than 90 s ago and has not come",
         "the schedule stands still until an occurrence comes",
-        "start workers for its queue; they send a lost occurrence again, or log why they do not",
+        "start workers for its queue; they send a lost occurrence again in a few minutes, or log "
+        "why they do not",
     ),
     "schedule-unsent": _warning(
-        "the process that put it ended before its first occurrence was confirmed",
-        "that occurrence may come one or two minutes late, when a worker sends it again",
+        "its first occurrence was not confirmed: the send failed, or the process ended",
+        "that occurrence may come some minutes late, when a worker sends it again",
         _PUT,
     ),
     "schedule-lost": _warning(
         "Redis has lost its task and arguments",
-        "it runs as long as its next occurrence waits in RabbitMQ; a lost one is not sent again",
+        "its next occurrence brings them back; if that is lost, it is not sent again",
         _PUT,
     ),
     "orphan": _danger(
