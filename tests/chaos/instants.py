@@ -260,7 +260,9 @@ class Instants:
     def _forgot(self, begin_ms: float, end_ms: float) -> str:
         """Return what made Redis forget between two instants; empty if nothing did."""
         for each in self.troubles:
-            if each.what in FORGETFUL and begin_ms <= each.end_ms and end_ms >= each.begin_ms:
+            # What was decided since may be passed again by the backlog of before.
+            until_ms = each.end_ms + AFTER_MS
+            if each.what in FORGETFUL and begin_ms <= until_ms and end_ms >= each.begin_ms:
                 return each.what
         return ""
 

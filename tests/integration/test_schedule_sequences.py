@@ -164,6 +164,7 @@ class Sequence:
         before, arrival = self.record, arriving.arrival
         self.record, expected = rule.decide(before, message, following, arrival)
         self.is_lost |= before is None or message.order > before.order
+        self.order = max(self.order, self.record.order if self.record else 0)
         given = found.goes_on, instant_of(found.following_ms), found.is_paused, found.order - ORDER
         if found[:2] == (False, None):
             self.say(what, rule.DROPPED, expected._replace(is_paused=False, order=0))
@@ -198,7 +199,7 @@ class Sequence:
 
     def put(self) -> None:
         before, now = self.chance.choice(self.read[-2:]), self.chance.randint(0, 6)
-        self.order = max(self.order, self.record.order if self.record else 0) + 2
+        self.order += 2
         first = rule.since(self.record, now) + self.chance.choice((1, 1, 3))
         revision, paused = self.chance.choice("ab"), self.chance.choice((None, None, True, False))
         occurrence = self.arriving(Message(first, self.order, revision, ""), None, "").occurrence
