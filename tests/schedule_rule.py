@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-#: Of how many instants it is noted which message has decided them. Of an older one, a message that
-#: has come before counts as that one.
+#: Of how many instants it is noted which message has decided them; in Redis, also of all those of
+#: the last ten minutes. Of an older one, a message that has come before counts as that one.
 WINNERS: Final = 8
 
 
@@ -39,9 +39,12 @@ class Record(NamedTuple):
         order: Grows with each edit, and with the deletion: of two messages, that of the greater one
             was sent later.
         begun: The order of the first put that Redis still knows of; 0 after a deletion. A message
-            of a lower order may be of the same put, if Redis had lost it.
+            of a lower order may be of the same put, if Redis had lost it: the backlog.
+        first: The instant that this put began with: what is earlier is the backlog's.
         revision: Stands for what was put; empty once the schedule was deleted.
         ahead: The instant whose message waits; None if none follows.
+        behind: The latest instant of the backlog that was decided; -1 if none was.
+        done: The instant that was decided last, apart from the backlog; -1 if none was.
         winners: The messages that have decided the latest instants, the latest decision last.
         is_paused: Whether it is paused.
         is_deleted: Whether it was deleted; such a record only says that older messages do not run.
@@ -49,16 +52,14 @@ class Record(NamedTuple):
 
     order: int
     begun: int
+    first: int
     revision: str
     ahead: int | None
+    behind: int = -1
+    done: int = -1
     winners: tuple[Winner, ...] = ()
     is_paused: bool = False
     is_deleted: bool = False
-
-    @property
-    def done(self) -> int:
-        """The instant that was decided last; -1 if none was."""
-        return self.winners[-1].instant if self.winners else -1
 
 
 class Message(NamedTuple):
@@ -112,27 +113,28 @@ def decide(
         following: The instant that follows it, by its own definition.
         arrival: The name of this arrival; the same if the question is asked again.
     """
+    is_backlog = record is not None and message.order < record.order
     if record is None or message.order > record.order:
         # Redis has lost the record, or an edit of it: the message has all that it takes.
-        kept = record or Record(message.order, message.order, message.revision, None)
+        kept = record or Record(
+            message.order, message.order, message.instant, message.revision, None
+        )
         record = kept._replace(
-            order=message.order,
-            revision=message.revision,
-            ahead=message.instant,
-            is_deleted=False,
+            order=message.order, revision=message.revision, ahead=message.instant, is_deleted=False
         )
     elif record.is_deleted or (
-        message.order < record.order
+        is_backlog
         and not (
-            # The backlog: Redis had lost the record, and the same was put again. What is later than
-            # the instant ahead comes in its turn.
+            # Redis had lost the record, and the same was put again.
             message.order < record.begun
             and message.revision == record.revision
-            and (record.ahead is None or message.instant <= record.ahead)
+            and message.instant < record.first
         )
     ):
         return record, DROPPED
-    is_backlog = message.order < record.order
+    order = message.order if is_backlog else record.order
+    if is_backlog and following is not None and following >= record.first:
+        following = None  # the put has sent it
     own = Winner(message.instant, message.name, message.turns, arrival)
     winner = next((each for each in record.winners if each.instant == message.instant), None)
     if winner is not None:
@@ -143,28 +145,36 @@ def decide(
             or (own.turns == winner.turns and not is_same)
         ):
             return _passed_over(record, message, following)
-        following = record.ahead if message.instant == record.done else None
         winners = tuple(own if each is winner else each for each in record.winners)
-    elif message.instant < record.done and not (
-        # Redis had lost the record: what has decided a later instant was sent for another edit.
-        (is_backlog or message.instant == record.ahead) and len(record.winners) < WINNERS
-    ):
+        record = record._replace(winners=winners)
+        if not is_backlog:
+            following = record.ahead if message.instant == record.done else None
+        elif message.instant != record.behind:
+            following = None
+        return record, Decided(True, following, record.is_paused, order)
+    if message.instant <= record.behind if is_backlog else _is_too_old(record, message):
         # It was left out as too old, or it is forgotten which message has decided it: then one that
         # has come before counts as that.
         is_forgotten = (
-            len(record.winners) == WINNERS and message.instant < record.winners[0].instant
+            len(record.winners) >= WINNERS and message.instant < record.winners[0].instant
         )
         if not (is_forgotten and (message.redelivered or message.turns > 0)):
             return _passed_over(record, message, following)
-        return record, Decided(True, None, record.is_paused, record.order)
+        return record, Decided(True, None, record.is_paused, order)
+    record = record._replace(winners=(*record.winners, own)[-WINNERS:])
+    if is_backlog:
+        record = record._replace(behind=message.instant)
     else:
-        if is_backlog and following != record.ahead:
-            # What was put again is further ahead: it waits until the backlog comes to it.
-            record = record._replace(order=record.order + 1)
-        winners = (*record.winners, own)[-WINNERS:]
-        record = record._replace(ahead=following)
-    record = record._replace(winners=winners)
-    return record, Decided(True, following, record.is_paused, record.order)
+        record = record._replace(done=message.instant, ahead=following)
+    return record, Decided(True, following, record.is_paused, order)
+
+
+def _is_too_old(record: Record, message: Message) -> bool:
+    """Return whether a later instant was decided, and this is not the one that is waited for.
+
+    It may be, if Redis had lost the record.
+    """
+    return message.instant < record.done and message.instant != record.ahead
 
 
 def _passed_over(record: Record, message: Message, following: int | None) -> tuple[Record, Decided]:
@@ -191,7 +201,7 @@ def edit(record: Record | None, order: int, revision: str, first: int | None) ->
     In one step with :func:`since`: an edit during which the record has changed begins again.
     """
     if record is None:
-        return Record(order, order, revision, first)
+        return Record(order, order, first or 0, revision, first)
     is_paused = record.is_paused and not record.is_deleted
     return record._replace(
         order=order, revision=revision, ahead=first, is_paused=is_paused, is_deleted=False
@@ -200,8 +210,10 @@ def edit(record: Record | None, order: int, revision: str, first: int | None) ->
 
 def delete(record: Record | None, order: int) -> Record:
     """Return what is noted when a schedule is deleted."""
-    winners = () if record is None else record.winners
-    return Record(order, 0, "", None, winners, is_deleted=True)
+    kept = record or Record(order, 0, 0, "", None)
+    return kept._replace(
+        order=order, begun=0, revision="", ahead=None, is_paused=False, is_deleted=True
+    )
 
 
 def again(record: Record | None, known: Record) -> Record | None:
@@ -220,6 +232,7 @@ def again(record: Record | None, known: Record) -> Record | None:
         order=known.order,
         revision=known.revision,
         ahead=known.ahead,
+        done=known.done,
         winners=(*winners, known.winners[-1])[-WINNERS:],
         is_deleted=False,
     )

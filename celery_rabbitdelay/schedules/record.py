@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
 from celery_rabbitdelay.schedules.occurrence import Occurrence
@@ -90,7 +91,7 @@ class NotedSchedule(NamedTuple):
         """Read it; None if nothing is noted, or it cannot be read."""
         try:
             ahead = int(found["ahead"]) if found["ahead"] else None
-            order, winners = int(found["order"]), found.get("winners", "").split()
+            order = int(found["order"])
             occurrence = Occurrence.of(found.get("occurrence"))
             if occurrence is not None and ahead is not None:
                 revision = found["revision"]
@@ -98,7 +99,7 @@ class NotedSchedule(NamedTuple):
             return cls(
                 order,
                 ahead,
-                int(winners[-1].partition(":")[0]) if winners else -1,
+                int(found.get("done", -1)),
                 None if ahead is None else occurrence,
                 found.get("message", ""),
                 bool(found.get("deleted")),
@@ -257,6 +258,8 @@ class Records:
         (is_noted,) = self._registry.run_each(
             "schedules/edit", "schedule", [name], fields, NOTE_MS, is_durable=True
         )
+        if isinstance(is_noted, str):
+            raise RegistryUnavailable(f"the schedule {name!r} cannot be noted: {is_noted}")
         if is_noted:  # what waits for the end of a run will be dropped, and keeps no other out
             self._store.commands(lambda pipe: pipe.delete(self._names.of("queued", name)))
         return bool(is_noted)

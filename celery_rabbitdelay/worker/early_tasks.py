@@ -287,7 +287,8 @@ class EarlyTasks(BatchThread[Early]):
         info, name = message.delivery_info, celery_internals.name_of_queue(self._consumer, message)
         queue: kombu.Queue | None = self._consumer.app.amqp.queues.get(name)
         if waited is not None:
-            # The levels, or distribution, have reached its queue already.
+            # The levels, or distribution, have reached its queue, which may be consumed no more.
+            name = name or waited.queue
             if queue is None and name is not None:
                 queue = kombu.Queue(name, no_declare=True)
         elif queue is not None and (queue.auto_delete or queue.exclusive):

@@ -21,7 +21,7 @@ from celery_rabbitdelay.schedules.occurrence import ALL, Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Decided, NotedSchedule, Records
 from celery_rabbitdelay.schedules.recurrence import Recurrence
 from tests import schedule_rule as rule
-from tests.integration.registering import KEEP_MS, MARGIN_MS, MINUTE_MS, RedisSetup, now_ms
+from tests.integration.registering import KEEP_MS, MARGIN_MS, RedisSetup, now_ms
 from tests.schedule_rule import Message, Record, Winner
 
 SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "1000"))
@@ -30,8 +30,11 @@ SEED: Final = int(os.environ.get("RABBITDELAY_SEED") or random.randrange(10**9))
 #: How many sequences are played at once, each in a record of its own, and their steps.
 BATCH, STEPS = 100, 20
 
+#: Between two instants: of those of ten minutes, more than the latest are remembered.
+STEP_MS: Final = 700_000
+
 #: The instant 0, in milliseconds, and the order 0. Both have as many digits as real ones.
-BEGIN_MS: Final = now_ms() - 10 * MINUTE_MS
+BEGIN_MS: Final = now_ms() - 10 * STEP_MS
 ORDER: Final = 1_800_000_000_000_000
 
 #: What is noted beside the rule until the occurrence has come: see record.py.
@@ -47,11 +50,11 @@ OCCURRENCE: Final = Occurrence("", 0, Recurrence.of(timedelta(hours=1), "UTC"), 
 
 
 def ms_of(instant: int) -> int:
-    return BEGIN_MS + instant * MINUTE_MS
+    return BEGIN_MS + instant * STEP_MS
 
 
 def instant_of(ms: int | str | None) -> int | None:
-    return (int(ms) - BEGIN_MS) // MINUTE_MS if ms else None
+    return (int(ms) - BEGIN_MS) // STEP_MS if ms else None
 
 
 def record_of(found: Mapping[str, str]) -> Record | None:
@@ -59,14 +62,20 @@ def record_of(found: Mapping[str, str]) -> Record | None:
     if not found:
         return None
     winners = [each.split(":") for each in found.get("winners", "").split()]
+    behind, done = (instant_of(found.get(name)) for name in ("behind", "done"))
     return Record(
-        int(found["order"]) - ORDER,
-        int(found["begun"]) and int(found["begun"]) - ORDER,
-        found.get("revision", ""),
-        instant_of(found["ahead"]),
-        tuple(Winner((int(ms) - BEGIN_MS) // MINUTE_MS, n, int(t), a) for ms, n, t, a in winners),
-        found.get("paused") == "1",
-        "deleted" in found,
+        order=int(found["order"]) - ORDER,
+        begun=int(found["begun"]) and int(found["begun"]) - ORDER,
+        first=instant_of(found.get("first")) or 0,
+        revision=found.get("revision", ""),
+        ahead=instant_of(found["ahead"]),
+        behind=-1 if behind is None else behind,
+        done=-1 if done is None else done,
+        winners=tuple(
+            Winner((int(ms) - BEGIN_MS) // STEP_MS, n, int(t), a) for ms, n, t, a in winners
+        ),
+        is_paused=found.get("paused") == "1",
+        is_deleted="deleted" in found,
     )
 
 
@@ -171,12 +180,13 @@ class Sequence:
             return
         self.say(what, rule.Decided(*given), expected)
         assert found.is_lost == self.is_lost, self.told
-        assert abs(found.now_ms - now_ms()) < MINUTE_MS
+        assert abs(found.now_ms - now_ms()) < STEP_MS
         if expected.following is not None:
             self.send(expected.following, expected.order, message.revision)
         ahead = following if expected.following is None else expected.following
         said, own = message._replace(order=expected.order), (message.name, message.turns, arrival)
-        known = Record(said.order, 0, said.revision, ahead, (Winner(said.instant, *own),))
+        winners = (Winner(said.instant, *own),)
+        known = Record(said.order, 0, 0, said.revision, ahead, -1, said.instant, winners)
         self.decided.append((known, self.arriving(said, ahead, arrival)))
 
     def remember(self) -> None:
@@ -267,7 +277,7 @@ class Sequence:
         assert (noted is None) == (record is None), self.told
         if record is None or noted is None:
             return
-        assert noted.done_ms == (ms_of(record.done) if record.winners else -1), self.told
+        assert noted.done_ms == (ms_of(record.done) if record.done >= 0 else -1), self.told
         is_there = not (self.is_lost or record.is_deleted)
         assert ("message" in found) == ("occurrence" in found) == is_there, self.told
         if self.former is None or self.former[:4:3] != record[:4:3]:  # its order, what is ahead

@@ -6,9 +6,12 @@
 --
 --   order        grows with each edit, and with the deletion
 --   begun        the order of the first put that Redis still knows of; 0 after a deletion. A message of a
---                lower order may be of the same put, if Redis had lost it
+--                lower order may be of the same put, if Redis had lost it: the backlog
+--   first        the instant that this put began with: what is earlier is the backlog's
+--   behind       the latest instant of the backlog that was decided
 --   revision     stands for all that was put
 --   ahead        the instant whose message waits; empty if none follows
+--   done         the instant that was decided last, apart from the backlog
 --   winners      the messages that have decided the latest instants, in the order of the decisions; for
 --                each the instant, the message's name, how often it was put back, and its arrival
 --   paused       whether occurrences do not run
@@ -25,8 +28,14 @@
 -- before that (empty for none, or if it was published before); whether the schedule is paused, the order of
 -- that message, whether Redis has lost what the schedule sends, and the time.
 
-local WINNERS = 8
+-- Of so many instants it is noted at least, and at most, which message has decided them: of those of the
+-- last ten minutes, and of the latest ones.
+local WINNERS, MOST, RECENT_MS = 8, 128, 600000
 local notes_again, now_ms = ARGV[3] == '1', clock()
+
+local function text_of(number)
+  return number and string.format('%.0f', number) or ''
+end
 
 local function read(text)
   local winners = {}
@@ -36,18 +45,20 @@ local function read(text)
   return winners
 end
 
-local function write(winners)
-  local texts = {}
-  for number = math.max(1, #winners - WINNERS + 1), #winners do
-    table.insert(texts, string.format('%.0f:%s:%.0f:%s', unpack(winners[number])))
+local function note_winners(record, winners)
+  local last, texts = winners[#winners], {}
+  while #winners > MOST or #winners > WINNERS and math.abs(winners[1][1] - last[1]) > RECENT_MS do
+    table.remove(winners, 1)
   end
-  return table.concat(texts, ' ')
+  for number, winner in ipairs(winners) do
+    texts[number] = string.format('%.0f:%s:%.0f:%s', unpack(winner))
+  end
+  redis.call('HSET', record, 'winners', table.concat(texts, ' '))
 end
 
--- Note what has decided the latest instants, and what is ahead; a new order takes what is sent with it.
-local function note(record, order, revision, ahead, winners, is_new)
-  redis.call('HSET', record, 'order', order, 'revision', revision, 'ahead', ahead,
-    'winners', write(winners))
+-- Note what is ahead; a new order takes what is sent with it.
+local function note_ahead(record, order, revision, ahead, is_new)
+  redis.call('HSET', record, 'order', order, 'revision', revision, 'ahead', ahead)
   redis.call('HDEL', record, 'missed', 'healed', 'unsent')
   if is_new then
     redis.call('HDEL', record, 'deleted', 'occurrence', 'message')
@@ -60,60 +71,63 @@ local function note(record, order, revision, ahead, winners, is_new)
 end
 
 local function decide(record, instant, order, revision, name, turns, arrival, is_redelivered, following)
-  local noted, begun, known, ahead, texts, paused, deleted, message =
-    unpack(redis.call('HMGET', record, 'order', 'begun', 'revision', 'ahead', 'winners', 'paused',
-      'deleted', 'message'))
-  local winners, time = read(texts), string.format('%.0f', now_ms)
+  local noted, begun, first, behind, known, ahead, done, texts, paused, deleted, message =
+    unpack(redis.call('HMGET', record, 'order', 'begun', 'first', 'behind', 'revision', 'ahead', 'done',
+      'winners', 'paused', 'deleted', 'message'))
+  local winners, time = read(texts), text_of(now_ms)
   local dropped = {0, '', 0, order, 0, time}
-  local done = #winners > 0 and winners[#winners][1] or -1
-  local is_new, is_backlog = not noted or tonumber(order) > tonumber(noted), false
-  instant, turns = tonumber(instant), tonumber(turns)
-  ahead = tonumber(ahead or '')
+  local is_new = not noted or tonumber(order) > tonumber(noted)
+  local is_backlog = not is_new and tonumber(order) < tonumber(noted)
+  instant, turns, following = tonumber(instant), tonumber(turns), tonumber(following)
+  ahead, done, behind = tonumber(ahead or ''), tonumber(done or '-1'), tonumber(behind or '-1')
+  local own = {instant, name, turns, arrival}
   if notes_again then
-    if noted and tonumber(order) >= tonumber(noted) and (is_new or done < instant) then
+    if noted and not is_backlog and (is_new or done < instant) then
       local before = {}
       for _, winner in ipairs(winners) do
         if winner[1] < instant then
           table.insert(before, winner)
         end
       end
-      table.insert(before, {instant, name, turns, arrival})
-      note(record, order, revision, following, before, is_new)
+      table.insert(before, own)
+      note_winners(record, before)
+      note_ahead(record, order, revision, text_of(following), is_new)
+      redis.call('HSET', record, 'done', text_of(instant))
     end
     return dropped
   end
   if is_new then
     -- Redis has lost the record, or an edit of it: the message has all that it takes.
-    redis.call('HSETNX', record, 'begun', order)
+    if not noted then
+      redis.call('HSET', record, 'begun', order, 'first', text_of(instant))
+    end
     ahead, message = instant, false
-    note(record, order, revision, string.format('%.0f', instant), winners, true)
-  elseif deleted then
-    return dropped
-  elseif tonumber(order) < tonumber(noted) then
-    -- Unless Redis had lost the record, and the same was put again: then this is the backlog. What is later
-    -- than the instant ahead comes in its turn.
-    if tonumber(order) >= tonumber(begun) or revision ~= known or ahead and instant > ahead then
+    note_ahead(record, order, revision, text_of(instant), true)
+  else
+    if deleted then
       return dropped
     end
-    order, is_backlog = noted, true
+    -- Unless Redis had lost the record, and the same was put again, a lower order is that of an edit.
+    if is_backlog and (tonumber(order) >= tonumber(begun) or revision ~= known or instant >= tonumber(first)) then
+      return dropped
+    end
+    revision = known or revision
   end
-  if not is_new and known then
-    revision = known
+  if is_backlog and following and following >= tonumber(first) then
+    following = nil -- the put has sent it
   end
-
-  local answer = {1, following, paused == '1' and 1 or 0, order, message and 0 or 1, time}
+  local answer = {1, text_of(following), paused == '1' and 1 or 0, order, message and 0 or 1, time}
 
   -- Drop a message of an instant that was decided; if that was ahead, what follows it is.
   local function pass_over()
     if ahead ~= instant then
       return dropped
     end
-    note(record, order, revision, following, winners, false)
+    note_ahead(record, noted and not is_new and noted or order, revision, text_of(following), false)
     answer[1] = 0
     return answer
   end
 
-  local own = {instant, name, turns, arrival}
   for number, winner in ipairs(winners) do
     if winner[1] == instant then
       local is_same = is_redelivered or arrival == winner[4]
@@ -121,13 +135,20 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
         return pass_over()
       end
       winners[number] = own
-      answer[2] = instant == done and ahead and string.format('%.0f', ahead) or ''
-      redis.call('HSET', record, 'winners', write(winners))
+      note_winners(record, winners)
+      if is_backlog then
+        answer[2] = instant == behind and answer[2] or ''
+      else
+        answer[2] = instant == done and text_of(ahead) or ''
+      end
       return answer
     end
   end
-  -- What has decided a later instant may have been sent since Redis has lost the record.
-  if instant < done and not ((is_backlog or instant == ahead) and #winners < WINNERS) then
+  local is_too_old = instant < done and instant ~= ahead -- it is ahead, if Redis had lost the record
+  if is_backlog then
+    is_too_old = instant <= behind
+  end
+  if is_too_old then
     -- It was left out as too old, or it is forgotten which message has decided it: then one that has come
     -- before counts as that.
     if #winners < WINNERS or instant > winners[1][1] or not (is_redelivered or turns > 0) then
@@ -136,13 +157,14 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
     answer[2] = ''
     return answer
   end
-  if is_backlog and tonumber(following) ~= ahead then
-    -- What was put again is further ahead: it waits until the backlog comes to it.
-    order = string.format('%.0f', tonumber(order) + 1)
-    answer[4] = order
-  end
   table.insert(winners, own)
-  note(record, order, revision, following, winners, false)
+  note_winners(record, winners)
+  if is_backlog then
+    redis.call('HSET', record, 'behind', text_of(instant))
+  else
+    redis.call('HSET', record, 'done', text_of(instant))
+    note_ahead(record, order, revision, text_of(following), false)
+  end
   return answer
 end
 

@@ -25,7 +25,9 @@ local function edit(record, was_order, was_ahead, order, ahead, revision, occurr
     keep(record, math.max(tonumber(known) or 0, now_ms) + keep_ms + ARGV[3], now_ms)
     return 1
   end
-  redis.call('HSETNX', record, 'begun', order)
+  if redis.call('HSETNX', record, 'begun', order) == 1 then
+    redis.call('HSET', record, 'first', ahead)
+  end
   redis.call('HSET', record, 'revision', revision, 'occurrence', occurrence, 'message', message, 'unsent', '1')
   if paused ~= '' then
     redis.call('HSET', record, 'paused', paused)
