@@ -168,6 +168,8 @@ def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again
     put()
     worker.start()
     travel(hours=6)
+    wait_for(lambda: len(noted()) >= 18, "the last one", PATIENCE)
+    travel(seconds=1)
     assert hours(noted, first) == [*range(18)]
     # One chain has ended: what is sent twice runs once, but costs twice as much.
     queues = [*shop.rabbitdelay.topology.digit_queues, *shop.amqp.queues.values()]
