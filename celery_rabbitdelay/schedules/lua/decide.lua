@@ -123,8 +123,8 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
     if ahead ~= instant then
       return dropped
     end
-    note_ahead(record, noted and not is_new and noted or order, revision, text_of(following), false)
-    answer[1] = 0
+    answer[1], answer[4] = 0, is_new and order or noted
+    note_ahead(record, answer[4], revision, text_of(following), false)
     return answer
   end
 
