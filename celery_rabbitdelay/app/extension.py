@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Where the schedules are, which stand on all that is here.
+#: The package of the schedules, which imports this one.
 _SCHEDULES: Final = "celery_rabbitdelay.schedules"
 
 

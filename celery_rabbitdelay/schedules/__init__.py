@@ -1,7 +1,7 @@
 """Schedules: tasks that run again and again, without a process of their own.
 
 The message of a schedule's next instant waits in the levels. When it arrives, a worker publishes
-the message of the instant after it, confirmed, and then runs the one that has come. Redis notes for
+the message of the instant after it, waits for the confirm, and then runs the task. Redis notes for
 each schedule what it sends, which instant waits, and which messages have decided the latest ones.
 
 Read ``recurrence`` (when something is due, pure), ``occurrence`` (what a message says of its

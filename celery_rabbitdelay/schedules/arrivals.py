@@ -31,15 +31,16 @@ from celery_rabbitdelay.publishing.publication import RESENDS
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat
-from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of
+from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of, with_id
 from celery_rabbitdelay.schedules.occurrence import Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Came, Decided, Fate, Records
 from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.runs import Runs
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.decisions import MAX_PAUSE, MIN_PAUSE, Arrived
+from celery_rabbitdelay.worker.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.metrics import lateness
 
 logger = get_logger(__name__)
 
@@ -95,10 +96,10 @@ class _Step(NamedTuple):
 
     Attributes:
         came: The occurrence as it has arrived.
-        arriving: What the rule is asked.
+        arriving: The question to the rule.
         is_late: Whether it is too late to run.
-        decided: What the rule has said.
-        following: The occurrence to be published; None if there is none.
+        decided: The answer of the rule.
+        following: The next occurrence, if its message is to be published.
         published: Its message, once it is confirmed.
     """
 
@@ -129,8 +130,8 @@ class Arrivals(BatchThread[_Came]):
 
     name = "rabbitdelay-schedules"
 
-    #: What this worker has decided last of each schedule, also over connections that were lost: a
-    #: Redis that was restored from an older copy has forgotten it.
+    #: The latest decision of this worker about each schedule. It outlives a lost connection, and
+    #: restores what a Redis that was restarted from an older copy has forgotten.
     _remembered: ClassVar[dict[str, Arriving]] = {}
 
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
@@ -212,11 +213,11 @@ class Arrivals(BatchThread[_Came]):
         try:
             runs, following_ms = occurrence.at(now_ms)
         except INVALID as error:
-            # Another worker may have the package that it takes, and an edit mends anything else.
+            # Another worker may have a missing package installed; an edit mends any other error.
             logger.error("Occurrence %s waits, as none follows: %s", occurrence.task_id, error)
             self.act(partial(put_back, wall_clock.ms() + int(MAX_PAUSE * 1000)))
             return None
-        # What waits for the end of a run was not too late when it came.
+        # An occurrence that waits for the end of a run was not too late when it arrived.
         is_late = not (runs or came.looks or occurrence.turns)
         # Of what has gone on before, the rule may have forgotten that by now.
         came_before = delivery.redelivered or came.went_on
@@ -236,7 +237,8 @@ class Arrivals(BatchThread[_Came]):
         for step, answer in zip(steps, answers, strict=True):
             occurrence, order = step.occurrence, step.occurrence.order
             if answer is None and self._delays.settings.registry_down == "hold":
-                self._put_back(step, self._pause_ms(occurrence), is_followed=occurrence.is_followed)
+                wait_ms = pause_ms(lateness(occurrence.due_ms))
+                self._put_back(step, wait_ms, is_followed=occurrence.is_followed)
                 continue
             decided = answer or Decided(True, step.arriving.following_ms, order=order)
             if answer is not None:
@@ -333,10 +335,7 @@ class Arrivals(BatchThread[_Came]):
             raise LookupError("its queue is unknown")
         says = says_of(following, TRACKED in waited.registry)
         producer.says = {"due_ms": following.due_ms, "registry": says}
-        users: dict[str, Any] = {**former.headers, "expires": None}
-        for name in ("id", "root_id"):
-            if users.get(name) == former.headers.get("id"):
-                users[name] = task_id
+        users = {**with_id(former.headers, task_id), "expires": None}
         properties = {**kept_properties(former.properties), "correlation_id": task_id}
         return republishing.message_again(producer, former, destination, due, users, properties)
 
@@ -363,24 +362,18 @@ class Arrivals(BatchThread[_Came]):
             return None
         if occurrence.overlap == "skip":
             return "overlapped"
-        pause_ms = (wall_clock.ms() - occurrence.due_ms) // 10
-        self._put_back(step, max(MIN_PAUSE_MS, min(pause_ms, MAX_PAUSE_MS)), is_followed=True)
+        wait_ms = (wall_clock.ms() - occurrence.due_ms) // 10
+        self._put_back(step, max(MIN_PAUSE_MS, min(wait_ms, MAX_PAUSE_MS)), is_followed=True)
         return None
 
-    def _pause_ms(self, occurrence: Occurrence) -> int:
-        """Return for how long an occurrence waits while Redis does not answer."""
-        late = max(wall_clock.ms() - occurrence.due_ms, 0) / 1000
-        pause = min(max(late, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
-        return int(pause * 1000)
-
-    def _put_back(self, step: _Step, pause_ms: int, *, is_followed: bool) -> None:
+    def _put_back(self, step: _Step, wait_ms: int, *, is_followed: bool) -> None:
         """Put an occurrence back into the levels; then the rule is asked again."""
         arrived, occurrence = step.came.arrived, step.occurrence
         again = occurrence._replace(turns=occurrence.turns + 1, is_followed=is_followed)
 
         def put_back() -> None:
             arrived.delivery.message.headers[SCHEDULE] = again.text
-            arrived.put_back(wall_clock.ms() + pause_ms)
+            arrived.put_back(wall_clock.ms() + wait_ms)
 
         self.act(put_back)
 

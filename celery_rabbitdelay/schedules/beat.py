@@ -32,7 +32,7 @@ _FORMER: Final = (
     "rolled back: celery rabbitdelay schedules put-beat"
 )
 
-#: What this process has put last for each application; see :func:`_digest`.
+#: The digest of the entries that this process put last, for each application; see :func:`_digest`.
 _DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
 
@@ -125,7 +125,7 @@ def _puts(app: Any) -> dict[str, Put]:
 
 
 def _digest(puts: Mapping[str, Put]) -> str:
-    """Return what stands for all that is put: equal in all processes of the same code."""
+    """Return a digest of the entries, which is equal in all processes of the same code."""
     said = sorted((name, put.occurrence.revision, str(put.paused)) for name, put in puts.items())
     return hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 

@@ -26,7 +26,8 @@ from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.schedules.occurrence import Occurrence
 from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
 
-#: What of a message belongs to what a schedule sends; the rest differs with each send.
+#: The headers and properties of a message that are part of a schedule; a change is an edit. All
+#: others differ with each send.
 _OF_HEADERS: Final = ("shadow", "timelimit", "ignore_result", "compression")
 _OF_PROPERTIES: Final = ("priority", "delivery_mode", "content_type", "content_encoding")
 
@@ -143,14 +144,19 @@ def canonical(value: Any) -> str:
     return f"{kind.__qualname__}{canonical(value.__reduce_ex__(2)[1:3])}"
 
 
+def with_id(headers: Mapping[str, Any], task_id: str) -> dict[str, Any]:
+    """Return Celery's headers of a task under another id; it stays the root, if it was that."""
+    former = headers.get("id")
+    ids = {each: task_id for each in ("id", "root_id") if headers.get(each) == former}
+    return {**headers, **ids}
+
+
 def filled(producer: DelayedProducer, send: Send) -> Delayed:
     """Return the message that a schedule sends, as that of one task."""
     message = send.pattern.message
     said = message.headers
-    former = said.others.get("id")
-    ids = {each: send.task_id for each in ("id", "root_id") if said.others.get(each) == former}
     message = message.having(correlation_id=send.task_id).saying(
-        due_ms=send.due_ms, registry=send.says, others={**said.others, **ids}
+        due_ms=send.due_ms, registry=send.says, others=with_id(said.others, send.task_id)
     )
     return send.pattern._replace(message=producer.sign(message), task_id=send.task_id)
 

@@ -84,6 +84,12 @@ class _Due(NamedTuple):
     queue: str
 
 
+def pause_ms(away: float) -> int:
+    """Return for how many milliseconds a task waits while Redis is away, by the seconds so far."""
+    pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
+    return int(pause * 1000)
+
+
 class Arrived(NamedTuple):
     """A task about which the registry has decided.
 
@@ -260,8 +266,7 @@ class Decisions(BatchThread[_Due]):
 
     def _later(self, away: float) -> Decision:
         """Return that a task asks again after as long as there was no answer, within bounds."""
-        pause = min(max(away, MIN_PAUSE), MAX_PAUSE) * random.uniform(1, 1.25)  # noqa: S311 - jitter
-        return Decision(Verdict.LATER, wall_clock.ms() + int(pause * 1000), is_answer=False)
+        return Decision(Verdict.LATER, wall_clock.ms() + pause_ms(away), is_answer=False)
 
     def _carry_out_all(self, batch: Sequence[_Due], decisions: Sequence[Decision]) -> None:
         for due, decision in zip(batch, decisions, strict=True):

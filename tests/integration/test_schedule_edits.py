@@ -20,7 +20,6 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.exceptions import ConnectionLost, PublishError
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.brokers import NotPossibleHere
 from tests.celery_process import REPOSITORY, CeleryProcess
 from tests.chaos.clocks import off_by
 from tests.integration.arrivals import take, wait_until_waiting
@@ -366,10 +365,6 @@ class FastWorker(Worker):
 def test_a_worker_whose_clock_is_wrong_loses_and_repeats_nothing_and_is_not_early(
     settings: dict[str, Any], stage: Stage, catch_up: str
 ) -> None:
-    try:
-        off_by(30)
-    except NotPossibleHere as reason:
-        pytest.skip(str(reason))
     seen: dict[float, float] = {}
 
     def look() -> bool:

@@ -172,7 +172,7 @@ instants = st.builds(
 
 
 @given(st.lists(RULES, min_size=1, max_size=3, unique=True), st.sampled_from(ZONES), instants)
-def test_the_latest_instant_is_the_one_before_the_next(
+def test_no_instant_is_between_a_time_and_the_next_one(
     rules: list[str], zone: str, at: int
 ) -> None:
     recurrence = Recurrence(tuple(rules), zone)
