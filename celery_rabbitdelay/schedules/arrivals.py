@@ -51,6 +51,9 @@ TRY_AGAIN: Final = 1.0
 #: within the half of that. One worker at a time sends again what is missing.
 LOOK_EVERY: Final = 30.0
 
+#: Seconds to wait for more occurrences when several have come at once.
+GATHER: Final = 0.02
+
 #: Of how many schedules it is remembered what was decided last.
 MAX_REMEMBERED: Final = 20_000
 
@@ -167,6 +170,14 @@ class Arrivals(BatchThread[_Came]):
     def own_work_in(self) -> float:
         """Return the seconds until the next look for what has not come."""
         return self._look_at - time.monotonic()
+
+    def gather_for(self, first: int) -> float:
+        """Wait for more if several have come: the broker writes many messages as fast as one.
+
+        Not if the prefetch count lets hardly any more of them come.
+        """
+        prefetched = celery_internals.prefetch_count(self._consumer)
+        return GATHER if first > 1 and (prefetched == 0 or prefetched >= 2 * first) else 0.0
 
     def work(self, batch: list[_Came]) -> None:
         """Publish what follows, and let the event loop go on with what has come."""
