@@ -73,9 +73,5 @@ class Notes:
 
 def instants(noted: Notes, name: str) -> list[int]:
     """When the occurrences of a schedule were due that ran, in seconds."""
-    split = [
-        each["correlation_id"].split(":")
-        for each in noted.found()
-        if each["correlation_id"].count(":") == 2
-    ]
-    return sorted(int(instant) // 1000 for given, instant, _ in split if given == name)
+    split = [each["correlation_id"].rsplit(":", 2) for each in noted.found()]
+    return sorted(int(words[1]) // 1000 for words in split if words[0] == name)

@@ -23,7 +23,7 @@ from celery_rabbitdelay.testing.session import Worker as TravellingWorker
 from tests.integration.arrivals import count
 from tests.integration.notes import Notes, instants
 from tests.integration.registering import TEXT, RedisSetup
-from tests.integration.shop import PATIENCE, named
+from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.test_schedules import (
     assert_each_once,
     let_end,
@@ -34,6 +34,7 @@ from tests.integration.test_schedules import (
 )
 from tests.integration.travelling_shop import rabbitdelay_celery_app
 from tests.integration.worker import Worker
+from tests.unit.clock import frozen
 
 __all__ = ["let_end", "put", "rabbitdelay_celery_app", "settings", "shop"]
 
@@ -54,17 +55,19 @@ def redis_setup(redis: RedisServer) -> Iterator[RedisSetup]:
 def put_soon(put: Callable[..., Any]) -> Callable[..., int]:
     """Puts a schedule that is due in some seconds and then each hour; returns when, in seconds."""
 
-    def put_soon(name: str = "a", seconds: int = 3, **options: Any) -> int:
-        start = datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=seconds)
-        assert put(name, HOUR, start=start, **options).next_at == start
-        return int(start.timestamp())
+    def put_soon(name: str = "a", seconds: int = 1, **options: Any) -> int:
+        with frozen() as clock:
+            due = int(clock.now) + seconds
+            start = datetime.fromtimestamp(due, UTC)
+            assert put(name, HOUR, start=start, **options).next_at == start
+        return due
 
     return put_soon
 
 
-def follows(shop: Any, first: int) -> bool:
-    """Return whether what waits of the schedule ``a`` is due an hour after the first."""
-    found = shop.rabbitdelay.schedules.get("a")
+def follows(shop: Any, first: int, name: str = "a") -> bool:
+    """Return whether what waits of a schedule is due an hour after the first."""
+    found = shop.rabbitdelay.schedules.get(name)
     return found is not None and found.next_at.timestamp() == first + 3600
 
 
@@ -77,7 +80,7 @@ def is_over(instant: float) -> bool:
 
 
 @pytest.mark.parametrize("begins", ["the original", "the copy"])
-@pytest.mark.parametrize("catch_up", ["all", 170])
+@pytest.mark.parametrize("catch_up", ["all", 900])
 def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
     rabbitdelay_app: Any,
     rabbitdelay_worker: TravellingWorker,
@@ -90,11 +93,10 @@ def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
     kwargs = {"key": noted.key}
     schedules.put("a", "note", HOUR, ("a",), kwargs, start=start, catch_up=catch_up)
     rabbitdelay_worker.kill()
-    healed: list[str] = []
-    for late in (61, 107):
-        travel(to=start + late * SECOND)
-        healed += schedules.heal()
-    assert healed == ["a"]
+    travel(to=start + 61 * SECOND)
+    assert schedules.heal() == []
+    travel(seconds=46)
+    assert schedules.heal() == ["a"]
     travel(seconds=1)
     with rabbitdelay_app.connection_for_write() as connection:
         queue = rabbitdelay_app.amqp.queues[rabbitdelay_app.conf.task_default_queue]
@@ -103,8 +105,8 @@ def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
         rabbitdelay_worker.start()
         for message in found if begins == "the original" else reversed(found):
             give(connection, queue, message)
-            # The second one is too late for 170 seconds.
-            travel(seconds=80)
+            # The second one is too late for 900 seconds.
+            travel(seconds=900)
     assert instants(noted, "a") == [int(start.timestamp())]
     travel(to=start + 3.5 * HOUR)
     assert [each - start.timestamp() for each in instants(noted, "a")] == [0, 3600, 7200, 10800]
@@ -140,7 +142,7 @@ def test_a_worker_of_another_application_sends_again_to_the_queue_of_the_task(
     # Another queue, and no tasks.
     mail = {**settings, "prefix": f"{settings['prefix']}-mail", "knows_tasks": False}
     with Worker({**mail, **HASTY}) as other:
-        wait_for(lambda: count(connection, named(shop, "default")) == 2, "two messages", PATIENCE)
+        wait_for(lambda: count(connection, named(shop, "default")) >= 2, "two messages", PATIENCE)
         assert "sent again: a" in other.log
         assert noted() == []
         with Worker(settings):
@@ -169,7 +171,7 @@ def test_what_comes_later_than_the_next_one_is_due_runs(
         wait_for(partial(noted.redis.llen, keys[0]), "a run", PATIENCE)
         put("a", catch_up="last")
         for now, then in pairwise(keys):
-            wait_for(lambda: count(connection, default) == 1, "an occurrence", PATIENCE)
+            wait_for(lambda: count(connection, default), "an occurrence", PATIENCE)
             hold(then)
             wait_for(partial(is_over, time.time() + 2.5), "more instants", PATIENCE)
             noted.redis.set(f"{now}:ends", "1")
@@ -190,14 +192,19 @@ def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(
     first = put_soon()
     with Redis.from_url(redis_setup.url) as client:
         snapshot = {key: client.dump(key) for key in client.scan_iter()}
+        assert not follows(shop, first)
         with Worker({**settings, **HASTY}), Worker({**settings, **HASTY}):
             wait_until_ran(noted, 1)
             wait_until_followed(shop, first)
-            for key, value in snapshot.items():
-                client.restore(key, 0, value, replace=True)
-            for key in {*client.scan_iter()} - snapshot.keys():
-                client.delete(key)
-            assert not follows(shop, first)
+            with client.pipeline() as back:
+                for key in client.scan_iter():
+                    back.delete(key)
+                for key, value in snapshot.items():
+                    back.restore(key, 0, value)
+                # Nobody sends again what is missed: on a busy machine, the other worker may be
+                # slower to note it than a hasty one is to send it.
+                back.set(shop.rabbitdelay.registry.names.only("healing"), "1")
+                back.execute()
             wait_until_followed(shop, first)
             noted.until(1)
     assert instants(noted, "a") == [first]
@@ -252,29 +259,28 @@ def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out
     assert_each_once(instants(noted, "a"))
 
 
-@pytest.mark.parametrize("what", ["task", "queue"])
 def test_what_waits_for_a_resume_is_not_sent_again(
-    settings: dict[str, Any],
-    shop: Any,
-    put_soon: Callable[..., int],
-    noted: Notes,
-    what: str,
+    settings: dict[str, Any], shop: Any, put_soon: Callable[..., int], noted: Notes
 ) -> None:
-    default, second = named(shop, "default"), named(shop, "second")
-    paused = {"task": "note"} if what == "task" else {"queue": default}
-    shop.rabbitdelay.pause(**paused)
-    first = put_soon()
-    # Nobody serves its queue: when it is sent again, the first one would have been.
-    put_soon("b", 5, task="late-note", queue=second)
-    with Worker({**settings, **HASTY}, [default]) as worker:
+    default, second, reports = (named(shop, name) for name in QUEUES[:3])
+    paused = [{"task": "note"}, {"queue": reports}]
+    for each in paused:
+        shop.rabbitdelay.pause(**each)
+    first = {"a": put_soon("a"), "b": put_soon("b", task="late-note", queue=reports)}
+    # Nobody serves its queue: when it is sent again, the other ones would have been.
+    put_soon("c", 2, task="late-note", queue=second)
+    with Worker({**settings, **HASTY}, [default, reports]) as worker:
         wait_for(lambda: "are sent again" in worker.log, "healing", PATIENCE)
-        assert "sent again: b" in worker.log
-        assert not follows(shop, first)
-        shop.rabbitdelay.resume(**paused)
-        wait_until_ran(noted, 1)
-        wait_until_followed(shop, first)
+        assert "sent again: c" in worker.log
+        assert not any(follows(shop, first[name], name) for name in first)
+        for each in paused:
+            shop.rabbitdelay.resume(**each)
+        for name in first:
+            wait_for(partial(follows, shop, first[name], name), "the next occurrence", PATIENCE)
         noted.until(1)
-    assert instants(noted, "a") == [first]
+    assert {name: instants(noted, name) for name in first} == {
+        name: [due] for name, due in first.items()
+    }
 
 
 def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(
@@ -286,7 +292,8 @@ def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(
         put("a", 3 * SECOND, task="hold")
         wait_until_ran(noted, 1)
         (first,) = instants(noted, "a")
-        with Worker(settings, None, "-P", "threads", "-c", "20"):
+        # Room for all that is due, however slowly it starts.
+        with Worker(settings, None, "-P", "threads", "-c", "200"):
             wait_until_ran(noted, 2)
             killed.kill()
             wait_for(lambda: instants(noted, "a").count(first) == 2, "another run", PATIENCE)
@@ -321,7 +328,7 @@ def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
         if mode == "run":
             wait_until_ran(noted, ran + 5)
         else:
-            wait_for(lambda: worker.log.count(away) >= 3, "two that are held", PATIENCE)
+            wait_for(lambda: worker.log.count(away) >= 2, "one held again", PATIENCE)
             assert len(noted.wait(3)) == ran
         (redis.start if is_emptied else redis.resume)()
         wait_until_ran(noted, ran + 10)
