@@ -172,12 +172,12 @@ class Arrivals(BatchThread[_Came]):
         return self._look_at - time.monotonic()
 
     def gather_for(self, first: int) -> float:
-        """Wait for more if several have come: the broker writes many messages as fast as one.
+        """Return for how long to wait for more occurrences, so that they share a round trip.
 
-        Not if the prefetch count lets hardly any more of them come.
+        Not for a single one, nor if the prefetch count lets hardly any more of them come.
         """
-        prefetched = celery_internals.prefetch_count(self._consumer)
-        return GATHER if first > 1 and (prefetched == 0 or prefetched >= 2 * first) else 0.0
+        gathers = first > 1 and celery_internals.may_hold(self._consumer, 2 * first)
+        return GATHER if gathers else 0.0
 
     def work(self, batch: list[_Came]) -> None:
         """Publish what follows, and let the event loop go on with what has come."""

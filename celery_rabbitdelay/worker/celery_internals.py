@@ -180,10 +180,10 @@ def is_revoked(consumer: Any, task_id: object) -> bool:
     return isinstance(task_id, str) and task_id in consumer.controller.state.revoked
 
 
-def prefetch_count(consumer: Any) -> int:
-    """Return how many messages a worker may hold; 0 for any number."""
+def may_hold(consumer: Any, number: int) -> bool:
+    """Return whether a worker's prefetch count lets it hold so many messages."""
     count: int = consumer.qos.value
-    return count
+    return count == 0 or count >= number
 
 
 def is_reserved(task_id: str) -> bool:

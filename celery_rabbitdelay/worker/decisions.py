@@ -211,8 +211,8 @@ class Decisions(BatchThread[_Due]):
 
         Not if the prefetch count lets hardly any more of them come.
         """
-        prefetched = celery_internals.prefetch_count(self._consumer)
-        return GATHER if prefetched == 0 or prefetched >= first * MIN_GATHERED else 0.0
+        more = first * MIN_GATHERED
+        return GATHER if celery_internals.may_hold(self._consumer, more) else 0.0
 
     def _ask_again(self, batch: Sequence[_Due]) -> None:
         for due in batch:

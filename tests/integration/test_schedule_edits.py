@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any, Final
@@ -32,6 +31,7 @@ from tests.integration.notes import Notes
 from tests.integration.registry_fixtures import redis_setup
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.test_schedules import let_end, settings, shop
+from tests.integration.trouble import suspended
 from tests.integration.worker import ShopProcess, Worker, run_command
 from tests.json_schemas import checked
 from tests.unit.clock import frozen
@@ -86,14 +86,6 @@ def wait_until(instant: datetime) -> None:
     wait_for(lambda: datetime.now(UTC) > instant, f"{instant}", PATIENCE)
 
 
-@contextmanager
-def suspended(worker: Worker) -> Iterator[None]:
-    """Let nothing come to a worker in a block, however long it takes."""
-    worker.suspend()
-    yield
-    worker.resume()
-
-
 def assert_each_once(found: list[tuple[float, str, float]], gap: float = 1.0) -> None:
     """Assert that each instant ran once, from the first to the last."""
     assert {later[0] - earlier[0] for earlier, later in pairwise(found)} == {gap}
@@ -111,7 +103,7 @@ def test_an_edit_keeps_an_instant_that_is_due_and_has_not_come(
     settings: dict[str, Any], stage: Stage, connection: Connection, jitter: int, catch_up: str
 ) -> None:
     start = datetime.now(UTC).replace(microsecond=0)
-    while not jitter / 2 <= (due := jittered(start, jitter)).timestamp() - start.timestamp():
+    while (due := jittered(start, jitter)) - start < SECOND * jitter / 2:
         start += timedelta(milliseconds=1)
     options: dict[str, Any] = {"start": start, "jitter": jitter, "catch_up": catch_up}
     with frozen(start.timestamp() - 1):
@@ -128,7 +120,7 @@ def test_an_edit_keeps_an_instant_that_is_due_and_has_not_come(
 
 
 def jittered(instant: datetime, jitter: int) -> datetime:
-    """Return when an instant of the schedule ``a`` is due with a jitter of so many seconds."""
+    """Return when the schedule ``a`` is due for an instant: up to ``jitter`` seconds after it."""
     hourly = Recurrence.of(HOUR, "UTC")
     made = Occurrence("a", milliseconds_of(instant), hourly, ALL, jitter * 1000)
     return instant_of(made.due_ms)

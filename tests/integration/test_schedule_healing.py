@@ -292,7 +292,7 @@ def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(
         put("a", 3 * SECOND, task="hold")
         wait_until_ran(noted, 1)
         (first,) = instants(noted, "a")
-        # Room for all that is due, however slowly it starts.
+        # If the worker is slow to start, many occurrences are due by then, and each holds a thread.
         with Worker(settings, None, "-P", "threads", "-c", "200"):
             wait_until_ran(noted, 2)
             killed.kill()

@@ -6,24 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from celery_rabbitdelay.testing import RabbitMQServer
+from celery_rabbitdelay.testing.servers import Server
 from tests import node_control
 
 
 @contextmanager
-def suspended(broker: RabbitMQServer) -> Iterator[None]:
-    """The broker is silent until the block ends."""
-    broker.suspend()
-    with resumed(broker):
+def suspended(server: Server) -> Iterator[None]:
+    """A server, or a worker, is silent until the block ends."""
+    server.suspend()
+    with resumed(server):
         yield
 
 
 @contextmanager
-def resumed(broker: RabbitMQServer) -> Iterator[None]:
-    """The broker, which may be suspended in the block, goes on when it ends."""
+def resumed(server: Server) -> Iterator[None]:
+    """A server, which may be suspended in the block, goes on when it ends."""
     try:
         yield
     finally:
-        broker.resume()
+        server.resume()
 
 
 @contextmanager

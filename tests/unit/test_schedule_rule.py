@@ -362,7 +362,7 @@ def _is_over(record: Record, message: Message) -> bool:
     if message.order >= record.order or is_backlog:
         return False
     following = after(message.revision, message.instant)
-    return bool(rule.decide(record, message, following, OTHER) == (record, DROPPED))
+    return rule.decide(record, message, following, OTHER) == (record, DROPPED)
 
 
 def explore(begin: World, depth: int) -> int:
