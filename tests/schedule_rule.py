@@ -40,7 +40,8 @@ class Record(NamedTuple):
             was sent later.
         begun: The order of the first put that Redis still knows of; 0 after a deletion. A message
             of a lower order may be of the same put, if Redis had lost it: the backlog.
-        first: The instant that this put began with: what is earlier is the backlog's.
+        first: The earliest instant that this put or a later one began with: what is earlier is the
+            backlog's.
         revision: Stands for what was put; empty once the schedule was deleted.
         ahead: The instant whose message waits; None if none follows.
         behind: The latest instant of the backlog that was decided; -1 if none was.
@@ -202,9 +203,13 @@ def edit(record: Record | None, order: int, revision: str, first: int | None) ->
     """
     if record is None:
         return Record(order, order, first or 0, revision, first)
-    is_paused = record.is_paused and not record.is_deleted
     return record._replace(
-        order=order, revision=revision, ahead=first, is_paused=is_paused, is_deleted=False
+        order=order,
+        first=record.first if first is None else min(record.first, first),
+        revision=revision,
+        ahead=first,
+        is_paused=record.is_paused and not record.is_deleted,
+        is_deleted=False,
     )
 
 
@@ -227,7 +232,7 @@ def again(record: Record | None, known: Record) -> Record | None:
         return record
     if record.order == known.order and record.done >= known.done:
         return record
-    winners = tuple(each for each in record.winners if each.instant < known.done)
+    winners = tuple(each for each in record.winners if each.instant != known.done)
     return record._replace(
         order=known.order,
         revision=known.revision,

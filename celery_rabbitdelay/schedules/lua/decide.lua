@@ -7,7 +7,8 @@
 --   order        grows with each edit, and with the deletion
 --   begun        the order of the first put that Redis still knows of; 0 after a deletion. A message of a
 --                lower order may be of the same put, if Redis had lost it: the backlog
---   first        the instant that this put began with: what is earlier is the backlog's
+--   first        the earliest instant that this put or a later one began with: what is earlier is the
+--                backlog's
 --   behind       the latest instant of the backlog that was decided
 --   revision     stands for all that was put
 --   ahead        the instant whose message waits; empty if none follows
@@ -85,7 +86,7 @@ local function decide(record, instant, order, revision, name, turns, arrival, is
     if noted and not is_backlog and (is_new or done < instant) then
       local before = {}
       for _, winner in ipairs(winners) do
-        if winner[1] < instant then
+        if winner[1] ~= instant then
           table.insert(before, winner)
         end
       end

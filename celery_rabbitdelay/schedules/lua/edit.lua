@@ -10,7 +10,8 @@
 local now_ms = clock()
 
 local function edit(record, was_order, was_ahead, order, ahead, revision, occurrence, message, paused)
-  local noted, known, deleted = unpack(redis.call('HMGET', record, 'order', 'ahead', 'deleted'))
+  local noted, known, deleted, begun, first =
+    unpack(redis.call('HMGET', record, 'order', 'ahead', 'deleted', 'begun', 'first'))
   if (noted or '') ~= was_order or (known or '') ~= was_ahead then
     return 0
   end
@@ -25,8 +26,8 @@ local function edit(record, was_order, was_ahead, order, ahead, revision, occurr
     keep(record, math.max(tonumber(known) or 0, now_ms) + keep_ms + ARGV[3], now_ms)
     return 1
   end
-  if redis.call('HSETNX', record, 'begun', order) == 1 then
-    redis.call('HSET', record, 'first', ahead)
+  if not begun or tonumber(ahead) < tonumber(first) then
+    redis.call('HSET', record, 'begun', begun or order, 'first', ahead)
   end
   redis.call('HSET', record, 'revision', revision, 'occurrence', occurrence, 'message', message, 'unsent', '1')
   if paused ~= '' then
