@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants schedule-sequences travel bench bench-absence bench-sends bench-levels bench-lateness \
+.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel bench bench-absence bench-sends bench-levels bench-lateness \
         bench-beside journeys bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -111,6 +111,9 @@ travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, 1,000 rand
 
 registry-mutants: $(VENV)/test.done  ## Break each line of the registry's scripts once; its tests have to notice
 	$(BIN)/python -m tests.mutation.scripts
+
+planted: $(VENV)/test.done  ## Break each promise once; the tests have to notice (half an hour)
+	$(BIN)/python -m tests.planted
 
 mutation: $(VENV)/test.done  ## Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation
