@@ -22,6 +22,7 @@ from kombu import pools
 
 from celery_rabbitdelay.app.celery_internals import forget_connections
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
+from celery_rabbitdelay.testing.plugin import LONG_TRAVELS
 from tests.node_control import add_virtual_host
 from tests.private_broker import QUIET
 from tests.shared_servers import leave, shared
@@ -106,7 +107,10 @@ def session_rabbitmq(
     """A virtual host of this process, on the node of this run, which no test may kill."""
 
     def make() -> RabbitMQServer:
-        return RabbitMQServer(broker_root, QUIET, management=True, certificates=broker_certificates)
+        settings = (*QUIET, LONG_TRAVELS)
+        return RabbitMQServer(
+            broker_root, settings, management=True, certificates=broker_certificates
+        )
 
     node: Any = InVirtualHost(shared(run_folder / "rabbitmq", make), process_name)
     return cast("RabbitMQServer", node)
