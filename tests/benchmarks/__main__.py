@@ -12,8 +12,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tests import options
-from tests.benchmarks import beside, journeys, levels, sending, web, web_request, workers
+from tests.benchmarks import (
+    beside,
+    journeys,
+    levels,
+    options,
+    sending,
+    web,
+    web_request,
+    workers,
+)
 
 CASES: Final[dict[str, Callable[..., None]]] = {
     "sends": sending.sends,

@@ -36,7 +36,8 @@ class Proxy(SetUp):
     def _set_up(self, stack: ExitStack) -> None:
         self._thread.start()
         stack.callback(self._tear_down)
-        server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
+        listening = asyncio.start_server(self._pass, "127.0.0.1", 0)
+        server = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
         self.port = server.sockets[0].getsockname()[1]
 
     def _tear_down(self) -> None:
@@ -48,9 +49,6 @@ class Proxy(SetUp):
     def forget(self) -> None:
         """Forget all present connections: what is written to them is lost, and nobody is told."""
         self._generation += 1
-
-    async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._pass, "127.0.0.1", 0)
 
     async def _end(self) -> None:
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
