@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     every = {"all": [*SCENARIOS], "short": [*SHORT]}.get(given.scenario, [given.scenario])
     plays = [
-        _play(name, play)
+        _play(play)
         for version in given.broker or VERSIONS[-1:]
         for name in every
         for play in _plays(name, version, given)
@@ -59,15 +59,15 @@ def _plays(name: str, version: str, given: argparse.Namespace) -> Iterator[Play]
     if case not in scenario.cases:
         sys.exit(f"{name} has the cases {', '.join(scenario.cases)}")
     for each in scenario.cases if given.scenario == "all" else [case]:
-        yield Play(version, each, given.tasks or tasks, given.minutes or minutes)
+        yield Play(version, name, each, given.tasks or tasks, given.minutes or minutes)
 
 
-def _play(name: str, play: Play) -> tuple[str, bool]:
+def _play(play: Play) -> tuple[str, bool]:
     """Play one scenario; return its row of the table, and whether it is good."""
-    title = f"{name} {play.case}".strip()
+    title = play.title
     print(f"\n{title} on RabbitMQ {play.version}", flush=True)
     try:
-        SCENARIOS[name].play(play)
+        SCENARIOS[play.name].play(play)
     except NotPossibleHere as reason:
         print(f"{title}: {reason}", file=sys.stderr)
         return f"| {title} | {reason} |", False

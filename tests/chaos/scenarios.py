@@ -31,10 +31,16 @@ class Play:
     """How a scenario is played: the version of RabbitMQ, the case, how many tasks and how long."""
 
     version: str
+    name: str
     case: str
     tasks: int
     minutes: float
     stages: list[Stage] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """The scenario and its case."""
+        return f"{self.name} {self.case}".strip()
 
     @property
     def seconds(self) -> float:
@@ -150,7 +156,7 @@ class Disturbance(NamedTuple):
             rounds = self.rounds(cluster)
             for each in rounds:
                 stage.pause(play.seconds / 2 / len(rounds))
-                with stage.trouble(play.case):
+                with stage.trouble(play.title):
                     with each:
                         stage.pause(self.lasts)
                     stage.wait_for_cluster()
@@ -248,7 +254,7 @@ def policies(play: Play, is_guarded: bool = False) -> None:
             keep, priority = {"overflow": "reject-publish"}, ("--priority", "1000")
             set_policy(stage, "guard", rf"^{PREFIX}\.", keep, *priority)
         stage.worker(SOUND)
-        with stage.trouble(f"policy {play.case}"):
+        with stage.trouble(play.title):
             set_policy(stage, "chaos", ".*", {play.case: POLICIES[play.case]})
             stage.send(Stream(SOUND, SOUND, play.tasks, delays=(5.0, 75.0)), wait=True)
             stage.pause(40)
@@ -274,7 +280,7 @@ def process_killed(play: Play) -> None:
                     stage.kill(worker)
         else:
             stage.pause(play.seconds / 2)
-            with stage.trouble(f"{play.case} killed"):
+            with stage.trouble(play.title):
                 producer.end(signal.SIGKILL)
             stage.send(Stream("after", SOUND, 100, delays=(0.5, 20.0)), wait=True)
 
@@ -309,7 +315,7 @@ def registry_away(play: Play) -> None:
         stage.send(Stream("held", SOUND, play.tasks, play.seconds, (0.5, 20.0), "rows"))
         stage.send(Stream("at-once", SOUND, play.tasks // 50, play.seconds, (0.0, 0.0)))
         stage.pause(play.seconds / 3)
-        with stage.trouble(f"registry {play.case}"):
+        with stage.trouble(play.title):
             redis.kill() if is_killed else redis.suspend()
             stage.pause(20)
             redis.start() if is_killed else redis.resume()
