@@ -245,10 +245,12 @@ def _large(random: Draw) -> Made:
 
 
 def _deaths(random: Draw) -> dict[bytes, bytes]:
+    checkin = random.checkin
+    queues = [queue.name.encode() for queue in random.modules.queues]
     death = {
-        b"queue": field_text(random.choice((b"nowhere", b"\xff", random.forbidden))),
-        b"reason": field_text(random.choice((b"rejected", b"\xff"))),
-        b"exchange": field_text(random.modules.meditated.name.encode()),
+        b"queue": field_text(random.choice((b"nowhere", b"\xff", random.forbidden, *queues))),
+        b"reason": field_text(random.choice((b"rejected", b"expired", b"\xff"))),
+        b"exchange": field_text(random.choice((random.modules.meditated.name, checkin)).encode()),
         b"routing-keys": random.choice((array([field_text(b"\xff")]), any_field(random))),
         b"count": integer(random.choice(DUES)),
         b"time": b"T" + pack(">Q", 2**40),
@@ -286,7 +288,8 @@ def _forged_destination(random: Draw) -> Made:
 
 
 def _far_due(random: Draw) -> Made:
-    early = (table({b"times": integer(random.choice(DUES))}), any_field(random))
+    times = {b"times": integer(random.choice(DUES)), b"until": integer(random.choice(DUES))}
+    early = (table(times), any_field(random))
     own = {b"rabbitdelay-due": random.due(), b"rabbitdelay-early": random.choice(early)}
     return random.routed(DISTRIBUTION, {**random.to_allowed(), **own})
 
