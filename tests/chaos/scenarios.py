@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,8 +67,8 @@ class Scenario(NamedTuple):
     play: Callable[[Play], None]
     what: str
     tasks: int
-    minutes: float = 0.0
-    cases: Sequence[str] = ("",)
+    minutes: float
+    cases: Sequence[str]
 
 
 #: What happens in a round of trouble: it begins, and ends.
@@ -113,6 +113,9 @@ def half_open(cluster: ProxiedCluster) -> Iterator[None]:
     yield
 
 
+CONNECTIONS: Final = {"half-open": half_open, "slow": slow}
+
+
 def cut(shape: str, cluster: NetworkedCluster) -> Round:
     """Packets between nodes are dropped.
 
@@ -130,46 +133,54 @@ def cut(shape: str, cluster: NetworkedCluster) -> Round:
     return cluster.cut((a, b) for a, b in permutations(nodes, 2) if abs(a - b) in apart)
 
 
-class Disturbance(NamedTuple):
-    """What happens while tasks are sent and come due all along.
-
-    Attributes:
-        cluster: Makes the brokers of a version.
-        rounds: Makes the troubles, which come one after the other.
-        lasts: Seconds of each.
-        way: How the tasks are sent.
-    """
-
-    cluster: Callable[[str], Any]
-    rounds: Callable[[Any], Sequence[Round]]
-    lasts: float
-    way: Way = "task"
-
-    def __call__(self, play: Play) -> None:
-        cluster = self.cluster(play.version)
-        with play.on(cluster) as stage:
-            for number in range(2):
-                node = number % len(cluster.nodes)
-                stage.worker(SOUND, first_node=node)
-                half = Stream("tasks", SOUND, play.tasks // 2, play.seconds, (0.5, 30.0), self.way)
-                stage.send(half, first_node=node)
-            rounds = self.rounds(cluster)
-            for each in rounds:
-                stage.pause(play.seconds / 2 / len(rounds))
-                with stage.trouble(play.title):
-                    with each:
-                        stage.pause(self.lasts)
-                    stage.wait_for_cluster()
-
-
-def three(version: str) -> Cluster:
+def three(version: str, _: str) -> Cluster:
     """A cluster of three nodes."""
     return Cluster(version, 3)
 
 
-def each_killed(cluster: Cluster) -> list[Round]:
-    """One node after the other is killed."""
-    return [killed(node) for node in cluster.nodes]
+def streamed(
+    what: str,
+    tasks: int,
+    cases: Mapping[str, float],
+    rounds: Callable[[Any, str], Sequence[Round]],
+    cluster: Callable[[str, str], Cluster] = three,
+) -> Scenario:
+    """Return a scenario in which tasks are sent and come due all along, while there is trouble.
+
+    Args:
+        what: What happens, in words.
+        tasks: How many tasks.
+        cases: The cases, and the seconds that each trouble lasts.
+        rounds: Makes the troubles of a case, which come one after the other, of a cluster.
+        cluster: Makes the brokers of a version, for a case.
+    """
+
+    def stream(play: Play) -> None:
+        ways: dict[str, Way] = {"rows": "rows", "envelopes": "envelopes"}
+        way = ways.get(play.case, "task")
+        brokers = cluster(play.version, play.case)
+        with play.on(brokers) as stage:
+            for number in range(2):
+                node = number % len(brokers.nodes)
+                stage.worker(SOUND, first_node=node)
+                half = Stream("tasks", SOUND, play.tasks // 2, play.seconds, (0.5, 30.0), way)
+                stage.send(half, first_node=node)
+            troubles = rounds(brokers, play.case)
+            for each in troubles:
+                stage.pause(play.seconds / 2 / len(troubles))
+                with stage.trouble(play.title):
+                    with each:
+                        stage.pause(cases[play.case])
+                    stage.wait_for_cluster()
+
+    return Scenario(stream, what, tasks, 2.0, list(cases))
+
+
+#: The commands that raise an alarm, and end it.
+ALARMS: Final = {
+    "memory": ("set_vm_memory_high_watermark absolute 1", "set_vm_memory_high_watermark 0.4"),
+    "disk": ("set_disk_free_limit 100TB", "set_disk_free_limit 50MB"),
+}
 
 
 def full_destination(play: Play) -> None:
@@ -214,7 +225,7 @@ def host_away(play: Play) -> None:
         arguments = {"x-queue-type": "quorum", "x-quorum-initial-group-size": 1}
     queues = TaskQueue(SOUND), TaskQueue(away, arguments)
     told = {"rabbitdelay_may_refuse": [away]}
-    with play.on(three(play.version), *queues, limits={SOUND: LATE}, **told) as stage:
+    with play.on(Cluster(play.version, 3), *queues, limits={SOUND: LATE}, **told) as stage:
         host = stage.cluster.nodes[1]  # not the first, which the others have joined
         with stage.cluster.connection(host) as connection:
             queues[1].entity()(connection.default_channel).declare()
@@ -262,13 +273,20 @@ def policies(play: Play, is_guarded: bool = False) -> None:
         stage.send(Stream("after", SOUND, 20, delays=(3.0, 6.0)), wait=True)
 
 
+#: How tasks are sent in cases of this scenario.
+WAYS: Final[dict[str, Way]] = {
+    "send-many": "rows",
+    "envelopes": "envelopes",
+    "distribution": "envelopes",
+}
+
+
 def process_killed(play: Play) -> None:
     """A worker is killed five times, or a producer once in the middle of its stream.
 
     ``distribution``: the worker is killed while it takes tasks out of envelopes.
     """
-    ways: dict[str, Way] = {"send-many": "rows", "envelopes": "envelopes"}
-    way = ways.get(play.case, "envelopes" if play.case == "distribution" else "task")
+    way = WAYS.get(play.case, "task")
     with play.on(Cluster(play.version)) as stage:
         worker, _ = stage.worker(SOUND), stage.worker(SOUND)
         stream = Stream("tasks", SOUND, play.tasks, play.seconds, (0.5, 20.0), way)
@@ -319,6 +337,10 @@ def registry_away(play: Play) -> None:
             redis.kill() if is_killed else redis.suspend()
             stage.pause(20)
             redis.start() if is_killed else redis.resume()
+
+
+#: In which direction a clock is off.
+OFF: Final = ("ahead", "behind")
 
 
 def clock_off(play: Play) -> None:
@@ -373,87 +395,67 @@ def told(play: Callable[..., None], tasks: int, minutes: float = 0.0, *cases: st
     return Scenario(play, (play.__doc__ or ""), tasks, minutes, cases or ("",))
 
 
-def streamed(what: str, tasks: int, **cases: Disturbance) -> Scenario:
-    """Return a scenario of disturbances, by the names of its cases."""
-    named = {name.replace("_", "-"): case for name, case in cases.items()}
-    return Scenario(lambda play: named[play.case](play), what, tasks, 2.0, list(named))
-
-
-def parted(shape: str, size: int, lasts: float) -> Disturbance:
-    """Return a partition that is there twice."""
-    cluster = partial(NetworkedCluster, count=size)
-    return Disturbance(cluster, lambda made: [cut(shape, made), cut(shape, made)], lasts)
-
-
 SCENARIOS: Final[dict[str, Scenario]] = {
     "full-destination": told(full_destination, 60, 0.0, "argument", "policy", "classic"),
     "node-crash": streamed(
         "Each node of three is killed with SIGKILL in turn, and started again.",
         12_000,
-        task=Disturbance(three, each_killed, 15),
-        rows=Disturbance(three, each_killed, 15, "rows"),
-        envelopes=Disturbance(three, each_killed, 15, "envelopes"),
+        {"task": 15, "rows": 15, "envelopes": 15},
+        lambda cluster, _: [killed(node) for node in cluster.nodes],
     ),
     "tls": streamed(
         "Each node of three is killed in turn, and everything is over TLS.",
         4000,
-        tls=Disturbance(partial(Cluster, count=3, tls=True), each_killed, 15),
+        {"": 15},
+        lambda cluster, _: [killed(node) for node in cluster.nodes],
+        lambda version, _: Cluster(version, 3, tls=True),
     ),
     "freeze": streamed(
         "One node of three is frozen (SIGSTOP) for 12 s, twice.",
         12_000,
-        # Longer than the heartbeat of Raft, and shorter than that of AMQP.
-        freeze=Disturbance(three, lambda made: [frozen(node) for node in made.nodes[1:]], 12),
+        {"": 12},  # longer than the heartbeat of Raft, and shorter than that of AMQP
+        lambda cluster, _: [frozen(node) for node in cluster.nodes[1:]],
     ),
     "rolling-restart": streamed(
         "Each node of three is stopped in order and started again, one after the other.",
         12_000,
-        restart=Disturbance(three, lambda made: [stopped(node) for node in made.nodes], 0),
+        {"": 0},
+        lambda cluster, _: [stopped(node) for node in cluster.nodes],
     ),
     "quorum-lost": streamed(
         "Two nodes of three are killed, or frozen, for 40 s: nothing has a quorum.",
         4000,
-        # Longer than the confirm timeout of 30 s.
-        kill=Disturbance(three, lambda made: [killed(*made.nodes[1:])], 40),
-        freeze=Disturbance(three, lambda made: [frozen(*made.nodes[1:])], 40),
+        {"kill": 40, "freeze": 40},  # longer than the confirm timeout of 30 s
+        lambda cluster, case: [{"kill": killed, "freeze": frozen}[case](*cluster.nodes[1:])],
     ),
     "alarm": streamed(
         "An alarm of memory (40 s) or of disk (20 s) blocks every connection that publishes.",
         4000,
-        memory=Disturbance(
-            three,
-            lambda made: [
-                ordered(
-                    "set_vm_memory_high_watermark absolute 1",
-                    "set_vm_memory_high_watermark 0.4",
-                    made.nodes[0],
-                )
-            ],
-            40,
-        ),
-        disk=Disturbance(
-            three,
-            lambda made: [
-                ordered("set_disk_free_limit 100TB", "set_disk_free_limit 50MB", made.nodes[0])
-            ],
-            20,
-        ),
+        {"memory": 40, "disk": 20},
+        lambda cluster, case: [ordered(*ALARMS[case], cluster.nodes[0])],
     ),
     "connections": streamed(
         "Connections become slow (0.5 s each way), or are all half-open at a moment, twice.",
         2000,
-        half_open=Disturbance(ProxiedCluster, lambda made: [half_open(made), half_open(made)], 24),
-        slow=Disturbance(ProxiedCluster, lambda made: [slow(made), slow(made)], 24),
+        dict.fromkeys(CONNECTIONS, 24),
+        lambda cluster, case: [
+            {"half-open": half_open, "slow": slow}[case](cluster) for _ in range(2)
+        ],
+        lambda version, _: ProxiedCluster(version),
     ),
     "partition": streamed(
         "Packets are dropped between halves of a cluster, around a node, or across a ring (root).",
         8000,
-        halves=parted("halves", 3, 10),
-        node=parted("node", 3, 10),
-        ring=parted("ring", 3, 10),
-        halves_for_30_s=parted("halves", 3, 30),
-        halves_of_5=parted("halves", 5, 10),
-        ring_of_5=parted("ring", 5, 10),
+        {
+            "halves": 10,
+            "node": 10,
+            "ring": 10,
+            "halves-long": 30,
+            "halves-of-5": 10,
+            "ring-of-5": 10,
+        },
+        lambda cluster, case: [cut(case.partition("-")[0], cluster) for _ in range(2)],
+        lambda version, case: NetworkedCluster(version, 5 if case.endswith("-5") else 3),
     ),
     "host-away": told(host_away, 80, 0.0, "classic", "single"),
     "policies": told(policies, 120, 0.0, *POLICIES),
@@ -462,16 +464,12 @@ SCENARIOS: Final[dict[str, Scenario]] = {
         "The same, but another policy keeps it away from the levels: nobody notices.",
         *(120, 0.0, list(POLICIES)),
     ),
-    "process-killed": told(
-        *(process_killed, 6000, 1.0),
-        *("worker", "distribution", "producer", "send-many", "envelopes"),
-    ),
+    "process-killed": told(process_killed, 6000, 1.0, "worker", "producer", *WAYS),
     "redis-away": told(redis_away, 1200, 1.0),
     "registry-away": told(registry_away, 30_000, 1.0, "frozen", "killed", "frozen-prefetch-4"),
     "clock-off": told(
         *(clock_off, 300, 0.5),
-        *("producer-ahead", "producer-behind", "worker-ahead", "worker-behind"),
-        *("broker-ahead", "broker-behind", "node-ahead", "node-behind"),
+        *(f"{whose}-{off}" for whose in ("producer", "worker", "broker", "node") for off in OFF),
     ),
     "schedules": told(schedules, 200, 20.0),
 }

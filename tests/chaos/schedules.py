@@ -17,8 +17,8 @@ import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from itertools import cycle
@@ -216,33 +216,37 @@ class Troubles:
                 self._workers.append(worker)
                 self._stage.serve(worker)
 
+    @contextmanager
+    def _trouble(self, what: str) -> Iterator[None]:
+        """There is trouble while the block runs, and until the cluster is together."""
+        with self._stage.trouble(what):
+            yield
+            self._stage.wait_for_cluster()
+
     def _crash(self) -> None:
         node = random.choice(self._cluster.nodes)
-        with self._stage.trouble("node killed"):
+        with self._trouble("node killed"):
             node.kill()
             self._stage.pause(AWAY)
             node.start()
-            self._stage.wait_for_cluster()
 
     def _part(self) -> None:
-        with self._stage.trouble("partition"):
-            with self._cluster.parted([1], [MACHINE, 2, 3]):
-                self._stage.pause(AWAY)
-            self._stage.wait_for_cluster()
+        with self._trouble("partition"), self._cluster.parted([1], [MACHINE, 2, 3]):
+            self._stage.pause(AWAY)
 
     def _freeze(self) -> None:
-        with self._stage.trouble("Redis frozen"):
+        with self._trouble("Redis frozen"):
             self._redis.suspend()
             self._stage.pause(AWAY)
             self._redis.resume()
 
     def _kill_redis(self) -> None:
-        with self._stage.trouble("Redis killed"):
+        with self._trouble("Redis killed"):
             self._save()
             self._restart_redis()
 
     def _empty(self) -> None:
-        with self._stage.trouble(EMPTY):
+        with self._trouble(EMPTY):
             self._dump.unlink(missing_ok=True)
             self._restart_redis()
             self._author.put_all()
@@ -252,7 +256,7 @@ class Troubles:
         shutil.copy(self._dump, self._dump.with_name("older.rdb"))
 
     def _go_back(self) -> None:
-        with self._stage.trouble(BACK):
+        with self._trouble(BACK):
             shutil.copy(self._dump.with_name("older.rdb"), self._dump)
             self._restart_redis()
 
