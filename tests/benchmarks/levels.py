@@ -153,16 +153,14 @@ def levels(*, rounds: int = 3, messages: int = 10_000, window: int = 1000) -> No
             measure.purge(connection, way.queues, messages)
             return messages / taken
 
-        for kind, shortest, longest in (
-            ("a minute to an hour", 60, HOUR),
-            ("an hour to a week", HOUR, WEEK),
-        ):
-            contestants = {
-                name: partial(rate, way, shortest, longest) for name, way in every.items()
-            }
+        drawn: dict[str, list[float]] = {}
+        kinds = {"a minute to an hour": (60, HOUR), "an hour to a week": (HOUR, WEEK)}
+        for kind, between in kinds.items():
+            contestants = {name: partial(rate, way, *between) for name, way in every.items()}
             figures = measure.in_turn(contestants, rounds)
             measure.show(kind, "messages/s", figures, NATIVE, {("clock", NATIVE): 5})
-            measure.draw(f"levels, {kind}", "messages/s", figures, measure.about(broker))
+            drawn |= {f"{name}, {kind}": found for name, found in figures.items()}
+        measure.draw("levels", "messages/s", drawn, measure.about(broker))
         publisher.close()
 
 

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from kombu import Connection, Exchange, Queue
 
+from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
     declare,
@@ -221,13 +222,13 @@ def _publish(url: str, hostile: Iterator[Hostile], account: Account) -> None:
 
     _publish_all(url, publications(), PublishPolicy(timeout=120, window=100), done)
     for each in alone:
-        _publish_all(url, iter([each]), PublishPolicy(timeout=120, resends=0), done)
+        with suppress(PublishError):
+            _publish_all(url, [each], PublishPolicy(timeout=120, resends=0), done)
 
 
 def _publish_all(url: str, made: Any, policy: PublishPolicy, done: Any) -> None:
-    publisher = Publisher(Connection(url))
-    publisher.publish_all(made, policy, done=done)
-    publisher.close()
+    with closing(Publisher(Connection(url))) as publisher:
+        publisher.publish_all(made, policy, done=done)
 
 
 @contextmanager
