@@ -216,6 +216,7 @@ class Shop(NamedTuple):
 
 def growth(count: Callable[[], int], before: int, last: int) -> float:
     """Return by how much a count grows a second, from its first step until it is at its last."""
+    assert before < last, "all were taken before the worker was ready: take more"
     wait_for(lambda: count() > before, "the first", PATIENCE, 0.005)
     began, first = time.monotonic(), count()
     wait_for(lambda: count() >= last, "the last", PATIENCE)
