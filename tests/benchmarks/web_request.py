@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 import celery
+from kombu import pools
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing.servers import free_port
@@ -51,6 +52,7 @@ def show(
     name: str, url: str, trouble: Any, *, is_connected: bool = True, is_loaded: bool = False
 ) -> None:
     """Print the row of a trouble, each way in a thread of its own."""
+    pools.reset()  # applications with the same URL would share their connections
     acts: list[Callable[[], object]] = []
     for way, (cls, settings) in WAYS.items():
         app: Any = cls("measured", broker=url, set_as_current=False)

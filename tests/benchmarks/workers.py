@@ -208,7 +208,9 @@ def schedules(*, rounds: int = 3, tasks: int = 5000, number: int = 10_000) -> No
                 shop.app.rabbitdelay.schedules.put(name, "at", DAY, start=start, **options)
 
         def rate(send: Callable[[datetime], None]) -> float:
-            send(datetime.now(UTC) + timedelta(seconds=10 + tasks / 100))
+            due = datetime.now(UTC) + timedelta(seconds=10 + tasks / 50)
+            send(due)
+            assert datetime.now(UTC) < due, "sending has taken too long"
             return other.drained(tasks, "--prefetch-multiplier=100")
 
         occurrences = partial(put, other, tasks)

@@ -37,8 +37,8 @@ class Proxy(SetUp):
         self._thread.start()
         stack.callback(self._tear_down)
         listening = asyncio.start_server(self._pass, "127.0.0.1", 0)
-        server = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
-        self.port = server.sockets[0].getsockname()[1]
+        self._server = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def _tear_down(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
@@ -51,6 +51,7 @@ class Proxy(SetUp):
         self._generation += 1
 
     async def _end(self) -> None:
+        self._server.close()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
