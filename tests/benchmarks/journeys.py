@@ -94,7 +94,7 @@ def journeys(*, verbose: bool = False) -> None:
         app: Any = Celery("journeys", broker=broker.url)
         queue, exchange = Queue(name, routing_key=name), Exchange(f"{name}-topic", "topic")
         app.conf.update(rabbitdelay_prefix=name, task_queues=[queue], task_default_queue=name)
-        app.task(name="remind")(print)
+        app.task(name="remind")(lambda order: None)
         for each in (queue, Queue(f"{name}-topic", exchange, routing_key="#")):
             each(connection.default_channel).declare()
         rows = [Row((f"order-{n}",), delay=600 + n) for n in range(ROWS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import ExitStack, suppress
-from typing import Final
+from typing import Any, Final
 
 from tests.chaos.cluster import Cluster
 from tests.set_up import SetUp
@@ -30,6 +30,8 @@ class Proxy(SetUp):
         self.port = 0
         self.delay = 0.0
         self._generation = 0
+        # Nothing else refers to the tasks of forgotten connections.
+        self._passing: set[asyncio.Task[Any] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -59,6 +61,7 @@ class Proxy(SetUp):
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         born = self._generation
+        self._passing.add(asyncio.current_task())
         # A task of asyncio's own server that ends as cancelled is reported as an error.
         with suppress(OSError, asyncio.CancelledError):
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target)
