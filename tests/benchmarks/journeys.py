@@ -32,17 +32,20 @@ PACKAGE: Final = Path(celery_rabbitdelay.__file__).parent
 ROWS: Final = 100
 
 
-class Counted(set[tuple[str, str]]):
+class Counted:
     """The file and name of each function of the package that is called; lambdas are none."""
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         path = Path(code.co_filename)
         if event == "call" and PACKAGE in path.parents and not code.co_name.startswith("<"):
-            self.add((str(path.relative_to(PACKAGE)), code.co_qualname))
+            self.functions.add((str(path.relative_to(PACKAGE)), code.co_qualname))
 
 
-def called_by(call: Callable[[], object]) -> Counted:
+def called_by(call: Callable[[], object]) -> set[tuple[str, str]]:
     """Return the functions that a call runs in this thread, after it was made twice."""
     counted = Counted()
     call()
@@ -52,10 +55,10 @@ def called_by(call: Callable[[], object]) -> Counted:
         call()
     finally:
         sys.setprofile(None)
-    return counted
+    return counted.functions
 
 
-def distribute(app: Any, exchange: Exchange) -> Counted:
+def distribute(app: Any, exchange: Exchange) -> set[tuple[str, str]]:
     """Return the functions by which distribution passes one message on, in a thread of its own."""
     counted = Counted()
     threading.setprofile(counted)
@@ -67,11 +70,11 @@ def distribute(app: Any, exchange: Exchange) -> Counted:
         return service.statistics.finished >= messages
 
     for finished in range(3):
-        counted.clear()
+        counted.functions.clear()
         app.send_task("remind", ("order",), delay=0.3, exchange=exchange.name, routing_key="a.b")
         wait_for(partial(has_finished, finished + 1), "the message")
     time.sleep(1)  # nothing that all versions have says when its acknowledgement is written
-    found = Counted(counted)
+    found = set(counted.functions)
     service.stop()
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -49,7 +50,8 @@ def in_turn(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict
     for number in range(rounds):
         for name, measure in contestants.items():
             figures[name].append(measure())
-            print(f"  round {number + 1}, {name}: {figures[name][-1]:,.1f}", flush=True)
+            found = f"  round {number + 1}, {name}: {figures[name][-1]:,.1f}"
+            print(found, file=sys.stderr, flush=True)
     return figures
 
 
