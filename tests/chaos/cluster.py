@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +55,6 @@ class Node(RabbitMQServer):
         # The node sees its folder, but perhaps not this machine's libraries.
         shutil.copy(library(), self.folder)
         self.further |= off_by(seconds, f"{self._home}/{library().name}")
-
-    def shut_down(self) -> None:
-        """End the node in order; its data stays for the next start."""
-        self._end(signal.SIGTERM)
 
     def _answers(self) -> bool:
         self.while_waiting()

@@ -87,12 +87,6 @@ def done(begin: Callable[[Node], object], end: Callable[[Node], object], *nodes:
 
 killed = partial(done, Node.kill, Node.start)
 frozen = partial(done, Node.suspend, Node.resume)
-stopped = partial(done, Node.shut_down, Node.start)
-
-
-def ordered(begin: str, end: str, node: Node) -> Round:
-    """Commands of ``rabbitmqctl`` make trouble and end it."""
-    return done(lambda node: node.ctl(*begin.split()), lambda node: node.ctl(*end.split()), node)
 
 
 @contextmanager
@@ -174,13 +168,6 @@ def streamed(
                     stage.wait_for_cluster()
 
     return Scenario(stream, what, tasks, 2.0, list(cases))
-
-
-#: The commands that raise an alarm, and end it.
-ALARMS: Final = {
-    "memory": ("set_vm_memory_high_watermark absolute 1", "set_vm_memory_high_watermark 0.4"),
-    "disk": ("set_disk_free_limit 100TB", "set_disk_free_limit 50MB"),
-}
 
 
 def full_destination(play: Play) -> None:
@@ -416,23 +403,11 @@ SCENARIOS: Final[dict[str, Scenario]] = {
         {"": 12},  # longer than the heartbeat of Raft, and shorter than that of AMQP
         lambda cluster, _: [frozen(node) for node in cluster.nodes[1:]],
     ),
-    "rolling-restart": streamed(
-        "Each node of three is stopped in order and started again, one after the other.",
-        12_000,
-        {"": 0},
-        lambda cluster, _: [stopped(node) for node in cluster.nodes],
-    ),
     "quorum-lost": streamed(
         "Two nodes of three are killed, or frozen, for 40 s: nothing has a quorum.",
         4000,
         {"kill": 40, "freeze": 40},  # longer than the confirm timeout of 30 s
         lambda cluster, case: [{"kill": killed, "freeze": frozen}[case](*cluster.nodes[1:])],
-    ),
-    "alarm": streamed(
-        "An alarm of memory (40 s) or of disk (20 s) blocks every connection that publishes.",
-        4000,
-        {"memory": 40, "disk": 20},
-        lambda cluster, case: [ordered(*ALARMS[case], cluster.nodes[0])],
     ),
     "connections": streamed(
         "Connections become slow (0.5 s each way), or are all half-open at a moment, twice.",
