@@ -18,7 +18,7 @@ from tests.acceptance.journal import (
     [
         # The delay is long enough for the tasks to be published, and the victim to be killed and
         # started again, before any is due.
-        pytest.param("broker", 1000, 40, marks=pytest.mark.kills_the_broker),
+        ("broker", 1000, 40),
         ("worker", 200, 20),
     ],
 )

@@ -105,7 +105,9 @@ def test_a_task_that_keeps_celery_s_own_behavior_has_an_eta(
     assert all(arrival.message.headers["eta"] for arrival in arrivals)
     # Without takeover, only a delay waits in the levels.
     shop.tasks["look"].apply_async(delay=3600)
-    assert sum(count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues) == 1
+    assert (
+        sum(count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues) == 1
+    )
 
 
 @pytest.mark.parametrize("give", ["connection", "producer", "publisher"])
@@ -190,5 +192,3 @@ def test_a_worker_declares_once_at_its_start_and_once_after_all_its_connections_
         assert missing(connection, shop.rabbitdelay.topology) == ()
     assert shop.tasks["look"].apply_async(delay=0.2).get(timeout=PATIENCE)
     assert shop.worker.log.count("are in place") == 2
-
-

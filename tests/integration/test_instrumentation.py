@@ -92,6 +92,7 @@ def test_a_delayed_task_and_its_retry_belong_to_the_trace_of_their_producer(
         assert expected == Counter(
             (run["data"]["messaging.message.id"], run["trace"]) for run in runs
         )
+        assert "guest:guest" not in str(worker.spans())
         senders = {span["id"] for span in worker.spans(SEND[tracer])}
         assert {span["parent"] for span in worker.spans(CONTINUES[tracer])} <= senders
     for task, trace in zip(seen, [look_trace, *[retry_trace] * 3], strict=True):

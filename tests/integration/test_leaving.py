@@ -207,15 +207,11 @@ ROWS: Final = [f"row {number}" for number in range(4)]
 CANVAS: Final = ["link", "next link", "last link", "part", "other part", "sum"]
 GROUP: Final = ["member", "other member"]
 
-#: What ``send_each_kind`` sends and a worker with the registry runs, and what it does not.
+#: What ``send_each_kind`` sends and a worker with the registry runs; and no more than that.
 RUN: Final = [
     *("plain", "newer", "committed", "paused", "postponed", "meditated"),
     *("once", "urgent", "news", *ROWS, *CANVAS, *GROUP),
 ]
-DROPPED: Final = ["older", "cancelled", "aborted", "open", "nightly", "once"]
-
-#: What stays in distribution or check-in without a worker that serves them.
-BY_MODULES: Final = ["urgent", "news", *ROWS, "meditated"]
 
 
 def send_each_kind(app: Any) -> None:
@@ -307,23 +303,3 @@ def test_the_page_s_commands_lose_nothing_and_run_nothing_that_was_cancelled(sho
             shop.send(f"last on {queue}", queue)
         wait_for_runs(shop, last := ["last on celery", "last on news"])
     assert names(shop.ran()) == Counter([*RUN, *by_plain, *last])
-
-
-def test_plain_workers_on_the_same_queues_do_with_each_kind_what_the_page_says(shop: Shop) -> None:
-    (modules_only, _shown), *_page = commands()
-    shop.run("celery -A shop rabbitdelay declare --queues", [])
-    send_each_kind(shop.app)
-    shop.app.rabbitdelay.schedules.delete("nightly")
-    by_plain = [*RUN, *DROPPED]
-    direct = [name for name in by_plain if name not in BY_MODULES]
-    with shop.plain_worker("celery,news"):
-        wait_for_runs(shop, direct)
-        # The task, and the note of the commit; the rows share an envelope.
-        wait_for(lambda: shop.waiting()["check-in"] == 2, "what meditated", 240, 1)
-        assert shop.waiting()["distribution"] == 3
-        assert names(shop.ran()) == Counter(direct)
-        with shop.worker(modules_only):
-            wait_for_runs(shop, by_plain)
-            wait_until_empty(shop)
-    assert names(shop.ran()) == Counter(by_plain)
-    assert {worker for _name, worker, _key in shop.ran()} == {"plain"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from celery.exceptions import TaskRevokedError
@@ -85,33 +84,6 @@ def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
     shop.rabbitdelay.resume(task="note")
     travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({"kept", "newer"})
-
-
-def test_a_retry_that_is_due_waits(shop: Any, worker: Worker, travel: Travel) -> None:
-    key, results = uuid4().hex, shop.backend.client
-    result = shop.tasks["retry-when"].apply_async((key,))
-    wait_for(lambda: results.get(key) == b"first", "the task", PATIENCE)
-    shop.rabbitdelay.pause(task="retry-when")
-    results.set(key, "go on")
-    wait_for(lambda: result.state == "RETRY", "the retry", PATIENCE)
-    travel(seconds=4)
-    assert result.state == "RETRY"
-    shop.rabbitdelay.resume(task="retry-when")
-    travel.until(travel.nothing_waits)
-    assert result.get(timeout=PATIENCE) == "done"
-
-
-def test_a_task_that_is_paused_waits_for_its_job_too(
-    shop: Any, worker: Worker, noted: Notes, travel: Travel
-) -> None:
-    shop.rabbitdelay.pause(task="note")
-    with shop.rabbitdelay.job("import", expires=3600):
-        noted.send("of a job", delay=DELAY, job="import")
-    travel(seconds=4)
-    assert noted() == []
-    shop.rabbitdelay.resume(task="note")
-    travel.until(travel.nothing_waits)
-    assert Counter(noted()) == Counter({"of a job"})
 
 
 def test_a_pause_of_a_name_and_of_its_queue_are_two(

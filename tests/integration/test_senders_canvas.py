@@ -167,7 +167,11 @@ def test_a_delay_of_a_whole_chord_is_the_header_s_alone(
 def test_the_body_runs_once_after_the_last_delayed_task_and_waits_for_its_own_delay(
     served_shop: Any, whole: dict[str, float]
 ) -> None:
-    look, noted, second = served_shop.tasks["look"], Notes(served_shop), named(served_shop, "second")
+    look, noted, second = (
+        served_shop.tasks["look"],
+        Notes(served_shop),
+        named(served_shop, "second"),
+    )
     delays = [DELAY] * 5 if whole else [0.2, 0.5, 0.8, 1.1, 1.4]
     before = time.time()
     header = [

@@ -140,9 +140,7 @@ def test_a_retry_leaves_the_body_of_its_chord_alone(app: Any, sent: list[Sent]) 
     assert sent[0].embedded["chord"]["options"]["delay"] == 300
 
 
-def test_a_callback_of_a_whole_chord_delays_no_body(
-    app: Any, make: Make, sent: list[Sent]
-) -> None:
+def test_a_callback_of_a_whole_chord_delays_no_body(app: Any, make: Make, sent: list[Sent]) -> None:
     whole: Any = chord([app.tasks["count"].s()], app.tasks["total"].s().set(delay=400))
     if celery.VERSION < (5, 7):
         with pytest.raises(TypeError, match="link"):

@@ -18,7 +18,7 @@ import celery_rabbitdelay.kombu
 import celery_rabbitdelay.testing
 from celery_rabbitdelay import NoPublisherFree, PublishError
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.kombu import Topology, clock
+from celery_rabbitdelay.kombu import Topology
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
@@ -70,12 +70,6 @@ def test_the_table_of_layouts_counts_queues_levels_and_days() -> None:
         found = Settings(layout=ast.literal_eval(layout), **own).topology
         assert (len(found.layout.levels), len(found.digit_queues)) == (int(levels), int(queues))
         assert int(found.layout.capacity_ms / 86_400_000 + 0.001) == int(days.replace(",", ""))
-
-
-@pytest.mark.parametrize("zeros", ["bind", "skip", "queue"])
-def test_the_table_of_zeros_counts_the_bindings(zeros: Any) -> None:
-    [bindings] = re.findall(rf'^\| `"{zeros}"`.* \| ([\d,]+) \|$', LAYOUT.read_text(), re.MULTILINE)
-    assert len(Topology(layout=clock(zeros=zeros)).bindings) == int(bindings.replace(",", ""))
 
 
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
@@ -167,23 +161,13 @@ def test_contributing_names_each_target_of_make() -> None:
     assert named == targets
 
 
-def test_contributing_names_files_and_tests_that_exist() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    where = page.partition("## Where to change what")[2].partition("## Static checks")[0]
-    files = re.findall(r"`([\w/]+\.(?:py|lua))`", where.partition("## Which tests")[0])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/explanation/architecture.md"])
+def test_a_page_on_the_code_names_files_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    files = re.findall(r"`([\w/]+\.(?:py|lua))`", text.partition("## Which tests")[0])
     assert len(files) > 10
     for file in files:
         folder = ROOT if file.startswith("tests/") else ROOT / "celery_rabbitdelay"
         assert (folder / file).is_file(), file
-    patterns = re.findall(r"`(tests/[\w/*]+\.py)`", where)
-    assert len(patterns) > 10
-    for pattern in patterns:
+    for pattern in re.findall(r"`(tests/[\w/*]+\.py)`", text):
         assert "_name" in pattern or list(ROOT.glob(pattern)), pattern
-
-
-def test_the_page_on_the_architecture_names_files_that_exist() -> None:
-    files = re.findall(r"`([\w/]+\.py)`", (DOCS / "explanation" / "architecture.md").read_text())
-    assert len(files) > 10
-    for file in files:
-        folder = ROOT if file.startswith("tests/") else ROOT / "celery_rabbitdelay"
-        assert (folder / file).is_file(), file

@@ -44,7 +44,10 @@ def app() -> Any:
 @pytest.mark.parametrize(
     ("function", "names"),
     [
-        (celery.Celery.send_task, "self name args kwargs countdown eta task_id producer connection"),
+        (
+            celery.Celery.send_task,
+            "self name args kwargs countdown eta task_id producer connection",
+        ),
         (Task.retry, "self args kwargs exc throw eta countdown max_retries"),
         (Consumer.on_invalid_task, "self body message exc"),
         (Consumer.on_decode_error, "self message exc"),
