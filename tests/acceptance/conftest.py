@@ -4,8 +4,8 @@
 or ``docker`` (containers). Unset, it is Docker where an engine answers and processes elsewhere; set
 to ``docker`` where none answers, it is an error, so that a CI job cannot switch unnoticed.
 
-The processes are private servers, which the tests kill; ``RABBITDELAY_BROKER_ROOT`` names the system
-whose RabbitMQ is run.
+The processes are private servers, which the tests kill; ``RABBITDELAY_BROKER_ROOT`` names the
+system whose RabbitMQ is run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 pytest-celery talks to its nodes through wrappers (``RabbitMQContainer`` and so on) around what
 docker-py calls a container. :class:`ServerAsContainer` stands in for that: it has the shape of
-docker-py's object over a process of our own. The wrappers at the end say where the process's address
-differs from a container's; restarts and configuration stay pytest-celery's own.
+docker-py's object over a process of our own. The wrappers at the end say where the process's
+address differs from a container's; restarts and configuration stay pytest-celery's own.
 """
 
 from __future__ import annotations

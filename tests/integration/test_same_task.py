@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -275,29 +275,24 @@ def test_a_retry_has_left_behind_what_the_broker_added(
 # Where it goes.
 
 
-class Way(NamedTuple):
-    """A way to say where a task goes: the queue in question, the caller's options, and settings."""
-
-    to: str
-    options: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
-
-
 #: The default queue's exchange is a topic exchange, where a routing key alone decides.
 DEFAULT_TOPIC = {"task_default_queue": "{prefix}.topic.reports"}
 DAILY_KEY = {"routing_key": "topic.daily.reports"}
 REPORTS = {"exchange": "{prefix}.topic", "routing_key": "topic.reports"}
 
-WAYS = {
-    "nothing": Way("default"),
-    "exchange by name": Way("topic.reports", REPORTS),
+#: Ways to say where a task goes: the queue in question, the caller's options, and settings.
+WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "nothing": ("default", {}, {}),
+    "exchange by name": ("topic.reports", REPORTS, {}),
     # Celery does not let the routing key decide here, but its default queue.
-    "default exchange": Way("default", {"exchange": "", "routing_key": "{prefix}.second"}),
-    "routing key alone": Way("topic.daily.reports", DAILY_KEY, DEFAULT_TOPIC),
-    "route to a queue": Way("second", {}, {"task_routes": {"look": {"queue": "{prefix}.second"}}}),
-    "route to an exchange": Way("topic.reports", {}, {"task_routes": {"look": REPORTS}}),
-    "route with only a routing key": Way(
-        "topic.daily.reports", {}, {**DEFAULT_TOPIC, "task_routes": {"look": DAILY_KEY}}
+    "default exchange": ("default", {"exchange": "", "routing_key": "{prefix}.second"}, {}),
+    "routing key alone": ("topic.daily.reports", DAILY_KEY, DEFAULT_TOPIC),
+    "route to a queue": ("second", {}, {"task_routes": {"look": {"queue": "{prefix}.second"}}}),
+    "route to an exchange": ("topic.reports", {}, {"task_routes": {"look": REPORTS}}),
+    "route with only a routing key": (
+        "topic.daily.reports",
+        {},
+        {**DEFAULT_TOPIC, "task_routes": {"look": DAILY_KEY}},
     ),
 }
 

@@ -46,7 +46,7 @@ def app() -> Any:
     [
         (
             celery.Celery.send_task,
-            "self name args kwargs countdown eta task_id producer connection",
+            "self name args kwargs countdown eta task_id producer",
         ),
         (Task.retry, "self args kwargs exc throw eta countdown max_retries"),
         (Consumer.on_invalid_task, "self body message exc"),

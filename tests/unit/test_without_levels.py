@@ -56,9 +56,7 @@ def test_a_wrong_delay_is_refused(
     assert WARNING not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "other", [{"countdown": 0}, {"eta": datetime(2030, 1, 1, tzinfo=UTC)}], ids=str
-)
+@pytest.mark.parametrize("other", [{"countdown": 0}, {"eta": "2030-01-01T00:00"}], ids=str)
 def test_delay_with_countdown_or_eta_is_refused(remind: Any, other: Any) -> None:
     with pytest.raises(InvalidDelayType, match="cannot be combined"):
         remind.apply_async(delay=5, **other)
