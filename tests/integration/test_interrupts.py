@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 from uuid import uuid4
 
@@ -134,43 +132,6 @@ def test_an_interrupt_ends_a_conversation_with_redis_at_once(
 
     assert interrupt_anywhere(watching, call) > 10
     assert not watching.open
-
-
-def test_an_interrupt_between_two_frames_of_redis_leaves_no_answer_and_no_connection(
-    redis: RedisServer, watching: Interrupter
-) -> None:
-    store = connect(redis.url, {"socket_timeout": TIMEOUT})
-    ask_redis(store)
-    most, calls = watching.open, 0
-
-    def interrupt_a_call_of_redis(at: int) -> bool:
-        """Python raises the exceptions of signal handlers where it enters a function."""
-        left, error = at, SoftTimeLimitExceeded()
-
-        def trace(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal left
-            code = frame.f_code
-            if "/redis/" in code.co_filename and code.co_name != "__del__":
-                left -= 1
-                if left == 0:
-                    raise error
-
-        sys.settrace(trace)
-        try:
-            ask_redis(store)
-        except SoftTimeLimitExceeded:
-            return True
-        finally:
-            sys.settrace(None)
-        return left <= 0
-
-    while interrupt_a_call_of_redis(calls + 1):
-        ask_redis(store)
-        calls += 1
-        watching.forget_errors(most)
-        assert watching.open <= most, f"a connection is left open after call {calls}"
-    assert calls > 10
-    store.close()
 
 
 class StruckRow(UserDict[str, Any]):

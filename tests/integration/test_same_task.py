@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from celery import chain, chord, group
@@ -194,16 +193,6 @@ def test_a_stamp_of_any_name_stays_and_is_no_option(served_shop: Any) -> None:
         assert {*seen["stamped_headers"]} == {*STAMPS}, how
         assert all(seen["stamps"][name] in ("blue", ["blue"]) for name in STAMPS)
         assert not given or headers.DUE in seen["headers"]
-
-
-def test_stamps_of_many_rows_stay(served_shop: Any) -> None:
-    task_id = uuid4().hex
-    stamps: dict[str, Any] = {name: "blue" for name in STAMPS if name != "tolerance"}
-    rows = [{"task_id": task_id, "delay": 0.1}]
-    send_many = served_shop.rabbitdelay.send_many
-    send_many(served_shop.tasks["request"], rows, stamped_headers=[*stamps], **stamps)
-    seen = served_shop.AsyncResult(task_id).get(timeout=PATIENCE)
-    assert {*seen["stamped_headers"]} == stamps.keys()
 
 
 def test_an_option_that_a_stamp_would_hide_is_refused(served_shop: Any) -> None:

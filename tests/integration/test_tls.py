@@ -16,7 +16,6 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.verify.management import management_api_of
 from celery_rabbitdelay.publishing.declaration import connect, declare, missing
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
@@ -171,13 +170,6 @@ def test_an_answer_may_take_longer_than_connecting(tls_node: RabbitMQServer) -> 
         finally:
             resumed.join()
         assert missing(connection, topology) == ()
-
-
-def test_the_management_api_is_asked_with_the_client_s_certificate(
-    tls_node: RabbitMQServer,
-) -> None:
-    api = management_api_of(connection_to(tls_node))
-    assert api.url.startswith("https://127.0.0.1:15671")
 
 
 def test_the_certificate_alone_authenticates_the_user(

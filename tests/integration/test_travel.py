@@ -12,17 +12,14 @@ import pytest
 from celery import chain, group
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from kombu import Queue
 
 from celery_rabbitdelay import JobClosed, Outcome, Row
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.operations.moving.source import Source
 from celery_rabbitdelay.testing import DidNotSettle, RabbitMQServer, Travel, wait_for
 from celery_rabbitdelay.testing.session import name_of
 from tests.given_times import KINDS
 from tests.integration import travelling
-from tests.integration.arrivals import count
 from tests.integration.travelling import app, note, ran, redis, remind, texts, try_again
 
 DAY_MS = 86_400_000
@@ -82,27 +79,6 @@ def test_what_is_sent_on_the_way_falls_due_on_the_way(trip: Travel) -> None:
     names = ["a-3", "a-sent", "b-0", "b-1", "b-2", "b-3", "b-4", "a-2", "a-sent", "a-1"]
     expected = [(n, began + round(h * 3_600_000)) for n, h in zip(names, hours, strict=True)]
     assert ran() == expected
-
-
-def test_what_leaves_the_levels_while_they_are_taken_is_not_waited_for(
-    trip: Travel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a slow machine, a worker that puts a paused task back for a second does that."""
-    consume = Source.consume
-    with app.connection_for_write() as connection:
-        unread = Queue("travelling.unread", durable=False)(connection.default_channel)
-        unread.declare()
-
-        def consume_late(source: Source, *given: Any) -> None:
-            note.apply_async(("gone",), delay=0.1, queue=unread)
-            wait_for(lambda: count(connection, unread.name), "a task that is due")
-            consume(source, *given)
-
-        note.apply_async(("here",), delay=60)
-        monkeypatch.setattr(Source, "consume", consume_late)
-        trip(seconds=60)
-        assert texts() == ["here"]
-        unread.delete()
 
 
 def test_without_waiting_all_that_is_due_is_delivered_at_once(trip: Travel) -> None:
@@ -240,15 +216,6 @@ def test_code_sees_the_time_if_it_is_to(trip: Travel) -> None:
     assert abs(datetime.now(UTC) - trip.now) < timedelta(minutes=10)
     trip.code_sees_it = False
     assert trip.now - datetime.now(UTC) > timedelta(days=7)
-
-
-def test_a_task_that_does_not_end_is_named(trip: Travel) -> None:
-    impatient = trip
-    impatient._timeout = 5.0
-    travelling.wait_until_told.apply_async(("untold",), delay=60)
-    with pytest.raises(DidNotSettle, match="wait_until_told"):
-        impatient(days=1)
-    redis().set("untold", "yes", ex=60)
 
 
 def test_a_worker_that_has_died_is_named_at_once_with_its_log(trip: Travel) -> None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import celery
 import pytest
-from celery import Task, chain, group
-from kombu import Exchange, Queue
+from celery import chain, group
+from kombu import Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
 from celery_rabbitdelay.app.sending.rows import row_of
-from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 
 #: A port that nothing listens on: what gets as far as the broker fails with another error.
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
@@ -165,31 +164,6 @@ def test_a_retry_of_a_task_that_a_worker_holds_raises_why_it_is_refused(app: Any
     # Celery would drop the message, and say so in a warning.
     with pytest.raises(exceptions.UnknownOption, match="the registry cannot reach it"):
         held.retry(countdown=5, once=True)
-
-
-def test_what_celery_takes_by_position_is_taken_by_position(app: Any) -> None:
-    router = app.amqp.router
-    with pytest.raises(exceptions.ConnectionLost):
-        app.send_task("remind", (), {}, None, None, "id", None, None, router, delay=5)
-
-
-@pytest.mark.parametrize("retries", [0, 1])
-def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, retries: int) -> None:
-    fanout = Exchange("all", type="fanout")
-    app.conf.task_queues = [Queue("a", fanout), Queue("b", fanout)]
-    headers = {"rabbitdelay-due": 1, "rabbitdelay-queue": "b"}
-    expected = exceptions.ConnectionLost if retries else exceptions.NeedsDistribution
-    with pytest.raises(expected):
-        app.send_task("remind", delay=5, queue="a", headers=headers, retries=retries)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [exceptions.LayoutConflict, exceptions.NeedsDistribution, exceptions.TopologyIncomplete],
-)
-def test_our_errors_of_sending_are_celery_s_and_no_retry_waits_for_them(error: Any) -> None:
-    assert issubclass(error, Task.OperationalError)
-    assert not issubclass(error, TEMPORARY_ERRORS)
 
 
 @pytest.mark.parametrize("protocol", [1, 2])

@@ -132,19 +132,6 @@ def test_the_page_on_errors_says_of_each_whether_the_broker_may_have_the_message
             assert re.search(r"written|does not have it|nothing was sent", kind.__doc__), kind
 
 
-def test_the_pages_are_plain_markdown_which_github_shows_as_sphinx_does() -> None:
-    for page in DOCS.rglob("*.md"):
-        text = page.read_text()
-        assert not re.search(r"(?:^|[\s(])\{[\w:]+\}`", text, re.MULTILINE), (
-            f"{page} has a role of Sphinx"
-        )
-        assert not re.search(r"^:{3,}|^\([\w-]+\)=$", text, re.MULTILINE), f"{page}: ::: or label"
-        assert not re.search(r"^: ", text, re.MULTILINE), f"{page} has a definition list"
-        directives = set(re.findall(r"^```\{([\w-]+)\}", text, re.MULTILINE))
-        allowed = {"toctree", "eval-rst"} if page in (API, EXCEPTIONS) else {"toctree"}
-        assert directives <= allowed, page
-
-
 def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
