@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from pytest_celery import RabbitMQContainer, RedisContainer
 from pytest_docker_tools.exceptions import ContainerFailed
 from pytest_docker_tools.wrappers import Container
 
-from celery_rabbitdelay.testing import RabbitMQServer, Server, wait_for
+from celery_rabbitdelay.testing import Server, wait_for
 from tests.acceptance.worker_container import AcceptanceWorkerContainer
 
 #: Docker lets a container's host name be the first twelve characters of its id.
@@ -114,27 +112,6 @@ class ServerAsContainer:
     def logs(self) -> bytes:
         """Return what the process has printed in this test, over all its starts."""
         return self.server.log[self._log_from :].encode()
-
-    def exec_run(self, cmd: str | Sequence[str]) -> tuple[int, bytes]:
-        """Run a command beside the process and return its exit code and what it printed.
-
-        ``rabbitmqctl`` is turned to the node in question, and ``python`` is the tests' own.
-        """
-        command = shlex.split(cmd) if isinstance(cmd, str) else list(cmd)
-        if command[0] == "rabbitmqctl" and isinstance(self.server, RabbitMQServer):
-            try:
-                return 0, self.server.ctl(*command[1:]).encode()
-            except subprocess.CalledProcessError as error:
-                return error.returncode, f"{error.stdout}{error.stderr}".encode()
-        done = subprocess.run(
-            command,
-            cwd=self.server.folder,
-            env={**os.environ, "PATH": _path_with_own_programs()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        return done.returncode, done.stdout
 
 
 def _attributes(

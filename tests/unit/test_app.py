@@ -10,7 +10,7 @@ from typing import Any
 import celery
 import pytest
 from celery import chain, group
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
 from celery_rabbitdelay.app.sending.rows import row_of
@@ -164,6 +164,16 @@ def test_a_retry_of_a_task_that_a_worker_holds_raises_why_it_is_refused(app: Any
     # Celery would drop the message, and say so in a warning.
     with pytest.raises(exceptions.UnknownOption, match="the registry cannot reach it"):
         held.retry(countdown=5, once=True)
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, retries: int) -> None:
+    fanout = Exchange("all", type="fanout")
+    app.conf.task_queues = [Queue("a", fanout), Queue("b", fanout)]
+    headers = {"rabbitdelay-due": 1, "rabbitdelay-queue": "b"}
+    expected = exceptions.ConnectionLost if retries else exceptions.NeedsDistribution
+    with pytest.raises(expected):
+        app.send_task("remind", delay=5, queue="a", headers=headers, retries=retries)
 
 
 @pytest.mark.parametrize("protocol", [1, 2])
