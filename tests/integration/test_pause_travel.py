@@ -1,4 +1,7 @@
-"""Pauses, without waiting for what is paused; see also ``test_pause.py``."""
+"""Pauses, without waiting for what is paused; see also ``test_pause.py``.
+
+Pauses of names and queues among all other decisions are in ``test_recorded_sequences.py``.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +48,6 @@ def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
             assert note["eta"] is None
 
 
-def test_tasks_for_a_paused_queue_wait(
-    shop: Any, worker: Worker, noted: Notes, travel: Travel
-) -> None:
-    second = "travelling-shop.second"
-    shop.rabbitdelay.pause(queue=second)
-    expected = send_one_of_each_kind(noted, queue=second)
-    noted.send("elsewhere", delay=DELAY)
-    travel(seconds=4)
-    assert noted() == ["elsewhere"]
-    shop.rabbitdelay.resume(queue=second)
-    travel.until(travel.nothing_waits)
-    assert Counter(noted()) == Counter({*expected, "elsewhere"})
-
-
 def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
     shop: Any, worker: Worker, noted: Notes, travel: Travel
 ) -> None:
@@ -84,26 +73,6 @@ def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
     shop.rabbitdelay.resume(task="note")
     travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({"kept", "newer"})
-
-
-def test_a_pause_of_a_name_and_of_its_queue_are_two(
-    shop: Any, worker: Worker, noted: Notes, travel: Travel
-) -> None:
-    queue = shop.conf.task_default_queue
-    shop.rabbitdelay.pause(task="note")
-    shop.rabbitdelay.pause(queue=queue)
-    assert {(each.task, each.queue) for each in shop.rabbitdelay.paused()} == {
-        ("note", None),
-        (None, queue),
-    }
-    noted.send("held", delay=DELAY, track=True)
-    shop.rabbitdelay.resume(queue=queue)
-    travel(minutes=1)
-    assert noted() == []
-    shop.rabbitdelay.resume(task="note")
-    assert shop.rabbitdelay.paused() == []
-    travel.until(travel.nothing_waits)
-    assert Counter(noted()) == Counter({"held"})
 
 
 def test_a_day_past_a_pause_has_few_stops_and_what_is_resumed_runs_at_once(
