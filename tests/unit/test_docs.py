@@ -35,18 +35,13 @@ ERRORS = DOCS / "how-to" / "publish_errors.md"
 KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "paused", "probe")
 
 
-def test_each_row_of_the_table_of_senders_names_tests_that_exist() -> None:
+def test_each_row_of_the_table_of_senders_names_a_file_of_tests() -> None:
     rows = [line for line in SENDERS.read_text().splitlines() if line.startswith("| ")]
-    headings = [row for row in rows if "shown by" in row]
-    assert len(headings) == 3
+    assert len(rows) > 30
     for row in rows:
-        if row in headings:
-            continue
-        file, *names = re.findall(r"`((?:integration|unit)/test_\w+\.py|test_\w+)`", row)
-        assert names, row
-        source = (TESTS / file).read_text()
-        for name in names:
-            assert f"def {name}(" in source, f"{file} has no {name}"
+        if not row.endswith("shown by |"):
+            [file] = re.findall(r"`((?:integration|unit)/test_\w+\.py)` \|$", row)
+            assert (TESTS / file).is_file(), file
 
 
 def test_the_queues_are_as_many_as_the_reference_says() -> None:
