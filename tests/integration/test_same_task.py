@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from celery import chain, chord, group
+from celery import chain, chord
 from celery.canvas import StampingVisitor  # type: ignore[attr-defined]
 from celery.exceptions import TaskRevokedError
 from celery.signals import after_task_publish, before_task_publish
@@ -150,13 +150,9 @@ STAMPED: dict[str, Callable[..., Any]] = {
         "request", stamped_headers=[*STAMPS], **STAMPS, **given
     ),
     "signature": lambda app, **given: _stamped(app.tasks["request"].s()).apply_async(**given),
-    "app.signature": lambda app, **given: _stamped(app.signature("request")).apply_async(**given),
     "chain": lambda app, **given: _stamped(
         chain(app.tasks["look"].si(), app.tasks["request"].si().set(**given))
     ).apply_async(),
-    "group": lambda app, **given: _stamped(group(app.tasks["request"].si())).apply_async(**given)[
-        0
-    ],
     "chord": lambda app, **given: _stamped(
         chord([app.tasks["look"].si()], app.tasks["request"].si().set(**given))
     ).apply_async(),

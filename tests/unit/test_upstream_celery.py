@@ -7,14 +7,12 @@ canvas of the integration tests needs is not repeated here.
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from unittest import mock
 
 import celery
 import pytest
-from celery.app.amqp import AMQP
 from celery.app.task import Task
 from celery.exceptions import InvalidTaskError, Reject
 from celery.worker import state
@@ -66,65 +64,11 @@ def test_a_retry_rejects_what_it_cannot_send() -> None:
     assert Reject(unsent).args[0] is unsent, moved("Reject.args", "app/task.py")
 
 
-def test_celery_says_when_it_counts_the_retries_of_a_callback_itself(app: Any) -> None:
-    assert not of_app.sends_a_callback()
-    if hasattr(AMQP, "_retry_publish"):  # from 5.7 on
-        seen: list[bool] = []
-        app.amqp._retry_publish(lambda: seen.append(of_app.sends_a_callback()))
-        assert seen == [True], moved("amqp._callback_publish_retry")
-
-
-def test_who_acquires_a_producer_is_seen(app: Any) -> None:
-    seen: list[Any] = []
-
-    def acquire(producer: Any = None) -> Any:
-        seen.append((of_app.sends_a_group(), of_app.task_that_is_sent()))
-        return nullcontext(app.amqp.Producer(app.connection_for_write(), auto_declare=False))
-
-    app.producer_or_acquire = acquire
-    member = app.tasks["remind"].si(7).set(queue="upstream", task_id="an id")
-    celery.group([member], app=app).apply_async()
-    # The first for the group, and the other one for its member.
-    assert [group for group, _ in seen] == [True, False], moved("group._apply_tasks")
-    app.send_task("remind", task_id="an id", queue="upstream")
-    acquire()
-    assert [task for _, task in seen[2:]] == ["an id", None], moved("Celery.send_task")
-
-
-def test_a_retry_by_autoretry_is_told_from_a_task_s_own(app: Any) -> None:
-    seen: list[bool] = []
-
-    class Retrying(Task):  # type: ignore[type-arg]
-        name, autoretry_for = "retrying", (LookupError,)
-
-        def retry(self, *args: Any, **options: Any) -> Any:
-            seen.append(of_app.retries_by_itself())
-            return ValueError("a retry")
-
-        def run(self, is_own: bool) -> None:
-            raise self.retry() if is_own else LookupError
-
-    task = app.register_task(Retrying())
-    for is_own in (True, False):
-        with pytest.raises(ValueError, match="a retry"):
-            task(is_own)
-    assert seen == [False, True], moved("celery.app.autoretry")
-
-
 def test_a_task_is_found_without_finalizing_the_application(app: Any) -> None:
     assert of_app.registered_task(app, "unknown") is None
     assert not app.finalized, moved("Celery._tasks, which finalizes the application now")
     app.finalize()
     assert of_app.registered_task(app, "remind") is not None, moved("Celery._tasks")
-
-
-def test_messages_show_their_arguments_as_we_show_them(app: Any) -> None:
-    args, kwargs = ([[[[["x" * 5000]]]]], 1), {"k": "y" * 5000}
-    message = app.amqp.as_task_v2("id", "remind", args, kwargs)
-    sizes, levels = of_app.repr_limits(app)
-    for name, value, size in zip(("argsrepr", "kwargsrepr"), (args, kwargs), sizes, strict=True):
-        shown = of_app.celerys_repr(value, size, levels)
-        assert message.headers[name] == shown, moved(f"how a message shows {name}")
 
 
 def test_a_task_that_its_rate_limit_holds_is_in_a_bucket_of_the_consumer() -> None:
