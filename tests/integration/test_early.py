@@ -158,7 +158,7 @@ def test_a_retry_of_a_task_that_was_put_back_returns_to_its_exchange(
 ) -> None:
     topic = named(served_shop, "topic")
     to = {"exchange": topic, "routing_key": "topic.reports", "priority": 9}
-    given = ([], 1, {"countdown": 0.2})
+    given: Any = ([], 1, {"countdown": 0.2})
     retried = served_shop.tasks["retry"].apply_async(given, delay=DELAY, **to)
     release(connection, served_shop)
     for past in retried.get(timeout=PATIENCE):

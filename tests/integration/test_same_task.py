@@ -90,7 +90,7 @@ def test_what_the_caller_says_stays(served_shop: Any) -> None:
         for name, (to, key) in ROUTES.items()
     ]
     link, link_error = served_shop.signature("look"), served_shop.signature("look", ("failed",))
-    callbacks = ({"link": link, "link_error": link_error}, {})
+    callbacks: Any = ({"link": link, "link_error": link_error}, {})
     sent = [
         (options, expected, send(**options), send(**options, delay=0.3))
         for options, expected in (*OPTIONS, *routes, callbacks)

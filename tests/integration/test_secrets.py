@@ -184,8 +184,9 @@ def test_no_error_of_a_send_shows_a_password(configure: Callable[..., dict[str, 
     app = make_app(configure(f"{PLANTED}-wrong", rabbitdelay_registry_url=registry))
     without = make_app(configure(**AWAY))
     look: Any = app.tasks["look"]
+    look_away: Any = without.tasks["look"]
     sends: dict[str, Callable[[], object]] = {
-        "away": lambda: without.tasks["look"].apply_async(delay=1),
+        "away": lambda: look_away.apply_async(delay=1),
         "tracked": lambda: look.apply_async(delay=1, track=True, key="order"),
         "send_task": lambda: app.send_task("unknown", countdown=1),
         "send_many": lambda: app.rabbitdelay.send_many(look, [Row(delay=1), Row(delay=1)]),

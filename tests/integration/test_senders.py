@@ -130,7 +130,7 @@ def test_a_retry_returns_to_the_queue_it_came_from(served_shop: Any) -> None:
     retry, sent = served_shop.tasks["retry"], []
     for name, first in product(QUEUES, ({}, {"delay": 0.2})):
         queue = named(served_shop, name)
-        given = ([], 2, {"countdown": DELAY})
+        given: Any = ([], 2, {"countdown": DELAY})
         own = {"queue": queue, "headers": {"x-tenant": "shop"}, **first}
         sent.append((queue, retry.apply_async(given, **own)))
     for queue, result in sent:

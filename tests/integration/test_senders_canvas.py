@@ -45,7 +45,8 @@ def make(request: pytest.FixtureRequest, served_shop: Any) -> Callable[..., Any]
 
 def test_a_delay_of_a_group_is_each_member_s(served_shop: Any, make: Any) -> None:
     before = time.time()
-    whole = group(make(1), make(2), app=served_shop).set(delay=DELAY).apply_async()
+    whole: Any = group(make(1), make(2), app=served_shop)
+    whole = whole.set(delay=DELAY).apply_async()
     members = [make(), make().set(countdown=DELAY)]
     single = group(members, app=served_shop).apply_async()
     for seen in whole.get(timeout=PATIENCE):
@@ -153,8 +154,9 @@ def test_a_delay_of_a_whole_chord_is_the_header_s_alone(
     served_shop: Any, make: Any, behind: bool
 ) -> None:
     since = time.time()
-    whole: Any = chord([make(), make()], make(), app=served_shop).set(delay=DELAY)
-    result = chain(make(), whole, app=served_shop).apply_async() if behind else whole.apply_async()
+    whole: Any = chord([make(), make()], make(), app=served_shop)
+    whole.set(delay=DELAY)
+    result: Any = (chain(make(), whole, app=served_shop) if behind else whole).apply_async()
     header, body = ends(result)
     if behind:
         since = result.parent.parent.get(timeout=PATIENCE)["at"]
@@ -165,7 +167,7 @@ def test_a_delay_of_a_whole_chord_is_the_header_s_alone(
 
 @pytest.mark.parametrize("whole", [{}, {"delay": DELAY}], ids=str)
 def test_the_body_runs_once_after_the_last_delayed_task_and_waits_for_its_own_delay(
-    served_shop: Any, whole: dict[str, float]
+    served_shop: Any, whole: Any
 ) -> None:
     look, noted, second = (
         served_shop.tasks["look"],

@@ -187,7 +187,7 @@ def test_to_an_instant_and_what_is_left_of_a_delay_is_waited_in_the_levels(trip:
 
 def test_what_no_destination_takes_is_tried_again_until_it_is_given_up(trip: Travel) -> None:
     undeliverable = app.rabbitdelay.topology.module_queues.undeliverable.name
-    to = {"exchange": "travelling.gone", "routing_key": "any"}
+    to: Any = {"exchange": "travelling.gone", "routing_key": "any"}
     for days in (1, 60):
         note.apply_async(("lost",), delay=timedelta(days=days), **to)
     trip(days=1, minutes=5)

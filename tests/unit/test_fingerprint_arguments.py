@@ -41,7 +41,7 @@ def test_a_fingerprint_names_all_that_differs() -> None:
 
 def changed_queues(queue: Queue) -> Iterator[Queue]:
     arguments = queue.queue_arguments or {}
-    as_it_is = {"durable": True, "queue_arguments": arguments}
+    as_it_is: dict[str, Any] = {"durable": True, "queue_arguments": arguments}
     for name, value in arguments.items():
         other = value + 1 if isinstance(value, int) else f"{value}x"
         yield Queue(queue.name, durable=True, queue_arguments={**arguments, name: other})
@@ -51,7 +51,7 @@ def changed_queues(queue: Queue) -> Iterator[Queue]:
 
 def changed_exchanges(exchange: Exchange) -> Iterator[Exchange]:
     arguments = exchange.arguments or {}
-    as_it_is = {"type": exchange.type, "durable": True, "arguments": arguments}
+    as_it_is: dict[str, Any] = {"type": exchange.type, "durable": True, "arguments": arguments}
     changes: list[dict[str, Any]] = [
         *({"type": "headers"}, {"durable": False}, {"auto_delete": True}),
         {"arguments": {**arguments, "x-new": 1}},
