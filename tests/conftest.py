@@ -9,11 +9,10 @@ certificates.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import pytest
 from celery import _state
@@ -23,8 +22,10 @@ from kombu import pools
 
 from celery_rabbitdelay.app.celery_internals import forget_connections
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
+from celery_rabbitdelay.testing.plugin import LONG_TRAVELS
 from tests.node_control import add_virtual_host
 from tests.private_broker import QUIET
+from tests.shared_servers import leave, shared
 
 # A busy machine is no error: how long an example takes says nothing.
 settings.register_profile(
@@ -78,22 +79,59 @@ def broker_certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificate
     return Certificates.make(tmp_path_factory.mktemp("certificates"))
 
 
+def pytest_sessionfinish() -> None:
+    """Leave the servers that the processes of this run share."""
+    leave()
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def process_name() -> str:
+    """The name of this process among those of the run; "master", if it is the only one."""
+    return os.environ.get("PYTEST_XDIST_WORKER", "master")
+
+
 @pytest.fixture(scope="session")
 def session_rabbitmq(
+    run_folder: Path,
+    process_name: str,
+    broker_root: Path | None,
+    broker_certificates: Certificates | None,
+) -> RabbitMQServer:
+    """A virtual host of this process, on the node of this run, which no test may kill."""
+
+    def make() -> RabbitMQServer:
+        settings = (*QUIET, LONG_TRAVELS)
+        return RabbitMQServer(
+            broker_root, settings, management=True, certificates=broker_certificates
+        )
+
+    node: Any = InVirtualHost(shared(run_folder / "rabbitmq", make), process_name)
+    return cast("RabbitMQServer", node)
+
+
+@pytest.fixture(scope="session")
+def own_rabbitmq(
     broker_root: Path | None, broker_certificates: Certificates | None
 ) -> Iterator[RabbitMQServer]:
-    """The RabbitMQ node of this session."""
+    """A RabbitMQ node of this process."""
     with RabbitMQServer(broker_root, QUIET, certificates=broker_certificates) as server:
         yield server
 
 
 @pytest.fixture
-def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServer]:
+def private_rabbitmq(own_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServer]:
     """A RabbitMQ node that a test may kill, as long as the next test finds it in working order."""
-    if not session_rabbitmq.running:
-        session_rabbitmq.start()
-    process = session_rabbitmq.pid
-    yield session_rabbitmq
+    if not own_rabbitmq.running:
+        own_rabbitmq.start()
+    process = own_rabbitmq.pid
+    yield own_rabbitmq
     # kombu keeps connections for whoever uses the same URL next; these may be to a killed node.
     pools.reset()
     # Applications that outlive the test hold on to pools, which are closed now. Celery's types do
@@ -101,44 +139,40 @@ def private_rabbitmq(session_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServe
     for app in _state._get_active_apps():  # type: ignore[attr-defined]
         if getattr(app, "_pool", None) is not None:
             forget_connections(app)
-    if not session_rabbitmq.running or session_rabbitmq.pid != process:
+    if not own_rabbitmq.running or own_rabbitmq.pid != process:
         # The test has restarted the node, and deleted its levels maybe at once. RabbitMQ 3.10.8
         # then loses the supervisor of dead-lettering, and all quorum queues with it, until it is
         # started again.
-        session_rabbitmq.kill()
-        session_rabbitmq.start()
+        own_rabbitmq.kill()
 
 
 @pytest.fixture
 def broker_url(request: pytest.FixtureRequest) -> str:
-    """The URL of the RabbitMQ to test against."""
+    """The URL of the RabbitMQ to test against: the private one, if the test has it."""
     url = os.environ.get("RABBITDELAY_BROKER_URL")
     if url:
         return url
-    server: RabbitMQServer = request.getfixturevalue("private_rabbitmq")
+    is_private = "private_rabbitmq" in request.fixturenames
+    name = "private_rabbitmq" if is_private else "session_rabbitmq"
+    server: RabbitMQServer = request.getfixturevalue(name)
     return server.url
 
 
 @pytest.fixture(scope="module")
 def module_broker_url(request: pytest.FixtureRequest) -> str:
-    """The same, for what lives as long as a module whose tests leave the broker alone."""
+    """The same, for what lives as long as a module: never the private one."""
     url = os.environ.get("RABBITDELAY_BROKER_URL")
     if url:
         return url
     server: RabbitMQServer = request.getfixturevalue("session_rabbitmq")
-    if not server.running:
-        server.start()
     return server.url
 
 
 @pytest.fixture(scope="session")
-def private_redis() -> Iterator[RedisServer]:
-    """The Redis server of this session."""
-    with RedisServer() as server:
-        yield server
-        # A result of Celery's unsubscribes when it is collected, and would wait for a Redis that
-        # is gone.
-        gc.collect()
+def private_redis(run_folder: Path, process_name: str) -> RedisServer:
+    """A database of this process, on the Redis of this run."""
+    server: Any = InDatabase(shared(run_folder / "redis", RedisServer), process_name)
+    return cast("RedisServer", server)
 
 
 @pytest.fixture(scope="session")
@@ -161,17 +195,35 @@ class InVirtualHost:
 
     def __init__(self, server: RabbitMQServer, name: str) -> None:
         self._server = server
-        self.url = f"{server.url.rstrip('/')}/{name}"
+        self.virtual_host = name
+        self.url = f"{server.url.removesuffix('//')}/{name}"
         add_virtual_host(server, name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._server, name)
 
 
+class InDatabase:
+    """A server, with the URL of a database of a process's own.
+
+    Args:
+        server: The server.
+        process: The name of the process.
+    """
+
+    def __init__(self, server: RedisServer, process: str) -> None:
+        self._server = server
+        number = "".join(filter(str.isdigit, process)) or "0"
+        self.url = f"{server.url.removesuffix('/0')}/{number}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+
 @pytest.fixture(scope="session")
-def rabbitdelay_broker(session_rabbitmq: RabbitMQServer) -> InVirtualHost:
+def rabbitdelay_broker(session_rabbitmq: InVirtualHost, process_name: str) -> InVirtualHost:
     """The RabbitMQ of the tests that travel in time; their workers answer no other test."""
-    return InVirtualHost(session_rabbitmq, "travelling")
+    return InVirtualHost(session_rabbitmq._server, f"travelling-{process_name}")
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +34,9 @@ def evaluate(broker: RabbitMQServer, *expressions: str) -> str:
     if not Path(broker.root or "/", "usr/bin/erl_call").exists():
         return broker.ctl("eval", f"{checked}.")
     cookie = (broker.folder / ".erlang.cookie").read_text()
-    command = ["/usr/bin/erl_call", "-sname", broker.node, "-c", cookie, "-e"]
+    # Two clients of one name would keep each other out.
+    own = ["-h", f"tests{os.getpid()}x{threading.get_ident()}"]
+    command = ["/usr/bin/erl_call", *own, "-sname", broker.node, "-c", cookie, "-e"]
     done = subprocess.run(
         broker._inside(command),
         env=broker._environment(),

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 AnyServer = TypeVar("AnyServer", bound=Any)
 
+#: A line for ``rabbitmq.conf``: a travel holds the waiting messages unacknowledged, and RabbitMQ
+#: closes a channel that holds one for 30 minutes of real time; this makes it a day.
+LONG_TRAVELS: Final = "consumer_timeout = 86400000"
+
 _OPTIONS: Final = {
     "app": "the Celery application of the tests, as module:attribute",
     "broker": "the URL of an existing RabbitMQ; by default a private one is started",
@@ -70,7 +74,8 @@ def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServe
         with own_virtual_host(url, _option(request.config, "management")) as own_url:
             yield SimpleNamespace(url=own_url)
         return
-    with _started(RabbitMQServer(), "--rabbitdelay-broker") as server:
+    private = RabbitMQServer(settings=[LONG_TRAVELS])
+    with _started(private, "--rabbitdelay-broker") as server:
         yield server
 
 
