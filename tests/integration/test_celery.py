@@ -14,7 +14,6 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.publishing.declaration import declare, is_declared, missing
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests import node_control
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import wait_until_served
 from tests.integration.shop import PATIENCE, QUEUES
@@ -179,13 +178,8 @@ def test_a_worker_declares_once_at_its_start_and_once_after_all_its_connections_
     """They were lost with all that the broker had."""
     shop = serve(broker_url=private_rabbitmq.url)
     assert shop.worker.log.count("are in place") == 1
-    hosts = node_control.listed(private_rabbitmq, "rabbit_vhost:list_names()")
     for command in ("stop_app", "reset", "start_app"):
         private_rabbitmq.ctl(command)
-    for host in hosts - {'<<"/">>'}:  # those of other tests
-        node_control.add_virtual_host(
-            private_rabbitmq, host.removeprefix('<<"').removesuffix('">>')
-        )
     wait_until_served(shop.worker, times=2)
     with Connection(private_rabbitmq.url) as connection:
         assert missing(connection, shop.rabbitdelay.topology) == ()

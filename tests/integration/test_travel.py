@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from celery_rabbitdelay import JobClosed, Outcome, Row
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.testing import DidNotSettle, RabbitMQServer, Travel, wait_for
+from celery_rabbitdelay.testing import DidNotSettle, Travel, wait_for
 from celery_rabbitdelay.testing.session import name_of
 from tests.given_times import KINDS
 from tests.integration import travelling
 from tests.integration.travelling import app, note, ran, redis, remind, texts, try_again
+from tests.node_control import close_all_connections
 
 DAY_MS = 86_400_000
 
@@ -225,14 +226,13 @@ def test_a_worker_that_has_died_is_named_at_once_with_its_log(trip: Travel) -> N
     assert "kill_the_worker" in str(raised.value)
 
 
-def test_what_a_killed_worker_and_a_killed_broker_leave_runs_later(
-    trip: Travel, rabbitdelay_broker: RabbitMQServer, rabbitdelay_worker: Any
+def test_what_a_killed_worker_and_a_lost_connection_leave_runs_later(
+    trip: Travel, rabbitdelay_broker: Any, rabbitdelay_worker: Any
 ) -> None:
     note.apply_async(("a",), delay=timedelta(days=1))
     note.apply_async(("b",), delay=timedelta(days=3))
     # The worker connects again, and is waited for.
-    rabbitdelay_broker.kill()
-    rabbitdelay_broker.start()
+    close_all_connections(rabbitdelay_broker, "as if it fell", rabbitdelay_broker.virtual_host)
     trip(days=2)
     assert texts() == ["a"]
     rabbitdelay_worker.kill()

@@ -47,7 +47,7 @@ TEMPLATES = [
         ("redis://host?password=se@cret", "redis://**"),
         ("sentinel://:a@one;sentinel://:b@two/0", "sentinel://:**@one;sentinel://:**@two/0"),
         ("amqp://user:se/c?r#e@t@host", "amqp://user:**@host"),
-        ("redis://:secret/0", "redis://:**"),
+        ("redis://:s3cret/0", "redis://:**"),
         ("http:/user:secret@host", "**@host"),
         ("secret@host", "**@host"),
     ],
