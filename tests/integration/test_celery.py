@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -14,10 +14,11 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.publishing.declaration import declare, is_declared, missing
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests import node_control
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.modules import wait_until_served
 from tests.integration.shop import PATIENCE, QUEUES
-from tests.integration.trouble import alarm
+from tests.integration.trouble import alarm, virtual_host
 from tests.integration.worker import Worker
 
 
@@ -173,15 +174,23 @@ def test_a_task_whose_callback_or_retry_nobody_can_deliver_fails_and_is_not_trie
 
 
 def test_a_worker_declares_once_at_its_start_and_once_after_all_its_connections_are_lost(
-    private_rabbitmq: RabbitMQServer, serve: Callable[..., Any]
+    own_host: str, session_rabbitmq: RabbitMQServer, serve: Callable[..., Any], prefix: str
 ) -> None:
     """They were lost with all that the broker had."""
-    shop = serve(broker_url=private_rabbitmq.url)
+    shop = serve(broker_url=own_host)
     assert shop.worker.log.count("are in place") == 1
-    for command in ("stop_app", "reset", "start_app"):
-        private_rabbitmq.ctl(command)
+    node_control.delete_virtual_host(session_rabbitmq, prefix)
+    node_control.add_virtual_host(session_rabbitmq, prefix)
     wait_until_served(shop.worker, times=2)
-    with Connection(private_rabbitmq.url) as connection:
+    with Connection(own_host) as connection:
         assert missing(connection, shop.rabbitdelay.topology) == ()
     assert shop.tasks["look"].apply_async(delay=0.2).get(timeout=PATIENCE)
     assert shop.worker.log.count("are in place") == 2
+
+
+@pytest.fixture
+def own_host(session_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[str]:
+    """The URL of a virtual host of the test's own."""
+    node: Any = session_rabbitmq  # a virtual host of it
+    with virtual_host(node._server, prefix) as url:
+        yield url

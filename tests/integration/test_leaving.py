@@ -170,9 +170,8 @@ class Shop:
 
 @pytest.fixture
 def shop(session_rabbitmq: RabbitMQServer, redis: RedisServer, tmp_path: Path) -> Iterator[Shop]:
-    if not session_rabbitmq.running:
-        session_rabbitmq.start()
-    with trouble.virtual_host(session_rabbitmq, f"leaving-{uuid4().hex[:8]}") as url:
+    node: Any = session_rabbitmq  # a virtual host of it
+    with trouble.virtual_host(node._server, f"leaving-{uuid4().hex[:8]}") as url:
         made = Shop(tmp_path, url, redis)
         yield made
         gc.collect()  # results give their channels up, while Redis is there
