@@ -71,7 +71,7 @@ def assert_each_ran_once_and_none_early(
         starts: The starts.
         published: Before when each published task may not start, by its id.
     """
-    assert Counter(start.task_id for start in starts) == Counter(published)
+    assert Counter(start.task_id for start in starts) == Counter(published.keys())
     # A start is rounded down to a millisecond, so the bound has to be as well.
     early = [start for start in starts if start.started < int(published[start.task_id])]
     assert not early, f"{len(early)} tasks started too early, for example {early[0]}"
