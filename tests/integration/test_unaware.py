@@ -171,7 +171,7 @@ def test_a_task_that_was_revoked_does_not_enter_the_levels(
     assert _waiting(connection, shop) == 0
 
 
-def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
+def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later_though_the_worker_is_killed(
     private_rabbitmq: RabbitMQServer,
     make_shop: Callable[..., Any],
     configuration: dict[str, Any],
@@ -196,6 +196,8 @@ def test_a_broker_that_takes_nothing_for_a_while_gets_the_task_later(
         with alarm(private_rabbitmq):
             stack.enter_context(worker)
             wait_for(lambda: TRIES_AGAIN in worker.log, "a failed attempt")
+            worker.kill()
+        worker.start()
         with Connection(private_rabbitmq.url) as connection:
             queues = shop.rabbitdelay.topology.digit_queues
             waiting = find_waiting(connection, queues, PATIENCE, copies=True)
