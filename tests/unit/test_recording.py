@@ -245,7 +245,6 @@ def test_a_block_within_a_block_records_alone(app: Any) -> None:
         ((), {"delay": 60}, TypeError),
         *(((object(),), delay, Exception) for delay in ({}, {"delay": 60})),
     ],
-    ids=lambda each: str(each)[:30],
 )
 def test_a_send_is_checked_as_a_real_one(args: Any, options: Any, error: Any) -> None:
     app = new(task_create_missing_queues=False, rabbitdelay_modules=[])
