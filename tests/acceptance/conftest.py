@@ -4,8 +4,8 @@
 or ``docker`` (containers). Unset, it is Docker where an engine answers and processes elsewhere; set
 to ``docker`` where none answers, it is an error, so that a CI job cannot switch unnoticed.
 
-``RABBITDELAY_BROKER_URL`` and ``RABBITDELAY_REDIS_URL`` name servers that run already, and
-``RABBITDELAY_BROKER_ROOT`` the system whose RabbitMQ is run; all three concern processes only.
+The processes are private servers, which the tests kill; ``RABBITDELAY_BROKER_ROOT`` names the
+system whose RabbitMQ is run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def chosen_nodes() -> str:
             f"RABBITDELAY_NODES is {chosen!r}; it has to be one of {', '.join(NODES)}"
         )
     if os.environ.get("RABBITDELAY_TLS"):
-        if chosen == "docker" or os.environ.get("RABBITDELAY_BROKER_URL"):
+        if chosen == "docker":
             raise pytest.UsageError("RABBITDELAY_TLS is for a private RabbitMQ that is a process")
         return "process"
     if chosen == "process":
@@ -65,13 +65,6 @@ if chosen_nodes() == "docker":
     from tests.acceptance.docker_nodes import *  # noqa: F403
 else:
     from tests.acceptance.process_nodes import *  # noqa: F403
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker that gives a test a broker which it may kill."""
-    config.addinivalue_line(
-        "markers", "kills_the_broker: never run this test on a server that somebody else uses"
-    )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,33 +8,17 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from pytest_celery import CeleryTestSetup
 
-from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import wait_for
 from tests.acceptance.journal_task import JOURNAL, write_start
 from tests.acceptance.names import QUEUE
 
 
-@dataclass(frozen=True)
-class Publication:
-    """A task that was published with a delay.
-
-    Attributes:
-        task_id: The task's id.
-        not_before: The time of the call plus the delay: an earlier start is too early.
-    """
-
-    task_id: str
-    not_before: float
-
-
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """One start of a task, as the task itself wrote it down.
 
     Attributes:
@@ -45,7 +29,7 @@ class Start:
 
     task_id: str
     started: int
-    due: int | None
+    due: int
 
 
 class Journal:
@@ -54,60 +38,45 @@ class Journal:
     def __init__(self, setup: CeleryTestSetup) -> None:
         self._setup = setup
 
-    def publish(self, delay: float) -> Publication:
-        """Publish the task that writes to the journal, to start ``delay`` seconds from now."""
-        task = _task_of(self._setup.app)
+    def publish(self, delay: float) -> tuple[str, float]:
+        """Publish the task that writes to the journal; return its id, and its earliest start."""
+        # Not `write_start` itself: that belongs to whichever app is the current one.
+        task: Any = self._setup.app.tasks[write_start.name]
         before = time.time()
-        result = task.apply_async(delay=delay)
-        return Publication(result.id, (before + delay) * 1000)
+        return task.apply_async(delay=delay).id, (before + delay) * 1000
 
     def starts(self) -> list[Start]:
         """Return the starts so far, in the order in which they were written."""
         entries = self._setup.app.backend.client.lrange(JOURNAL, 0, -1)
         return [Start(**json.loads(entry)) for entry in entries]
 
-    def wait_until_all_started(
-        self, publications: Iterable[Publication], timeout: float
-    ) -> list[Start]:
-        """Wait until each of these tasks has started, and return their starts.
-
-        Raises:
-            TimeoutError: Not all of them started within ``timeout`` seconds.
-        """
-        awaited = {publication.task_id for publication in publications}
+    def wait_until_started(self, number: int, timeout: float) -> None:
+        """Wait until so many tasks have started."""
+        client = self._setup.app.backend.client
 
         def all_started() -> bool:
             # Asking for the length first keeps a thousand entries from being read all the time.
-            length = self._setup.app.backend.client.llen(JOURNAL)
-            return length >= len(awaited) and awaited <= {each.task_id for each in self.starts()}
+            length = client.llen(JOURNAL)
+            return length >= number and len({each.task_id for each in self.starts()}) >= number
 
-        try:
-            wait_for(all_started, f"start of {len(awaited)} tasks", timeout, interval=0.1)
-        except TimeoutError as error:
-            started = {each.task_id for each in self.starts()}
-            raise TimeoutError(f"{error}; {len(awaited & started)} started") from None
-        return self.starts()
+        wait_for(all_started, f"start of {number} tasks", timeout, interval=0.1)
 
 
-def assert_none_was_early(starts: Iterable[Start], publications: Iterable[Publication]) -> None:
-    """Check every start against the caller's clock and against the due time that it brought."""
-    not_before = {publication.task_id: publication.not_before for publication in publications}
+def assert_each_ran_once_and_none_early(
+    starts: list[Start], published: Mapping[str, float]
+) -> None:
+    """Check every start against the caller's clock and against the due time that it brought.
+
+    Args:
+        starts: The starts.
+        published: Before when each published task may not start, by its id.
+    """
+    assert Counter(start.task_id for start in starts) == Counter(published.keys())
     # A start is rounded down to a millisecond, so the bound has to be as well.
-    early = [start for start in starts if start.started < int(not_before[start.task_id])]
+    early = [start for start in starts if start.started < int(published[start.task_id])]
     assert not early, f"{len(early)} tasks started too early, for example {early[0]}"
-    without_due = [start for start in starts if start.due is None]
-    assert not without_due, f"{len(without_due)} tasks did not bring their due time"
-    before_due = [start for start in starts if start.due is None or start.started < start.due]
-    assert not before_due, f"{len(before_due)} started before due, for example {before_due[0]}"
-
-
-def assert_each_ran_once(starts: Iterable[Start], publications: Iterable[Publication]) -> None:
-    """Check that there is exactly one start for each publication, and none of anything else."""
-    counts = Counter(start.task_id for start in starts)
-    published = {publication.task_id for publication in publications}
-    assert set(counts) == published
-    repeated = {task_id: count for task_id, count in counts.items() if count > 1}
-    assert not repeated, f"{len(repeated)} tasks ran more than once: {repeated}"
+    early = [start for start in starts if start.started < start.due]
+    assert not early, f"{len(early)} started before they were due, for example {early[0]}"
 
 
 def assert_nothing_is_left_to_run(setup: CeleryTestSetup) -> None:
@@ -126,8 +95,3 @@ def assert_nothing_is_left_to_run(setup: CeleryTestSetup) -> None:
     with setup.app.connection_for_read() as connection:
         left = connection.default_channel.queue_declare(QUEUE, passive=True).message_count
     assert left == 0
-
-
-def _task_of(app: Celery) -> Any:
-    # Not `write_start` itself: that belongs to whichever app is the current one.
-    return app.tasks[write_start.name]

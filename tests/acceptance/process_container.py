@@ -1,32 +1,27 @@
 """Processes of this machine that pytest-celery takes for containers.
 
 pytest-celery talks to its nodes through wrappers (``RabbitMQContainer`` and so on) around what
-docker-py calls a container. Two things stand in for that here: :class:`ServerAsContainer`, which
-has the shape of docker-py's object over a process of our own, and
-:class:`ExistingServerAsContainer`, over a server that ran before the tests. The wrappers at the end
-say where the process's address differs from a container's; restarts and configuration stay
-pytest-celery's own.
+docker-py calls a container. :class:`ServerAsContainer` stands in for that: it has the shape of
+docker-py's object over a process of our own. The wrappers at the end say where the process's
+address differs from a container's; restarts and configuration stay pytest-celery's own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from kombu import Connection
 from pytest_celery import RabbitMQContainer, RedisContainer
 from pytest_docker_tools.exceptions import ContainerFailed
 from pytest_docker_tools.wrappers import Container
 
-from celery_rabbitdelay.testing import RabbitMQServer, Server, wait_for
+from celery_rabbitdelay.testing import Server, wait_for
 from tests.acceptance.worker_container import AcceptanceWorkerContainer
 
 #: Docker lets a container's host name be the first twelve characters of its id.
@@ -117,75 +112,6 @@ class ServerAsContainer:
     def logs(self) -> bytes:
         """Return what the process has printed in this test, over all its starts."""
         return self.server.log[self._log_from :].encode()
-
-    def exec_run(self, cmd: str | Sequence[str]) -> tuple[int, bytes]:
-        """Run a command beside the process and return its exit code and what it printed.
-
-        ``rabbitmqctl`` is turned to the node in question, and ``python`` is the tests' own.
-        """
-        command = shlex.split(cmd) if isinstance(cmd, str) else list(cmd)
-        if command[0] == "rabbitmqctl" and isinstance(self.server, RabbitMQServer):
-            try:
-                return 0, self.server.ctl(*command[1:]).encode()
-            except subprocess.CalledProcessError as error:
-                return error.returncode, f"{error.stdout}{error.stderr}".encode()
-        done = subprocess.run(
-            command,
-            cwd=self.server.folder,
-            env={**os.environ, "PATH": _path_with_own_programs()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        return done.returncode, done.stdout
-
-
-class ExistingServerAsContainer:
-    """docker-py's container, over a server that is not ours: it can be used, but not stopped.
-
-    Args:
-        url: The URL that Celery and kombu take.
-        kind: What the server is, for the container's name.
-        port: The port that the server would have inside a container (``5672/tcp``).
-    """
-
-    status = "running"
-
-    def __init__(self, url: str, kind: str, port: str) -> None:
-        self.url = url
-        self.id = container_id(url)
-        self.name = f"{kind}-{host_name(self.id)}"
-        inner_port = int(port.partition("/")[0])
-        self.attrs = _attributes(self.id, {port: urlsplit(url).port or inner_port}, {})
-
-    def reload(self) -> None:
-        """Do nothing: what can be known of the server is its URL."""
-
-    def kill(self, signal: str | int | None = None) -> None:
-        """Refuse to."""
-        raise self._not_ours()
-
-    def restart(self, timeout: float = 10) -> None:
-        """Refuse to."""
-        raise self._not_ours()
-
-    def remove(self, force: bool = False) -> None:
-        """Refuse to."""
-        raise self._not_ours()
-
-    def logs(self) -> bytes:
-        """Return nothing: the log is where we cannot read it."""
-        return b""
-
-    def exec_run(self, cmd: str | Sequence[str]) -> tuple[int, bytes]:
-        """Refuse to."""
-        raise self._not_ours()
-
-    def _not_ours(self) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name} ran before the tests did and is not theirs to touch: mark the test with "
-            "kills_the_broker, then it gets a node of its own"
-        )
 
 
 def _attributes(

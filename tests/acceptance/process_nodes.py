@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from kombu import Connection
 from pytest_celery import CeleryWorkerContainer, RabbitMQContainer, RedisContainer
 from redis import Redis
 
-from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, Server
 from tests.acceptance.journal_task import JOURNAL
-from tests.acceptance.names import PREFIX, QUEUE
+from tests.acceptance.names import QUEUE
 from tests.acceptance.process_container import (
-    ExistingServerAsContainer,
     RabbitMQProcess,
     RedisProcess,
     ServerAsContainer,
@@ -30,28 +25,10 @@ from tests.acceptance.process_container import (
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
-def existing_rabbitmq() -> Iterator[str]:
-    """The URL of the RabbitMQ that runs already; the levels that the tests declare are deleted."""
-    url = os.environ["RABBITDELAY_BROKER_URL"]
-    yield url
-    with Connection(url) as connection:
-        delete(connection, Settings(prefix=PREFIX).topology, force=True)
-        channel: Any = connection.default_channel
-        channel.exchange_delete(QUEUE)
-
-
 @pytest.fixture
-def default_rabbitmq_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQContainer]:
-    """The broker: the one that runs already, or a node of our own, always in working order."""
-    is_killed = request.node.get_closest_marker("kills_the_broker") is not None
-    container: RabbitMQContainer
-    if os.environ.get("RABBITDELAY_BROKER_URL") and not is_killed:
-        url = request.getfixturevalue("existing_rabbitmq")
-        container = RabbitMQProcess(ExistingServerAsContainer(url, "rabbitmq", "5672/tcp"))
-    else:
-        server: RabbitMQServer = request.getfixturevalue("private_rabbitmq")
-        container = RabbitMQProcess(_node_of_the_session(server, "rabbitmq", "5672/tcp"))
+def default_rabbitmq_broker(private_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQContainer]:
+    """The broker: a node of our own, always in working order."""
+    container = RabbitMQProcess(_node_of_the_session(private_rabbitmq, "rabbitmq", "5672/tcp"))
     _delete_queue(container)
     yield container
     # A node that the test has left dead is started by the next test and cleaned then.
@@ -71,15 +48,9 @@ def _delete_queue(container: RabbitMQContainer) -> None:
 
 
 @pytest.fixture
-def default_redis_backend(request: pytest.FixtureRequest) -> Iterator[RedisContainer]:
-    """The result backend: the one that runs already, or a server of our own."""
-    url = os.environ.get("RABBITDELAY_REDIS_URL")
-    container: RedisContainer
-    if url:
-        container = RedisProcess(ExistingServerAsContainer(url, "redis", "6379/tcp"))
-    else:
-        server: RedisServer = request.getfixturevalue("private_redis")
-        container = RedisProcess(_node_of_the_session(server, "redis", "6379/tcp"))
+def default_redis_backend(private_redis: RedisServer) -> Iterator[RedisContainer]:
+    """The result backend: a server of our own."""
+    container = RedisProcess(_node_of_the_session(private_redis, "redis", "6379/tcp"))
     with Redis.from_url(container.url) as client:
         client.delete(JOURNAL)
         yield container

@@ -17,17 +17,11 @@ from typing import Any
 import celery
 from celery.app.amqp import AMQP
 from celery.app.control import Control
-from celery.contrib.django.task import DjangoTask
 from celery.result import AsyncResult
-from django.conf import settings as of_django
 from kombu.utils.objects import cached_property
 
 from celery_rabbitdelay import install
 from tests.integration.worker import Worker
-
-if not of_django.configured:
-    # Otherwise nobody can look at all objects of the process, as pytest-celery does.
-    of_django.configure()
 
 
 class TenantAMQP(AMQP):
@@ -126,7 +120,7 @@ def run(self: Any, options: Any = None) -> Any:
         raise self.retry(**options)
     bases = {each.__name__ for each in type(self).__mro__}
     return [
-        sorted(bases & {"TenantTask", "Audited", "Classy", "DjangoTask", "ContextTask"}),
+        sorted(bases & {"TenantTask", "Audited", "Classy", "ContextTask"}),
         self.request.retries,
         (self.request.headers or {}).get("x-tenant"),
         (self.request.headers or {}).get("x-applied"),
@@ -145,8 +139,8 @@ def shared(self: Any, options: Any = None) -> Any:
 
 #: The tasks of the application.
 TASKS = (
-    *("early", "early-registered", "decorated", "context"),
-    *("based", "django", "registered", "shared"),
+    *("early", "decorated", "context", "based"),
+    *("registered", "shared"),
 )
 
 
@@ -163,7 +157,6 @@ def make_app(configuration: dict[str, Any]) -> Any:
         settings = {name: each for name, each in settings.items() if "rabbitdelay" not in name}
     app.conf.update(worker_hijack_root_logger=False, **settings)
     app.task(run, bind=True, name="early", shared=False)
-    app.register_task(type("Early", (Classy,), {"name": "early-registered"})("early"))
     assert app.tasks["early"].name
     if installs:
         install(app)
@@ -177,8 +170,7 @@ def make_app(configuration: dict[str, Any]) -> Any:
 
     app.Task = ContextTask
     app.task(run, bind=True, name="context", shared=False)
-    for name, base in (("based", Audited), ("django", DjangoTask)):
-        app.task(run, bind=True, name=name, shared=False, base=base)
+    app.task(run, bind=True, name="based", shared=False, base=Audited)
     app.register_task(Classy("word"))
     return app
 

@@ -42,7 +42,6 @@ AUTORETRIES: dict[str, dict[str, Any]] = {
     "autoretry-delay": {"retry_kwargs": {"delay": 0.4}},
     "autoretry-both": {"retry_kwargs": {"delay": 1000}, "retry_backoff": 1},
     "autoretry-wrong": {"retry_kwargs": {"delay": "soon"}},
-    "autoretry-wrong-held": {"retry_kwargs": {"delay": "soon"}, "rabbitdelay": False},
 }
 
 #: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.
@@ -225,18 +224,6 @@ def _add_tasks_that_fail(app: Any) -> None:
         options = {"autoretry_for": (Exception,), "retry_jitter": False, **own}
         fail_once: Any = app.task(bind=True, name=name, shared=False, **options)
         fail_once(autoretry)
-
-    def register(**_: Any) -> None:
-        """Register two classes: one has the options as attributes, one gets them as arguments."""
-        for name, own in AUTORETRIES.items():
-            options = {"autoretry_for": (Exception,), "retry_jitter": False, **own}
-            task = {"run": autoretry, "name": f"{name}-attributes"}
-            app.register_task(type("Attributes", (celery.Task,), {**task, **options})())
-            task["name"] = f"{name}-arguments"
-            app.register_task(type("Arguments", (celery.Task,), task)(), **options)
-
-    # Not now: it would bind all tasks, with the settings as they are.
-    app.on_after_finalize.connect(register, weak=False)
 
     for name, backoff in FAR_BACKOFFS.items():
 

@@ -1,10 +1,12 @@
-"""Pauses, without waiting for what is paused; see also ``test_pause.py``."""
+"""Pauses, without waiting for what is paused; see also ``test_pause.py``.
+
+Pauses of names and queues among all other decisions are in ``test_recorded_sequences.py``.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from celery.exceptions import TaskRevokedError
@@ -46,20 +48,6 @@ def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
             assert note["eta"] is None
 
 
-def test_tasks_for_a_paused_queue_wait(
-    shop: Any, worker: Worker, noted: Notes, travel: Travel
-) -> None:
-    second = "travelling-shop.second"
-    shop.rabbitdelay.pause(queue=second)
-    expected = send_one_of_each_kind(noted, queue=second)
-    noted.send("elsewhere", delay=DELAY)
-    travel(seconds=4)
-    assert noted() == ["elsewhere"]
-    shop.rabbitdelay.resume(queue=second)
-    travel.until(travel.nothing_waits)
-    assert Counter(noted()) == Counter({*expected, "elsewhere"})
-
-
 def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
     shop: Any, worker: Worker, noted: Notes, travel: Travel
 ) -> None:
@@ -85,53 +73,6 @@ def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
     shop.rabbitdelay.resume(task="note")
     travel.until(travel.nothing_waits)
     assert Counter(noted()) == Counter({"kept", "newer"})
-
-
-def test_a_retry_that_is_due_waits(shop: Any, worker: Worker, travel: Travel) -> None:
-    key, results = uuid4().hex, shop.backend.client
-    result = shop.tasks["retry-when"].apply_async((key,))
-    wait_for(lambda: results.get(key) == b"first", "the task", PATIENCE)
-    shop.rabbitdelay.pause(task="retry-when")
-    results.set(key, "go on")
-    wait_for(lambda: result.state == "RETRY", "the retry", PATIENCE)
-    travel(seconds=4)
-    assert result.state == "RETRY"
-    shop.rabbitdelay.resume(task="retry-when")
-    travel.until(travel.nothing_waits)
-    assert result.get(timeout=PATIENCE) == "done"
-
-
-def test_a_task_that_is_paused_waits_for_its_job_too(
-    shop: Any, worker: Worker, noted: Notes, travel: Travel
-) -> None:
-    shop.rabbitdelay.pause(task="note")
-    with shop.rabbitdelay.job("import", expires=3600):
-        noted.send("of a job", delay=DELAY, job="import")
-    travel(seconds=4)
-    assert noted() == []
-    shop.rabbitdelay.resume(task="note")
-    travel.until(travel.nothing_waits)
-    assert Counter(noted()) == Counter({"of a job"})
-
-
-def test_a_pause_of_a_name_and_of_its_queue_are_two(
-    shop: Any, worker: Worker, noted: Notes, travel: Travel
-) -> None:
-    queue = shop.conf.task_default_queue
-    shop.rabbitdelay.pause(task="note")
-    shop.rabbitdelay.pause(queue=queue)
-    assert {(each.task, each.queue) for each in shop.rabbitdelay.paused()} == {
-        ("note", None),
-        (None, queue),
-    }
-    noted.send("held", delay=DELAY, track=True)
-    shop.rabbitdelay.resume(queue=queue)
-    travel(minutes=1)
-    assert noted() == []
-    shop.rabbitdelay.resume(task="note")
-    assert shop.rabbitdelay.paused() == []
-    travel.until(travel.nothing_waits)
-    assert Counter(noted()) == Counter({"held"})
 
 
 def test_a_day_past_a_pause_has_few_stops_and_what_is_resumed_runs_at_once(

@@ -32,7 +32,7 @@ from tests.integration.playing import app
 SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "20"))
 
 #: Sequences that are played side by side: a travel takes its time however many do.
-TOGETHER: Final = 10
+TOGETHER: Final = 20
 
 DELAYS = (60, 600, 3600, 7200)
 KEYS, JOBS = ("a", "b"), ("i", "j")

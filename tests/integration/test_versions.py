@@ -14,10 +14,7 @@ from kombu.compression import compress
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.operations.undeliverable.messages import (
-    UndeliverableMessage,
-    undeliverable_messages,
-)
+from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take
@@ -27,47 +24,31 @@ from tests.integration.shop import PATIENCE, named
 #: What a worker logs when it puts one back.
 WARNING: Final = "needs a later version of celery_rabbitdelay"
 
-#: What the redelivery of this version adds to a message.
-COUNTED: Final = {
-    header_names.ATTEMPTS,
-    header_names.FAILED_SINCE,
-    header_names.FIRST_REASON,
-    header_names.REASON,
-}
-
 #: The content type of an envelope of a later version.
 LATER: Final = "application/vnd.rabbitdelay.envelope.2"
 
+#: The properties of a task.
+JSON: Final = {"content_type": "application/json", "content_encoding": "utf-8"}
+
 
 def into_levels(
-    connection: Connection,
-    shop: Any,
-    destination: str,
-    body: bytes,
-    headers: dict[str, Any],
-    **properties: Any,
+    connection: Connection, shop: Any, to: str, body: bytes, own: dict[str, Any], **properties: Any
 ) -> None:
     """Publish as a producer of any version does, due in a moment."""
-    route = shop.rabbitdelay.topology.route(0.3, destination)
-    due = {header_names.DUE: int(time.time() * 1000) + 300}
-    message = amqp.Message(
-        body, application_headers={**due, **headers}, delivery_mode=2, **properties
-    )
+    route = shop.rabbitdelay.topology.route(0.3, to)
+    every = {header_names.DUE: int(time.time() * 1000) + 300, **own}
+    message = amqp.Message(body, application_headers=every, delivery_mode=2, **properties)
     channel: Any = connection.default_channel
     channel.basic_publish(message, route.exchange, route.routing_key)
 
 
-def note_of(shop: Any, notes: Notes, number: int) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
-    """Return body, headers and properties of the task ``note``, as it waits for its own queue."""
-    task_id, queue = str(uuid4()), named(shop, "default")
-    made = shop.amqp.as_task_v2(task_id, "note", (number,), {"key": notes.key})
+def later_note(shop: Any, notes: Notes) -> tuple[bytes, dict[str, Any]]:
+    """Return body and headers of the task ``note`` of a later version, as it waits."""
+    queue = named(shop, "default")
+    made = shop.amqp.as_task_v2(str(uuid4()), "note", (1,), {"key": notes.key})
     own = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue, header_names.QUEUE: queue}
-    properties = {
-        "content_type": "application/json",
-        "content_encoding": "utf-8",
-        "correlation_id": task_id,
-    }
-    return json.dumps(made.body).encode(), {**made.headers, **own}, properties
+    later = {header_names.VERSION: 2, "rabbitdelay-new": [2], "x-mine": "kept"}
+    return json.dumps(made.body).encode(), {**made.headers, **own, **later}
 
 
 def waits_again(connection: Connection, shop: Any, number: int) -> None:
@@ -80,12 +61,12 @@ def waits_again(connection: Connection, shop: Any, number: int) -> None:
     )
 
 
-def undeliverable(connection: Connection, shop: Any, number: int) -> list[UndeliverableMessage]:
-    """Wait until so many messages are undeliverable and return copies of them."""
+def undeliverable(connection: Connection, shop: Any, number: int) -> dict[Any, Any]:
+    """Wait until so many messages are undeliverable and return copies of them by their bodies."""
     topology = shop.rabbitdelay.topology
     name = topology.module_queues.undeliverable.name
     wait_for(lambda: count(connection, name) == number, f"{number} undeliverable messages")
-    return list(undeliverable_messages(connection, topology))
+    return {message.body: message for message in undeliverable_messages(connection, topology)}
 
 
 def test_distribution_keeps_them_going_until_a_later_version_takes_them(
@@ -94,27 +75,19 @@ def test_distribution_keeps_them_going_until_a_later_version_takes_them(
     shop, body = serve(), b"\x00a format that nobody knows yet"
     own: dict[str, Any] = {"rabbitdelay-new": {"a": 1}, "x-mine": "kept"}
     into_levels(connection, shop, DISTRIBUTION, body, own, content_type=LATER, priority=3)
-    versioned = {**own, header_names.VERSION: 2}
-    into_levels(connection, shop, DISTRIBUTION, body, versioned, message_id="2")
+    into_levels(connection, shop, DISTRIBUTION, body, {**own, header_names.VERSION: 2})
     # This one goes on meanwhile, through the same queue.
     assert shop.tasks["look"].apply_async(delay=1, priority=9).get(timeout=PATIENCE)
     wait_for(lambda: "goes back into the delay levels" in shop.worker.log, "the warning")
-    # After the second attempt, each of them waits for seconds.
     waits_again(connection, shop, 2)
     assert shop.worker.log.count(WARNING) == 1
-    assert "Upgrade celery_rabbitdelay on all workers" in shop.worker.log
     shop.worker.stop()
-    modules = shop.rabbitdelay.topology.module_queues
-    arrivals = take(connection, [modules.distribution], 2)
-    assert count(connection, modules.undeliverable.name) == 0
-    for arrival in arrivals:
+    for arrival in take(connection, [shop.rabbitdelay.topology.module_queues.distribution], 2):
         message = arrival.message
         assert bytes(message.body) == body
-        headers = message.headers
-        assert headers.keys() >= COUNTED
-        assert headers["rabbitdelay-new"] == {"a": 1}
-        assert headers["x-mine"] == "kept"
-        is_envelope = header_names.VERSION not in headers
+        assert {name: message.headers[name] for name in own} == own
+        assert message.headers[header_names.ATTEMPTS] >= 1
+        is_envelope = header_names.VERSION not in message.headers
         assert message.content_type == (LATER if is_envelope else None)
         assert (message.properties.get("priority") == 3) == is_envelope
 
@@ -122,7 +95,7 @@ def test_distribution_keeps_them_going_until_a_later_version_takes_them(
 @pytest.mark.parametrize(
     ("compression", "settings"),
     # The last one is beyond the bound of this version.
-    [(None, {}), ("gzip", {}), ("gzip", {"rabbitdelay_max_message_bytes": 10})],
+    [(None, {}), ("gzip", {"rabbitdelay_max_message_bytes": 10})],
 )
 def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back(
     serve: Any,
@@ -132,67 +105,45 @@ def test_a_task_that_comes_straight_from_the_levels_is_not_started_but_goes_back
     settings: dict[str, Any],
 ) -> None:
     shop = serve(**settings)
-    body, headers, properties = note_of(shop, noted, 1)
-    sent, own = body, {**headers, header_names.VERSION: 2, "rabbitdelay-new": [2]}
+    body, own = later_note(shop, noted)
+    sent = body
     if compression:
         sent, own["compression"] = compress(body, compression)
-    queue = named(shop, "default")
-    into_levels(connection, shop, queue, sent, own, **properties)
+    into_levels(connection, shop, named(shop, "default"), sent, own, **JSON)
     wait_for(lambda: WARNING in shop.worker.log, "the warning")
     waits_again(connection, shop, 1)
     noted.send(2, delay=0.5)
     assert [note["given"] for note in noted.wait(1)] == [[2]]
     shop.worker.stop()
-    (arrival,) = take(connection, [Queue(queue)], 1)
+    (arrival,) = take(connection, [Queue(named(shop, "default"))], 1)
     # kombu has decompressed it.
     assert arrival.body == json.loads(body)
     found = arrival.message.headers
     assert {name: found[name] for name in own} == own
     assert found[header_names.ATTEMPTS] >= 1
-    assert arrival.message.properties["correlation_id"] == properties["correlation_id"]
 
 
 def test_where_no_later_version_comes_they_lie_in_undeliverable_with_the_reason(
     serve: Any, connection: Connection, noted: Notes
 ) -> None:
-    shop = serve(rabbitdelay_retry_for=4.0)
-    body, headers, properties = note_of(shop, noted, 1)
-    versioned = {**headers, header_names.VERSION: 9}
-    into_levels(connection, shop, named(shop, "default"), body, versioned, **properties)
+    shop = serve(rabbitdelay_retry_for=1.0)
+    body, own = later_note(shop, noted)
+    into_levels(connection, shop, named(shop, "default"), body, own, **JSON)
     into_levels(connection, shop, DISTRIBUTION, b"later", {}, content_type=LATER)
-    found = undeliverable(connection, shop, 2)
-    assert noted() == []
-    by_body = {message.body: message for message in found}
-    assert by_body.keys() == {body, b"later"}
-    for message in found:
-        assert WARNING in message.found.reason
-        assert "attempts since" in message.found.reason
-    task = by_body[body]
-    assert task.found.task == "note"
-    assert {name: task.headers[name] for name in versioned} == versioned
-
-
-def test_a_task_whose_headers_leave_no_room_for_the_count_is_undeliverable(
-    serve: Any, connection: Connection, noted: Notes
-) -> None:
-    shop = serve()
-    body, headers, properties = note_of(shop, noted, 1)
-    long = {**headers, header_names.VERSION: 2, "x-long": "x" * 130_000}
     # It arrives, and with what counts its attempts it would exceed a frame.
-    long["x-long"] += "x" * (131_040 - encoded_bytes(long, properties))
-    into_levels(connection, shop, named(shop, "default"), body, long, **properties)
-    (found,) = undeliverable(connection, shop, 1)
-    assert shop.worker.log.count("A task is undeliverable, without its headers") == 1
-    assert found.body == body
-    assert WARNING in found.found.reason
-    assert "cannot be written in AMQP" in found.found.reason
+    longer = {**own, "x-long": "x" * 130_000}
+    every = {header_names.DUE: int(time.time() * 1000), **longer}
+    size = len(Content.of(amqp.Message(b"", application_headers=every, **JSON)).properties)
+    longer["x-long"] += "x" * (131_040 - size)
+    into_levels(connection, shop, named(shop, "default"), b"[]", longer, **JSON)
+
+    found = undeliverable(connection, shop, 3)
+    assert noted() == []
+    assert found.keys() == {body, b"later", b"[]"}
+    assert all(WARNING in message.found.reason for message in found.values())
+    assert found[body].found.task == "note"
+    assert {name: found[body].headers[name] for name in own} == own
+    assert "cannot be written in AMQP" in found[b"[]"].found.reason
     shop.worker.stop()
-    # It was acknowledged.
+    # All were acknowledged.
     assert count(connection, named(shop, "default")) == 0
-
-
-def encoded_bytes(headers: dict[str, Any], properties: dict[str, Any]) -> int:
-    """Return how many bytes headers and properties take, as :func:`into_levels` sends them."""
-    every = {header_names.DUE: int(time.time() * 1000), **headers}
-    message = amqp.Message(b"", application_headers=every, delivery_mode=2, **properties)
-    return len(Content.of(message).properties)

@@ -58,10 +58,9 @@ def sent() -> Iterator[list[Sent]]:
     seen: list[Sent] = []
 
     def note(sender: str, headers: dict[str, Any], body: Any, **rest: Any) -> None:
-        eta = headers["eta"]
         seconds = None
-        if eta:
-            left = datetime.fromisoformat(eta) - datetime.now(UTC)
+        if headers["eta"]:
+            left = datetime.fromisoformat(headers["eta"]) - datetime.now(UTC)
             # Rounded up to hundreds: a slow machine has used up some of it by now.
             seconds = 100 * math.ceil(left.total_seconds() / 100)
         # As JSON brings it to a worker.
@@ -72,11 +71,20 @@ def sent() -> Iterator[list[Sent]]:
     before_task_publish.disconnect(note)
 
 
-def _times(signature: Any) -> dict[str, Any]:
-    return {name: signature["options"].get(name) for name in ("delay", "countdown", "eta")}
+def times(signature: Any) -> dict[str, Any]:
+    """Return what a signature in a message says about its time."""
+    found = {name: signature["options"].get(name) for name in ("delay", "countdown", "eta")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-NONE = {"delay": None, "countdown": None, "eta": None}
+def times_of(name: str, embedded: Any) -> list[dict[str, Any]]:
+    """Return the times of every signature of a task, wherever it is in a message."""
+    if isinstance(embedded, list):
+        return [found for each in embedded for found in times_of(name, each)]
+    if not isinstance(embedded, dict):
+        return []
+    found = [each for part in embedded.values() for each in times_of(name, part)]
+    return [*found, times(embedded)] if embedded.get("task") == name else found
 
 
 @pytest.mark.parametrize("in_chain", [False, True])
@@ -87,73 +95,35 @@ def test_the_delay_of_a_whole_chord_is_its_header_s_alone(
     whole: Any = chain(group(header), body) if in_chain else chord(header, body)
     whole.apply_async(delay=timedelta(seconds=300))
     assert [task.seconds for task in sent] == [300, 300]
-    assert all(_times(task.embedded["chord"]) == NONE for task in sent)
-
-
-def test_so_it_is_where_the_header_has_chains_and_chords(make: Make, sent: list[Sent]) -> None:
-    inner = chord([make("count")], make("total"))
-    whole = chord([make("count") | make("count"), inner], make("mail"))
-    whole.apply_async(delay=300)
-    first_of_chain, first_of_inner = sent
-    assert (first_of_chain.seconds, first_of_inner.seconds) == (300, 300)
-    (last_of_chain,) = first_of_chain.embedded["chain"]
-    inner_body = first_of_inner.embedded["chord"]
-    for body in (last_of_chain["options"]["chord"], inner_body, inner_body["options"]["chord"]):
-        assert _times(body) == NONE
-
-
-@pytest.mark.parametrize("delay", [300, 400])
-def test_a_body_keeps_its_own_delay(app: Any, sent: list[Sent], delay: int) -> None:
-    header = [app.tasks["count"].s().set(delay=300), app.signature("count").set(delay=200)]
-    chord(header, app.tasks["total"].s().set(delay=delay))()
-    assert [task.seconds for task in sent] == [300, 200]
-    assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": delay} for task in sent)
-
-
-@pytest.mark.parametrize("time", ["delay", "countdown"])
-@pytest.mark.parametrize("seconds", [300, 400])
-@pytest.mark.parametrize("give", ["apply_async", "set"])
-def test_a_body_keeps_its_own_delay_too(
-    app: Any, sent: list[Sent], time: str, seconds: int, give: str
-) -> None:
-    body = app.tasks["total"].s().set(**{time: seconds})
-    whole: Any = chord([app.tasks["count"].s(), app.tasks["count"].s()], body)
-    if give == "set":
-        whole.set(delay=300).apply_async()
-    else:
-        whole.apply_async(delay=300)
-    assert [task.seconds for task in sent] == [300, 300]
-    for task in sent:
-        assert _times(task.embedded["chord"]) == {**NONE, "countdown": seconds}
-
-
-def _all_times(embedded: Any) -> list[dict[str, Any]]:
-    """What every signature says that is called ``mail``, wherever it is in a message."""
-    if isinstance(embedded, list):
-        return [times for each in embedded for times in _all_times(each)]
-    if not isinstance(embedded, dict):
-        return []
-    found = [times for each in embedded.values() for times in _all_times(each)]
-    return [*found, _times(embedded)] if embedded.get("task") == "mail" else found
+    assert all(times(task.embedded["chord"]) == {} for task in sent)
 
 
 def test_the_outermost_body_waits_once_however_deep_it_is(make: Make, sent: list[Sent]) -> None:
     inner: list[Any] = [chord([make("count"), make("count")], make("total")) for _ in range(2)]
     chord([inner[0], make("count") | inner[1]], make("mail")).apply_async(delay=300)
     assert {task.seconds for task in sent} == {300}
-    found = [times for task in sent for times in _all_times(task.embedded)]
-    assert found
-    assert all(times == NONE for times in found)
+    for name in ("mail", "total"):
+        found = [each for task in sent for each in times_of(name, task.embedded)]
+        assert found
+        assert not any(found)
 
 
-@pytest.mark.parametrize("whole", [None, 300])
-@pytest.mark.parametrize("option", ["link", "link_error"])
-def test_so_does_one_with_a_callback(app: Any, sent: list[Sent], option: str, whole: Any) -> None:
-    body = app.tasks["total"].s().set(delay=300, **{option: [app.signature("mail")]})
-    header = [app.tasks["count"].s().set(delay=300) for _ in range(2)]
-    chord(header, body).apply_async(delay=whole)
+@pytest.mark.parametrize("whole", [None, "apply_async", "set"])
+@pytest.mark.parametrize("own", [{"delay": 300}, {"countdown": 400}], ids=str)
+@pytest.mark.parametrize("link", [None, "link", "link_error"])
+def test_a_body_keeps_its_own_delay(
+    app: Any, sent: list[Sent], own: dict[str, int], whole: str | None, link: str | None
+) -> None:
+    links = {link: [app.signature("mail")]} if link else {}
+    body = app.tasks["total"].s().set(**own, **links)
+    header = [app.tasks["count"].s().set(**({} if whole else {"delay": 300})) for _ in range(2)]
+    canvas: Any = chord(header, body)
+    if whole == "set":
+        canvas.set(delay=300)
+    canvas.apply_async(**({"delay": 300} if whole == "apply_async" else {}))
     assert [task.seconds for task in sent] == [300, 300]
-    assert all(_times(task.embedded["chord"]) == {**NONE, "countdown": 300} for task in sent)
+    (seconds,) = own.values()
+    assert all(times(task.embedded["chord"]) == {"countdown": seconds} for task in sent)
 
 
 def test_a_body_that_the_caller_gives_stays_as_it_is(app: Any, sent: list[Sent]) -> None:
@@ -170,23 +140,15 @@ def test_a_retry_leaves_the_body_of_its_chord_alone(app: Any, sent: list[Sent]) 
     assert sent[0].embedded["chord"]["options"]["delay"] == 300
 
 
-@pytest.mark.parametrize("option", ["link", "link_error"])
-def test_a_callback_delays_no_body(app: Any, make: Make, sent: list[Sent], option: str) -> None:
+def test_a_callback_of_a_whole_chord_delays_no_body(app: Any, make: Make, sent: list[Sent]) -> None:
     whole: Any = chord([app.tasks["count"].s()], app.tasks["total"].s().set(delay=400))
     if celery.VERSION < (5, 7):
         with pytest.raises(TypeError, match="link"):
-            whole.apply_async(delay=300, **{option: make("mail")})
+            whole.apply_async(delay=300, link=make("mail"))
         return
-    whole.apply_async(delay=300, **{option: make("mail")})
+    whole.apply_async(delay=300, link=make("mail"))
     assert [task.seconds for task in sent] == [300]
-    assert _times(sent[0].embedded["chord"])["countdown"] in (None, 400)
-    assert _times(sent[0].embedded["chord"])["delay"] is None
-
-
-def test_a_plain_body_keeps_a_delay_unlike_the_header_s(make: Make, sent: list[Sent]) -> None:
-    chord([make("count").set(delay=300)], make("total").set(delay=400))()
-    assert [task.seconds for task in sent] == [300]
-    assert _times(sent[0].embedded["chord"]) == {**NONE, "countdown": 400}
+    assert times(sent[0].embedded["chord"]) in ({}, {"countdown": 400})
 
 
 def test_a_delay_of_a_chord_behind_a_task_is_its_header_s(make: Make, sent: list[Sent]) -> None:
@@ -195,45 +157,40 @@ def test_a_delay_of_a_chord_behind_a_task_is_its_header_s(make: Make, sent: list
     (task,) = sent
     assert task.seconds is None
     (waiting,) = task.embedded["chain"]
-    assert _times(waiting) == NONE
-    header = waiting["kwargs"]["header"]
-    assert [_times(each) for each in header] == [{**NONE, "countdown": 300}] * 2
-    assert _times(waiting["kwargs"]["body"]) == NONE
+    assert times(waiting) == times(waiting["kwargs"]["body"]) == {}
+    assert [times(each) for each in waiting["kwargs"]["header"]] == [{"countdown": 300}] * 2
 
 
 @pytest.mark.parametrize("option", ["link", "link_error"])
 def test_a_callback_has_a_countdown(app: Any, make: Make, sent: list[Sent], option: str) -> None:
     callback = make("mail").set(delay=timedelta(hours=1))
     app.tasks["count"].apply_async(**{option: callback})
-    (task,) = sent
-    (carried,) = task.embedded["callbacks" if option == "link" else "errbacks"]
-    assert _times(carried) == {**NONE, "countdown": 3600}
+    (carried,) = sent[0].embedded["callbacks" if option == "link" else "errbacks"]
+    assert times(carried) == {"countdown": 3600}
     # The caller's own stays as it is.
     assert callback.options["delay"] == timedelta(hours=1)
 
 
 @pytest.mark.parametrize("composite", [group, chain])
-def test_so_is_that_of_several(app: Any, make: Make, sent: list[Sent], composite: Any) -> None:
+def test_so_has_that_of_several(app: Any, make: Make, sent: list[Sent], composite: Any) -> None:
     several = composite(make("mail").set(delay=5), make("count")).set(delay=60)
     app.tasks["count"].apply_async(link=several)
     (carried,) = sent[0].embedded["callbacks"]
-    assert _times(carried) == {**NONE, "countdown": 60}
-    assert _times(carried["kwargs"]["tasks"][0]) == {**NONE, "countdown": 5}
+    assert times(carried) == {"countdown": 60}
+    assert times(carried["kwargs"]["tasks"][0]) == {"countdown": 5}
 
 
 def test_without_takeover_a_nested_delay_stays_one(app: Any, make: Make, sent: list[Sent]) -> None:
     app.conf.rabbitdelay_takeover = False
     chain(make("count"), make("mail").set(delay=timedelta(seconds=5))).apply_async()
-    assert _times(sent[0].embedded["chain"][0]) == {**NONE, "delay": 5}
+    assert times(sent[0].embedded["chain"][0]) == {"delay": 5}
 
 
-@pytest.mark.parametrize(
-    ("delay", "error"), [("5", InvalidDelayType), (float("nan"), InvalidDelay)]
-)
+@pytest.mark.parametrize("delay", ["5", float("nan")])
 def test_a_wrong_delay_of_a_callback_is_refused(
-    app: Any, make: Make, sent: list[Sent], delay: Any, error: type[Exception]
+    app: Any, make: Make, sent: list[Sent], delay: Any
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises((InvalidDelay, InvalidDelayType)):
         app.tasks["count"].apply_async(link=make("mail").set(delay=delay))
     assert sent == []
 

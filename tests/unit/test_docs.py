@@ -18,7 +18,7 @@ import celery_rabbitdelay.kombu
 import celery_rabbitdelay.testing
 from celery_rabbitdelay import NoPublisherFree, PublishError
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.kombu import Topology, clock
+from celery_rabbitdelay.kombu import Topology
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
@@ -35,18 +35,13 @@ ERRORS = DOCS / "how-to" / "publish_errors.md"
 KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "paused", "probe")
 
 
-def test_each_row_of_the_table_of_senders_names_tests_that_exist() -> None:
+def test_each_row_of_the_table_of_senders_names_a_file_of_tests() -> None:
     rows = [line for line in SENDERS.read_text().splitlines() if line.startswith("| ")]
-    headings = [row for row in rows if "shown by" in row]
-    assert len(headings) == 3
+    assert len(rows) > 30
     for row in rows:
-        if row in headings:
-            continue
-        file, *names = re.findall(r"`((?:integration|unit)/test_\w+\.py|test_\w+)`", row)
-        assert names, row
-        source = (TESTS / file).read_text()
-        for name in names:
-            assert f"def {name}(" in source, f"{file} has no {name}"
+        if not row.endswith("shown by |"):
+            [file] = re.findall(r"`((?:integration|unit)/test_\w+\.py)` \|$", row)
+            assert (TESTS / file).is_file(), file
 
 
 def test_the_queues_are_as_many_as_the_reference_says() -> None:
@@ -70,12 +65,6 @@ def test_the_table_of_layouts_counts_queues_levels_and_days() -> None:
         found = Settings(layout=ast.literal_eval(layout), **own).topology
         assert (len(found.layout.levels), len(found.digit_queues)) == (int(levels), int(queues))
         assert int(found.layout.capacity_ms / 86_400_000 + 0.001) == int(days.replace(",", ""))
-
-
-@pytest.mark.parametrize("zeros", ["bind", "skip", "queue"])
-def test_the_table_of_zeros_counts_the_bindings(zeros: Any) -> None:
-    [bindings] = re.findall(rf'^\| `"{zeros}"`.* \| ([\d,]+) \|$', LAYOUT.read_text(), re.MULTILINE)
-    assert len(Topology(layout=clock(zeros=zeros)).bindings) == int(bindings.replace(",", ""))
 
 
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
@@ -138,19 +127,6 @@ def test_the_page_on_errors_says_of_each_whether_the_broker_may_have_the_message
             assert re.search(r"written|does not have it|nothing was sent", kind.__doc__), kind
 
 
-def test_the_pages_are_plain_markdown_which_github_shows_as_sphinx_does() -> None:
-    for page in DOCS.rglob("*.md"):
-        text = page.read_text()
-        assert not re.search(r"(?:^|[\s(])\{[\w:]+\}`", text, re.MULTILINE), (
-            f"{page} has a role of Sphinx"
-        )
-        assert not re.search(r"^:{3,}|^\([\w-]+\)=$", text, re.MULTILINE), f"{page}: ::: or label"
-        assert not re.search(r"^: ", text, re.MULTILINE), f"{page} has a definition list"
-        directives = set(re.findall(r"^```\{([\w-]+)\}", text, re.MULTILINE))
-        allowed = {"toctree", "eval-rst"} if page in (API, EXCEPTIONS) else {"toctree"}
-        assert directives <= allowed, page
-
-
 def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
@@ -167,23 +143,13 @@ def test_contributing_names_each_target_of_make() -> None:
     assert named == targets
 
 
-def test_contributing_names_files_and_tests_that_exist() -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    where = page.partition("## Where to change what")[2].partition("## Static checks")[0]
-    files = re.findall(r"`([\w/]+\.(?:py|lua))`", where.partition("## Which tests")[0])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/explanation/architecture.md"])
+def test_a_page_on_the_code_names_files_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    files = re.findall(r"`([\w/]+\.(?:py|lua))`", text.partition("## Which tests")[0])
     assert len(files) > 10
     for file in files:
         folder = ROOT if file.startswith("tests/") else ROOT / "celery_rabbitdelay"
         assert (folder / file).is_file(), file
-    patterns = re.findall(r"`(tests/[\w/*]+\.py)`", where)
-    assert len(patterns) > 10
-    for pattern in patterns:
+    for pattern in re.findall(r"`(tests/[\w/*]+\.py)`", text):
         assert "_name" in pattern or list(ROOT.glob(pattern)), pattern
-
-
-def test_the_page_on_the_architecture_names_files_that_exist() -> None:
-    files = re.findall(r"`([\w/]+\.py)`", (DOCS / "explanation" / "architecture.md").read_text())
-    assert len(files) > 10
-    for file in files:
-        folder = ROOT if file.startswith("tests/") else ROOT / "celery_rabbitdelay"
-        assert (folder / file).is_file(), file

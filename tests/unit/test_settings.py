@@ -9,7 +9,7 @@ import pytest
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.kombu import Layout, binary, clock, custom, geometric
+from celery_rabbitdelay.kombu import clock
 
 
 def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
@@ -22,26 +22,15 @@ def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
     ("layout", "levels"),
     [
         ("binary", 28),
-        ("geometric", 9),
         ({"name": "geometric", "factor": 60, "levels": 4}, 4),
-        ({"name": "binary", "levels": 10, "zeros": "skip"}, 10),
         ({"name": "custom", "levels": [("hours", 24, 3600)], "zeros": "queue"}, 1),
         ([("hours", 24, 3600), ("minutes", 60, 60)], 2),
+        (clock(tick=1), 7),  # it keeps its own tick
     ],
 )
 def test_every_kind_of_layout_can_be_set(layout: Any, levels: int) -> None:
-    settings = Settings.of({"rabbitdelay_layout": layout})
+    settings = Settings.of({"rabbitdelay_layout": layout, "rabbitdelay_tick": 0.1})
     assert len(settings.topology.layout.levels) == levels
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [clock(tick=1), binary(levels=5), geometric(levels=3), custom([("hours", 24, 3600)])],
-    ids=lambda layout: layout.name,
-)
-def test_a_layout_can_be_set_and_keeps_its_own_tick(layout: Layout) -> None:
-    settings = Settings.of({"rabbitdelay_layout": layout, "rabbitdelay_tick": 0.001})
-    assert settings.topology.layout is layout
 
 
 #: What each setting does not take.
@@ -74,78 +63,53 @@ def test_a_wrong_value_is_an_error_with_key_value_and_what_it_takes(key: str, va
     assert len(text) > len(f"rabbitdelay_{key} = {value!r}: ") + 10
 
 
-def test_a_key_that_does_not_exist_is_an_error_that_lists_those_that_do() -> None:
-    with pytest.raises(InvalidSetting, match="rabbitdelay_layout") as caught:
-        Settings.of({"rabbitdelay_layouts": "clock"})
-    assert caught.value.key == "rabbitdelay_layouts"
-
-
-@pytest.mark.parametrize("namespace", ["CELERY", "CELERY_"])
-def test_keys_are_read_from_django_s_namespace(namespace: str) -> None:
-    app: Any = celery.Celery("shop", set_as_current=False)
-    source = {
-        "CELERY_RABBITDELAY_PREFIX": "shop",
-        "CELERY_RABBITDELAY_TICK": 1,
-        "RABBITDELAY_ELSE": "not ours: it has no namespace",
-    }
+def of_an_application(source: dict[str, Any], namespace: str | None) -> Settings:
+    app: Any = celery.Celery("shop", broker="amqp://", set_as_current=False)
     app.config_from_object(source, namespace=namespace)
-    settings = Settings.of(app.conf, app.namespace)
-    assert (settings.prefix, settings.tick) == ("shop", 1)
+    return Settings.of(app.conf, app.namespace)
 
 
 @pytest.mark.parametrize(
-    ("namespace", "key", "right"),
+    ("source", "namespace", "expected"),
     [
-        ("CELERY", "RABBITDELAY_PREFIX", "CELERY_RABBITDELAY_PREFIX"),
-        ("shop_", "RABBITDELAY_PREFIX", "shop_rabbitdelay_prefix"),
-        (None, "RABBITDELAY_PREFIX", "rabbitdelay_prefix"),
-        (None, "CELERY_RABBITDELAY_PREFIX", "rabbitdelay_prefix"),
+        *(({"CELERY_RABBITDELAY_TICK": 1}, each, 1) for each in ("CELERY", "CELERY_")),
+        ({"shop_rabbitdelay_tick": 1}, "shop", 1),
+        # It is no key of Celery's, and may be a variable of the user's own.
+        ({"RABBITDELAY_TICK": 2, "CELERY_RABBITDELAY_TICK": 1}, "CELERY", 1),
+        # Another application's.
+        ({"CELERY_RABBITDELAY_TICK": 2, "OTHER_RABBITDELAY_TICK": 2}, "SHOP", 0.1),
     ],
 )
-def test_a_key_that_celery_ignores_is_an_error(namespace: str | None, key: str, right: str) -> None:
-    app: Any = celery.Celery("shop", broker="amqp://", set_as_current=False)
-    app.config_from_object({key: "mine"}, namespace=namespace)
-    with pytest.raises(InvalidSetting, match=f"write {right}$") as caught:
-        Settings.of(app.conf, app.namespace)
-    assert (caught.value.key, caught.value.value) == (key, "mine")
+def test_keys_are_read_from_django_s_namespace(
+    source: dict[str, Any], namespace: str, expected: float
+) -> None:
+    assert of_an_application(source, namespace).tick == expected
 
 
-def test_beside_the_right_key_one_in_capitals_is_a_variable_of_the_user_s_own() -> None:
-    source = {"RABBITDELAY_PREFIX": "mine", "CELERY_RABBITDELAY_PREFIX": "mine"}
-    assert Settings.of(source, "CELERY").prefix == "mine"
-    app = celery.Celery("shop", set_as_current=False, rabbitdelay_prefix="mine")
-    app.config_from_object({"RABBITDELAY_PREFIX": "other"})
-    assert Settings.of(app.conf).prefix == "mine"
-
-
-def test_another_application_s_namespace_is_no_business_of_this_one() -> None:
-    source = {"CELERY_RABBITDELAY_PREFIX": "other", "OTHER_RABBITDELAY_TICK": 1}
-    assert Settings.of(source, "SHOP").prefix == "rabbitdelay"
-
-
-def test_a_namespace_in_small_letters_is_celery_s_case() -> None:
-    app: Any = celery.Celery("shop", set_as_current=False)
-    app.config_from_object({"shop_rabbitdelay_tick": 1}, namespace="shop")
-    assert Settings.of(app.conf, app.namespace).tick == app.conf.rabbitdelay_tick == 1
-
-
-def test_a_wrong_key_in_the_namespace_is_an_error_too() -> None:
-    with pytest.raises(InvalidSetting, match="CELERY_RABBITDELAY_LAYOUTS"):
-        Settings.of({"CELERY_RABBITDELAY_LAYOUTS": "clock"}, "CELERY")
-
-
-@pytest.mark.parametrize(("name", "value"), [("TICK", -1), ("LAYOUT", [("seconds", 1, 1)])])
-def test_a_wrong_value_in_the_namespace_is_named_as_it_is_written(name: str, value: Any) -> None:
-    key = f"CELERY_RABBITDELAY_{name}"
-    app: Any = celery.Celery("shop", set_as_current=False)
-    app.config_from_object({key: value}, namespace="CELERY")
-    with pytest.raises(InvalidSetting, match=f"^{key} = ") as caught:
-        Settings.of(app.conf, app.namespace)
-    assert (caught.value.key, caught.value.value) == (key, value)
+@pytest.mark.parametrize(
+    ("source", "namespace", "told"),
+    [
+        ({"rabbitdelay_layouts": 1}, None, "rabbitdelay_layouts.*did you mean rabbitdelay_layout"),
+        ({"CELERY_RABBITDELAY_LAYOUTS": 1}, "CELERY", "CELERY_RABBITDELAY_LAYOUTS"),
+        ({"CELERY_RABBITDELAY_TICK": -1}, "CELERY", "^CELERY_RABBITDELAY_TICK = -1"),
+        ({"RABBITDELAY_PREFIX": "p"}, "CELERY", "write CELERY_RABBITDELAY_PREFIX$"),
+        ({"RABBITDELAY_PREFIX": "p"}, "shop_", "write shop_rabbitdelay_prefix$"),
+        ({"RABBITDELAY_PREFIX": "p"}, None, "write rabbitdelay_prefix$"),
+        ({"CELERY_RABBITDELAY_PREFIX": "p"}, None, "write rabbitdelay_prefix$"),
+    ],
+)
+def test_a_wrong_key_is_an_error_that_names_it_as_it_is_written(
+    source: dict[str, Any], namespace: str | None, told: str
+) -> None:
+    with pytest.raises(InvalidSetting, match=told) as caught:
+        of_an_application(source, namespace)
+    assert caught.value.key in source
 
 
 def test_what_is_set_on_the_configuration_itself_counts() -> None:
     app = celery.Celery("shop", set_as_current=False, rabbitdelay_prefix="one")
     app.conf.rabbitdelay_tick = 1
+    # Beside the right key, one in capitals is a variable of the user's own.
+    app.config_from_object({"RABBITDELAY_PREFIX": "other"})
     settings = Settings.of(app.conf)
     assert (settings.prefix, settings.tick) == ("one", 1)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from amqp.exceptions import ChannelError
 from kombu import Connection
 
 import celery_rabbitdelay
@@ -125,16 +122,3 @@ def test_what_each_version_has_declared_is_declared_by_this_one(folder: Path) ->
             )
             for each in recorded["bindings"]
         } == {each for each in topology.bindings if each.source != paused}
-
-
-@pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: folder.name)
-def test_this_version_starts_on_what_each_version_has_declared(
-    recorded_on: dict[str, Any], folder: Path
-) -> None:
-    with Connection(recorded_on["broker_url"]) as connection:
-        recording.declare_recorded(connection, recording.read_definitions(folder)[0])
-        with suppress(ChannelError):
-            told = run_celery(recorded_on, "rabbitdelay declare --dry-run --json")
-        assert {*json.loads(told.stdout)["missing"]} == {f"{PREFIX}.paused"}, told.stderr
-        told = run_celery(recorded_on, "rabbitdelay declare --json")
-        assert told.returncode == 0, told.stdout + told.stderr
