@@ -1,9 +1,8 @@
-"""The shop of the integration tests whose messages are signed or encrypted.
+"""The shop of the integration tests whose messages are encrypted.
 
-The environment variable ``SEAL`` says how: ``auth``, with the key and the certificate in the folder
-``SEAL_FOLDER``, or ``encrypted``, with a key made for the test. As a program it sends tasks: its
-argument is a JSON list of the name of a function of this module and what it takes; it prints a JSON
-list of what they return.
+The key is in the environment variable ``SEAL_KEY``. As a program it sends tasks: its argument is a
+JSON list of the name of a function of this module and what it takes; it prints a JSON list of what
+they return.
 """
 
 from __future__ import annotations
@@ -20,37 +19,23 @@ from kombu.utils import json as kombu_json
 
 from tests.integration.shop import app
 
-SEAL = os.environ["SEAL"]
-FOLDER = os.environ["SEAL_FOLDER"]
-
 #: Not UTF-8, so that no part of the way takes a body for text.
 MAGIC = b"\xff\x00\xfe"
 
 
-def _encrypts() -> None:
-    fernet = Fernet(os.environ["SEAL_KEY"])
-    any_register: Any = register  # its types know texts only
-    any_register(
-        "encrypted",
-        lambda body: MAGIC + fernet.encrypt(kombu_json.dumps(body).encode()),
-        lambda body: kombu_json.loads(fernet.decrypt(bytes(body).removeprefix(MAGIC))),
-        content_type="application/x-shop-encrypted",
-        content_encoding="binary",
-    )
+FERNET = Fernet(os.environ["SEAL_KEY"])
 
-
-if SEAL == "encrypted":
-    _encrypts()
-app.conf.update(
-    task_serializer=SEAL, result_serializer=SEAL, event_serializer=SEAL, accept_content=[SEAL]
+any_register: Any = register  # its types know texts only
+any_register(
+    "encrypted",
+    lambda body: MAGIC + FERNET.encrypt(kombu_json.dumps(body).encode()),
+    lambda body: kombu_json.loads(FERNET.decrypt(bytes(body).removeprefix(MAGIC))),
+    content_type="application/x-shop-encrypted",
+    content_encoding="binary",
 )
-if SEAL == "auth":
-    app.conf.update(
-        security_key=f"{FOLDER}/key.pem",
-        security_certificate=f"{FOLDER}/certificate.pem",
-        security_cert_store=f"{FOLDER}/certificate.pem",
-    )
-    app.setup_security()
+for of in ("task", "result", "event"):
+    app.conf[f"{of}_serializer"] = "encrypted"
+app.conf.accept_content = ["encrypted"]
 app.amqp.argsrepr_maxsize = app.amqp.kwargsrepr_maxsize = 0
 
 
@@ -71,11 +56,6 @@ def send_many(name: str, rows: list[dict[str, Any]], delay: float) -> int:
 def postpone(task_id: str, delay: float) -> str:
     """Let a task run at another time."""
     return str(app.rabbitdelay.postpone(task_id, delay=delay))
-
-
-def pending() -> list[str]:
-    """Return the ids of the tasks that are tracked."""
-    return [each.task_id for each in app.rabbitdelay.pending()]
 
 
 if __name__ == "__main__":

@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import DeclarationRefused, TopologyIncomplete
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     declare,
-    is_declared,
     missing,
-    queue_counts,
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
@@ -79,15 +75,13 @@ def let_consume(shop: Any, worker: Worker, name: str) -> None:
     wait_for(lambda: f"Started consuming from {name}" in worker.log, "the new consumer")
 
 
-@pytest.mark.parametrize("urls", [lambda url: url, fail_over], ids=["one broker", "fail-over"])
 def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
     serve: Callable[..., Any],
     connection: Connection,
     broker_url: str,
     added: str,
-    urls: Callable[[str], Any],
 ) -> None:
-    shop = serve(broker_url=urls(broker_url))
+    shop = serve(broker_url=fail_over(broker_url))
     assert missing(connection, shop.rabbitdelay.topology) == ()
     publish_by_hand(shop, broker_url, named(shop, "second"), "id-0")
     assert shop.AsyncResult("id-0").get(timeout=PATIENCE)
@@ -97,26 +91,6 @@ def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
 
     publish_by_hand(shop, broker_url, added, "id-1")
     assert shop.AsyncResult("id-1").get(timeout=PATIENCE)
-
-
-def test_what_is_due_while_nobody_consumes_its_queue_waits_there_for_the_next_consumer(
-    shop: Any, worker: Worker, connection: Connection, prefix: str
-) -> None:
-    queue = f"{prefix}.second"
-    here = {"destination": [worker.name], "reply": True, "timeout": PATIENCE}
-    shop.control.cancel_consumer(queue, **here)
-    wait_for(lambda: f"Canceling queue {queue}" in worker.log, "the consumer's end")
-    results = [shop.tasks["look"].apply_async(delay=0.3, queue=queue) for _ in range(3)]
-    wait_until_waiting(connection, queue, 3)
-    # The worker takes everything else all the while.
-    assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
-    assert count(connection, queue) == 3
-
-    shop.control.add_consumer(queue, **here)
-
-    for result in results:
-        assert result.get(timeout=PATIENCE)["headers"]["rabbitdelay-queue"] == queue
-    assert count(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name) == 0
 
 
 def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
@@ -148,24 +122,20 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
     assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
-@pytest.mark.parametrize(
-    ("delay", "last_stop"), [(1.5, "seconds.1"), (0.5, None)], ids=["half-way", "first"]
-)
 def test_a_level_s_queue_that_is_deleted_is_the_reason_of_what_was_to_wait_in_it(
-    shop: Any, connection: Connection, prefix: str, delay: float, last_stop: str | None
+    shop: Any, connection: Connection, prefix: str
 ) -> None:
     shop.tasks["look"].apply_async(delay=0.1)
-    break_level(connection, shop.rabbitdelay.topology)
-    with frozen():
-        result = shop.tasks["look"].apply_async(delay=delay)
-
     topology = shop.rabbitdelay.topology
+    break_level(connection, topology)
+    with frozen():
+        result = shop.tasks["look"].apply_async(delay=1.5)
     (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
     message = arrival.message
     found = examine(message.headers, topology, message.delivery_info["routing_key"])
     assert found.task_id == result.id
     assert found.reason == f"{prefix}.ms.x100 had no binding for digit 5 ({prefix}.ms.500)"
-    assert found.last_stop == (last_stop and f"{prefix}.{last_stop}")
+    assert found.last_stop == f"{prefix}.seconds.1"
 
 
 def test_a_queue_that_nobody_knew_is_created_and_gets_its_delayed_task(
@@ -178,19 +148,6 @@ def test_a_queue_that_nobody_knew_is_created_and_gets_its_delayed_task(
     with Worker(configuration, [added]):
         seen = [result.get(timeout=PATIENCE) for result in (delayed, undelayed)]
     assert len({(one["exchange"], one["routing_key"]) for one in seen}) == 1
-
-
-def test_where_no_queue_is_created_an_unknown_one_is_celery_s_own_error(
-    make_shop: Callable[..., Any], connection: Connection, prefix: str, added: str
-) -> None:
-    shop = make_shop(task_create_missing_queues=False)
-    with pytest.raises(QueueNotFound, match=added):
-        shop.tasks["look"].apply_async(delay=0.3, queue=added)
-    assert not is_declared(connection, shop.rabbitdelay.topology)
-
-    shop.tasks["look"].apply_async(delay=0.3, queue=f"{prefix}.second")
-    (arrival,) = take(connection, [Queue(f"{prefix}.second")], 1)
-    assert arrival.message.headers["task"] == "look"
 
 
 def test_a_worker_consumes_an_exclusive_queue_and_gets_delayed_tasks_and_retries_from_it(
@@ -212,33 +169,9 @@ def test_a_worker_consumes_an_exclusive_queue_and_gets_delayed_tasks_and_retries
     assert (first["retries"], second["retries"]) == (0, 1)
 
 
-def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_tasks(
-    two_hosts: tuple[str, str], configuration: dict[str, Any], prefix: str
-) -> None:
-    one, other = two_hosts
-    crossed = {"broker_read_url": one, "broker_write_url": other, "exclusive_queue": True}
-    with Worker({**configuration, **crossed}) as worker:
-        assert f"No delayed task reaches the exclusive queue '{prefix}.exclusive'" in worker.log
-
-
-def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
-    shop: Any, configuration: dict[str, Any], connection: Connection, broker_url: str, prefix: str
-) -> None:
-    """As a task is that was early, and that the distribution of another application returns."""
-    # Its own distribution would know the queue.
-    here: dict[str, Any] = {"broadcast_queue": True, "rabbitdelay_modules": []}
-    name = f"{prefix}.one"
-    with Worker({**configuration, **here}):
-        publish_by_hand(shop, broker_url, name, prefix)
-        assert shop.AsyncResult(prefix).get(timeout=PATIENCE)["routing_key"] == name
-    connection.default_channel.exchange_delete(f"{prefix}.everybody")  # type: ignore[attr-defined]
-    # The binding goes with the queue, and the queue with its worker.
-    gone = {name: None}
-    wait_for(lambda: queue_counts(connection, [Queue(name)]) == gone, "the end of the queue")
-
-
-@pytest.mark.parametrize("written", [";".join, list], ids=["string", "list"])
-@pytest.mark.parametrize("options", [{}, {"retry": False}], ids=["retry", "no-retry"])
+@pytest.mark.parametrize(
+    ("written", "options"), [(";".join, {}), (list, {"retry": False})], ids=["string", "list"]
+)
 def test_a_producer_finds_the_broker_that_lives(
     make_shop: Callable[..., Any],
     connection: Connection,
@@ -345,14 +278,3 @@ def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(
         assert count(connection, topology.module_queues.undeliverable.name) == 0
     assert arrival.message.headers["id"] == result.id
     assert everything(private_rabbitmq, prefix) == before
-
-
-def test_where_operators_declare_an_application_declares_nothing(
-    make_shop: Callable[..., Any], connection: Connection, prefix: str
-) -> None:
-    shop = make_shop(rabbitdelay_declare="never")
-    with pytest.raises(TopologyIncomplete, match=prefix):
-        shop.tasks["look"].apply_async(delay=1)
-    shop.rabbitdelay.bind_declared_queue(f"{prefix}.default", 0, 0)
-    topology: Topology = shop.rabbitdelay.topology
-    assert len(missing(connection, topology)) == len(topology.queues) + len(topology.exchanges) + 2

@@ -5,19 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import amqp
 import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination
-from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.modules import check_in, wait_until_served
@@ -78,44 +74,6 @@ def test_the_leaders_are_spread_over_all_nodes(cluster: list[RabbitMQServer]) ->
     assert levels.keys() == {node.node for node in cluster}
     # Evenly: the broker counts leaders at each declaration.
     assert min(levels.values()) >= len(topology.digit_queues) / 3 / 2
-
-
-def test_a_message_for_a_classic_queue_whose_node_is_down_is_sent_when_it_is_back(
-    cluster: list[RabbitMQServer],
-) -> None:
-    """On 3.10 the queue cannot be declared meanwhile, which passes; 4.3 does not confirm."""
-    first, *_, home = cluster
-    topology, queue = Topology("returns", SHORT), Queue("returns-target")
-    with Connection(home.url) as connection:
-        # Where it is declared, there it is.
-        declare_destination(connection, topology, queue)
-    publisher = Publisher(Connection(first.url))
-    asked = 0
-
-    def declare_again(connection: Connection) -> None:
-        nonlocal asked
-        asked += 1
-        declare_destination(connection, topology, queue)
-
-    with ThreadPoolExecutor(1) as pool:
-        home.kill()
-        address = ("", queue.name)
-        sending = pool.submit(
-            publisher.publish,
-            amqp.Message(b"x"),
-            lambda: address,
-            timeout=120,
-            declare=declare_again,
-        )
-        try:
-            wait_for(lambda: asked >= 1, "a declaration while the node is down")
-        finally:
-            home.start()
-            shorten_timeouts(home)
-        sending.result(timeout=PATIENCE)
-    publisher.close()
-    with Connection(home.url) as connection:
-        assert count(connection, queue.name) == 1
 
 
 def test_tasks_for_a_classic_queue_whose_node_is_down_are_tried_again_by_distribution(

@@ -27,7 +27,7 @@ def test_every_hostile_message_is_accounted_for_and_nobody_else_notices(
     assert account.refused > 0
 
 
-@pytest.mark.parametrize("pool", ["threads", "gevent", "solo"])
+@pytest.mark.parametrize("pool", ["threads", "gevent"])
 def test_a_worker_of_another_pool_runs_each_task_behind_a_malformed_one(
     broker_url: str, prefix: str, pool: str
 ) -> None:
@@ -55,8 +55,7 @@ VERSION_1: Final[list[dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
-@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize(("pool", "trusted"), [("prefork", False), ("gevent", True)])
 def test_what_celery_cannot_run_is_undeliverable_and_costs_the_worker_nothing(
     serve: Callable[..., Any], connection: Connection, pool: str, trusted: bool
 ) -> None:

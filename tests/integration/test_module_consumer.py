@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from select import select
 from socket import SHUT_RDWR
 from threading import Event, Thread
 from typing import Any
 
 import amqp
 import pytest
-from amqp.exceptions import NotFound
 from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
@@ -22,7 +20,6 @@ from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take, wait_until_waiting
@@ -78,9 +75,9 @@ class Bench:
         declare(connection, topology)
         source(self.channel).declare()
 
-    def serve(self, receive: Receive, window: int = 1000) -> Serving:
+    def serve(self, receive: Receive) -> Serving:
         """Serve the module as long as the block runs."""
-        options: Any = {"prefetch": 100, "max_unconfirmed": window, "timeout": 30, "retry_for": 0}
+        options: Any = {"prefetch": 100, "max_unconfirmed": 1000, "timeout": 30, "retry_for": 0}
         module = Module("test", self._topology, self.source, receive, **options)
         return Serving(self._connection.as_uri(include_password=True), module)
 
@@ -140,9 +137,8 @@ def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
     assert not served.errors
 
 
-@pytest.mark.parametrize("window", [1000, 50], ids=["more may be sent", "all that may be is sent"])
 def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_name(
-    private_rabbitmq: RabbitMQServer, prefix: str, topology: Topology, window: int
+    private_rabbitmq: RabbitMQServer, prefix: str, topology: Topology
 ) -> None:
     """The next connection then starts with what is known about the destination."""
     may_publish = Event()
@@ -156,7 +152,7 @@ def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_nam
     with Connection(private_rabbitmq.url) as own:
         bench = Bench(own, topology, source)
         target(bench.channel).declare()
-        with bench.serve(receive, window) as served:
+        with bench.serve(receive) as served:
             bench.put("none")
             wait_for(lambda: served.consumer._growth > 0, "the whole prefetch")
             bench.put("many")
@@ -173,50 +169,6 @@ def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_nam
     (stuck,) = served.errors
     assert isinstance(stuck, module_consumer.ConnectionStuck)
     assert stuck.destinations == [name]
-
-
-def test_an_empty_body_of_an_unknown_encoding_that_no_queue_takes_costs_no_connection(
-    bench: Bench, prefix: str
-) -> None:
-    """py-amqp gives an empty body as a text."""
-    stranger = waiting(amqp.Message(b"", content_encoding="unknown"))
-    with bench.serve(lambda _: iter([Outgoing("", f"{prefix}-gone", stranger)])) as served:
-        bench.put("x")
-        (reason,) = bench.reasons(1)
-    assert "no queue" in reason
-    assert not served.errors
-
-
-def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishing_channel(
-    bench: Bench,
-    connection: Connection,
-    target: Queue,
-    exchanges: list[Exchange],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The broker closes it with NOT_FOUND as well, because of a message that was sent before."""
-    deleted, other = exchanges
-
-    def answered_first(channel: Any, names: list[str]) -> list[bool]:
-        """Let the broker answer what was published before, and then ask."""
-        if names == [other.name]:
-            wire: Any = served.consumer._wire
-            served.consumer._loop.channel.flush(10)
-            assert select([wire._amqp.sock], [], [], 30)[0]
-        return find_exchanges(channel, names)
-
-    monkeypatch.setattr(module_consumer, "find_exchanges", answered_first)
-    both = [outgoing(each.name, "key") for each in (deleted, other)]
-    with bench.serve(lambda message: iter(both if message.body == b"both" else both[:1])) as served:
-        bench.put("x")
-        take(connection, [target], 1)
-        deleted(bench.channel).delete()
-        bench.put("both")
-        wait_for(lambda: served.errors or served.statistics.undeliverable, "the close")
-    # All of it is delivered again.
-    assert [type(error) for error in served.errors] == [NotFound]
-    assert count(connection, bench.undeliverable) == 0
-    bench.wait_until_waiting(1)
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
@@ -253,28 +205,6 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
         go_on.set()
     counts = {int(message.body): message.headers["x-delivery-count"] for message in left}
     assert counts == {n: 2 if n == around else 1 for n in range(around, 2 * around)}
-
-
-def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broker_keeps_up(
-    bench: Bench, connection: Connection, target: Queue
-) -> None:
-    messages, made = 100, 0
-
-    def receive(message: amqp.Message) -> Iterator[Outgoing]:
-        nonlocal made
-        for _ in range(1000):
-            made += 1
-            if made == 2000:
-                served.stopping.set()
-            yield outgoing("", target.name)
-
-    bench.put(*["x"] * messages)
-    bench.wait_until_waiting(messages)
-    # With this window, there always is room.
-    with bench.serve(receive, window=100_000) as served:
-        wait_for(served.stopping.is_set, "the stop")
-    assert not served.errors
-    wait_for(lambda: count(connection, bench.source.name) > messages // 2, "what was given back")
 
 
 def test_many_messages_that_close_the_channel_are_found_without_sending_the_others_again(

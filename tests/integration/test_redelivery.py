@@ -35,11 +35,11 @@ def served(serve: Any) -> Any:
     return serve(only="default", **OPEN)
 
 
-@pytest.fixture(params=["quorum", "classic"])
-def full(request: pytest.FixtureRequest, make_queue: Callable[..., Queue]) -> Queue:
+@pytest.fixture
+def full(make_queue: Callable[..., Queue]) -> Queue:
     """A queue that refuses messages once it holds a few; not declared."""
     bounded = {"x-max-length": ROOM, "x-overflow": "reject-publish"}
-    return make_queue("full", queue_arguments={"x-queue-type": request.param, **bounded})
+    return make_queue("full", queue_arguments={"x-queue-type": "quorum", **bounded})
 
 
 def send(shop: Any, publisher: Publisher, queue: Queue, number: int, delay: float) -> None:

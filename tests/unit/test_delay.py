@@ -19,6 +19,9 @@ from celery_rabbitdelay.levels import delay as delay_module
 from celery_rabbitdelay.levels import wall_clock
 from tests.unit.clock import Clock
 
+#: The error, and what else it is.
+INVALID = InvalidDelay, ValueError
+
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
 
@@ -63,39 +66,26 @@ def test_a_delay_in_milliseconds_is_rounded_up(delay: float, expected: int) -> N
     assert delay_module.milliseconds(delay) == expected
 
 
-@given(st.floats(min_value=0, max_value=1e9))
-def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: float) -> None:
-    printed = Fraction(repr(delay)) * 1000
-    assert 0 <= delay_module.milliseconds(delay) - printed < 1
-
-
-#: They count as integers, although their unit is not the second.
-NUMPYS = np.timedelta64(5, "m"), np.timedelta64(5), np.timedelta64("NaT")
-
-
 @pytest.mark.parametrize(
-    ("error", "builtin", "wrong"),
+    ("error", "wrong"),
     [
+        # NumPy's timedelta64 counts as an integer, although its unit is not the second.
         *(
-            (InvalidDelayType, TypeError, value)
-            for value in (True, False, "5", b"5", None, [5], 1j, datetime.now(UTC), *NUMPYS)
+            ((InvalidDelayType, TypeError), value)
+            for value in (True, "5", None, 1j, datetime.now(UTC), np.timedelta64(5, "m"))
         ),
-        *((InvalidDelay, ValueError, float(value)) for value in ("nan", "inf", "-inf")),
-        *(
-            (InvalidDelay, ValueError, Decimal(value))
-            for value in ("NaN", "sNaN", "-Infinity", "1e400", "-1e400")
-        ),
+        *((INVALID, float(value)) for value in ("nan", "inf", "-inf")),
+        *((INVALID, Decimal(value)) for value in ("NaN", "sNaN", "-Infinity", "1e400", "-1e400")),
     ],
 )
 def test_what_is_no_length_of_time_is_an_error_with_the_value(
-    error: type[Exception], builtin: type[Exception], wrong: Any
+    error: tuple[type[InvalidDelay], type[Exception]], wrong: Any
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error[0], match=r"finite|takes seconds") as caught:
         delay_module.milliseconds(wrong)
-    assert isinstance(caught.value, builtin)
-    assert vars(caught.value)["value"] is wrong
+    assert isinstance(caught.value, error[1])
+    assert caught.value.value is wrong
     assert repr(wrong) in str(caught.value)
-    assert "finite" in str(caught.value) or error is InvalidDelayType
 
 
 @pytest.mark.parametrize(
@@ -123,12 +113,6 @@ def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
 def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="tolerance"):
         delay_module.tolerance_milliseconds(given)
-
-
-def test_what_is_due_is_fixed_when_the_caller_asks(clock: Clock) -> None:
-    due = delay_module.Due.after(timedelta(seconds=90))
-    clock.now_ns += 10_000_000_000
-    assert (due.at_ms, due.remaining_ms()) == (START_NS // 1_000_000 + 90_000, 80_000)
 
 
 @pytest.mark.parametrize(
@@ -210,16 +194,11 @@ def test_neither_a_naive_datetime_nor_a_number_names_an_instant() -> None:
         delay_module.milliseconds_of(naive)
 
 
-@given(st.integers(delay_module.milliseconds_of(FIRST), delay_module.milliseconds_of(LAST)))
-def test_an_instant_is_the_same_in_milliseconds_and_as_a_datetime(epoch_ms: int) -> None:
-    instant = delay_module.instant_of(epoch_ms)
-    assert instant.tzinfo is UTC
-    assert delay_module.milliseconds_of(instant) == epoch_ms
-
-
 def test_milliseconds_since_1970_are_rounded_down_in_any_time_zone() -> None:
     assert delay_module.instant_of(0) == datetime(1970, 1, 1, tzinfo=UTC)
     east = timezone(timedelta(hours=2))
     assert delay_module.milliseconds_of(datetime(1970, 1, 1, 2, 0, 0, 1999, tzinfo=east)) == 1
+    for limit in (FIRST, LAST.replace(microsecond=999_000)):
+        assert delay_module.instant_of(delay_module.milliseconds_of(limit)) == limit
     with pytest.raises(OverflowError):
         delay_module.instant_of(delay_module.milliseconds_of(LAST) + 1)

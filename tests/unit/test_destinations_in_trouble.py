@@ -80,15 +80,6 @@ def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Cons
 
 
 @pytest.mark.parametrize(
-    ("error", "is_silent"), [(consumer_model.TIMED_OUT, True), (consumer_model.NACKED, False)]
-)
-def test_a_timeout_means_silence(consumer: Consumer, error: PublishError, is_silent: bool) -> None:
-    consumer.answer(consumer.publish(consumer_model.for_queue()), error)
-    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
-    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue())) == is_silent
-
-
-@pytest.mark.parametrize(
     ("error", "told", "what"),
     [
         (

@@ -146,6 +146,28 @@ def test_a_header_that_py_amqp_cannot_write_is_refused_as_it_does(headers: Any) 
     assert theirs.type is struct.error or str(ours.value) == str(theirs.value)
 
 
+@pytest.mark.parametrize(
+    ("how", "multiple", "method", "bits"),
+    [
+        (wire.ACK, False, spec.Basic.Ack, (False,)),
+        (wire.ACK, True, spec.Basic.Ack, (True,)),
+        (wire.REJECT, False, spec.Basic.Reject, (False,)),
+        (wire.REQUEUE, False, spec.Basic.Nack, (False, True)),
+        (wire.REQUEUE, True, spec.Basic.Nack, (True, True)),
+    ],
+    ids=["ack", "ack-all", "reject", "nack", "nack-all"],
+)
+def test_frames_settle_as_the_specification_says(
+    how: wire.Settlement, multiple: bool, method: Any, bits: Any
+) -> None:
+    tags = [1, 2**40]
+    expected = b""
+    for tag in tags:
+        payload = struct.pack(">HH", *method) + dumps("L" + "b" * len(bits), (tag, *bits))
+        expected += struct.pack(">BHI", 1, 7, len(payload)) + payload + b"\xce"
+    assert wire.settle_frames(7, how, tags, multiple) == expected
+
+
 def names(*words: bytes) -> bytes:
     return b"".join(bytes([len(word)]) + word for word in words)
 
