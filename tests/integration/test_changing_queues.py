@@ -15,6 +15,7 @@ from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     declare,
     missing,
+    queue_counts,
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
@@ -167,6 +168,22 @@ def test_a_worker_consumes_an_exclusive_queue_and_gets_delayed_tasks_and_retries
     first, second = again.get(timeout=PATIENCE)
     assert second["headers"]["rabbitdelay-queue"] == exclusive
     assert (first["retries"], second["retries"]) == (0, 1)
+
+
+def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
+    shop: Any, configuration: dict[str, Any], connection: Connection, broker_url: str, prefix: str
+) -> None:
+    """As a task is that was early, and that the distribution of another application returns."""
+    # Its own distribution would know the queue.
+    here: dict[str, Any] = {"broadcast_queue": True, "rabbitdelay_modules": []}
+    name = f"{prefix}.one"
+    with Worker({**configuration, **here}):
+        publish_by_hand(shop, broker_url, name, prefix)
+        assert shop.AsyncResult(prefix).get(timeout=PATIENCE)["routing_key"] == name
+    connection.default_channel.exchange_delete(f"{prefix}.everybody")  # type: ignore[attr-defined]
+    # The binding goes with the queue, and the queue with its worker.
+    gone = {name: None}
+    wait_for(lambda: queue_counts(connection, [Queue(name)]) == gone, "the end of the queue")
 
 
 @pytest.mark.parametrize(

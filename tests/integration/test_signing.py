@@ -190,7 +190,7 @@ def test_keys_are_rotated_while_tasks_wait(
     make_shop: Callable[..., Any], serve: Any, connection: Connection
 ) -> None:
     # In one tick, and so in one envelope.
-    due = datetime.now(UTC) + timedelta(seconds=2)
+    due = datetime.now(UTC) + timedelta(seconds=8)
     rows = [{"args": (number,), "eta": due} for number in range(5)]
     for keys in (OLD, [NEW, OLD], FOREIGN):
         shop = make_shop(rabbitdelay_signing_key=keys)
