@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import (
-    DeclarationRefused,
-)
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
@@ -136,27 +133,3 @@ def test_a_message_keeps_its_properties_and_loses_its_expiration(
     assert message.properties["reply_to"] == "answers"
     assert "expiration" not in message.properties
     assert message.headers["compression"] == "application/x-gzip"
-
-
-def test_an_exchange_deleted_by_hand_is_put_back_by_the_next_message(
-    connection: Connection, topology: Topology, queue: Queue, send: Callable[..., float]
-) -> None:
-    send(topology, queue, 0.1)
-    channel: Any = connection.default_channel
-    for exchange in topology.exchanges:
-        exchange(channel).delete()
-
-    send(topology, queue, 0.2)
-
-    assert len(take(connection, [queue], 2)) == 2
-
-
-def test_a_destination_that_could_not_be_bound_is_bound_by_the_next_message(
-    connection: Connection, topology: Topology, queue: Queue, send: Callable[..., float]
-) -> None:
-    not_ours = Queue(queue.name, no_declare=True)
-    with pytest.raises(DeclarationRefused, match="no queue"):
-        send(topology, not_ours, 0.1)
-    queue(connection.default_channel).declare()
-    send(topology, not_ours, 0.2)
-    assert len(take(connection, [queue], 1)) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import amqp
 import pytest
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import consumer as module_consumer
@@ -104,37 +104,6 @@ def bench(connection: Connection, topology: Topology, make_queue: Callable[..., 
     """What a test serves, fills and looks at."""
     source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
     return Bench(connection, topology, source)
-
-
-@pytest.fixture
-def exchanges(channel: Any, prefix: str, target: Queue) -> Iterator[list[Exchange]]:
-    """Two exchanges that route everything to the target."""
-    some = [Exchange(f"{prefix}-{number}", type="fanout") for number in range(2)]
-    for exchange in some:
-        exchange(channel).declare()
-        channel.queue_bind(target.name, exchange.name)
-    yield some
-    for exchange in some:
-        exchange(channel).delete()
-
-
-def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
-    bench: Bench, connection: Connection, target: Queue, exchanges: list[Exchange]
-) -> None:
-    exchange = exchanges[0]
-    with bench.serve(lambda _: iter([outgoing(exchange.name, "key")])) as served:
-        bench.put("x")
-        take(connection, [target], 1)
-        exchange(bench.channel).delete()
-        bench.put("x")
-        told = bench.reasons(1)
-        channel = served.consumer._loop.channel
-        bench.put("x")
-        told += bench.reasons(1)
-    assert all("there is no exchange" in reason for reason in told)
-    # The broker is asked for it, so that no message in flight beside it is sent twice.
-    assert served.consumer._loop.channel is channel
-    assert not served.errors
 
 
 def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_name(

@@ -14,7 +14,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
-from tests.integration.modules import MODULES, OPEN, Client, client, wait_until_served
+from tests.integration.modules import MODULES, Client, client, wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
 
@@ -130,18 +130,6 @@ def test_a_task_for_a_fanout_exchange_reaches_all_its_queues(
     unknown(client.channel).delete()
 
 
-def test_a_module_whose_queue_is_deleted_declares_it_again_and_goes_on(
-    serve: Callable[..., Any], connection: Connection, target: Queue
-) -> None:
-    client = Client(connection, serve(**OPEN))
-    queues = client.topology.module_queues
-    for module in (queues.checkin, queues.distribution):
-        module(client.channel).delete()
-    wait_until_served(client.shop.worker, times=2)
-    client.check_in(target.name, {"x-delay": 300})
-    assert client.take(target)
-
-
 def test_the_status_of_the_modules_can_be_asked(client: Client, target: Queue) -> None:
     broadcast = client.shop.control.broadcast
 
@@ -194,13 +182,3 @@ def test_all_messages_of_an_envelope_reach_their_queue_or_are_undeliverable(
     found = [message.headers["id"] for _, message in client.undeliverable(1000)]
     assert sorted(came) == sorted(found) == list(range(1000))
     assert client.count(target) == 0
-
-
-def test_one_message_that_amqp_cannot_carry_takes_no_other_with_it(
-    client: Client, target: Queue
-) -> None:
-    wrong = Item(b"x", {"id": 1}, {"priority": "high"})
-    client.put_in_envelope(target.name, Item(b"x", {"id": 0}), wrong, Item(b"x", {"id": 2}))
-    assert [arrival.message.headers["id"] for arrival in client.take(target, 2)] == [0, 2]
-    ((reason, _),) = client.undeliverable()
-    assert "cannot be written" in reason

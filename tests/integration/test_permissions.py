@@ -19,10 +19,8 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.exceptions import (
     DeclarationNotPermitted,
     MessageNotPermitted,
-    MessageReturned,
     PermissionMissing,
     RowsNotConfirmed,
-    TopologyIncomplete,
 )
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.entities import MODULES
@@ -36,7 +34,7 @@ from celery_rabbitdelay.operations.permissions import (
     rights,
     topic_rights,
 )
-from celery_rabbitdelay.publishing.declaration import bind_destination, declare, declare_destination
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare
 from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take
@@ -77,15 +75,6 @@ def make(redis_url: str) -> Iterator[Callable[..., Any]]:
 
 def needed(role: Role, mode: str, topology: Topology = SMALL) -> list[Right]:
     return list(rights(role, topology, [CELERY], CONF, may_declare=mode == "auto"))
-
-
-#: Declaring or binding each needs a right besides those on the queue and its own exchange.
-FURTHER = [
-    Queue("dead", Exchange("dead"), "d", queue_arguments={"x-dead-letter-exchange": "graveyard"}),
-    Queue("dead-2", Exchange("dead"), "2", queue_arguments={"x-dead-letter-exchange": ""}),
-    Queue("else", Exchange("else", arguments={"alternate-exchange": "graveyard"}), "else"),
-    Queue("others", Exchange("source"), "others", no_declare=True),
-]
 
 
 def levels(mode: str = "never", **more: Any) -> dict[str, Any]:
@@ -443,29 +432,6 @@ def test_the_error_names_the_routing_key_that_is_not_allowed(
 
 
 # What a producer looks at, where it declares nothing.
-
-
-def test_a_producer_that_may_look_at_nothing_is_told_that_the_levels_are_missing(
-    host: Host, make: Callable[..., Any]
-) -> None:
-    url = host.let("web", needed("producer", "never"))
-    app = make(url, **levels())
-    errors = (TopologyIncomplete, MessageReturned)
-    with frozen(), pytest.raises(errors, match=r"rabbitdelay\.seconds\.x1"):
-        app.tasks["remind"].apply_async((1,), delay=1)
-
-
-@pytest.mark.parametrize("queue", FURTHER, ids=lambda queue: queue.name)
-def test_who_declares_has_the_rights_behind_the_queue_itself(host: Host, queue: Queue) -> None:
-    declared(host)
-    channel: Any = host.connection.default_channel
-    Exchange("graveyard", type="fanout")(channel).declare()
-    if getattr(queue, "no_declare", False):
-        channel.queue_declare(queue.name, durable=True, auto_delete=False)
-    given = list(rights("producer", SMALL, [queue], CONF, may_declare=True))
-    with Connection(host.let("web", given)) as connection:
-        declare_destination(connection, SMALL, queue)
-    assert count(host.connection, queue.name) == 0
 
 
 # What the errors name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 import amqp
 import pytest
@@ -75,15 +75,6 @@ def test_a_read_goes_on_behind_what_it_has_taken_and_takes_few_ahead(
     wait_until_waiting(connection, name, 75)
     assert len(set(read(connection, topology, limit=33))) == 33
     wait_until_waiting(connection, name, 75)
-
-
-def test_what_others_have_is_left_out(connection: Connection, declared: Topology) -> None:
-    name = put(connection, declared, *numbered(10))
-    with connection.channel() as channel:
-        for _ in range(4):
-            cast(Any, channel).basic_get(name)
-        assert read(connection, declared) == [*range(4, 10)]
-    wait_until_waiting(connection, name, 10)
 
 
 def test_other_consumers_go_first(connection: Connection, declared: Topology) -> None:

@@ -12,7 +12,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMess
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DELAY
-from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
+from celery_rabbitdelay.levels.headers import COMMITTED, ENVELOPE, JOB, JOB_ID
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -195,20 +195,6 @@ def ids(outgoing: Sequence[Outgoing]) -> list[str]:
     """The ids of tasks that go to their queue."""
     assert {(each.exchange, each.routing_key) for each in outgoing} <= {("", "queue")}
     return [each.message.headers.to_headers()["id"] for each in outgoing]
-
-
-def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope() -> None:
-    registry = Registry(RUN, RUN)
-    own = {"id": "1", JOB: "june", COPY: "c", ONCE: True, "retries": 2}
-    registry.distributed(letter(Item(b"", {"id": "0"}), Item(b"", own), **QUEUE))
-    # Nothing is a duplicate here: which of two messages arrives first, their worker finds out. So
-    # each counts as one that has arrived before.
-    assert registry.asked == [
-        [
-            Arrival("0", DUE, redelivered=True),
-            Arrival("1", DUE, "2.0", copy="c", job="june", once="-", redelivered=True),
-        ]
-    ]
 
 
 @pytest.mark.parametrize("registry", [None, Registry(RUN, RUN, RUN), Registry()])

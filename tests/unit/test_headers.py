@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu import Message
 
-from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, Failures
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, RestoringStrategies, restore
+from celery_rabbitdelay.worker.restore import SENTRY_ENQUEUED, restore
 
 MAX_MS = 2**63 - 1
 OWN = sorted(headers._KINDS)
@@ -259,25 +256,3 @@ def test_headers_nested_a_thousand_deep_and_names_in_bytes_are_stripped(strip: A
         assert stripped.keys() == {headers.NESTED_HEADERS, b"\xff"}
         stripped = stripped[headers.NESTED_HEADERS]
     assert stripped == {}
-
-
-@pytest.mark.parametrize("info", [None, {"routing_key": "0.1.q"}], ids=["unreadable", "delayed"])
-def test_a_strategy_receives_restored_messages_whenever_celery_sets_it(info: Any) -> None:
-    seen: list[Any] = []
-
-    def strategy(message: Message, *rest: Any) -> None:
-        seen.append(message.delivery_info)
-
-    # A fake: the attributes of a worker's consumer that are read.
-    delays = SimpleNamespace(recorder=Metrics(), topology=Topology())
-    conf = SimpleNamespace(worker_detect_quorum_queues=False)
-    app = SimpleNamespace(tasks={"one": object(), "two": object()}, rabbitdelay=delays, conf=conf)
-    strategies = RestoringStrategies(SimpleNamespace(app=app, strategies={"one": strategy}))
-    strategies["two"] = strategy
-    for name in ("one", "two"):
-        message: Any = Message(headers={**DELAYED, "id": "1"})
-        message.delivery_info = info and dict(info)
-        strategies[name](message, None, None)
-    # What we cannot read is left to Celery.
-    expected = info and {"exchange": "topic", "routing_key": "daily.reports"}
-    assert seen == [expected, expected]

@@ -143,16 +143,6 @@ def test_in_trouble_the_thread_decides_about_each_task_once(trouble: str) -> Non
     assert asked.loop.readers == {}
 
 
-def test_a_slow_answer_within_the_time_is_waited_for() -> None:
-    asked = Asked()
-    asked.plain.give("a")
-    asked.loop.calls[-1][1]()
-    assert asked.plain.is_open
-    assert len(asked.loop.calls) == 2  # it looks again
-    asked.answers()
-    assert asked.ran == ["a"]
-
-
 def test_after_trouble_another_connection_is_used() -> None:
     asked, second = Asked(), Asker(8)
     asked.plain.close()

@@ -14,13 +14,13 @@ from kombu.common import Broadcast
 from celery_rabbitdelay import Celery, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
+from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
+from celery_rabbitdelay.modules.forwarding import EarlyMessages
 from tests.unit.strategies import destinations
 
 TOPOLOGY = Topology()
@@ -159,26 +159,6 @@ def test_a_known_queue_is_reached_by_name() -> None:
     assert outgoing.address == ("", "known")
     (found,) = distributed(unrouted(TOPOLOGY.route(5, "known").routing_key))
     assert (found.address, found.obstacle) == (("", "known"), None)
-
-
-def test_a_message_that_finds_no_queue_leaves_the_levels_for_it_again() -> None:
-    key = TOPOLOGY.route(5, "other").routing_key
-    (outgoing,) = distributed(unrouted(key))
-    assert outgoing.obstacle == "no queue 'other' is bound to rabbitdelay.delivery"
-    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, DelayHeaders(), outgoing.obstacle)
-    assert later.routing_key.endswith(".other")
-
-
-@pytest.mark.parametrize(("queue_type", "waits_as"), [("classic", 9), ("quorum", 4)])
-def test_without_a_binding_classic_levels_keep_its_priority(queue_type: Any, waits_as: int) -> None:
-    """Levels of quorum queues have to stay in order, so a higher one only comes from elsewhere."""
-    topology = Topology(queue_type=queue_type)
-    message = unrouted(topology.route(5, "other").routing_key, **to("", "other"))
-    message.properties["priority"] = 9
-    (outgoing,) = Distribution(topology, reach=KNOWN).receive(message)
-    assert outgoing.obstacle is not None
-    later = Redelivery(topology, 60).after_failure(outgoing, DelayHeaders(), outgoing.obstacle)
-    assert later.message.amqp().properties["priority"] == waits_as
 
 
 LONG = "q" * 200

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
-from celery_rabbitdelay.kombu import Topology, custom
+from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.modules.attempts import Forwarder
@@ -268,14 +268,6 @@ def test_check_in_signs_what_it_lets_in_and_drops_what_a_client_has_signed() -> 
     (waiting,) = checkin.receive(message)
     (outgoing,) = distribution().receive(waiting.message.amqp())
     assert outgoing.message.amqp().properties["expiration"] == "5"
-
-
-def test_what_meditates_stays_signed() -> None:
-    checkin = CheckIn(Topology(layout=custom([("s", 8, 1)])), lambda exchange, key: True, KEYS)
-    message = delayed(**{header_names.DUE: 2**42})
-    message.delivery_info = {"exchange": "rabbitdelay.meditated", "routing_key": ""}
-    (waiting,) = checkin.receive(message)
-    assert verifies(KEYS, waiting.message)
 
 
 @pytest.mark.parametrize("vouches", [False, True])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.kombu import Layout, Topology, Undeliverable, clock, custom, examine
+from celery_rabbitdelay.kombu import Layout, Topology, Undeliverable, custom, examine
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import UNREADABLE
 from tests.unit.strategies import layouts
@@ -141,12 +141,6 @@ def test_a_message_of_another_layout_is_said_to_be_one(message: Any, key: Any, r
     assert reason in examine(message, CLOCK, key).reason
 
 
-def test_a_message_by_another_hand_has_what_its_routing_key_tells() -> None:
-    stranger = examine({}, Topology("p", clock(tick=1)), "0.0.0.0.0.7.0.daily%2Ereports")
-    assert stranger.queue == "daily.reports"
-    assert (stranger.task_id, stranger.task, stranger.due) == (None, None, None)
-
-
 #: The values that a client can put into an AMQP header, and some that no client can.
 names = ["rabbitdelay.hours.2", "rabbitdelay.distribution", KEY_2]
 amqp_values: st.SearchStrategy[Any] = st.recursive(
@@ -213,13 +207,6 @@ def test_a_header_that_cannot_be_read_is_named_beside_the_reason(odd: Any, notes
     assert seen.reason.endswith(notes)
     assert len(seen.reason) < 500
     assert (seen.due, seen.last_stop) == (None if headers.DUE in odd else DUE, None)
-
-
-@pytest.mark.parametrize(("due_ms", "year"), [(253_402_300_799_999, 9999), (0, 1970)])
-def test_each_due_time_that_a_datetime_can_express_is_shown(due_ms: int, year: int) -> None:
-    due = examine({**found(), headers.DUE: due_ms}, CLOCK, KEY).due
-    assert due is not None
-    assert due.year == year
 
 
 @pytest.mark.parametrize("keys", [[], None, "", [KEY_2, "copied.to"], KEY_2])
