@@ -10,7 +10,6 @@ import amqp
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.testing import wait_for
@@ -50,21 +49,6 @@ def publish(connection: Connection) -> Callable[..., None]:
     return publish
 
 
-def test_a_message_that_is_too_large_is_undeliverable_and_was_never_read(
-    bounded: Client, target: Queue, publish: Any
-) -> None:
-    checkin = bounded.topology.module_queues.checkin.exchange.name
-    told = {"x-delay": 1, "mine": 1, "rabbitdelay-reason": "all is well"}
-    for size in (MEBIBYTE, MEBIBYTE + 1):
-        publish(checkin, target.name, b"\0" * size, application_headers=told)
-    (arrival,) = bounded.take(target)
-    assert len(arrival.message.body) == MEBIBYTE
-    ((reason, message),) = bounded.undeliverable()
-    assert len(message.body) == MEBIBYTE + 1
-    assert message.headers["mine"] == 1
-    assert reason.startswith("a worker rejected it unread from")
-
-
 def test_what_the_broker_refuses_in_undeliverable_too_is_put_there_by_the_broker(
     bounded: Client, target: Queue
 ) -> None:
@@ -75,20 +59,6 @@ def test_what_the_broker_refuses_in_undeliverable_too_is_put_there_by_the_broker
     assert arrival.message.body == b"good"
     ((reason, _),) = bounded.undeliverable()
     assert "CC" in reason
-
-
-def test_a_client_forges_nothing_that_undeliverable_shows(bounded: Client) -> None:
-    forged = {
-        header_names.DUE: 5,
-        header_names.QUEUE: "secret",
-        "rabbitdelay-reason": "all is well",
-    }
-    bounded.check_in("nowhere", {**forged, "x-delay": 7, "mine": 1})
-    ((reason, message),) = bounded.undeliverable()
-    assert reason.startswith("check-in may not reach the queue 'nowhere'")
-    own = {"rabbitdelay-reason", header_names.EXCHANGE, header_names.ROUTING_KEY}
-    assert message.headers.keys() == {"x-delay", "mine", *own}
-    assert message.headers[header_names.ROUTING_KEY] == "nowhere"
 
 
 def test_a_flood_of_large_messages_is_held_within_bounds(

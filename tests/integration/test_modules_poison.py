@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import amqp
-import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
@@ -14,7 +12,6 @@ from celery_rabbitdelay.levels.entities import POISON_LIMIT
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.modules import OPEN, Client, client
-from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
 
 __all__ = ["client"]
 
@@ -40,35 +37,6 @@ def assert_all_good_ones_arrive(client: Client, target: Queue) -> None:
         return came == set(range(2 * AROUND))
 
     wait_for(all_came, "the good messages")
-
-
-@pytest.mark.parametrize(
-    ("properties", "reason"),
-    [(FAR_TIMESTAMP, "year 5"), (LATIN_ID, "UnicodeDecodeError")],
-    ids=["timestamp", "latin-1"],
-)
-def test_a_message_whose_properties_python_cannot_read_is_undeliverable_at_once(
-    client: Client, target: Queue, properties: bytes, reason: str
-) -> None:
-    checkin = client.topology.module_queues.checkin.exchange.name
-    bad = Raw("", properties)
-    check_in_around(client, target, lambda: client.channel.basic_publish(bad, checkin, target.name))
-    assert_all_good_ones_arrive(client, target)
-    ((told, message),) = client.undeliverable()
-    assert reason in told
-    assert message.headers[headers.UNREADABLE_PROPERTIES] == properties
-
-
-def test_a_message_whose_routing_key_python_cannot_read_is_undeliverable_at_once(
-    client: Client, connection: Connection, target: Queue
-) -> None:
-    checkin = client.topology.module_queues.checkin.exchange.name
-    bad = amqp.Message("bad", application_headers={"x-delay": 1, "own": "kept"})
-    check_in_around(client, target, lambda: publish_with_key(connection, checkin, LATIN_KEY, bad))
-    assert_all_good_ones_arrive(client, target)
-    ((reason, message),) = client.undeliverable()
-    assert r"its routing key is b'caf\xe9', which is" in reason
-    assert message.headers["own"] == "kept"
 
 
 def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undeliverable(

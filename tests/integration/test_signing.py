@@ -8,17 +8,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import pytest
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay import Outcome
-from celery_rabbitdelay.kombu import SigningKeys
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
-from tests.integration.modules import OPEN, put_in_envelope
+from tests.integration.modules import OPEN
 from tests.integration.notes import Notes
 from tests.integration.shop import named
 from tests.integration.worker import run_celery
@@ -73,29 +72,6 @@ def test_signed_tasks_of_every_kind_run(signing: Any, notes: Notes, connection: 
     assert not [note for note in notes.found() if headers.SIGNATURE in note["headers"]]
     undeliverable_queue = delays.topology.module_queues.undeliverable.name
     assert count(connection, undeliverable_queue) == 0
-
-
-def test_what_is_not_signed_by_this_key_is_undeliverable(
-    signing: Any, connection: Connection, make_queue: Callable[..., Queue]
-) -> None:
-    queue = make_queue("plain", Exchange(f"{named(signing, 'plain')}", type="fanout"))
-    queue(connection.default_channel).declare()
-    told = {headers.DUE: 5, headers.EXCHANGE: queue.exchange.name, headers.ROUTING_KEY: "a"}
-    for keys in (None, SigningKeys(FOREIGN), SigningKeys(NEW)):
-        signature = (
-            None
-            if keys is None
-            else keys.signature(b"", {"correlation_id": "1"}, headers.parse(told)[0])
-        )
-        signed = {} if signature is None else {headers.SIGNATURE: signature}
-        publish(connection, signing, {**told, **signed}, correlation_id="1")
-        # The same signature is of no use for anything else.
-        publish(connection, signing, {**told, **signed, headers.DUE: 6}, correlation_id="1")
-    put_in_envelope(connection, signing, [], **told)
-    found = undeliverable(connection, signing, 6)
-    assert {each.message.headers[headers.REASON] for each in found} == {NOT_SIGNED}
-    assert len(take(connection, [queue], 1)) == 1
-    assert count(connection, queue.name) == 0
 
 
 def test_only_a_signed_message_decides_about_a_task(

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from hypothesis import given
-from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import DelayHeaders
@@ -61,24 +59,6 @@ def test_a_plain_task_passes_without_reply_to(embed: Any, separators: tuple[str,
 def test_a_body_that_does_not_end_like_a_plain_one_is_refused(body: Any) -> None:
     with pytest.raises(UnprocessableMessage, match="all is null: see rabbitdelay_checkin_trusted"):
         checked(message(body))
-
-
-@given(
-    st.recursive(
-        st.none() | st.text(alphabet='cal{}[]",: \\') | st.just(NOTHING),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from((*NOTHING, "x")), inner, max_size=3)
-        ),
-    )
-)
-def test_what_passes_has_nothing_behind_args_and_kwargs(third: Any) -> None:
-    try:
-        checked(message([[], {}, third]))
-    except UnprocessableMessage:
-        return
-    assert third == dict.fromkeys(third)
-    assert third.keys() <= NOTHING.keys()
 
 
 @pytest.mark.parametrize("name", CANVAS)

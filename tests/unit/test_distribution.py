@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import amqp
@@ -12,11 +12,11 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMess
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DELAY
-from celery_rabbitdelay.levels.headers import COMMITTED, ENVELOPE, JOB, JOB_ID
+from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item, OpenedEnvelope
+from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
@@ -162,21 +162,11 @@ def test_without_our_headers_a_message_is_for_the_queue_in_its_key(key: str, que
     assert outgoing.message.headers.to_headers() == {"mine": 1}
 
 
-class Registry:
-    """A fake: it decides what a test tells it, and keeps what it was asked."""
-
-    def __init__(self, *decisions: Decision) -> None:
-        self.decisions = decisions
-        self.asked: list[Sequence[Arrival]] = []
-
-    def look(self, arrivals: Sequence[Arrival]) -> Sequence[Decision]:
-        self.asked.append(arrivals)
-        if not self.decisions:
-            raise RegistryUnavailable("it is down")
-        return self.decisions
-
-    def distributed(self, message: amqp.Message) -> list[Outgoing]:
-        return list(Distribution(TOPOLOGY, look=self.look).receive(message))
+def distributed_by(
+    look: Callable[[Sequence[Arrival]], Sequence[Decision]], message: amqp.Message
+) -> list[Outgoing]:
+    """Distribute a message as a registry decides."""
+    return list(Distribution(TOPOLOGY, look=look).receive(message))
 
 
 RUN = Decision(Verdict.RUN)
@@ -197,22 +187,25 @@ def ids(outgoing: Sequence[Outgoing]) -> list[str]:
     return [each.message.headers.to_headers()["id"] for each in outgoing]
 
 
-@pytest.mark.parametrize("registry", [None, Registry(RUN, RUN, RUN), Registry()])
-def test_envelopes_are_read_twice(
-    monkeypatch: pytest.MonkeyPatch, registry: Registry | None
-) -> None:
-    read = 0
-    items_of = OpenedEnvelope.__iter__
+def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope_and_they_go_on_without_it() -> (
+    None
+):
+    asked: list[Sequence[Arrival]] = []
 
-    def counted(opened: OpenedEnvelope) -> Iterator[Item]:
-        nonlocal read
-        read += 1
-        return items_of(opened)
+    def look(arrivals: Sequence[Arrival]) -> Sequence[Decision]:
+        asked.append(arrivals)
+        raise RegistryUnavailable("it is down")
 
-    monkeypatch.setattr(OpenedEnvelope, "__iter__", counted)
-    look = None if registry is None else registry.look
-    assert ids(list(Distribution(TOPOLOGY, look=look).receive(tasks(3)))) == ["0", "1", "2"]
-    assert read == 2
+    own = {"id": "1", JOB: "june", COPY: "c", ONCE: True, "retries": 2}
+    message = letter(Item(b"", {"id": "0"}), Item(b"", own), **QUEUE)
+    assert ids(distributed_by(look, message)) == ["0", "1"]
+    # Nothing is a duplicate here: which of two messages arrives first, their worker finds out. So
+    # each counts as one that has arrived before.
+    tasks = [
+        Arrival("0", DUE, redelivered=True),
+        Arrival("1", DUE, "2.0", copy="c", job="june", once="-", redelivered=True),
+    ]
+    assert asked == [tasks]
 
 
 @pytest.mark.parametrize(
@@ -232,9 +225,8 @@ def test_envelopes_are_read_twice(
 def test_the_messages_of_an_envelope_go_on_as_the_registry_says(
     decisions: list[Decision], expected: list[str]
 ) -> None:
-    look = lambda arrivals: decisions  # noqa: E731
-    found = Distribution(TOPOLOGY, look=look).receive(tasks(len(decisions)))
-    assert ids(list(found)) == expected
+    found = distributed_by(lambda arrivals: decisions, tasks(len(decisions)))
+    assert ids(found) == expected
 
 
 @pytest.mark.parametrize(
@@ -251,7 +243,7 @@ def test_an_envelope_whose_tasks_all_wait_goes_back_whole(
 ) -> None:
     message = tasks(len(decisions))
     message.properties["application_headers"]["x-death"] = []
-    (later,) = Registry(*decisions).distributed(message)
+    (later,) = distributed_by(lambda arrivals: decisions, message)
     route = TOPOLOGY.route(seconds, DISTRIBUTION, WaitingMessage.unopened(message).task_id)
     assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
     # While the levels do not take it, its route is computed anew.
@@ -292,13 +284,10 @@ def test_without_the_registry_the_note_of_a_commit_waits() -> None:
     assert later.message.headers.to_headers()[COMMITTED] is True
 
 
-def test_an_early_envelope_goes_back_unopened_and_the_registry_is_not_asked() -> None:
-    registry = Registry(RUN)
+def test_an_early_envelope_goes_back_unopened() -> None:
     back = Outgoing("levels", "key", waiting(amqp.Message(b"")))
-    distribution = Distribution(TOPOLOGY, lambda message: back, registry.look)
-    (outgoing,) = distribution.receive(tasks(1))
+    (outgoing,) = Distribution(TOPOLOGY, lambda message: back).receive(tasks(1))
     assert outgoing.message is back.message
-    assert registry.asked == []
 
 
 @frozen(1_900_000_000)

@@ -11,7 +11,6 @@ import pytest
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery
 from tests.unit.clock import Clock, frozen
 from tests.unit.waiting import said, waiting
@@ -89,20 +88,6 @@ def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
     # In the levels, it is rounded up to a tenth of a second.
     assert min(pauses) >= 0.75
     assert max(pauses) <= 1.3
-
-
-def test_what_comes_back_is_what_was_sent() -> None:
-    first = message(priority=9, expiration="5000", app_id="shop")
-    later = redelivery().after_failure(first, DelayHeaders(), "it is full")
-    assert later.reroute is not None
-    assert later.reroute() == (later.exchange, later.routing_key)
-    waits = later.message.amqp().properties
-    assert (waits.get("expiration"), waits["priority"]) == (None, 4)
-    (again,) = Distribution(TOPOLOGY).receive(later.message.amqp())
-    assert (again.exchange, again.routing_key, again.message.body) == ("office", "paper", b"body")
-    assert headers_of(again) == {headers.DUE: NOW - 10}
-    restored = again.message.amqp().properties
-    assert (restored["priority"], restored["expiration"], restored["app_id"]) == (9, "5000", "shop")
 
 
 @pytest.mark.parametrize("seconds", [0, 60])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.command.route import explain
-from celery_rabbitdelay.kombu import Layout, Route, Topology, custom
+from celery_rabbitdelay.kombu import Layout, Route, Topology
 from tests.json_schemas import checked
 from tests.unit.broker_model import BrokerModel
 from tests.unit.strategies import custom_layouts
@@ -34,12 +34,6 @@ def test_the_explained_route_is_the_one_taken(layout: Layout, delay_ms: int, sha
     assert looped + walk.waited_ms == found["total_ms"]
     passed = walk.waited_ms if layout.zeros == "queue" else 0
     assert 0 <= found["total_ms"] - delay_ms < layout.tick_ms + (passed and len(layout.levels))
-
-
-def test_a_delay_far_above_the_capacity_meditates_as_often_as_needed() -> None:
-    topology = Topology("p", custom([("seconds", 6, 1)]))
-    for delay, times in ((5, 0), (5.1, 1), (10, 1), (11, 2), (1000, 199)):
-        assert explain(topology, delay, "q")["meditations"] == times
 
 
 def test_a_tolerance_saves_stops() -> None:

@@ -14,13 +14,10 @@ from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, Unp
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
-from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
@@ -225,22 +222,6 @@ def test_what_is_let_through_without_a_signature_gets_none(queue: str | None, si
         assert sign or later.message.headers.signature is None
 
 
-@pytest.mark.parametrize("sign", [True, False])
-@frozen(DUE / 1000 - 60)
-def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
-    early = EarlyMessages(TOPOLOGY, 1000)
-    put_back = distribution(is_signing_required=False, put_back=early.put_back)
-    queue = TOPOLOGY.module_queues.distribution
-    module = Module("distribution", TOPOLOGY, queue, put_back.receive, 1, 1, 60, 60, KEYS)
-    attempts = Forwarder(module, ModuleStatistics(), lambda exchange: True, 131_072, set())
-    message = delayed(sign=sign)
-    for lenient in (distribution(is_signing_required=False), put_back):
-        received = Received(message, iter(()))
-        (outgoing,) = lenient.receive(message)
-        left = attempts.give_up(received, outgoing, "the broker does not take it")
-        assert verifies(KEYS, left.content.message()) is sign
-
-
 @pytest.mark.parametrize("item", [(), (Item(b"x", {"id": "1"}),)], ids=["one", "envelope"])
 @frozen(DUE / 1000 - 60)
 def test_what_waits_again_is_signed_again(item: tuple[Item, ...]) -> None:
@@ -292,12 +273,3 @@ def test_a_recorded_signature_verifies_in_every_version() -> None:
     asked = {header_names.ONCE: True, header_names.KEY: "order:7", "id": "1", "retries": 0}
     message = delayed(**{header_names.QUEUE: "letters", **asked})
     assert headers_of(message)[header_names.SIGNATURE] == RECORDED_WITH_OPTIONS
-
-
-def test_a_text_that_no_encoding_has_is_signed() -> None:
-    message = signed(KEYS, amqp.Message(b"", application_headers={header_names.QUEUE: "\ud800"}))
-    assert verifies(KEYS, message)
-    said_of_all = said(headers_of(message))._replace(signature=None)
-    sign = KEYS.signer({}, said_of_all)
-    assert sign is not None
-    assert sign(1, None, b"", {}) == KEYS.signature(b"", {}, said_of_all._replace(due_ms=1))

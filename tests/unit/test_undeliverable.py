@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from celery_rabbitdelay.kombu import Layout, Topology, Undeliverable, custom, examine
 from celery_rabbitdelay.levels import headers
@@ -139,43 +138,6 @@ def test_in_every_layout_the_stop_behind_each_stop_is_missed(layout: Layout) -> 
 )
 def test_a_message_of_another_layout_is_said_to_be_one(message: Any, key: Any, reason: str) -> None:
     assert reason in examine(message, CLOCK, key).reason
-
-
-#: The values that a client can put into an AMQP header, and some that no client can.
-names = ["rabbitdelay.hours.2", "rabbitdelay.distribution", KEY_2]
-amqp_values: st.SearchStrategy[Any] = st.recursive(
-    st.one_of(
-        *(st.none(), st.booleans(), st.integers(-(2**63), 2**64), st.floats(), st.decimals()),
-        *(st.datetimes(timezones=st.just(UTC)), st.text(), st.binary(), st.sampled_from(names)),
-        st.text(alphabet="0.", min_size=250, max_size=2000),
-    ),
-    lambda values: st.one_of(st.lists(values), st.dictionaries(st.text(), values)),
-    max_leaves=8,
-)
-death = st.fixed_dictionaries(
-    {}, optional={"queue": amqp_values, "routing-keys": amqp_values | st.lists(amqp_values)}
-)
-deaths = amqp_values | st.lists(amqp_values | death)
-READ = (
-    *("id", "task", headers.DUE, headers.QUEUE, headers.REASON, headers.FAILED_SINCE, UNREADABLE),
-)
-
-
-@given(
-    st.fixed_dictionaries({}, optional={**dict.fromkeys(READ, amqp_values), "x-death": deaths}),
-    st.one_of(st.none(), st.text(max_size=255)),
-    st.sampled_from([CLOCK, Topology("rabbitdelay", custom(DAY_TO_SECOND, "skip"), shards=2)]),
-)
-@settings(max_examples=50)
-def test_any_headers_are_examined(forged: Any, routing_key: str | None, topology: Topology) -> None:
-    result = examine(forged, topology, routing_key)
-    assert result.reason
-    for text in (result.task_id, result.task, result.queue, result.last_stop):
-        assert text is None or isinstance(text, str)
-    for instant in (result.due, result.since):
-        assert instant is None or instant.tzinfo is UTC
-    assert len(result.reason) < 5000
-    str(result)
 
 
 NOT_TABLES = "not a list of tables"

@@ -119,14 +119,6 @@ def test_the_frames_of_a_message_are_those_of_py_amqp(
     assert ours == by_pyamqp(channel, exchange, routing_key, amqp.Message(body, **told), frame_max)
 
 
-@pytest.mark.parametrize("where", ["exchange", "routing_key"])
-@pytest.mark.parametrize("name", ["k" * 256, "é" * 128])
-def test_a_name_above_255_bytes_cannot_be_written(where: str, name: str) -> None:
-    names = {"exchange": "", "routing_key": "", where: name}
-    with pytest.raises(struct.error):
-        wire.publish_frames(1, **names, content=wire.Content(b"\0\0", b""), frame_max=FRAME_MIN)
-
-
 @pytest.mark.parametrize(
     "headers",
     [
