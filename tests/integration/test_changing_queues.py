@@ -9,23 +9,18 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import DeclarationRefused, TopologyIncomplete
-from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.exceptions import DeclarationRefused
 from celery_rabbitdelay.publishing.declaration import (
-    bind_destination,
-    declare,
     missing,
     queue_counts,
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count, take, wait_until_waiting
-from tests.integration.shop import PATIENCE, QUEUES, named
+from tests.integration.shop import PATIENCE, named
 from tests.integration.trouble import virtual_host
-from tests.integration.undeliverable_messages import break_level
 from tests.integration.worker import Worker
-from tests.node_control import bindings, close_all_connections, evaluate, listed, text
-from tests.unit.clock import frozen
+from tests.node_control import close_all_connections, evaluate, text
 
 #: How late a task may be on a noisy machine; what is tested is that it is never early.
 GENEROUS = 60.0
@@ -123,22 +118,6 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
     assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
-def test_a_level_s_queue_that_is_deleted_is_the_reason_of_what_was_to_wait_in_it(
-    shop: Any, connection: Connection, prefix: str
-) -> None:
-    shop.tasks["look"].apply_async(delay=0.1)
-    topology = shop.rabbitdelay.topology
-    break_level(connection, topology)
-    with frozen():
-        result = shop.tasks["look"].apply_async(delay=1.5)
-    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
-    message = arrival.message
-    found = examine(message.headers, topology, message.delivery_info["routing_key"])
-    assert found.task_id == result.id
-    assert found.reason == f"{prefix}.ms.x100 had no binding for digit 5 ({prefix}.ms.500)"
-    assert found.last_stop == f"{prefix}.seconds.1"
-
-
 def test_a_queue_that_nobody_knew_is_created_and_gets_its_delayed_task(
     shop: Any, configuration: dict[str, Any], connection: Connection, added: str
 ) -> None:
@@ -184,22 +163,6 @@ def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
     # The binding goes with the queue, and the queue with its worker.
     gone = {name: None}
     wait_for(lambda: queue_counts(connection, [Queue(name)]) == gone, "the end of the queue")
-
-
-@pytest.mark.parametrize(
-    ("written", "options"), [(";".join, {}), (list, {"retry": False})], ids=["string", "list"]
-)
-def test_a_producer_finds_the_broker_that_lives(
-    make_shop: Callable[..., Any],
-    connection: Connection,
-    broker_url: str,
-    prefix: str,
-    written: Callable[[list[str]], Any],
-    options: dict[str, Any],
-) -> None:
-    shop = make_shop(broker_url=written(fail_over(broker_url)))
-    shop.tasks["look"].apply_async(delay=0.3, **options)
-    assert len(take(connection, [Queue(f"{prefix}.default")], 1)) == 1
 
 
 def has_no_queue(server: RabbitMQServer, url: str) -> bool:
@@ -254,44 +217,3 @@ def test_a_producer_that_fails_over_declares_where_it_sends_now(
         assert missing(connection, shop.rabbitdelay.topology) == ()
         (arrival,) = take(connection, [Queue(f"{prefix}.default")], 1)
     assert arrival.message.headers["id"] == result.id
-
-
-def everything(server: RabbitMQServer, prefix: str) -> set[str]:
-    """Return the exchanges, queues and bindings under a prefix, a text for each."""
-    found = listed(
-        server,
-        '[rabbit_exchange:info(Each, [name, type]) || Each <- rabbit_exchange:list(<<"/">>)]'
-        " ++ [{amqqueue:get_name(Each), amqqueue:get_arguments(Each)}"
-        ' || Each <- rabbit_amqqueue:list(<<"/">>)]'
-        f" ++ {bindings('/')}",
-    )
-    return {each for each in found if prefix in each}
-
-
-def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(
-    private_rabbitmq: RabbitMQServer,
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    prefix: str,
-) -> None:
-    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_declare": "never"}
-    shop = make_shop(**here)
-    look, topology = shop.tasks["look"], shop.rabbitdelay.topology
-    bound, unbound, unknown = (shop.amqp.queues[f"{prefix}.{name}"] for name in QUEUES[:3])
-    with Connection(private_rabbitmq.url) as connection:
-        declare(connection, topology)
-        for queue in (bound, unbound):
-            queue(connection.default_channel).declare()
-        bind_destination(connection, topology, bound.name)
-        before = everything(private_rabbitmq, prefix)
-        with Worker({**configuration, **here}, [bound.name]):
-            assert look.apply_async(delay=0.3).get(timeout=PATIENCE)
-            # AMQP can tell whether a queue exists, but not whether it is bound.
-            with pytest.raises(TopologyIncomplete, match=unknown.name):
-                look.apply_async(delay=0.3, queue=unknown.name)
-            # Distribution publishes to an unbound queue by its name.
-            result = look.apply_async(delay=0.3, queue=unbound.name)
-            (arrival,) = take(connection, [unbound], 1)
-        assert count(connection, topology.module_queues.undeliverable.name) == 0
-    assert arrival.message.headers["id"] == result.id
-    assert everything(private_rabbitmq, prefix) == before

@@ -12,13 +12,11 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.layout import Layout, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import PERSISTENT
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from tests.integration.arrivals import count, take
-from tests.unit.clock import frozen
 
 #: How late a message may be on a slow machine; one that is held up is late by rounds of 180 s.
 GENEROUS = 60.0
@@ -73,34 +71,6 @@ def test_no_message_is_early_and_each_comes_once(
     assert sorted(arrival.body for arrival in arrivals) == delays
     for arrival in arrivals:
         assert 0 <= arrival.at - not_before[arrival.body] < GENEROUS
-    assert count(connection, topology.module_queues.undeliverable.name) == 0
-
-
-@pytest.mark.parametrize("zeros", ["bind", "skip"])
-def test_each_shard_delivers_its_own_messages_once(
-    connection: Connection,
-    make_topology: Callable[..., Topology],
-    queue: Queue,
-    send: Callable[..., float],
-    zeros: Any,
-) -> None:
-    topology = make_topology(custom(BITS, zeros=zeros), shards=3)
-    # A delay would be over if the first message had to wait for the declaration.
-    declare(connection, topology)
-    numbers = range(12)
-    with frozen():  # or what is left of a delay may be nothing
-        not_before = [
-            send(topology, queue, 1.1, body=n, correlation_id=f"task-{n}") for n in numbers
-        ]
-
-    arrivals = take(connection, [queue], len(numbers))
-
-    assert sorted(arrival.body for arrival in arrivals) == list(numbers)
-    assert all(0 <= arrival.at - not_before[arrival.body] < GENEROUS for arrival in arrivals)
-    deaths = [death for arrival in arrivals for death in arrival.message.headers["x-death"]]
-    stops = {death["queue"] for death in deaths}
-    shards = {stop.rsplit(".", 1)[1] for stop in stops}
-    assert shards == {"s0", "s1", "s2"}
     assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from socket import SHUT_RDWR
 from threading import Event, Thread
@@ -13,17 +12,15 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import consumer as module_consumer
 from celery_rabbitdelay.modules.consumer import ModuleConsumer
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take, wait_until_waiting
-from tests.integration.trouble import suspended
 from tests.unit.waiting import waiting
 
 Receive = Callable[[amqp.Message], Iterator[Outgoing]]
@@ -104,40 +101,6 @@ def bench(connection: Connection, topology: Topology, make_queue: Callable[..., 
     """What a test serves, fills and looks at."""
     source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
     return Bench(connection, topology, source)
-
-
-def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_name(
-    private_rabbitmq: RabbitMQServer, prefix: str, topology: Topology
-) -> None:
-    """The next connection then starts with what is known about the destination."""
-    may_publish = Event()
-    source, target = Queue(f"{prefix}-source"), Queue(f"{prefix}-target")
-
-    def receive(message: amqp.Message) -> Iterator[Outgoing]:
-        if message.body == b"many":
-            may_publish.wait(PATIENCE)
-            yield from [outgoing("", target.name)] * 100
-
-    with Connection(private_rabbitmq.url) as own:
-        bench = Bench(own, topology, source)
-        target(bench.channel).declare()
-        with bench.serve(receive) as served:
-            bench.put("none")
-            wait_for(lambda: served.consumer._growth > 0, "the whole prefetch")
-            bench.put("many")
-            bench.wait_until_waiting(0)
-            # As if it had answered promptly so far: more messages than RabbitMQ takes, if it then
-            # does not, are in flight.
-            name = f"the queue {target.name!r}"
-            served.consumer._attempts.answer_times._limits[name] = (math.inf, 100)
-            with suspended(private_rabbitmq):
-                may_publish.set()
-                wait_for(lambda: bool(served.errors), "the end of the connection")
-        for queue in (source, target):
-            queue(bench.channel).delete()
-    (stuck,) = served.errors
-    assert isinstance(stuck, module_consumer.ConnectionStuck)
-    assert stuck.destinations == [name]
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(

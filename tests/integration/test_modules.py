@@ -130,33 +130,6 @@ def test_a_task_for_a_fanout_exchange_reaches_all_its_queues(
     unknown(client.channel).delete()
 
 
-def test_the_status_of_the_modules_can_be_asked(client: Client, target: Queue) -> None:
-    broadcast = client.shop.control.broadcast
-
-    def status() -> Any:
-        (answer,) = broadcast("rabbitdelay_status", reply=True, timeout=PATIENCE, limit=1)
-        (of_worker,) = answer.values()
-        return of_worker
-
-    before = status()
-    for _ in range(5):
-        client.check_in(target.name, {"x-delay": 200})
-    client.take(target, 5)
-    # The last confirm may come after the message itself.
-    wait_for(
-        lambda: all(status()[n]["published"] == before[n]["published"] + 5 for n in MODULES),
-        "what was published",
-    )
-    after = status()
-    assert set(after) == {*MODULES, "tasks"}
-    for name in MODULES:
-        now = after[name]
-        assert now["received"] == before[name]["received"] + 5
-        assert now["undeliverable"] == before[name]["undeliverable"]
-    # It is looked up every few seconds, and may have been when the messages had just come.
-    wait_for(lambda: not any(status()[name]["backlog"] for name in MODULES), "an empty backlog")
-
-
 @pytest.mark.parametrize(("option", "served"), [("distribution", ["distribution"]), ("", [])])
 def test_the_command_line_says_which_modules_a_worker_serves(
     configuration: dict[str, Any], shop: Any, option: str, served: list[str]

@@ -138,24 +138,6 @@ def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_wh
     assert missing(connection, standing) == (distribution.name,)
 
 
-def test_a_broker_that_is_away_is_one_line_for_all_modules(
-    serve: Callable[..., Any], private_rabbitmq: RabbitMQServer
-) -> None:
-    modules = ["check-in", "distribution", "probe"]
-    shop = serve(rabbitdelay_modules=modules, broker_connection_max_retries=None)
-    # Not killed: RabbitMQ 3.10 may never serve a quorum queue again that is a moment old then.
-    private_rabbitmq.ctl("stop_app")
-    try:
-        # Those of Celery's own consumer; the modules have tried as often by then.
-        tried = "Trying again in 6.00 seconds"
-        wait_for(lambda: tried in shop.worker.log, "several attempts", PATIENCE)
-    finally:
-        private_rabbitmq.ctl("start_app")
-    wait_until_served(shop.worker, *modules, times=2)
-    (line,) = [line for line in shop.worker.log.splitlines() if "connects again" in line]
-    assert "rabbitdelay connects again (check-in, distribution, probe): " in line
-
-
 def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_whole(
     serve: Callable[..., Any], connection: Connection, target: Queue
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -103,11 +102,6 @@ def hand_in_task(app: Any, url: str, order: int, delay_ms: int) -> str:
             **message.properties,
         )
     return str(message.headers["id"])
-
-
-def declare_all(settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run the command that declares levels and queues."""
-    return Program.run(settings, "rabbitdelay declare --queues")
 
 
 # The lines of the page.
@@ -483,15 +477,6 @@ def test_a_producer_that_declares_nothing_is_told_which_permission_it_lacks(
     assert caught.value.uncertain == ()
 
 
-def test_an_operator_is_told_which_permission_is_missing(host: Host) -> None:
-    rest = needed("operator", "auto")
-    rest.remove(Right("configure", r"rabbitdelay\..*"))
-    told = declare_all({"broker_url": host.let("operator", rest), "rabbitdelay_layout": LEVELS})
-    assert told.returncode != 0
-    assert f"the user 'operator-{host.name}' lacks the permission" in told.stderr
-    assert "secret@" not in told.stderr
-
-
 # Workers.
 
 
@@ -516,15 +501,6 @@ def of_worker(host: Host, redis_url: str) -> Callable[..., dict[str, Any]]:
         return levels(mode, broker_url=url, result_backend=redis_url, **more)
 
     return settings
-
-
-def test_a_worker_ends_and_names_the_permission_without_which_it_cannot_declare(
-    host: Host, of_worker: Callable[..., dict[str, Any]]
-) -> None:
-    rest = needed("worker", "auto")
-    rest.remove(Right("read", r"rabbitdelay\..*"))
-    log = log_of(of_worker(rest, "auto"), "lacks the permission")
-    assert f"the user 'worker-{host.name}' lacks the permission read on the " in log
 
 
 def test_a_module_that_may_not_read_its_queue_names_the_permission(

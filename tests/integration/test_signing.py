@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Outcome
@@ -16,7 +15,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
+from tests.integration.arrivals import Arrival, take, wait_until_waiting
 from tests.integration.modules import OPEN
 from tests.integration.notes import Notes
 from tests.integration.shop import named
@@ -24,17 +23,6 @@ from tests.integration.worker import run_celery
 
 OLD, NEW, FOREIGN = (letter * 32 for letter in "onf")
 SIGNING: Final = {**OPEN, "rabbitdelay_signing_key": NEW}
-
-
-@pytest.fixture
-def signing(serve: Any) -> Any:
-    """An application with a key, and a worker that serves all of its queues and the modules."""
-    return serve(**SIGNING)
-
-
-@pytest.fixture
-def notes(signing: Any) -> Notes:
-    return Notes(signing)
 
 
 def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
@@ -46,32 +34,6 @@ def publish(connection: Connection, shop: Any, told: dict[str, Any], **propertie
     connection.Producer().publish(
         "x", exchange=exchange, routing_key=routing_key, headers=told, **properties
     )
-
-
-def test_signed_tasks_of_every_kind_run(signing: Any, notes: Notes, connection: Connection) -> None:
-    """Straight, of a high priority, for exchanges, in envelopes, and far ones that meditate."""
-    delays, key = signing.rabbitdelay, {"key": notes.key}
-    options: list[dict[str, Any]] = [
-        {},
-        {"priority": 9},
-        {"exchange": named(signing, "topic"), "routing_key": "topic.daily.reports"},
-        {"exchange": named(signing, "fanout")},
-    ]
-    for number, each in enumerate(options):
-        signing.send_task("note", (number,), key, delay=0.5, **each)
-        rows = [notes.row(10 * number + 4 + row, delay=0.5) for row in range(2)]
-        assert delays.send_many("note", rows, envelopes=False, **each).messages == 2
-        soon = datetime.now(UTC) + timedelta(seconds=1)
-        rows = [notes.row(10 * number + 6 + row, eta=soon) for row in range(2)]
-        assert delays.send_many("note", rows, envelopes=True, **each).envelopes == 1
-    notes.wait(20)
-    assert sorted(notes()) == sorted(
-        [*range(4), *(10 * number + each for number in range(4) for each in (4, 5, 6, 7))]
-    )
-    # Whatever it came through, no task sees a signature.
-    assert not [note for note in notes.found() if headers.SIGNATURE in note["headers"]]
-    undeliverable_queue = delays.topology.module_queues.undeliverable.name
-    assert count(connection, undeliverable_queue) == 0
 
 
 def test_only_a_signed_message_decides_about_a_task(
@@ -134,6 +96,8 @@ def test_only_a_signed_message_decides_about_a_task(
     wanted = {"victim", "keyed", "plain", "moved", "job", *range(3), *rows_sent}
     wait_for(lambda: set(notes()) >= wanted, "all tasks")
     assert set(notes()) == wanted
+    # Whatever it came through, no task sees a signature.
+    assert not [note for note in notes.found() if headers.SIGNATURE in note["headers"]]
     found = undeliverable(connection, shop, 2)
     assert {each.message.headers[headers.REASON] for each in found} == {NOT_SIGNED}
     assert {each.message.headers["id"] for each in found} == {first.id}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
 
 import amqp
 import pytest
@@ -75,27 +74,6 @@ def test_a_read_goes_on_behind_what_it_has_taken_and_takes_few_ahead(
     wait_until_waiting(connection, name, 75)
     assert len(set(read(connection, topology, limit=33))) == 33
     wait_until_waiting(connection, name, 75)
-
-
-def test_other_consumers_go_first(connection: Connection, declared: Topology) -> None:
-    queue = declared.module_queues.undeliverable
-    name = put(connection, declared, *numbered(4))
-    channel: Any = connection.default_channel
-    moved: list[int] = []
-    with (
-        closing(undeliverable_messages(connection, declared)) as messages,
-        connection.clone() as other,
-    ):
-        # It waits for more now.
-        assert [int(next(messages).body) for _ in range(4)] == [*range(4)]
-        mover: Any = other.default_channel
-        mover.basic_consume(name, callback=lambda each: moved.append(int(each.body)), no_ack=True)
-        for number in range(4, 24):
-            channel.basic_publish(amqp.Message(str(number)), queue.exchange.name, "")
-        while len(moved) < 20:
-            other.drain_events(timeout=30)
-        assert moved == [*range(4, 24)]
-    wait_until_waiting(connection, name, 4)
 
 
 def test_a_read_that_takes_too_long_fails_and_loses_nothing(

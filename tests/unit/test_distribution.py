@@ -135,33 +135,6 @@ def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores
     assert outgoing.message.amqp().properties["priority"] == 9
 
 
-@pytest.mark.parametrize(
-    ("key", "queue"),
-    [
-        ("0.0.0.0.0.0.1.0.daily%2Ereports", "daily.reports"),
-        *(
-            (key, None)
-            for key in (
-                "0.0.0.0.0.0.1.0.%distribution",
-                "0.0.0.0.0.0.1.0.%~1a2b",
-                "1.0.reports",
-                "",
-            )
-        ),
-    ],
-)
-def test_without_our_headers_a_message_is_for_the_queue_in_its_key(key: str, queue: Any) -> None:
-    message = amqp.Message(b"body", application_headers={"mine": 1})
-    message.delivery_info = {"exchange": "rabbitdelay.delivery", "routing_key": key}
-    if queue is None:
-        with pytest.raises(UnprocessableMessage, match="destination is missing"):
-            list(distributed(message))
-        return
-    (outgoing,) = distributed(message)
-    assert (outgoing.exchange, outgoing.routing_key) == ("", queue)
-    assert outgoing.message.headers.to_headers() == {"mine": 1}
-
-
 def distributed_by(
     look: Callable[[Sequence[Arrival]], Sequence[Decision]], message: amqp.Message
 ) -> list[Outgoing]:

@@ -12,7 +12,6 @@ from celery import Celery
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu import Exchange, Queue
-from kombu.common import Broadcast
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.kombu import Topology, binary
@@ -118,20 +117,6 @@ def test_celery_s_own_names_are_those_of_the_settings() -> None:
     assert re.search(configure, reply_to)
     assert re.search(read, reply_to)
     assert not re.search(write, reply_to)
-
-
-def test_a_worker_may_have_its_own_queue_for_a_broadcast() -> None:
-    told = patterns(rights("worker", Topology(), [Broadcast("news")], CONF, may_declare=False))
-    for pattern in told:
-        assert re.search(pattern, Broadcast("news").name)
-        assert re.search(pattern, "news")
-        assert not re.search(pattern, "bcast.x")
-    # It binds the queue, and no producer does.
-    configure, write, _ = patterns(
-        rights("producer", Topology(), [Broadcast("news")], CONF, may_declare=True)
-    )
-    assert re.search(configure, "news")
-    assert not re.search(write, Broadcast("news").name)
 
 
 @pytest.mark.parametrize("served", [["check-in", "distribution"], ["distribution"]])

@@ -12,15 +12,12 @@ from typing import Any
 import amqp
 import pytest
 from amqp import spec
-from amqp.exceptions import FrameSyntaxError
 from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.levels.headers import UNREADABLE
 from celery_rabbitdelay.publishing import wire
-from celery_rabbitdelay.publishing.incoming import _frame_handler
 
 #: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
 FRAME_MIN = 4096
@@ -120,25 +117,6 @@ def test_the_frames_of_a_message_are_those_of_py_amqp(
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [
-        {"x": [1, {2}]},
-        {"x": 2**63},
-        {"n" * 256: 1},
-        {"x": {"n" * 256: None}},
-        {1: 1},
-    ],
-)
-def test_a_header_that_py_amqp_cannot_write_is_refused_as_it_does(headers: Any) -> None:
-    message: Any = amqp.Message(b"x", application_headers=headers)
-    with pytest.raises((FrameSyntaxError, struct.error, TypeError)) as theirs:
-        message._serialize_properties()
-    with pytest.raises(theirs.type) as ours:
-        wire.Content.of(message)
-    assert theirs.type is struct.error or str(ours.value) == str(theirs.value)
-
-
-@pytest.mark.parametrize(
     ("how", "multiple", "method", "bits"),
     [
         (wire.ACK, False, spec.Basic.Ack, (False,)),
@@ -158,40 +136,3 @@ def test_frames_settle_as_the_specification_says(
         payload = struct.pack(">HH", *method) + dumps("L" + "b" * len(bits), (tag, *bits))
         expected += struct.pack(">BHI", 1, 7, len(payload)) + payload + b"\xce"
     assert wire.settle_frames(7, how, tags, multiple) == expected
-
-
-def names(*words: bytes) -> bytes:
-    return b"".join(bytes([len(word)]) + word for word in words)
-
-
-@pytest.mark.parametrize("tag", [1, 2**63])
-@pytest.mark.parametrize(
-    ("exchange", "key", "readable"),
-    [
-        (b"", b"", names(b"", b"")),
-        ("ä".encode(), "ö".encode(), names("ä".encode(), "ö".encode())),
-        (b"\xe4", b"k", names(b"?", b"k")),
-        (b"e", b"\xff" * 255, names(b"e", b"?" * 255)),
-    ],
-)
-@pytest.mark.parametrize("delivers", [True, False], ids=["deliver", "get-ok"])
-def test_odd_names_are_replaced(
-    tag: int, exchange: bytes, key: bytes, readable: bytes, delivers: bool
-) -> None:
-    begin, after = struct.pack(">QB", tag, 1), b""
-    if delivers:
-        begin = struct.pack(">HH", *spec.Basic.Deliver) + names("tág".encode()) + begin
-    else:
-        begin, after = struct.pack(">HH", *spec.Basic.GetOk) + begin, struct.pack(">I", 200)
-    received: list[Any] = []
-    handle = _frame_handler(
-        SimpleNamespace(bytes_recv=0), lambda *arguments: received.append(arguments)
-    )
-    properties = wire.Content.of(amqp.Message(b"", application_headers={"own": 7})).properties
-    handle((1, 5, begin + names(exchange, key) + after))
-    handle((2, 5, struct.pack(">HHQ", 60, 0, 1) + properties))
-    handle((3, 5, b"x"))
-    [(channel, _, payload, content)] = received
-    assert (channel, payload, content.body) == (5, begin + readable + after, b"x")
-    assert content.headers["own"] == 7
-    assert (UNREADABLE in content.headers) is (b"?" in readable)
