@@ -22,6 +22,9 @@ from celery_rabbitdelay.modules.forwarding import (
 TOPOLOGY = Topology("t", custom([("seconds", 10, 1)]))
 NOW = 1_000_000
 
+#: As many tables as headers may have within each other.
+DEEP: dict[str, Any] = reduce(lambda inner, _: {"a": inner}, range(31), {})
+
 
 def message(exchange: str = "t.checkin", key: str = "q", **options: Any) -> amqp.Message:
     made = amqp.Message(b"body", **options)
@@ -74,7 +77,7 @@ def test_a_message_without_a_delay_is_passed_on_at_once_as_it_came(
 
 
 def test_a_delay_above_the_capacity_meditates(receive: Any) -> None:
-    outgoing = receive(message(application_headers={"x-delay": 9001}))
+    outgoing = receive(message(application_headers={"x-delay": 9001, "a": DEEP}))
     assert outgoing.exchange == "t.meditation"
     assert outgoing.message.headers.due_ms == NOW + 9001
 
@@ -146,9 +149,6 @@ def test_after_meditation_part_of_a_millisecond_counts(monkeypatch: pytest.Monke
 #: What is no header of a message, in the table below.
 OPTIONS = ("exchange", "key", "content_type")
 
-#: As many tables as headers may have within each other.
-DEEP: dict[str, Any] = reduce(lambda inner, _: {"a": inner}, range(31), {})
-
 
 @pytest.mark.parametrize(
     ("given", "reason"),
@@ -182,7 +182,3 @@ def test_what_is_refused_is_told_briefly(receive: Any, given: dict[str, Any], re
         receive(message(**options, application_headers=told))
     assert caught.value.reason.startswith(reason)
     assert len(caught.value.reason) < 500
-
-
-def test_headers_may_be_nested(receive: Any) -> None:
-    assert receive(message(application_headers={"a": DEEP}))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,12 +38,6 @@ def test_the_one_queue_that_matches_gets_it(exchange: str, routing_key: str, que
     assert destination.queue is not None
     assert destination.queue.name == queue
     assert (destination.exchange, destination.routing_key) == (exchange, routing_key)
-
-
-def test_a_queue_of_the_default_exchange_need_not_be_known() -> None:
-    queue: Any = resolve("", "elsewhere", KNOWN).queue
-    assert queue.name == "elsewhere"
-    assert queue.no_declare
 
 
 @pytest.mark.parametrize(

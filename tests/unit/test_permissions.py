@@ -81,7 +81,7 @@ def test_an_error_that_names_no_permission_stays_as_it_is(error: Any) -> None:
 
 @pytest.mark.parametrize("role", get_args(Role))
 @pytest.mark.parametrize("may_declare", [True, False])
-@pytest.mark.parametrize("topology", [Topology(), Topology("a.b", binary(), shards=2)])
+@pytest.mark.parametrize("topology", [Topology("a.b", binary(), shards=2)])
 def test_no_role_reaches_other_queues(role: Role, may_declare: bool, topology: Topology) -> None:
     told = patterns(rights(role, topology, QUEUES, CONF, may_declare=may_declare))
     for pattern in filter(None, told):

@@ -91,9 +91,6 @@ def test_a_question_waits_for_more_tasks_if_more_may_come() -> None:
     assert (seconds, asked.asker.asked) == (0.25, [])
     ask()
     assert asked.asker.asked == [["key of a", "key of b", "key of c"]]
-    asked.answers()
-    asked.plain.give("d")
-    assert len(asked.loop.calls) == 3
 
 
 def test_what_arrives_while_a_question_is_asked_is_the_next_question_up_to_a_bound(

@@ -83,11 +83,10 @@ def test_the_pauses_grow_with_the_time_of_failing(
 
 def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
     random = Redelivery(TOPOLOGY, 60)
-    pauses = {pause_of(random.after_failure(message(), DelayHeaders(), "")) for _ in range(200)}
+    pauses = {pause_of(random.after_failure(message(), DelayHeaders(), "")) for _ in range(50)}
     assert len(pauses) > 3
     # In the levels, it is rounded up to a tenth of a second.
-    assert min(pauses) >= 0.75
-    assert max(pauses) <= 1.3
+    assert 0.75 <= min(pauses) < max(pauses) <= 1.3
 
 
 @pytest.mark.parametrize("seconds", [0, 60])

@@ -74,20 +74,8 @@ KEY_2 = "0.0.0.0.2.7.0.0.q"
             + NONE.format("hours", "minutes"),
         ),
         (
-            *(found("p.days.1", key="1.0.0.7.q"), Topology("p", custom(DAY_TO_SECOND, "skip"))),
-            *(None, "p.hours.x1 had no binding for digits 0.0.7 (p.seconds.7)"),
-        ),
-        (
-            *(found("p.days.1", key="1.0.0.7.q"), Topology("p", custom(DAY_TO_SECOND, "queue"))),
-            *(None, "p.hours.x1 had no binding for digit 0 (p.hours.x1.0)"),
-        ),
-        (
             *(found("p.hours.1", key="0.1.0.0.q"), P, None),
             BOUND + " p.delivery" + NONE.format("minutes", "seconds"),
-        ),
-        (
-            *(found("p.hours.1", key="0.1.0.0.q"), Topology("p", custom(DAY_TO_SECOND, "skip"))),
-            *(None, f"{BOUND} p.delivery, or p.minutes.x1 had none for digits 0.0"),
         ),
         (
             *(found("rabbitdelay.meditation", key="q"), CLOCK, None),
@@ -95,21 +83,15 @@ KEY_2 = "0.0.0.0.2.7.0.0.q"
         ),
         (found("p.days.1", **{headers.REASON: "no number"}, key="1.0.0.7.q"), P, None, "no number"),
         ({UNREADABLE: "its key"}, CLOCK, "?", "its properties cannot be read: its key"),
+        (
+            *(found("rabbitdelay.ms.500", key="0.0.0.0.0.0.0.5.%distribution"), CLOCK, None),
+            "rabbitdelay.delivery had no binding to rabbitdelay.distribution",
+        ),
         ({UNREADABLE: "x", headers.REASON: "a module's"}, CLOCK, None, "a module's"),
     ],
 )
 def test_the_reason_is_said(message: Any, topology: Topology, key: str | None, reason: str) -> None:
     assert examine(message, topology, key).reason == reason
-
-
-def test_what_passed_all_levels_on_its_way_to_distribution_names_no_queue() -> None:
-    message = found("rabbitdelay.hours.7", key="0.0.0.0.7.0.0.0.%distribution")
-    del message[headers.QUEUE]
-    seen = examine(message, CLOCK)
-    assert seen.queue is None
-    assert seen.reason.startswith(
-        "rabbitdelay.delivery had no binding to rabbitdelay.distribution, or rabbitdelay.minutes.x1"
-    )
 
 
 @given(layouts)
@@ -178,14 +160,6 @@ def test_the_first_of_several_routing_keys_counts_or_else_that_of_the_message(ke
     assert (message.last_stop, message.reason) == ("rabbitdelay.hours.2", DIGIT_7)
 
 
-@pytest.mark.parametrize("key", ["k" * 255, "k\ud800"])
-def test_a_routing_key_that_amqp_can_just_carry_is_matched(key: str) -> None:
-    death = {"queue": "rabbitdelay.hours.2", "routing-keys": [key]}
-    reason = examine({"x-death": [death]}, CLOCK).reason
-    assert reason.startswith("its routing key 'k")
-
-
-@pytest.mark.parametrize("module", ["checkin", "distribution"])
 @pytest.mark.parametrize(
     ("cause", "reason"),
     [
@@ -196,10 +170,8 @@ def test_a_routing_key_that_amqp_can_just_carry_is_matched(key: str) -> None:
         (b"\xff", "delivery limit of {} exceeded: no worker acknowledged it"),
     ],
 )
-def test_why_it_left_a_modules_queue_says_the_broker(
-    module: str, cause: object, reason: str
-) -> None:
-    stop = f"rabbitdelay.{module}"
+def test_why_it_left_a_modules_queue_says_the_broker(cause: object, reason: str) -> None:
+    stop = f"rabbitdelay.{'checkin' if cause == 'expired' else 'distribution'}"
     dead = found(stop, key="q")
     dead["x-death"][0]["reason"] = cause
     forged = {headers.REASON: "all is well", UNREADABLE: "all is well"}
