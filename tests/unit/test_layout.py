@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
@@ -52,6 +52,7 @@ def test_the_clock_has_180_queues_named_after_their_units_and_4000_days_less_a_t
     assert layout.capacity_ms == timedelta(days=4000) // timedelta(milliseconds=1) - 100
 
 
+@settings(max_examples=50)
 @given(layouts, st.data())
 def test_a_delay_is_the_sum_of_its_digits_and_places(layout: Layout, data: st.DataObject) -> None:
     delay_ms = data.draw(st.integers(0, layout.capacity_ms))

@@ -7,7 +7,7 @@ from typing import Any
 
 import amqp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from kombu import Exchange, Queue
 from kombu.common import Broadcast
 
@@ -137,6 +137,7 @@ def unrouted(key: str, **told: Any) -> amqp.Message:
     return message
 
 
+@settings(max_examples=50)
 @given(destinations.filter(lambda name: name != "known" and not name.endswith(".pidbox")))
 def test_another_queue_is_reached_by_its_binding_and_nothing_goes_in_circles(queue: str) -> None:
     (outgoing,) = distributed(waiting("", queue, **{header_names.QUEUE: queue}))

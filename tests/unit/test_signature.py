@@ -6,7 +6,7 @@ from typing import Any
 
 import amqp
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
@@ -78,6 +78,7 @@ def with_signature_of(message: amqp.Message, signed: amqp.Message) -> amqp.Messa
     return message
 
 
+@settings(max_examples=50)
 @given(messages, st.data())
 def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject) -> None:
     message = signed(KEYS, made(fields))
@@ -91,6 +92,7 @@ def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject
     assert not verifies(KEYS, with_signature_of(made(changed), message))
 
 
+@settings(max_examples=50)
 @given(messages)
 def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, Any]) -> None:
     message = made(fields)
@@ -105,6 +107,7 @@ def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, 
     assert signature == KEYS.signature(fields["body"], properties, shared._replace(due_ms=7))
 
 
+@settings(max_examples=50)
 @given(messages, st.integers(2, 9))
 def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], times: int) -> None:
     message = signed(KEYS, made(fields))

@@ -14,7 +14,7 @@ import pytest
 from amqp import spec
 from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.publishing import wire
@@ -93,6 +93,7 @@ bodies = (
 )
 
 
+@settings(max_examples=50)
 @given(
     st.integers(1, 65_535),
     words,
