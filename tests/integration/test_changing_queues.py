@@ -20,7 +20,7 @@ from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.shop import PATIENCE, named
 from tests.integration.trouble import virtual_host
 from tests.integration.worker import Worker
-from tests.node_control import close_all_connections, evaluate, text
+from tests.node_control import evaluate, text
 
 #: How late a task may be on a noisy machine; what is tested is that it is never early.
 GENEROUS = 60.0
@@ -197,23 +197,3 @@ def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
         publish_by_hand(shop, one, added, "id-3")
         (arrival,) = take(connection, [Queue(added)], 1)
         assert arrival.message.headers["id"] == "id-3"
-
-
-def test_a_producer_that_fails_over_declares_where_it_sends_now(
-    private_rabbitmq: RabbitMQServer,
-    two_hosts: tuple[str, str],
-    make_shop: Callable[..., Any],
-    prefix: str,
-) -> None:
-    one, other = two_hosts
-    shop = make_shop(broker_url=[one, other])
-    shop.tasks["look"].apply_async(delay=0.2)
-    assert has_no_queue(private_rabbitmq, other)
-
-    close_all_connections(private_rabbitmq, "maintenance", one.rsplit("/", 1)[1])
-    result = shop.tasks["look"].apply_async(delay=0.2)
-
-    with Connection(other) as connection:
-        assert missing(connection, shop.rabbitdelay.topology) == ()
-        (arrival,) = take(connection, [Queue(f"{prefix}.default")], 1)
-    assert arrival.message.headers["id"] == result.id

@@ -83,16 +83,6 @@ class Asked:
         self.loop.readers[self.asker.file_descriptor]()
 
 
-def test_a_question_waits_for_more_tasks_if_more_may_come() -> None:
-    asked = Asked(gathers=0.25)
-    for task in "abc":
-        asked.plain.give(task)
-    [_, (seconds, ask)] = asked.loop.calls
-    assert (seconds, asked.asker.asked) == (0.25, [])
-    ask()
-    assert asked.asker.asked == [["key of a", "key of b", "key of c"]]
-
-
 def test_what_arrives_while_a_question_is_asked_is_the_next_question_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
