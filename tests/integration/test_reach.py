@@ -39,7 +39,7 @@ def serving(module_broker_url: str, redis_url: str) -> Iterator[tuple[dict[str, 
 @pytest.fixture
 def served(serving: tuple[dict[str, Any], Worker]) -> Iterator[Any]:
     """Its application."""
-    app = make_app(serving[0])
+    app: Any = make_app(serving[0])
     app.worker = serving[1]
     yield app
     app.close()

@@ -14,6 +14,7 @@ from kombu.serialization import unregister
 
 from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import count
 from tests.integration.sealed_shop import SealedProcess, SealedWorker, sealed
 from tests.integration.shop import PATIENCE
 
@@ -66,11 +67,11 @@ def test_encrypted_tasks_take_every_route(
     sent = {name: note.apply_async((name, SECRET), told, **each) for name, each in options.items()}
     channel: Any = connection.default_channel
     channel.queue_delete(nowhere)
-    held: list[Any] = []
-    wait_for(lambda: held.append(channel.basic_get(f"{prefix}.default")) or held[-1], "a message")
-    channel.basic_reject(held[-1].delivery_tag, requeue=True)
-    assert SECRET not in f"{held[-1].headers}"
-    assert SECRET.encode() not in held[-1].body
+    wait_for(lambda: count(connection, f"{prefix}.default") >= 1, "a message")
+    held = channel.basic_get(f"{prefix}.default")
+    channel.basic_reject(held.delivery_tag, requeue=True)
+    assert SECRET not in f"{held.headers}"
+    assert SECRET.encode() not in held.body
     assert sent["tracked"].id in [each.task_id for each in delays.pending()]
     with SealedWorker(settings) as worker:
         soon = datetime.now(UTC) + timedelta(seconds=1)

@@ -186,14 +186,14 @@ def test_a_destination_that_was_prompt_a_while_ago_starts_anew(
     destination: Destination, unanswered: AnswerTimes, clock: Clock
 ) -> None:
     destination.fill()
-    clock.now += 0.1
-    # These answers are late, and allow no more messages.
-    destination.answer(10)
-    assert destination.fill() == ROOM
     destination.answer(ROOM)
     clock.now += 0.1
     unanswered.sent("lone", "busy")
     unanswered.settled("lone", "busy")
+    assert destination.fill() == ROOM
+    clock.now += 0.1
+    # These answers are late, and allow no more messages.
+    destination.answer(10)
     assert destination.fill() == ROOM
 
 

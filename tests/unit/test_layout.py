@@ -141,6 +141,9 @@ def test_a_digit_may_wait_ten_years_and_no_millisecond_longer() -> None:
     assert len(binary(tick=0.001, levels=39).levels) == 39
 
 
+#: The same, for what its types refuse.
+wrong: Any = custom
+
 LEAST = "takes a base of at least 2 and a unit of at least 1 ms"
 
 
@@ -148,8 +151,8 @@ LEAST = "takes a base of at least 2 and a unit of at least 1 ms"
     ("make", "problem"),
     [
         (lambda: custom([]), "takes at least one level"),
-        (lambda: custom([("s", 2)]), "level ('s', 2): takes a (name, base, unit)"),
-        (lambda: custom([(5, 2, 1)]), "level 5: takes a name of up to 50 letters, digits, - and _"),
+        (lambda: wrong([("s", 2)]), "level ('s', 2): takes a (name, base, unit)"),
+        (lambda: wrong([(5, 2, 1)]), "level 5: takes a name of up to 50 letters, digits, - and _"),
         (lambda: custom([("n" * 51, 2, 1)]), f"level '{'n' * 51}': takes a name of up to 50"),
         (lambda: custom([("a.b", 2, 1)]), "letters, digits"),
         (
@@ -160,7 +163,7 @@ LEAST = "takes a base of at least 2 and a unit of at least 1 ms"
         (lambda: custom([("hours", 2, 1800)]), "'hours': 1800 is not a whole number of hours"),
         (lambda: custom([("s", 2, 0)]), "whole number"),
         (lambda: clock(tick=0.3), "tick of 1, 0.1"),
-        (lambda: clock(zeros="jump"), "bind, skip, queue"),
+        (lambda: wrong([("s", 2, 1)], zeros="jump"), "bind, skip, queue"),
         (lambda: binary(tick=0.001, levels=40), "RabbitMQ's bound"),
         *(
             (
