@@ -86,6 +86,22 @@ def test_a_message_is_in_one_of_the_digits_where_it_may_be(
     raise AssertionError("it left the levels before it was due")
 
 
+@pytest.mark.parametrize(
+    ("passed_ms", "expected"),
+    [
+        (3_600_000, ["hours.2"]),
+        (7_200_000, ["hours.2", "minutes.30", "minutes.29"]),
+        (7_300_000, ["minutes.30", "minutes.29"]),
+    ],
+)
+def test_it_is_said_to_be_in_no_others(passed_ms: int, expected: list[str]) -> None:
+    two_and_a_half_hours = clock().waits_in(9_000_000, passed_ms, tolerance_ms=0, slack_ms=2000)
+    assert [level.queue_name(digit) for level, digit in two_and_a_half_hours] == expected
+    half_an_hour = list(clock().may_wait_in(1_800_000))
+    assert [digit for level, digit in half_an_hour if level.unit == "minutes"] == [*range(30, 60)]
+    assert not [digit for level, digit in half_an_hour if level.unit in ("seconds", "ms")]
+
+
 def trailing_zeros(layout: Layout, delay_ms: int) -> int:
     digits = layout.digits(delay_ms)
     return next((n for n, digit in enumerate(reversed(digits)) if digit), len(digits))
