@@ -66,13 +66,8 @@ def test_the_queues_that_the_configuration_names_are_known(app: Celery) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "amq.topic",
-            "celery.pidbox",
-            "reply.celery.pidbox",
-            "other.pidbox",
-            "1.reply.other.pidbox",
-        ),
+        *("amq.topic", "celery.pidbox", "reply.celery.pidbox"),
+        *("other.pidbox", "1.reply.other.pidbox"),
         *("celeryev", "celeryev.1234", "events", "events.6d1f6ab4-0f40-4a14-9b2a-0a1d4f1b2c3d"),
         *("results", "levels.delivery", "levels.meditated", "levels.unrouted", "levels.layout"),
         *("levels.undeliverable", "levels.hours.x1", "levels.hours.7"),
