@@ -11,11 +11,11 @@ from tests.hostile.kinds import BEHIND, KINDS
 def test_every_hostile_message_is_accounted_for_and_nobody_else_notices(
     broker_url: str, prefix: str
 ) -> None:
-    account = attack(broker_url, prefix, 1_000, seed=7)
+    account = attack(broker_url, prefix, 600, seed=7)
     assert account.is_good, str(account)
     assert account.kinds.keys() == KINDS.keys()
-    assert account.places["undeliverable"] > 250
-    assert account.places["allowed"] > 250
+    assert account.places["undeliverable"] > 100
+    assert account.places["allowed"] > 100
     assert account.refused > 0
 
 
@@ -23,6 +23,6 @@ def test_every_hostile_message_is_accounted_for_and_nobody_else_notices(
 def test_a_worker_of_another_pool_runs_each_task_behind_a_malformed_one(
     broker_url: str, prefix: str, pool: str
 ) -> None:
-    account = attack(broker_url, prefix, 300, 7, pool)
+    account = attack(broker_url, prefix, 120, 7, pool)
     assert account.is_good, str(account)
-    assert account.kinds[BEHIND] > 50
+    assert account.kinds[BEHIND] > 10
