@@ -74,6 +74,10 @@ KEY_2 = "0.0.0.0.2.7.0.0.q"
             + NONE.format("hours", "minutes"),
         ),
         (
+            *(found("p.days.1", key="1.0.0.7.q"), Topology("p", custom(DAY_TO_SECOND, "skip"))),
+            *(None, "p.hours.x1 had no binding for digits 0.0.7 (p.seconds.7)"),
+        ),
+        (
             *(found("p.hours.1", key="0.1.0.0.q"), P, None),
             BOUND + " p.delivery" + NONE.format("minutes", "seconds"),
         ),
@@ -148,6 +152,7 @@ NO_DEATH = "not a queue and its routing keys"
 def test_a_header_that_cannot_be_read_is_named_beside_the_reason(odd: Any, notes: str) -> None:
     seen = examine({**found(), **odd}, CLOCK, KEY)
     assert seen.reason.startswith(f"{DIGIT_7}; its header ")
+    assert all(f"; its header {name} is " in seen.reason for name in odd)
     assert seen.reason.endswith(notes)
     assert len(seen.reason) < 500
     assert (seen.due, seen.last_stop) == (None if headers.DUE in odd else DUE, None)
