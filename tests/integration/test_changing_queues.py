@@ -7,28 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from celery.exceptions import QueueNotFound
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import DeclarationRefused, TopologyIncomplete
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.exceptions import DeclarationRefused
 from celery_rabbitdelay.publishing.declaration import (
-    bind_destination,
-    declare,
-    is_declared,
     missing,
     queue_counts,
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count, take, wait_until_waiting
-from tests.integration.shop import PATIENCE, QUEUES, named
+from tests.integration.shop import PATIENCE, named
 from tests.integration.trouble import virtual_host
-from tests.integration.undeliverable_messages import break_level
 from tests.integration.worker import Worker
-from tests.node_control import bindings, close_all_connections, evaluate, listed, text
-from tests.unit.clock import frozen
+from tests.node_control import evaluate, text
 
 #: How late a task may be on a noisy machine; what is tested is that it is never early.
 GENEROUS = 60.0
@@ -79,15 +71,13 @@ def let_consume(shop: Any, worker: Worker, name: str) -> None:
     wait_for(lambda: f"Started consuming from {name}" in worker.log, "the new consumer")
 
 
-@pytest.mark.parametrize("urls", [lambda url: url, fail_over], ids=["one broker", "fail-over"])
 def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
     serve: Callable[..., Any],
     connection: Connection,
     broker_url: str,
     added: str,
-    urls: Callable[[str], Any],
 ) -> None:
-    shop = serve(broker_url=urls(broker_url))
+    shop = serve(broker_url=fail_over(broker_url))
     assert missing(connection, shop.rabbitdelay.topology) == ()
     publish_by_hand(shop, broker_url, named(shop, "second"), "id-0")
     assert shop.AsyncResult("id-0").get(timeout=PATIENCE)
@@ -97,26 +87,6 @@ def test_a_worker_makes_its_queues_ready_and_those_that_it_is_told_to_consume(
 
     publish_by_hand(shop, broker_url, added, "id-1")
     assert shop.AsyncResult("id-1").get(timeout=PATIENCE)
-
-
-def test_what_is_due_while_nobody_consumes_its_queue_waits_there_for_the_next_consumer(
-    shop: Any, worker: Worker, connection: Connection, prefix: str
-) -> None:
-    queue = f"{prefix}.second"
-    here = {"destination": [worker.name], "reply": True, "timeout": PATIENCE}
-    shop.control.cancel_consumer(queue, **here)
-    wait_for(lambda: f"Canceling queue {queue}" in worker.log, "the consumer's end")
-    results = [shop.tasks["look"].apply_async(delay=0.3, queue=queue) for _ in range(3)]
-    wait_until_waiting(connection, queue, 3)
-    # The worker takes everything else all the while.
-    assert shop.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
-    assert count(connection, queue) == 3
-
-    shop.control.add_consumer(queue, **here)
-
-    for result in results:
-        assert result.get(timeout=PATIENCE)["headers"]["rabbitdelay-queue"] == queue
-    assert count(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name) == 0
 
 
 def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
@@ -148,26 +118,6 @@ def test_a_queue_that_is_deleted_while_tasks_wait_for_it_holds_up_no_other(
     assert count(connection, topology.module_queues.undeliverable.name) == 0
 
 
-@pytest.mark.parametrize(
-    ("delay", "last_stop"), [(1.5, "seconds.1"), (0.5, None)], ids=["half-way", "first"]
-)
-def test_a_level_s_queue_that_is_deleted_is_the_reason_of_what_was_to_wait_in_it(
-    shop: Any, connection: Connection, prefix: str, delay: float, last_stop: str | None
-) -> None:
-    shop.tasks["look"].apply_async(delay=0.1)
-    break_level(connection, shop.rabbitdelay.topology)
-    with frozen():
-        result = shop.tasks["look"].apply_async(delay=delay)
-
-    topology = shop.rabbitdelay.topology
-    (arrival,) = take(connection, [topology.module_queues.undeliverable], 1)
-    message = arrival.message
-    found = examine(message.headers, topology, message.delivery_info["routing_key"])
-    assert found.task_id == result.id
-    assert found.reason == f"{prefix}.ms.x100 had no binding for digit 5 ({prefix}.ms.500)"
-    assert found.last_stop == (last_stop and f"{prefix}.{last_stop}")
-
-
 def test_a_queue_that_nobody_knew_is_created_and_gets_its_delayed_task(
     shop: Any, configuration: dict[str, Any], connection: Connection, added: str
 ) -> None:
@@ -178,19 +128,6 @@ def test_a_queue_that_nobody_knew_is_created_and_gets_its_delayed_task(
     with Worker(configuration, [added]):
         seen = [result.get(timeout=PATIENCE) for result in (delayed, undelayed)]
     assert len({(one["exchange"], one["routing_key"]) for one in seen}) == 1
-
-
-def test_where_no_queue_is_created_an_unknown_one_is_celery_s_own_error(
-    make_shop: Callable[..., Any], connection: Connection, prefix: str, added: str
-) -> None:
-    shop = make_shop(task_create_missing_queues=False)
-    with pytest.raises(QueueNotFound, match=added):
-        shop.tasks["look"].apply_async(delay=0.3, queue=added)
-    assert not is_declared(connection, shop.rabbitdelay.topology)
-
-    shop.tasks["look"].apply_async(delay=0.3, queue=f"{prefix}.second")
-    (arrival,) = take(connection, [Queue(f"{prefix}.second")], 1)
-    assert arrival.message.headers["task"] == "look"
 
 
 def test_a_worker_consumes_an_exclusive_queue_and_gets_delayed_tasks_and_retries_from_it(
@@ -212,15 +149,6 @@ def test_a_worker_consumes_an_exclusive_queue_and_gets_delayed_tasks_and_retries
     assert (first["retries"], second["retries"]) == (0, 1)
 
 
-def test_a_worker_on_two_brokers_says_that_its_exclusive_queue_gets_no_delayed_tasks(
-    two_hosts: tuple[str, str], configuration: dict[str, Any], prefix: str
-) -> None:
-    one, other = two_hosts
-    crossed = {"broker_read_url": one, "broker_write_url": other, "exclusive_queue": True}
-    with Worker({**configuration, **crossed}) as worker:
-        assert f"No delayed task reaches the exclusive queue '{prefix}.exclusive'" in worker.log
-
-
 def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
     shop: Any, configuration: dict[str, Any], connection: Connection, broker_url: str, prefix: str
 ) -> None:
@@ -235,21 +163,6 @@ def test_a_worker_s_own_queue_for_a_broadcast_is_reached_from_the_levels(
     # The binding goes with the queue, and the queue with its worker.
     gone = {name: None}
     wait_for(lambda: queue_counts(connection, [Queue(name)]) == gone, "the end of the queue")
-
-
-@pytest.mark.parametrize("written", [";".join, list], ids=["string", "list"])
-@pytest.mark.parametrize("options", [{}, {"retry": False}], ids=["retry", "no-retry"])
-def test_a_producer_finds_the_broker_that_lives(
-    make_shop: Callable[..., Any],
-    connection: Connection,
-    broker_url: str,
-    prefix: str,
-    written: Callable[[list[str]], Any],
-    options: dict[str, Any],
-) -> None:
-    shop = make_shop(broker_url=written(fail_over(broker_url)))
-    shop.tasks["look"].apply_async(delay=0.3, **options)
-    assert len(take(connection, [Queue(f"{prefix}.default")], 1)) == 1
 
 
 def has_no_queue(server: RabbitMQServer, url: str) -> bool:
@@ -284,75 +197,3 @@ def test_the_levels_stand_where_a_task_is_sent_to_and_nowhere_else(
         publish_by_hand(shop, one, added, "id-3")
         (arrival,) = take(connection, [Queue(added)], 1)
         assert arrival.message.headers["id"] == "id-3"
-
-
-def test_a_producer_that_fails_over_declares_where_it_sends_now(
-    private_rabbitmq: RabbitMQServer,
-    two_hosts: tuple[str, str],
-    make_shop: Callable[..., Any],
-    prefix: str,
-) -> None:
-    one, other = two_hosts
-    shop = make_shop(broker_url=[one, other])
-    shop.tasks["look"].apply_async(delay=0.2)
-    assert has_no_queue(private_rabbitmq, other)
-
-    close_all_connections(private_rabbitmq, "maintenance", one.rsplit("/", 1)[1])
-    result = shop.tasks["look"].apply_async(delay=0.2)
-
-    with Connection(other) as connection:
-        assert missing(connection, shop.rabbitdelay.topology) == ()
-        (arrival,) = take(connection, [Queue(f"{prefix}.default")], 1)
-    assert arrival.message.headers["id"] == result.id
-
-
-def everything(server: RabbitMQServer, prefix: str) -> set[str]:
-    """Return the exchanges, queues and bindings under a prefix, a text for each."""
-    found = listed(
-        server,
-        '[rabbit_exchange:info(Each, [name, type]) || Each <- rabbit_exchange:list(<<"/">>)]'
-        " ++ [{amqqueue:get_name(Each), amqqueue:get_arguments(Each)}"
-        ' || Each <- rabbit_amqqueue:list(<<"/">>)]'
-        f" ++ {bindings('/')}",
-    )
-    return {each for each in found if prefix in each}
-
-
-def test_where_operators_declare_tasks_arrive_and_nothing_is_declared(
-    private_rabbitmq: RabbitMQServer,
-    make_shop: Callable[..., Any],
-    configuration: dict[str, Any],
-    prefix: str,
-) -> None:
-    here = {"broker_url": private_rabbitmq.url, "rabbitdelay_declare": "never"}
-    shop = make_shop(**here)
-    look, topology = shop.tasks["look"], shop.rabbitdelay.topology
-    bound, unbound, unknown = (shop.amqp.queues[f"{prefix}.{name}"] for name in QUEUES[:3])
-    with Connection(private_rabbitmq.url) as connection:
-        declare(connection, topology)
-        for queue in (bound, unbound):
-            queue(connection.default_channel).declare()
-        bind_destination(connection, topology, bound.name)
-        before = everything(private_rabbitmq, prefix)
-        with Worker({**configuration, **here}, [bound.name]):
-            assert look.apply_async(delay=0.3).get(timeout=PATIENCE)
-            # AMQP can tell whether a queue exists, but not whether it is bound.
-            with pytest.raises(TopologyIncomplete, match=unknown.name):
-                look.apply_async(delay=0.3, queue=unknown.name)
-            # Distribution publishes to an unbound queue by its name.
-            result = look.apply_async(delay=0.3, queue=unbound.name)
-            (arrival,) = take(connection, [unbound], 1)
-        assert count(connection, topology.module_queues.undeliverable.name) == 0
-    assert arrival.message.headers["id"] == result.id
-    assert everything(private_rabbitmq, prefix) == before
-
-
-def test_where_operators_declare_an_application_declares_nothing(
-    make_shop: Callable[..., Any], connection: Connection, prefix: str
-) -> None:
-    shop = make_shop(rabbitdelay_declare="never")
-    with pytest.raises(TopologyIncomplete, match=prefix):
-        shop.tasks["look"].apply_async(delay=1)
-    shop.rabbitdelay.bind_declared_queue(f"{prefix}.default", 0, 0)
-    topology: Topology = shop.rabbitdelay.topology
-    assert len(missing(connection, topology)) == len(topology.queues) + len(topology.exchanges) + 2

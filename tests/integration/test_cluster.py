@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import amqp
 import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import declare, declare_destination
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.modules import check_in, wait_until_served
@@ -28,8 +23,6 @@ from tests.node_control import evaluate
 #: Messages that are checked in before a node dies, and as many after it.
 MESSAGES = 40
 
-#: Tasks for a classic queue whose node is away.
-FEW = 5
 
 #: Milliseconds; the node dies while the messages wait in the levels.
 DELAY_MS = 3000
@@ -66,98 +59,6 @@ def leaders(node: RabbitMQServer) -> dict[str, str]:
     lines = node.ctl("list_queues", "name", "type", "leader").splitlines()
     rows = [line.split("\t") for line in lines]
     return {row[0]: row[2] for row in rows if row[1:2] == ["quorum"]}
-
-
-def test_the_leaders_are_spread_over_all_nodes(cluster: list[RabbitMQServer]) -> None:
-    topology = Topology("spread", SHORT, shards=4)
-    with Connection(cluster[0].url) as connection:
-        declare(connection, topology)
-    led = leaders(cluster[0])
-    assert led.keys() == {queue.name for queue in (*topology.queues, topology.probe)}
-    levels = Counter(led[queue.name] for queue in topology.digit_queues)
-    assert levels.keys() == {node.node for node in cluster}
-    # Evenly: the broker counts leaders at each declaration.
-    assert min(levels.values()) >= len(topology.digit_queues) / 3 / 2
-
-
-def test_a_message_for_a_classic_queue_whose_node_is_down_is_sent_when_it_is_back(
-    cluster: list[RabbitMQServer],
-) -> None:
-    """On 3.10 the queue cannot be declared meanwhile, which passes; 4.3 does not confirm."""
-    first, *_, home = cluster
-    topology, queue = Topology("returns", SHORT), Queue("returns-target")
-    with Connection(home.url) as connection:
-        # Where it is declared, there it is.
-        declare_destination(connection, topology, queue)
-    publisher = Publisher(Connection(first.url))
-    asked = 0
-
-    def declare_again(connection: Connection) -> None:
-        nonlocal asked
-        asked += 1
-        declare_destination(connection, topology, queue)
-
-    with ThreadPoolExecutor(1) as pool:
-        home.kill()
-        address = ("", queue.name)
-        sending = pool.submit(
-            publisher.publish,
-            amqp.Message(b"x"),
-            lambda: address,
-            timeout=120,
-            declare=declare_again,
-        )
-        try:
-            wait_for(lambda: asked >= 1, "a declaration while the node is down")
-        finally:
-            home.start()
-            shorten_timeouts(home)
-        sending.result(timeout=PATIENCE)
-    publisher.close()
-    with Connection(home.url) as connection:
-        assert count(connection, queue.name) == 1
-
-
-def test_tasks_for_a_classic_queue_whose_node_is_down_are_tried_again_by_distribution(
-    cluster: list[RabbitMQServer], redis_url: str
-) -> None:
-    """By the fail-over list in ``broker_url``; on 3.10, the alternate exchange alone does it."""
-    first, second, home = cluster
-    configuration = {
-        "prefix": "away",
-        "broker_url": f"{first.url};{second.url}",
-        "result_backend": redis_url,
-        "worker_enable_remote_control": False,
-        "rabbitdelay_prefix": "away",
-        "rabbitdelay_layout": LEVELS,
-        "rabbitdelay_distribution_allowed": ["away-target"],
-    }
-    shop, target = make_app(configuration), Queue("away-target")
-    shop.amqp.queues.add(target)
-    declare_all(first, home, shop.rabbitdelay.topology, target)
-    with Worker(configuration, [named(shop, "default")]) as worker:
-        wait_until_served(worker)
-        for _ in range(FEW):
-            shop.send_task("x", queue=target.name, delay=DELAY_MS / 1000)
-        home.kill()
-        try:
-            wait_for(lambda: "does not take a message" in worker.log, "a failed attempt")
-        finally:
-            home.start()
-            shorten_timeouts(home)
-        with Connection(home.url) as connection:
-            wait_for(lambda: count(connection, target.name) >= FEW, "all tasks")
-    shop.close()
-
-
-def declare_all(
-    first: RabbitMQServer, home: RabbitMQServer, topology: Topology, queue: Queue
-) -> None:
-    """Declare the levels on one node, and a queue on another."""
-    with Connection(first.url) as connection:
-        declare(connection, topology)
-    with Connection(home.url) as connection:
-        declare_destination(connection, topology, queue)
 
 
 def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(

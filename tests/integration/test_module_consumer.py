@@ -2,299 +2,76 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from select import select
+from contextlib import suppress
 from socket import SHUT_RDWR
 from threading import Event, Thread
 from typing import Any
 
 import amqp
-import pytest
-from amqp.exceptions import NotFound
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import consumer as module_consumer
 from celery_rabbitdelay.modules.consumer import ModuleConsumer
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
-from tests.integration.arrivals import count, take, wait_until_waiting
-from tests.integration.trouble import suspended
+from tests.integration.arrivals import wait_until_waiting
 from tests.unit.waiting import waiting
 
-Receive = Callable[[amqp.Message], Iterator[Outgoing]]
-
-
-def outgoing(exchange: str, key: str, body: bytes = b"x") -> Outgoing:
-    return Outgoing(exchange, key, waiting(amqp.Message(body, delivery_mode=2)))
-
-
-class Serving:
-    """Serves a module in a thread until the block ends; ``errors`` says what ended it before."""
-
-    def __init__(self, url: str, module: Module) -> None:
-        self.stopping = Event()
-        self.statistics = ModuleStatistics()
-        self.errors: list[BaseException] = []
-        self.connection = Connection(url)
-        reading_unreadable_properties(self.connection)
-        self.consumer = ModuleConsumer(module, self.connection, self.statistics, self.stopping)
-        self._thread = Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        with self.connection:
-            try:
-                self.consumer.serve()
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                self.errors.append(error)
-                self.connection.collect(socket_timeout=0.1)
-
-    def __enter__(self) -> Serving:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stopping.set()
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
-
-
-class Bench:
-    """Levels, a queue, and a module that makes of each message what a function returns."""
-
-    def __init__(self, connection: Connection, topology: Topology, source: Queue) -> None:
-        self.channel: Any = connection.default_channel
-        self.source = source
-        self.undeliverable = topology.module_queues.undeliverable.name
-        self._connection = connection
-        self._topology = topology
-        declare(connection, topology)
-        source(self.channel).declare()
-
-    def serve(self, receive: Receive, window: int = 1000) -> Serving:
-        """Serve the module as long as the block runs."""
-        options: Any = {"prefetch": 100, "max_unconfirmed": window, "timeout": 30, "retry_for": 0}
-        module = Module("test", self._topology, self.source, receive, **options)
-        return Serving(self._connection.as_uri(include_password=True), module)
-
-    def put(self, *bodies: str) -> None:
-        """Put messages into the module's queue."""
-        for body in bodies:
-            self.channel.basic_publish(amqp.Message(body), "", self.source.name)
-
-    def wait_until_waiting(self, number: int) -> None:
-        """Wait until so many messages are ready in the module's queue."""
-        wait_until_waiting(self._connection, self.source.name, number)
-
-    def reasons(self, number: int) -> list[str]:
-        """Take so many undeliverable messages; return their reasons."""
-        queue = Queue(self.undeliverable)
-        return [
-            examine(arrival.message.headers, self._topology).reason
-            for arrival in take(self._connection, [queue], number)
-        ]
-
-
-@pytest.fixture
-def bench(connection: Connection, topology: Topology, make_queue: Callable[..., Queue]) -> Bench:
-    """What a test serves, fills and looks at."""
-    source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
-    return Bench(connection, topology, source)
-
-
-@pytest.fixture
-def exchanges(channel: Any, prefix: str, target: Queue) -> Iterator[list[Exchange]]:
-    """Two exchanges that route everything to the target."""
-    some = [Exchange(f"{prefix}-{number}", type="fanout") for number in range(2)]
-    for exchange in some:
-        exchange(channel).declare()
-        channel.queue_bind(target.name, exchange.name)
-    yield some
-    for exchange in some:
-        exchange(channel).delete()
-
-
-def test_an_exchange_that_is_deleted_closes_the_channel_only_once(
-    bench: Bench, connection: Connection, target: Queue, exchanges: list[Exchange]
-) -> None:
-    exchange = exchanges[0]
-    with bench.serve(lambda _: iter([outgoing(exchange.name, "key")])) as served:
-        bench.put("x")
-        take(connection, [target], 1)
-        exchange(bench.channel).delete()
-        bench.put("x")
-        told = bench.reasons(1)
-        channel = served.consumer._loop.channel
-        bench.put("x")
-        told += bench.reasons(1)
-    assert all("there is no exchange" in reason for reason in told)
-    # The broker is asked for it, so that no message in flight beside it is sent twice.
-    assert served.consumer._loop.channel is channel
-    assert not served.errors
-
-
-@pytest.mark.parametrize("window", [1000, 50], ids=["more may be sent", "all that may be is sent"])
-def test_a_connection_that_is_stuck_for_one_destination_is_given_up_with_its_name(
-    private_rabbitmq: RabbitMQServer, prefix: str, topology: Topology, window: int
-) -> None:
-    """The next connection then starts with what is known about the destination."""
-    may_publish = Event()
-    source, target = Queue(f"{prefix}-source"), Queue(f"{prefix}-target")
-
-    def receive(message: amqp.Message) -> Iterator[Outgoing]:
-        if message.body == b"many":
-            may_publish.wait(PATIENCE)
-            yield from [outgoing("", target.name)] * 100
-
-    with Connection(private_rabbitmq.url) as own:
-        bench = Bench(own, topology, source)
-        target(bench.channel).declare()
-        with bench.serve(receive, window) as served:
-            bench.put("none")
-            wait_for(lambda: served.consumer._growth > 0, "the whole prefetch")
-            bench.put("many")
-            bench.wait_until_waiting(0)
-            # As if it had answered promptly so far: more messages than RabbitMQ takes, if it then
-            # does not, are in flight.
-            name = f"the queue {target.name!r}"
-            served.consumer._attempts.answer_times._limits[name] = (math.inf, 100)
-            with suspended(private_rabbitmq):
-                may_publish.set()
-                wait_for(lambda: bool(served.errors), "the end of the connection")
-        for queue in (source, target):
-            queue(bench.channel).delete()
-    (stuck,) = served.errors
-    assert isinstance(stuck, module_consumer.ConnectionStuck)
-    assert stuck.destinations == [name]
-
-
-def test_an_empty_body_of_an_unknown_encoding_that_no_queue_takes_costs_no_connection(
-    bench: Bench, prefix: str
-) -> None:
-    """py-amqp gives an empty body as a text."""
-    stranger = waiting(amqp.Message(b"", content_encoding="unknown"))
-    with bench.serve(lambda _: iter([Outgoing("", f"{prefix}-gone", stranger)])) as served:
-        bench.put("x")
-        (reason,) = bench.reasons(1)
-    assert "no queue" in reason
-    assert not served.errors
-
-
-def test_the_check_for_an_exchange_is_not_answered_by_the_close_of_the_publishing_channel(
-    bench: Bench,
-    connection: Connection,
-    target: Queue,
-    exchanges: list[Exchange],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The broker closes it with NOT_FOUND as well, because of a message that was sent before."""
-    deleted, other = exchanges
-
-    def answered_first(channel: Any, names: list[str]) -> list[bool]:
-        """Let the broker answer what was published before, and then ask."""
-        if names == [other.name]:
-            wire: Any = served.consumer._wire
-            served.consumer._loop.channel.flush(10)
-            assert select([wire._amqp.sock], [], [], 30)[0]
-        return find_exchanges(channel, names)
-
-    monkeypatch.setattr(module_consumer, "find_exchanges", answered_first)
-    both = [outgoing(each.name, "key") for each in (deleted, other)]
-    with bench.serve(lambda message: iter(both if message.body == b"both" else both[:1])) as served:
-        bench.put("x")
-        take(connection, [target], 1)
-        deleted(bench.channel).delete()
-        bench.put("both")
-        wait_for(lambda: served.errors or served.statistics.undeliverable, "the close")
-    # All of it is delivered again.
-    assert [type(error) for error in served.errors] == [NotFound]
-    assert count(connection, bench.undeliverable) == 0
-    bench.wait_until_waiting(1)
+#: Messages before the poison, and as many from it on.
+AROUND = 10
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    bench: Bench, connection: Connection, target: Queue
+    connection: Connection, topology: Topology, target: Queue, make_queue: Callable[..., Queue]
 ) -> None:
-    around, stands_still, go_on = 10, Event(), Event()
-    bench.put(*map(str, range(2 * around)))
-    with Connection(connection.as_uri(include_password=True)) as dying:
+    channel: Any = connection.default_channel
+    source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
+    declare(connection, topology)
+    source(channel).declare()
+    for number in range(2 * AROUND):
+        channel.basic_publish(amqp.Message(str(number)), "", source.name)
+    dying: Any
+    with connection.clone() as dying:
         had: list[Any] = []
-        channel_of_dying: Any = dying.default_channel
-        channel_of_dying.basic_consume(bench.source.name, callback=had.append)
-        while len(had) < 2 * around:
+        dying.default_channel.basic_consume(source.name, callback=had.append)
+        while len(had) < 2 * AROUND:
             dying.drain_events(timeout=30)
-    bench.wait_until_waiting(2 * around)
+    wait_until_waiting(connection, source.name, 2 * AROUND)
+
+    stopping, stands_still, go_on = Event(), Event(), Event()
 
     def receive(message: amqp.Message) -> Iterator[Outgoing]:
-        if int(message.body) == around:
+        if int(message.body) == AROUND:
             stands_still.set()
             go_on.wait()
-        yield outgoing("", target.name)
+        yield Outgoing("", target.name, waiting(amqp.Message(b"x", delivery_mode=2)))
 
+    module = Module("test", topology, source, receive, 100, 1000, timeout=30, retry_for=0)
+    serving: Any = connection.clone()
+    reading_unreadable_properties(serving)
+    consumer = ModuleConsumer(module, serving, ModuleStatistics(), stopping)
+
+    def serve() -> None:
+        with suppress(OSError):
+            consumer.serve()
+
+    thread = Thread(target=serve, daemon=True)
+    thread.start()
     try:
-        with bench.serve(receive) as served:
-            assert stands_still.wait(PATIENCE)
-            wait_until_waiting(connection, target.name, around)
-            bench.wait_until_waiting(around - 1)
-            transport: Any = served.connection.connection
-            transport.sock.shutdown(SHUT_RDWR)
-            bench.wait_until_waiting(around)
-            source = bench.source.name
-            left = [bench.channel.basic_get(source, no_ack=True) for _ in range(around)]
-            go_on.set()
+        assert stands_still.wait(PATIENCE)
+        wait_until_waiting(connection, target.name, AROUND)
+        wait_until_waiting(connection, source.name, AROUND - 1)
+        serving.connection.sock.shutdown(SHUT_RDWR)
+        wait_until_waiting(connection, source.name, AROUND)
+        left = [channel.basic_get(source.name, no_ack=True) for _ in range(AROUND)]
     finally:
+        stopping.set()
         go_on.set()
+        thread.join(PATIENCE)
+        serving.collect(socket_timeout=0.1)
     counts = {int(message.body): message.headers["x-delivery-count"] for message in left}
-    assert counts == {n: 2 if n == around else 1 for n in range(around, 2 * around)}
-
-
-def test_a_module_that_stops_gives_back_what_it_has_not_begun_although_the_broker_keeps_up(
-    bench: Bench, connection: Connection, target: Queue
-) -> None:
-    messages, made = 100, 0
-
-    def receive(message: amqp.Message) -> Iterator[Outgoing]:
-        nonlocal made
-        for _ in range(1000):
-            made += 1
-            if made == 2000:
-                served.stopping.set()
-            yield outgoing("", target.name)
-
-    bench.put(*["x"] * messages)
-    bench.wait_until_waiting(messages)
-    # With this window, there always is room.
-    with bench.serve(receive, window=100_000) as served:
-        wait_for(served.stopping.is_set, "the stop")
-    assert not served.errors
-    wait_for(lambda: count(connection, bench.source.name) > messages // 2, "what was given back")
-
-
-def test_many_messages_that_close_the_channel_are_found_without_sending_the_others_again(
-    bench: Bench, connection: Connection, target: Queue
-) -> None:
-    bad = Outgoing(
-        "", target.name, waiting(amqp.Message(b"never", expiration="soon", delivery_mode=2))
-    )
-    good = [outgoing("", target.name, str(number).encode()) for number in range(10)]
-    copies: list[int] = []
-    with bench.serve(lambda _: iter([*[bad] * 40, *good, *[bad] * 30])) as served:
-        # On a slow machine the broker may answer before all of them are in flight.
-        while len(copies) < 5 and 10 not in copies:
-            bench.put("x")
-            assert len(bench.reasons(70)) == 70
-            bench.wait_until_waiting(0)
-            wait_for(lambda: served.statistics.finished == len(copies) + 1, "the message")
-            held = count(connection, target.name)
-            arrived = {str(each.body).encode() for each in take(connection, [target], held)}
-            assert arrived == {each.message.body for each in good}
-            copies.append(held)
-    assert not served.errors
-    assert min(copies) == 10
+    assert counts == {n: 2 if n == AROUND else 1 for n in range(AROUND, 2 * AROUND)}

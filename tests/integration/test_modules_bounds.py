@@ -10,13 +10,10 @@ import amqp
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.envelope import Item
-from celery_rabbitdelay.publishing.declaration import declare
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.integration.modules import OPEN, Client
-from tests.integration.trouble import user
 from tests.integration.worker import Worker
 
 MEBIBYTE = 2**20
@@ -52,21 +49,6 @@ def publish(connection: Connection) -> Callable[..., None]:
     return publish
 
 
-def test_a_message_that_is_too_large_is_undeliverable_and_was_never_read(
-    bounded: Client, target: Queue, publish: Any
-) -> None:
-    checkin = bounded.topology.module_queues.checkin.exchange.name
-    told = {"x-delay": 1, "mine": 1, "rabbitdelay-reason": "all is well"}
-    for size in (MEBIBYTE, MEBIBYTE + 1):
-        publish(checkin, target.name, b"\0" * size, application_headers=told)
-    (arrival,) = bounded.take(target)
-    assert len(arrival.message.body) == MEBIBYTE
-    ((reason, message),) = bounded.undeliverable()
-    assert len(message.body) == MEBIBYTE + 1
-    assert message.headers["mine"] == 1
-    assert reason.startswith("a worker rejected it unread from")
-
-
 def test_what_the_broker_refuses_in_undeliverable_too_is_put_there_by_the_broker(
     bounded: Client, target: Queue
 ) -> None:
@@ -77,41 +59,6 @@ def test_what_the_broker_refuses_in_undeliverable_too_is_put_there_by_the_broker
     assert arrival.message.body == b"good"
     ((reason, _),) = bounded.undeliverable()
     assert "CC" in reason
-
-
-def test_a_client_forges_nothing_that_undeliverable_shows(bounded: Client) -> None:
-    forged = {
-        header_names.DUE: 5,
-        header_names.QUEUE: "secret",
-        header_names.ROUTING_KEY: "secret",
-        "rabbitdelay-reason": "all is well",
-        "rabbitdelay-unreadable": "all is well",
-        "x-death": [{"queue": "elsewhere", "reason": "rejected"}],
-    }
-    bounded.check_in("nowhere", {**forged, "x-delay": 7, "mine": 1})
-    ((reason, message),) = bounded.undeliverable()
-    assert reason.startswith("check-in may not reach the queue 'nowhere'")
-    assert message.headers.keys() == {
-        "x-delay",
-        "mine",
-        "rabbitdelay-reason",
-        header_names.EXCHANGE,
-        header_names.ROUTING_KEY,
-    }
-    assert message.headers[header_names.ROUTING_KEY] == "nowhere"
-
-
-def test_a_message_that_expires_before_a_worker_takes_it_is_undeliverable(
-    shop: Any, connection: Connection, target: Queue, publish: Any
-) -> None:
-    client = Client(connection, shop)
-    declare(connection, client.topology)
-    told = {"x-delay": 1, "rabbitdelay-reason": "all is well"}
-    checkin = client.topology.module_queues.checkin.exchange.name
-    publish(checkin, target.name, b"x", expiration="1", application_headers=told)
-    ((reason, message),) = client.undeliverable()
-    assert reason.startswith("it expired in")
-    assert "expiration" not in message.properties
 
 
 def test_a_flood_of_large_messages_is_held_within_bounds(
@@ -144,31 +91,3 @@ def test_a_flood_of_large_messages_is_held_within_bounds(
     came = {each.message.body[:9] for each in arrivals if len(each.message.body) > MEBIBYTE}
     assert came == {b"%09d" % number for number in range(large)}
     assert client.count(client.topology.module_queues.undeliverable) == 0
-
-
-def test_an_exchange_that_the_worker_may_not_ask_for_is_published_to_without_asking(
-    private_rabbitmq: RabbitMQServer,
-    shop: Any,
-    configuration: dict[str, Any],
-    connection: Connection,
-    target: Queue,
-    prefix: str,
-) -> None:
-    """From RabbitMQ 4.3 on, asking takes the permission to configure it."""
-    client = Client(connection, shop)
-    declare(connection, client.topology)
-    hidden = f"{prefix}-hidden"
-    client.channel.exchange_declare(f"{hidden}-one", "fanout", durable=True, auto_delete=False)
-    client.channel.queue_bind(target.name, f"{hidden}-one")
-    settings = {**configuration, **OPEN, "rabbitdelay_retry_for": 0}
-    with (
-        user(private_rabbitmq, prefix, f"^(?!{hidden}).*") as url,
-        Worker({**settings, "broker_url": url}) as worker,
-    ):
-        for name in (f"{hidden}-one", f"{hidden}-missing", f"{hidden}-one"):
-            client.check_in("key", {"x-delay": 1, header_names.EXCHANGE: name})
-        client.take(target, 2)
-        ((reason, _),) = client.undeliverable()
-        assert reason == f"there is no exchange '{hidden}-missing'"
-        assert "connects again" not in worker.log
-    client.channel.exchange_delete(f"{hidden}-one")

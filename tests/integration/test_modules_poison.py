@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import amqp
-import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.entities import POISON_LIMIT
-from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.publishing.declaration import declare
-from celery_rabbitdelay.publishing.wire import REQUEUE, Wire, settle_frames
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import wait_until_waiting
 from tests.integration.modules import OPEN, Client, client
-from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
 
 __all__ = ["client"]
 
@@ -45,37 +39,6 @@ def assert_all_good_ones_arrive(client: Client, target: Queue) -> None:
     wait_for(all_came, "the good messages")
 
 
-@pytest.mark.parametrize(
-    ("properties", "reason"),
-    [(FAR_TIMESTAMP, "year 5"), (LATIN_ID, "UnicodeDecodeError")],
-    ids=["timestamp", "latin-1"],
-)
-@pytest.mark.parametrize("body", ["bad", ""], ids=["body", "no-body"])
-def test_a_message_whose_properties_python_cannot_read_is_undeliverable_at_once(
-    client: Client, target: Queue, properties: bytes, reason: str, body: str
-) -> None:
-    checkin = client.topology.module_queues.checkin.exchange.name
-    bad = Raw(body, properties)
-    check_in_around(client, target, lambda: client.channel.basic_publish(bad, checkin, target.name))
-    assert_all_good_ones_arrive(client, target)
-    ((told, message),) = client.undeliverable()
-    assert (message.payload or "") == body
-    assert reason in told
-    assert message.headers[headers.UNREADABLE_PROPERTIES] == properties
-
-
-def test_a_message_whose_routing_key_python_cannot_read_is_undeliverable_at_once(
-    client: Client, connection: Connection, target: Queue
-) -> None:
-    checkin = client.topology.module_queues.checkin.exchange.name
-    bad = amqp.Message("bad", application_headers={"x-delay": 1, "own": "kept"})
-    check_in_around(client, target, lambda: publish_with_key(connection, checkin, LATIN_KEY, bad))
-    assert_all_good_ones_arrive(client, target)
-    ((reason, message),) = client.undeliverable()
-    assert r"its routing key is b'caf\xe9', which is" in reason
-    assert message.headers["own"] == "kept"
-
-
 def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undeliverable(
     client: Client, target: Queue, internal: str
 ) -> None:
@@ -86,18 +49,6 @@ def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undelivera
     ((reason, message),) = client.undeliverable()
     assert message.headers["mine"] == 1
     assert "internal exchange" in reason
-
-
-def test_of_an_envelope_only_the_message_that_the_broker_does_not_take_is_undeliverable(
-    client: Client, target: Queue
-) -> None:
-    wrong = Item(b"x", {"id": AROUND, headers.EXPIRATION: "soon"})
-    good = [Item(b"x", {"id": number}) for number in range(2 * AROUND)]
-    client.put_in_envelope(target.name, *good[:AROUND], wrong, *good[AROUND:])
-    assert_all_good_ones_arrive(client, target)
-    ((reason, message),) = client.undeliverable()
-    assert message.headers["id"] == AROUND
-    assert "expiration" in reason
 
 
 def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
@@ -130,25 +81,3 @@ def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
     (death,) = message.headers["x-death"]
     assert (death["queue"], death["reason"]) == (checkin, "delivery_limit")
     assert f"delivery limit of {checkin} exceeded" in reason
-
-
-def test_messages_that_a_worker_gives_back_do_not_count_towards_the_limit(
-    connection: Connection, channel: Any, target: Queue
-) -> None:
-    """On RabbitMQ 4.3; on 3.10 and 4.0, whatever comes back counts."""
-    for _ in range(2):
-        channel.basic_publish(amqp.Message("x"), "", target.name)
-    wait_until_waiting(connection, target.name, 2)
-    given_back = channel.basic_get(target.name)
-    rejected = channel.basic_get(target.name)
-    frames = settle_frames(channel.channel_id, REQUEUE, [given_back.delivery_tag])
-    Wire(connection).write(frames, 10)
-    channel.basic_reject(rejected.delivery_tag, requeue=True)
-    wait_until_waiting(connection, target.name, 2)
-    counts = sorted(
-        (channel.basic_get(target.name, no_ack=True).headers or {}).get("x-delivery-count", 0)
-        for _ in range(2)
-    )
-    transport: Any = connection.connection
-    version = [int(part) for part in transport.server_properties["version"].split(".")]
-    assert counts == ([0, 1] if version >= [4, 3] else [1, 1])

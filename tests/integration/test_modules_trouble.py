@@ -74,52 +74,38 @@ def assert_delays(connection: Connection, shop: Any, target: Queue) -> None:
     assert arrival.at >= published + 0.3
 
 
-def test_what_is_due_during_a_memory_alarm_arrives_when_it_ends(
+def test_a_memory_alarm_ends_no_connection_and_a_worker_that_ends_in_it_leaves_all_to_the_next(
     private_rabbitmq: RabbitMQServer,
     serve: Callable[..., Any],
     connection: Connection,
     target: Queue,
 ) -> None:
-    """And no connection is given up, which would count as one delivery in vain each time."""
-    shop = serve(only="default", **OPEN, **HUNDRED_SECONDS, rabbitdelay_confirm_timeout=10)
-    client = Client(connection, shop)
-    with blocked(private_rabbitmq, client, target) as due:
-        began = time.time()
-        # Longer than the timeout, and than the time between two looks at the backlog.
-        wait_for(lambda: time.time() > began + 12, "some time")
-        assert client.count(target) < MESSAGES
-    arrivals = client.take(target, MESSAGES)
-    assert "connects again" not in shop.worker.log
-    assert {arrival.message.headers["id"] for arrival in arrivals} == set(range(MESSAGES))
-    for arrival in arrivals:
-        assert arrival.at >= due[arrival.message.headers["id"]]
-
-
-def test_a_worker_ends_during_a_memory_alarm_and_leaves_all_to_the_next(
-    private_rabbitmq: RabbitMQServer,
-    serve: Callable[..., Any],
-    connection: Connection,
-    target: Queue,
-) -> None:
+    """A connection that is given up would count as one delivery in vain each time."""
     # Celery itself waits without a bound when it closes a blocked connection, which is that of its
     # own events.
     silent = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-    shop = serve(*silent, only="default", **OPEN, **HUNDRED_SECONDS)
+    shop = serve(*silent, only="default", **OPEN, **HUNDRED_SECONDS, rabbitdelay_confirm_timeout=3)
     worker, client = shop.worker, Client(connection, shop)
-    with blocked(private_rabbitmq, client, target):
+    with blocked(private_rabbitmq, client, target) as due:
+        began = time.time()
+        # Longer than the timeout, and than the time between two looks at the backlog.
+        wait_for(lambda: time.time() > began + 4, "some time")
+        assert client.count(target) < MESSAGES
+        assert "connects again" not in worker.log
         os.kill(worker.pid, signal.SIGTERM)
         # Sooner than the modules' threads have to finish what they can finish.
         wait_for(lambda: not worker.running, "the worker's end", timeout=STOP_TIMEOUT)
         assert client.count(target) < MESSAGES
-    came: set[int] = set()
+    worker.start()
+    came: dict[int, float] = {}
 
     def all_came() -> bool:
         for arrival in client.take(target, client.count(target)):
-            came.add(arrival.message.headers["id"])
-        return came == set(range(MESSAGES))
+            came.setdefault(arrival.message.headers["id"], arrival.at)
+        return came.keys() == set(range(MESSAGES))
 
-    worker.start()
     wait_for(all_came, "all messages")
+    assert all(at >= due[number] for number, at in came.items())
 
 
 def test_where_operators_declare_the_modules_serve_what_stands(
@@ -131,7 +117,15 @@ def test_where_operators_declare_the_modules_serve_what_stands(
         each(connection.default_channel).delete()
     shop = serve(only="default", **NEVER)
     assert_delays(connection, shop, target)
-    assert set(missing(connection, standing)) == {each.name for each in own}
+    # They name what is deleted, and wait for it.
+    distribution = standing.module_queues.distribution
+    distribution(connection.default_channel).delete()
+    said = "rabbitdelay connects again (distribution): TopologyIncomplete("
+    wait_for(lambda: said in shop.worker.log, "a further attempt")
+    assert distribution.name in shop.worker.log.partition(said)[2].splitlines()[0]
+    assert set(missing(connection, standing)) == {distribution.name, *(each.name for each in own)}
+    declare(connection, standing)
+    assert_delays(connection, shop, target)
 
 
 def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_what(
@@ -142,38 +136,6 @@ def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_wh
     with pytest.raises(ServerNotStarted, match=f"(?s)TopologyIncomplete.*{distribution.name}"):
         serve(only="default", **NEVER)
     assert missing(connection, standing) == (distribution.name,)
-
-
-def test_where_operators_declare_the_modules_name_what_was_deleted_and_wait_for_it(
-    standing: Topology, serve: Callable[..., Any], connection: Connection, target: Queue
-) -> None:
-    distribution = standing.module_queues.distribution
-    shop = serve(only="default", **NEVER)
-    distribution(connection.default_channel).delete()
-    said = "rabbitdelay connects again (distribution): TopologyIncomplete("
-    wait_for(lambda: said in shop.worker.log, "a further attempt")
-    assert distribution.name in shop.worker.log.partition(said)[2].splitlines()[0]
-    assert missing(connection, standing) == (distribution.name,)
-    declare(connection, standing)
-    assert_delays(connection, shop, target)
-
-
-def test_a_broker_that_is_away_is_one_line_for_all_modules(
-    serve: Callable[..., Any], private_rabbitmq: RabbitMQServer
-) -> None:
-    modules = ["check-in", "distribution", "probe"]
-    shop = serve(rabbitdelay_modules=modules, broker_connection_max_retries=None)
-    # Not killed: RabbitMQ 3.10 may never serve a quorum queue again that is a moment old then.
-    private_rabbitmq.ctl("stop_app")
-    try:
-        # Those of Celery's own consumer; the modules have tried as often by then.
-        tried = "Trying again in 6.00 seconds"
-        wait_for(lambda: tried in shop.worker.log, "several attempts", PATIENCE)
-    finally:
-        private_rabbitmq.ctl("start_app")
-    wait_until_served(shop.worker, *modules, times=2)
-    (line,) = [line for line in shop.worker.log.splitlines() if "connects again" in line]
-    assert "rabbitdelay connects again (check-in, distribution, probe): " in line
 
 
 def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_whole(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +17,8 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.exceptions import (
     DeclarationNotPermitted,
     MessageNotPermitted,
-    MessageReturned,
     PermissionMissing,
     RowsNotConfirmed,
-    TopologyIncomplete,
 )
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.entities import MODULES
@@ -36,16 +32,15 @@ from celery_rabbitdelay.operations.permissions import (
     rights,
     topic_rights,
 )
-from celery_rabbitdelay.publishing import kombu_internals
-from celery_rabbitdelay.publishing.declaration import bind_destination, declare, declare_destination
-from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
+from celery_rabbitdelay.publishing.declaration import bind_destination, declare
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.integration.arrivals import count, take
 from tests.integration.conftest import LEVELS, SHORT
 from tests.integration.management import node
 from tests.integration.permissions import PAGE, Host, host_on, lines_for, lines_of_page
 from tests.integration.permitted_shop import Program, Worker, make_app
-from tests.integration.worker import answer, run_command
+from tests.integration.worker import answer
 from tests.unit.clock import frozen
 
 __all__ = ["node"]
@@ -80,18 +75,9 @@ def needed(role: Role, mode: str, topology: Topology = SMALL) -> list[Right]:
     return list(rights(role, topology, [CELERY], CONF, may_declare=mode == "auto"))
 
 
-#: Declaring or binding each needs a right besides those on the queue and its own exchange.
-FURTHER = [
-    Queue("dead", Exchange("dead"), "d", queue_arguments={"x-dead-letter-exchange": "graveyard"}),
-    Queue("dead-2", Exchange("dead"), "2", queue_arguments={"x-dead-letter-exchange": ""}),
-    Queue("else", Exchange("else", arguments={"alternate-exchange": "graveyard"}), "else"),
-    Queue("others", Exchange("source"), "others", no_declare=True),
-]
-
-
-def levels(mode: str = "never", **more: Any) -> dict[str, Any]:
-    """Return settings with the small levels."""
-    return {"rabbitdelay_layout": LEVELS, "rabbitdelay_declare": mode, **more}
+def levels(**more: Any) -> dict[str, Any]:
+    """Return settings with the small levels, which only operators declare."""
+    return {"rabbitdelay_layout": LEVELS, "rabbitdelay_declare": "never", **more}
 
 
 def declared(host: Host, *queues: Queue, topology: Topology = SMALL) -> None:
@@ -115,11 +101,6 @@ def hand_in_task(app: Any, url: str, order: int, delay_ms: int) -> str:
             **message.properties,
         )
     return str(message.headers["id"])
-
-
-def declare_all(settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run the command that declares levels and queues."""
-    return Program.run(settings, "rabbitdelay declare --queues")
 
 
 # The lines of the page.
@@ -147,13 +128,12 @@ def test_the_page_shows_no_other_lines() -> None:
 
 
 def test_the_lines_are_commands_of_rabbitmqctl(node: RabbitMQServer) -> None:
-    topics = [line for line in lines_of_page() if "topic" in line]
+    topic = next(line for line in lines_of_page() if "topic" in line)
     with host_on(node) as one, host_on(node) as other:
         for each in (one, other):
             # RabbitMQ 4.3 refuses a topic permission on an exchange that does not exist.
             Topology().level_exchanges[0](each.connection.default_channel).declare()
-        # The nine about topics differ by the exchange.
-        for line in {*lines_of_page(), *topics[:1]} - {*topics[1:]}:
+        for line in (lines_of_page()[0], topic):
             told, same = one.apply(line, by_program=True), other.apply(line)
             assert len(told) == 1
             assert str(told).replace(one.name, other.name) == str(same)
@@ -166,17 +146,20 @@ class Acting:
         for line in lines_for(user):
             host.apply(line)
         self.host, self.user = host, user
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "broker_url": host.url_of(user),
             "result_backend": redis_url,
             "rabbitdelay_registry_url": redis_url,
             "rabbitdelay_registry_options": {"socket_timeout": 10},
-            "rabbitdelay_confirm_timeout": 150,  # of what all levels are declared in
+            "rabbitdelay_confirm_timeout": 150,
             "rabbitdelay_registry_prefix": host.name,
             "rabbitdelay_declare": mode,
-            # This producer may not send to distribution.
-            "rabbitdelay_modules": [] if user == "shop-web-only" else list(MODULES),
+            "rabbitdelay_modules": list(MODULES),
+            "rabbitdelay_layout": LEVELS,
         }
+        if user == "shop-web-only":
+            # It may write to the exchanges of the clock, and may not send to distribution.
+            self.settings |= {"rabbitdelay_modules": [], "rabbitdelay_layout": "clock"}
         self.app = make_app(self.settings)
         self.remind: Any = self.app.tasks["remind"]
 
@@ -294,7 +277,7 @@ def verify_all(acting: Acting) -> None:
 
 def bring_back(acting: Acting) -> None:
     """Undeliverable tasks are listed, exported, sent again and deleted."""
-    for queue in Topology().level_queues["ms.x100"]:
+    for queue in SMALL.level_queues["ms.x100"]:
         queue(acting.host.connection.default_channel).delete()
     sender = make_app({**acting.settings, "broker_url": acting.host.url})
     with frozen():
@@ -373,7 +356,7 @@ def test_each_user_runs_each_of_its_actions_with_the_lines_of_the_page(
     host: Host, redis_url: str, user: str, mode: str, action: str
 ) -> None:
     if action != "declare" and mode != "auto":
-        declared(host, CELERY, topology=Topology())
+        declared(host, CELERY, topology=Topology() if user == "producer" else SMALL)
     acting = Acting(host, USERS[user, mode], mode or "auto", redis_url)
     try:
         ACTIONS[action](acting)
@@ -394,10 +377,10 @@ def forge(exchange: str, key: str, **more: Any) -> amqp.Message:
 FOR_SECRET = forge("", "secret", **{headers.QUEUE: "secret"})
 
 
-def publish(url: str, key: str, message: amqp.Message, exchange: str = "") -> None:
+def publish(url: str, key: str, message: amqp.Message, exchange: str) -> None:
     with Connection(url, transport_options={"confirm_publish": True}) as connection:
         channel: Any = connection.default_channel
-        channel.basic_publish(message, exchange or SMALL.delivery.name, key)
+        channel.basic_publish(message, exchange, key)
 
 
 @pytest.fixture
@@ -408,46 +391,23 @@ def restricted(host: Host) -> str:
 
 
 @pytest.mark.parametrize(
-    "key",
+    ("exchange", "key"),
     [
-        "0.0.secret",
-        "0.0.%distribution",
+        ("delivery", "0.0.secret"),
+        ("delivery", "0.0.%distribution"),
         # These match no binding, so distribution would look into the headers.
-        "0.celery",
-        "0.0.0.celery",
-        "0.0.celery\n",
-        "0.x.celery",
+        ("delivery", "0.0.0.celery"),
+        ("delivery", "0.0.celery\n"),
+        # Behind the levels.
+        *((name, "secret") for name in ("unrouted", "meditation", "meditated", "undeliverable")),
     ],
 )
 def test_a_restricted_producer_cannot_name_another_destination(
-    host: Host, restricted: str, key: str
+    host: Host, restricted: str, exchange: str, key: str
 ) -> None:
-    with pytest.raises(AccessRefused, match="access to topic"):
-        publish(restricted, key, FOR_SECRET)
+    with pytest.raises(AccessRefused, match=f"(?s)access to .*rabbitdelay.{exchange}"):
+        publish(restricted, key, FOR_SECRET, f"rabbitdelay.{exchange}")
     assert count(host.connection, SMALL.module_queues.distribution.name) == 0
-    assert count(host.connection, "secret") == 0
-
-
-@pytest.mark.parametrize("exchange", ["unrouted", "meditation", "meditated", "undeliverable"])
-def test_a_restricted_producer_cannot_write_behind_the_levels(
-    restricted: str, exchange: str
-) -> None:
-    with pytest.raises(AccessRefused, match=f"rabbitdelay.{exchange}"):
-        publish(restricted, "secret", FOR_SECRET, f"rabbitdelay.{exchange}")
-
-
-@pytest.mark.parametrize("header", ["CC", "BCC"])
-def test_further_routing_keys_pass_topic_permissions_on_3_10_only(
-    host: Host, restricted: str, header: str
-) -> None:
-    version = str(host.connection.connection.server_properties["version"])
-    message = amqp.Message("forged", application_headers={header: ["0.0.secret"]})
-    if version.startswith("3.10."):
-        publish(restricted, "0.0.celery", message)
-        assert count(host.connection, "secret") == 1
-        return
-    with pytest.raises(AccessRefused, match=r"access to topic '0\.0\.secret'"):
-        publish(restricted, "0.0.celery", message)
     assert count(host.connection, "secret") == 0
 
 
@@ -464,82 +424,6 @@ def test_the_error_names_the_routing_key_that_is_not_allowed(
     assert not caught.value.may_have_arrived
 
 
-# What a producer looks at, where it declares nothing.
-
-
-def test_a_producer_that_may_look_at_nothing_is_told_that_the_levels_are_missing(
-    host: Host, make: Callable[..., Any]
-) -> None:
-    url = host.let("web", needed("producer", "never"))
-    app = make(url, **levels())
-    errors = (TopologyIncomplete, MessageReturned)
-    with frozen(), pytest.raises(errors, match=r"rabbitdelay\.seconds\.x1"):
-        app.tasks["remind"].apply_async((1,), delay=1)
-
-
-def test_a_task_whose_level_queue_was_deleted_is_undeliverable_and_not_lost(
-    host: Host, make: Callable[..., Any]
-) -> None:
-    declared(host, CELERY)
-    host.connection.default_channel.queue_delete("rabbitdelay.seconds.3")  # type: ignore[attr-defined]
-    url = host.let("web", needed("producer", "never"))
-    app = make(url, **levels())
-    with frozen():
-        app.tasks["remind"].apply_async((1,), delay=3)
-    assert count(host.connection, SMALL.module_queues.undeliverable.name) == 1
-
-
-def test_a_producer_need_not_see_all_exchanges_of_classic_levels(
-    host: Host, make: Callable[..., Any]
-) -> None:
-    """RabbitMQ 4.3 lets it look at those that it may write to."""
-    classic = Topology("rabbitdelay", SHORT, "classic")
-    declared(host, CELERY, topology=classic)
-    url = host.let("web", needed("producer", "never", classic))
-    app = make(url, **levels(rabbitdelay_queue_type="classic"))
-    app.tasks["remind"].apply_async((1,), delay=1)
-    take(host.connection, [CELERY], 1)
-    host.connection.default_channel.exchange_delete("rabbitdelay.seconds.x1")  # type: ignore[attr-defined]
-    again = make(url, **levels(rabbitdelay_queue_type="classic"))
-    with frozen(), pytest.raises(TopologyIncomplete, match=r"rabbitdelay\.seconds\.x1"):
-        again.tasks["remind"].apply_async((1,), delay=1)
-
-
-def test_a_producer_that_declares_nothing_asks_for_the_marker_alone(
-    host: Host, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    declared(host, CELERY)
-    looked: list[str] = []
-    for name in ("find_exchanges", "find_queues"):
-        original = getattr(kombu_internals, name)
-
-        def noted(channel: Any, names: Any, original: Any = original) -> Any:
-            looked.extend(names)
-            return original(channel, names)
-
-        monkeypatch.setattr(kombu_internals, name, noted)
-    app = make(host.url, **levels())
-    for _ in range(2):
-        app.tasks["remind"].apply_async((1,), delay=1)
-    assert looked == [SMALL.identity.marker.name, "celery"]
-
-
-@pytest.mark.parametrize("role", ["producer", "worker", "operator"])
-@pytest.mark.parametrize("queue", FURTHER, ids=lambda queue: queue.name)
-def test_who_declares_has_the_rights_behind_the_queue_itself(
-    host: Host, role: Role, queue: Queue
-) -> None:
-    declared(host)
-    channel: Any = host.connection.default_channel
-    Exchange("graveyard", type="fanout")(channel).declare()
-    if getattr(queue, "no_declare", False):
-        channel.queue_declare(queue.name, durable=True, auto_delete=False)
-    given = list(rights(role, SMALL, [queue], CONF, may_declare=True))
-    with Connection(host.let(role, given)) as connection:
-        declare_destination(connection, SMALL, queue)
-    assert count(host.connection, queue.name) == 0
-
-
 # What the errors name.
 
 
@@ -549,19 +433,12 @@ def assert_named(error: PermissionMissing, right: Right) -> None:
     assert re.fullmatch(right.pattern, error.permission.name), error
 
 
-def without(role: Role, mode: str, *begins: str) -> Any:
-    """Parametrize a test with the lack of each right of a role.
-
-    Args:
-        role: The role.
-        mode: Whether it declares.
-        *begins: With what the pattern of such a right begins; with anything, if none is given.
-    """
+def without(role: Role, mode: str) -> Any:
+    """Parametrize a test with the lack of each right of a role."""
     every = needed(role, mode)
     cases = [
         pytest.param(right, [each for each in every if each != right], id="-".join(right))
         for right in every
-        if right.pattern.startswith(begins or "")
     ]
     return pytest.mark.parametrize(("right", "rest"), cases)
 
@@ -596,65 +473,11 @@ def test_a_producer_that_declares_nothing_is_told_which_permission_it_lacks(
     assert caught.value.uncertain == ()
 
 
-# ``verify`` reports the others as findings; see test_verify.py.
-@without("operator", "auto", "rabbitdelay", "celery")
-def test_an_operator_is_told_which_permission_is_missing(
-    host: Host, right: Right, rest: list[Right]
-) -> None:
-    told = declare_all({"broker_url": host.let("operator", rest), "rabbitdelay_layout": LEVELS})
-    assert told.returncode != 0
-    assert f"the user 'operator-{host.name}' lacks the permission" in told.stderr
-    assert "secret@" not in told.stderr
-
-
 # Workers.
 
 
-def log_of(settings: dict[str, Any], line: str) -> str:
-    """Return the log of a worker, once it has a line or has ended."""
-    worker = Worker(settings)
-    try:
-        with suppress(ServerNotStarted):
-            worker.start()
-            wait_for(lambda: line in worker.log or not worker.running, line)
-        return worker.log
-    finally:
-        worker.stop()
-
-
-@pytest.fixture
-def of_worker(host: Host, redis_url: str) -> Callable[..., dict[str, Any]]:
-    """Settings of a worker that has these rights."""
-
-    def settings(rest: list[Right], mode: str = "never", **more: Any) -> dict[str, Any]:
-        url = host.let("worker", rest)
-        return levels(mode, broker_url=url, result_backend=redis_url, **more)
-
-    return settings
-
-
-@without("worker", "auto", r"rabbitdelay\..*")
-def test_a_worker_ends_and_names_the_permission_without_which_it_cannot_declare(
-    host: Host, of_worker: Callable[..., dict[str, Any]], right: Right, rest: list[Right]
-) -> None:
-    log = log_of(of_worker(rest, "auto"), "lacks the permission")
-    assert f"the user 'worker-{host.name}' lacks the permission" in log
-    assert right.permission in log.partition("lacks the permission ")[2].partition(" on the ")[0]
-
-
-def test_a_module_that_may_not_read_its_queue_names_the_permission(
-    host: Host, of_worker: Callable[..., dict[str, Any]]
-) -> None:
-    declared(host, CELERY)
-    rest = needed("worker", "never")
-    served = ("checkin", "distribution", "probe", "paused")
-    rest.remove(Right("read", "|".join(rf"rabbitdelay\.{name}" for name in served)))
-    log = log_of(of_worker(rest), "connects again (check-in")
-    assert f"worker-{host.name}' lacks the permission read on the queue 'rabbitdelay." in log
-
-
 def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the_permission(
-    host: Host, of_worker: Callable[..., dict[str, Any]]
+    host: Host, redis_url: str
 ) -> None:
     news = Exchange("news", type="topic")
     declared(host, CELERY)
@@ -673,7 +496,8 @@ def test_what_a_module_may_not_publish_is_undeliverable_and_its_reason_names_the
     rest.append(Right("write", r"rabbitdelay\.undeliverable"))
     undeliverable = SMALL.module_queues.undeliverable
     reasons: dict[str, str] = {}
-    with Worker(of_worker(rest)):
+    url = host.let("worker", rest)
+    with Worker(levels(broker_url=url, result_backend=redis_url)):
         # At least once: RabbitMQ closes the channel for one message, and others that were in
         # flight on it are published again.
         while len(reasons) < 6:
@@ -699,40 +523,3 @@ def test_the_command_prints_json_for_any_application(
     assert (found["configure"], found["write"], found["read"]) == (configure, write, read)
     assert (found["user"], found["vhost"]) == ("web", "shop")
     assert found["topics"] == [each._asdict() for each in topic_rights(topology, queues)]
-
-
-def test_topic_permissions_are_for_producers(configuration: dict[str, Any]) -> None:
-    told = run_command(configuration, "permissions worker --topics --user worker")
-    assert told.returncode == 2
-    assert "--topics is for the role producer" in told.stderr
-
-
-# Distribution's own list, for a producer that may send to distribution.
-
-
-def test_what_a_restricted_producer_forges_for_other_destinations_is_undeliverable(
-    host: Host, of_worker: Callable[..., dict[str, Any]]
-) -> None:
-    declared(host, CELERY, Queue("secret"))
-    url = host.let("web", needed("producer", "never"))
-    # By default, the queues that are bound to the levels can be reached too.
-    allowed = {"rabbitdelay_distribution_allowed": ["celery"]}
-    settings = of_worker(needed("worker", "never"), **allowed)
-    forged = {
-        "the queue": FOR_SECRET,
-        "the default exchange": forge("", "secret"),
-        "remote control": forge("celery.pidbox", ""),
-        "another prefix's levels": forge("amq.topic", "0.0.secret"),
-    }
-    _, key, _ = SMALL.route(0, DISTRIBUTION)
-    undeliverable = SMALL.module_queues.undeliverable
-    with Worker(settings) as worker:
-        for message in forged.values():
-            publish(url, key, message)
-        arrived = take(host.connection, [undeliverable], len(forged))
-        assert "connects again" not in worker.log
-    reasons = sorted(each.message.headers[headers.REASON] for each in arrived)
-    assert all("may not reach" in each for each in reasons), reasons
-    for name in ("secret", "celery.pidbox", "amq.topic"):
-        assert any(name in each for each in reasons), reasons
-    assert count(host.connection, "secret") == 0

@@ -2,59 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
+from uuid import uuid4
 
 import pytest
 from kombu import Connection, Queue
-from kombu.compression import compress, encoders
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.modules.envelope import Item
-from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
-from tests.integration import trouble
-from tests.integration.arrivals import Arrival, count, take
-from tests.integration.modules import MODULES, put_in_envelope
-from tests.integration.shop import named
-
-#: What every reason names.
-SETTING: Final = "rabbitdelay_distribution_allowed"
+from tests.integration.arrivals import count, take
+from tests.integration.conftest import delete_what_it_declared, small_configuration
+from tests.integration.modules import MODULES, wait_until_served
+from tests.integration.shop import make_app, named
+from tests.integration.worker import Worker
 
 
-@pytest.fixture
-def served(serve: Any) -> Any:
-    """An application whose worker serves the modules with all settings as they are by default."""
-    return serve(only="default")
-
-
-@contextmanager
-def user(rabbitmq: RabbitMQServer, shop: Any, may_write: str) -> Iterator[Connection]:
-    """Connect a user who may write to exchanges of this pattern, and nothing else."""
-    confirmed = {"confirm_publish": True}
-    with (
-        trouble.user(rabbitmq, shop.rabbitdelay.topology.prefix, "^$", may_write, "^$") as url,
-        Connection(url, transport_options=confirmed) as connection,
-    ):
-        yield connection
+@pytest.fixture(scope="module")
+def serving(module_broker_url: str, redis_url: str) -> Iterator[tuple[dict[str, Any], Worker]]:
+    """A worker that serves the modules with all settings as they are by default."""
+    configuration = small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}")
+    app = make_app(configuration)
+    with Worker(configuration, [named(app, "default")]) as worker:
+        wait_until_served(worker)
+        yield configuration, worker
+    delete_what_it_declared(app)
+    app.close()
 
 
 @pytest.fixture
-def stranger(private_rabbitmq: RabbitMQServer, served: Any) -> Iterator[Connection]:
-    """A user who may write to the exchanges of the levels, as every producer, and nothing else."""
-    with user(private_rabbitmq, served, rf"^{served.rabbitdelay.topology.prefix}\.") as connection:
-        yield connection
+def served(serving: tuple[dict[str, Any], Worker]) -> Iterator[Any]:
+    """Its application."""
+    app: Any = make_app(serving[0])
+    app.worker = serving[1]
+    yield app
+    app.close()
 
 
 @pytest.fixture
@@ -83,70 +71,6 @@ def forge(
 
 def to(exchange: str, routing_key: str, **more: Any) -> dict[str, Any]:
     return {headers.EXCHANGE: exchange, headers.ROUTING_KEY: routing_key, **more}
-
-
-def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
-    return take(connection, [shop.rabbitdelay.topology.module_queues.undeliverable], number)
-
-
-def reason(arrival: Arrival) -> str:
-    return str(arrival.message.headers[headers.REASON])
-
-
-def test_a_forged_message_for_a_queue_of_somebody_else_is_undeliverable_at_once(
-    served: Any, stranger: Connection, connection: Connection, secret: Queue
-) -> None:
-    forge(stranger, served, to("", secret.name))
-    forge(stranger, served, to("", named(served, "default"), **{headers.QUEUE: secret.name}))
-    found = undeliverable(connection, served, 2)
-    for arrival in found:
-        assert f"may not reach the queue '{secret.name}'" in reason(arrival)
-        assert SETTING in reason(arrival)
-    assert count(connection, secret.name) == 0
-
-
-def test_a_forged_shutdown_does_not_reach_the_worker(
-    served: Any, stranger: Connection, connection: Connection
-) -> None:
-    command: dict[str, Any] = {"method": "shutdown", "arguments": {}, "destination": None}
-    exchange = served.control.mailbox.exchange.name
-    for destination in (to(exchange, ""), to("", f"{served.worker.name}.{exchange}")):
-        forge(stranger, served, destination, body=command, serializer="json")
-    for arrival in undeliverable(connection, served, 2):
-        assert "celery.pidbox'" in reason(arrival)
-        assert SETTING in reason(arrival)
-    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
-    assert served.worker.running
-
-
-def test_further_routing_keys_are_refused_even_before_the_message_is_due(
-    served: Any, stranger: Connection, connection: Connection, secret: Queue
-) -> None:
-    own = to("", named(served, "default"))
-    forge(stranger, served, {**own, "CC": [secret.name]})
-    # Without the check, each return into the levels would make another copy, for ever.
-    again = served.rabbitdelay.topology.route(0, DISTRIBUTION).routing_key
-    ahead = int(time.time() * 1000) + 600_000
-    forge(stranger, served, {**own, "CC": [again], headers.DUE: ahead})
-    # RabbitMQ removes BCC when a message is published, but not from a message in an envelope.
-    for header in ("CC", "BCC"):
-        put_in_envelope(connection, served, [Item(b"x", {header: [secret.name]})], **own)
-    found = Counter(reason(each) for each in undeliverable(connection, served, 4))
-    assert sum(found[each] for each in found if "it has the header CC" in each) == 3
-    assert sum(found[each] for each in found if "it has the header BCC" in each) == 1
-    assert count(connection, secret.name) == 0
-
-
-def test_a_message_that_finds_no_queue_does_not_reach_one_that_is_not_bound(
-    serve: Any, connection: Connection, secret: Queue
-) -> None:
-    shop = serve(only="default", rabbitdelay_retry_for=3)
-    forge(connection, shop, {}, secret.name)
-    (arrival,) = undeliverable(connection, shop)
-    delivery = shop.rabbitdelay.topology.delivery.name
-    assert f"no queue '{secret.name}' is bound to {delivery}" in reason(arrival)
-    assert "attempts since" in reason(arrival)
-    assert count(connection, secret.name) == 0
 
 
 def test_a_message_that_finds_no_queue_comes_when_the_queue_is_bound_again(
@@ -198,173 +122,17 @@ def retried_task(connection: Connection, shop: Any) -> tuple[Any, Any, dict[str,
     return result, taken.message, {"body": taken.body, "serializer": "json", **own}
 
 
-@pytest.mark.parametrize("claimed", [("", "{secret}"), ("celery.pidbox", "")])
 def test_a_retry_goes_only_where_distribution_may_go(
-    served: Any, connection: Connection, secret: Queue, claimed: tuple[str, str]
+    served: Any, connection: Connection, secret: Queue
 ) -> None:
     """Whatever a message for a queue of the application claims about where it came from."""
-    exchange, routing_key = (each.format(secret=secret.name) for each in claimed)
     queue = named(served, "default")
-    result, message, sent = retried_task(connection, served)
-    assert message.headers[headers.QUEUE] == queue
-    told = {**message.headers, **to(exchange, routing_key), headers.DUE: 5}
-    forge(connection, served, told, queue, **sent)
-    past = result.get(timeout=PATIENCE)
-    assert len(past) == 2
-    for seen in past:
-        assert (seen["exchange"], seen["routing_key"]) == ("", queue)
+    for claimed in (to("", secret.name), to("celery.pidbox", "")):
+        result, message, sent = retried_task(connection, served)
+        assert message.headers[headers.QUEUE] == queue
+        told = {**message.headers, **claimed, headers.DUE: 5}
+        forge(connection, served, told, queue, **sent)
+        past = result.get(timeout=PATIENCE)
+        assert [(each["exchange"], each["routing_key"]) for each in past] == [("", queue)] * 2
     assert count(connection, secret.name) == 0
-    assert "claims the origin" in served.worker.log
-
-
-def test_a_retry_of_a_task_that_came_by_the_binding_of_its_queue_returns_to_the_queue(
-    served: Any, connection: Connection
-) -> None:
-    """As a task of an envelope does whose queue distribution does not know."""
-    queue, topology = named(served, "default"), served.rabbitdelay.topology
-    result, message, sent = retried_task(connection, served)
-    ours = {headers.EXCHANGE, headers.ROUTING_KEY, headers.QUEUE}
-    told = {name: value for name, value in message.headers.items() if name not in ours}
-    connection.Producer().publish(
-        exchange=topology.delivery.name,
-        routing_key=topology.keys.key_without_digits(queue),
-        headers={**told, headers.DUE: 5},
-        **sent,
-    )
-    for seen in result.get(timeout=PATIENCE):
-        assert (seen["exchange"], seen["routing_key"]) == ("", queue)
-
-
-def check_in_canvas(
-    rabbitmq: RabbitMQServer, connection: Connection, shop: Any, secret: Queue
-) -> list[str]:
-    """Check in a task in each way that has a worker publish to a queue; return their ids.
-
-    The client may write to check-in, and nothing else.
-    """
-    secret(connection.default_channel).bind_to("amq.direct", routing_key=secret.name)
-    options = {"exchange": "amq.direct", "routing_key": secret.name}
-    evil: dict[str, Any] = {"task": "stolen", "args": [], "kwargs": {}, "options": options}
-    protocol_1 = {"task": "look", "id": "1", "args": [], "kwargs": {}, "callbacks": [evil]}
-    retry, taken_over = [[[], 1, {"countdown": 0}], {}, {}], {"headers": {"CC": [secret.name]}}
-    bodies: list[tuple[str | None, Any, str]] = [
-        ("retry", retry, "utf-8"),
-        ("look", [[], {}, {"callbacks": [evil], **dict.fromkeys(("chain", "chord"))}], "utf-8"),
-        ("look", [[], {}, {"chain": [evil]}], "utf-8"),
-        ("celery.group", [[[evil], ["0", []], "g", []], {}, {}], "utf-8"),
-        (None, protocol_1, "utf-8"),
-        # py-amqp decodes a body for the worker.
-        (None, protocol_1, "utf-16"),
-    ]
-    exchange = shop.rabbitdelay.topology.module_queues.checkin.exchange.name
-    with user(rabbitmq, shop, f"^{re.escape(exchange)}$") as client:
-        for number, (task, body, encoding) in enumerate(bodies, 1):
-            client.Producer().publish(
-                json.dumps(body).encode(encoding),
-                exchange=exchange,
-                routing_key=named(shop, "default"),
-                headers={"x-delay": 10}
-                | ({"task": task, "id": str(number)} if task else {})
-                | (taken_over if task == "retry" else {}),
-                correlation_id=str(number),
-                reply_to=secret.name,
-                content_type="application/json",
-                content_encoding=encoding,
-            )
-    return [str(number) for number in range(1, len(bodies) + 1)]
-
-
-def test_a_client_of_check_in_reaches_nothing_by_what_follows_a_task(
-    private_rabbitmq: RabbitMQServer, served: Any, connection: Connection, secret: Queue
-) -> None:
-    sent = check_in_canvas(private_rabbitmq, connection, served, secret)
-    found = undeliverable(connection, served, len(sent))
-    assert sorted(each.message.properties["correlation_id"] for each in found) == sent
-    assert all("rabbitdelay_checkin_trusted" in reason(each) for each in found)
-    assert count(connection, secret.name) == 0
-
-
-def test_a_message_that_would_end_a_worker_or_stop_it_is_none_of_its_tasks(
-    private_rabbitmq: RabbitMQServer, served: Any, stranger: Connection, connection: Connection
-) -> None:
-    queue, topology = named(served, "default"), served.rabbitdelay.topology
-    bad: list[dict[str, Any]] = [{"id": "1", "timelimit": "x"}, {}, {"id": ["x"]}]
-    for told in bad:
-        stranger.Producer().publish(
-            [[], {}, {}],
-            exchange=topology.module_queues.checkin.exchange.name,
-            routing_key=queue,
-            headers={"x-delay": 10, "task": "look", "lang": "py", **told},
-        )
-    stranger.Producer().publish(
-        b"-" + b"b" * 200_000,
-        exchange=topology.module_queues.checkin.exchange.name,
-        routing_key=queue,
-        headers={"x-delay": 10},
-        content_type="text/x-none",
-        content_encoding="punycode",
-    )
-    for arrival in undeliverable(connection, served, len(bad) + 1):
-        assert re.search(
-            "^Celery cannot read it as a task: |its content encoding ", reason(arrival)
-        )
-    for told in bad:
-        own = to("", queue, **{headers.QUEUE: queue}, task="look", lang="py", **told)
-        forge(stranger, served, own, queue, body=[[], {}, {}], serializer="json")
-    for arrival in undeliverable(connection, served, len(bad)):
-        assert reason(arrival).startswith("Celery cannot run it: ")
-    assert served.tasks["look"].apply_async(delay=0.3).get(timeout=PATIENCE)
-    assert served.worker.running
-
-
-def test_a_trusted_client_sends_what_a_producer_may(
-    private_rabbitmq: RabbitMQServer, serve: Any, connection: Connection, secret: Queue
-) -> None:
-    shop = serve(only="default", rabbitdelay_checkin_trusted=True)
-    sent = check_in_canvas(private_rabbitmq, connection, shop, secret)
-    take(connection, [secret], len(sent), 60)
-
-
-#: The bytes of a body that is compressed to some hundred KiB at most.
-LARGE: Final = 256 * 2**20
-
-
-def test_no_compressed_body_that_left_the_levels_is_opened_beyond_the_bound(
-    served: Any, stranger: Connection, connection: Connection
-) -> None:
-    queue, topology = named(served, "default"), served.rabbitdelay.topology
-    look, before = served.tasks["look"], served.worker.peak_bytes
-    bodies: Counter[bytes] = Counter()
-    honest = []
-    for name in encoders():
-        bomb, compression = compress(b"\0" * LARGE, name)
-        told: dict[str, Any] = {"task": "look", "id": name, "compression": compression}
-        sent: dict[str, Any] = {"content_type": "application/json", "content_encoding": "utf-8"}
-        forge(stranger, served, told, queue, body=bomb, **sent)
-        # Nothing tells the worker where these come from.
-        unmarked = {**to("", queue), headers.DUE: None}
-        forge(stranger, served, {**told, **unmarked}, body=bomb, **sent)
-        put_in_envelope(stranger, served, [Item(bomb, told, sent)], **unmarked)
-        # kombu reads one stream behind the other with some of them.
-        streams = compress(b"[]", name)[0] + bomb
-        reads_both = compression in ("application/x-bz2", "application/x-lzma", "application/zstd")
-        stranger.Producer().publish(
-            streams if reads_both else bomb,
-            exchange=topology.delivery.name,
-            routing_key=topology.keys.key_without_digits(queue),
-            headers=told,
-            **sent,
-        )
-        bodies.update([bomb] * 3 + [streams if reads_both else bomb])
-        honest.append(look.apply_async(("x" * 2**20,), compression=name, delay=0.3))
-    for result in honest:
-        assert result.get(timeout=PATIENCE)["given"] == ["x" * 2**20]
-    undeliverable_queue = topology.module_queues.undeliverable.name
-    wait_for(lambda: count(connection, undeliverable_queue) == bodies.total(), "the bombs")
-    found = list(undeliverable_messages(connection, topology))
-    assert Counter(each.body for each in found) == bodies
-    assert all("rabbitdelay_max_message_bytes" in each.found.reason for each in found)
-    assert all("compression" in each.headers for each in found)
-    assert served.worker.peak_bytes - before < LARGE // 2
-    served.worker.stop()
-    assert count(connection, queue) == 0
+    assert served.worker.log.count("claims the origin") >= 2

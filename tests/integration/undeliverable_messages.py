@@ -44,13 +44,6 @@ def message(body: Any, headers: dict[str, Any], **properties: Any) -> amqp.Messa
     )
 
 
-def break_level(connection: Connection, topology: Topology, name: str = "ms.500") -> None:
-    """Delete a queue of the levels: what would wait there becomes undeliverable."""
-    channel: Any
-    with connection.channel() as channel:
-        channel.queue_delete(f"{topology.prefix}.{name}")
-
-
 def declare_with(connection: Connection, topology: Topology, *queues: Any) -> None:
     """Declare the levels, and queues that they deliver to."""
     declare(connection, topology)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import delay as delay_module
 from celery_rabbitdelay.levels import wall_clock
 from tests.unit.clock import Clock
+
+#: The error, and what else it is.
+INVALID = InvalidDelay, ValueError
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
@@ -41,27 +45,18 @@ def stopped(monkeypatch: pytest.MonkeyPatch, now_ns: int = START_NS) -> Clock:
 @pytest.mark.parametrize(
     ("delay", "expected"),
     [
-        (0, 0),
         (3, 3000),
         (1.1, 1100),
-        (0.3, 300),
-        (2.675, 2675),
+        (np.float64(1.1), 1100),
         (0.0001, 1),
-        *((negative, 0) for negative in (-1, -1.5, -0.0001, Decimal(-1), Fraction(-1, 3))),
+        *((negative, 0) for negative in (-1.5, -0.0001, Fraction(-1, 3), timedelta.min)),
         (Decimal("1.0001"), 1001),
         (Fraction(1, 3), 334),
-        (timedelta(days=3, hours=7), 284_400_000),
         (timedelta(microseconds=1), 1),
-        (timedelta(microseconds=-1), 0),
         (pd.Timedelta(nanoseconds=1_000_001), 2),
-        (2**60, 2**60 * 1000),
         (timedelta.max, 86_400_000_000_000_000),
         # More milliseconds than a float holds.
         (1e306, 10**309),
-        (-1e306, 0),
-        (timedelta.min, 0),
-        (Fraction(10**400), 10**403),
-        (np.float32(1.5), 1500),
         # Its milliseconds exceed 32 bits.
         (np.int32(3_000_000), 3_000_000_000),
         (np.uint8(200), 200_000),
@@ -71,61 +66,36 @@ def test_a_delay_in_milliseconds_is_rounded_up(delay: float, expected: int) -> N
     assert delay_module.milliseconds(delay) == expected
 
 
-def test_a_float_of_another_type_is_the_number_that_it_prints_as() -> None:
-    class Seconds(float):
-        """Stands in for numpy's float64, which is a float as well."""
-
-    assert delay_module.milliseconds(Seconds(1.1)) == 1100
-
-
-@given(st.floats(min_value=0, max_value=1e9))
-def test_a_float_is_never_rounded_down_and_by_less_than_a_millisecond_up(delay: float) -> None:
-    printed = Fraction(repr(delay)) * 1000
-    assert 0 <= delay_module.milliseconds(delay) - printed < 1
-
-
-#: They count as integers, although their unit is not the second.
-NUMPYS = np.timedelta64(5, "m"), np.timedelta64(5), np.timedelta64("NaT")
-
-
 @pytest.mark.parametrize(
-    ("error", "builtin", "wrong"),
+    ("error", "wrong"),
     [
+        # NumPy's timedelta64 counts as an integer, although its unit is not the second.
         *(
-            (InvalidDelayType, TypeError, value)
-            for value in (True, False, "5", b"5", None, [5], 1j, datetime.now(UTC), *NUMPYS)
+            ((InvalidDelayType, TypeError), value)
+            for value in (True, "5", None, 1j, datetime.now(UTC), np.timedelta64(5, "m"))
         ),
-        *((InvalidDelay, ValueError, float(value)) for value in ("nan", "inf", "-inf")),
-        *(
-            (InvalidDelay, ValueError, Decimal(value))
-            for value in ("NaN", "sNaN", "-Infinity", "1e400", "-1e400")
-        ),
+        *((INVALID, float(value)) for value in ("nan", "inf", "-inf")),
+        *((INVALID, Decimal(value)) for value in ("NaN", "sNaN", "-Infinity", "1e400", "-1e400")),
     ],
 )
 def test_what_is_no_length_of_time_is_an_error_with_the_value(
-    error: type[Exception], builtin: type[Exception], wrong: Any
+    error: tuple[type[InvalidDelay], type[Exception]], wrong: Any
 ) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error[0], match=r"finite|takes seconds") as caught:
         delay_module.milliseconds(wrong)
-    assert isinstance(caught.value, builtin)
-    assert vars(caught.value)["value"] is wrong
+    assert isinstance(caught.value, error[1])
+    assert caught.value.value is wrong
     assert repr(wrong) in str(caught.value)
-    assert "finite" in str(caught.value) or error is InvalidDelayType
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (0, 0),
-        (60, 60_000),
         (0.0015, 1),
-        (timedelta(seconds=1.5), 1500),
         (timedelta(microseconds=1999), 1),
         (0.3 - 3 * 0.1, 0),
         (Fraction(5, 3), 1666),
-        (np.int32(3_000_000), 3_000_000_000),
         (np.uint8(200), 200_000),
-        (timedelta.max, 86_399_999_999_999_999),
     ],
 )
 def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
@@ -135,13 +105,9 @@ def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        (-1, InvalidDelay),
-        ("60", InvalidDelayType),
-        (True, InvalidDelayType),
-        (float("nan"), InvalidDelay),
-        (Decimal("sNaN"), InvalidDelay),
-        (timedelta.min, InvalidDelay),
         (-0.001, InvalidDelay),
+        (Decimal("sNaN"), InvalidDelay),
+        ("60", InvalidDelayType),
     ],
 )
 def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Exception]) -> None:
@@ -149,10 +115,21 @@ def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Ex
         delay_module.tolerance_milliseconds(given)
 
 
-def test_what_is_due_is_fixed_when_the_caller_asks(clock: Clock) -> None:
-    due = delay_module.Due.after(timedelta(seconds=90))
-    clock.now_ns += 10_000_000_000
-    assert (due.at_ms, due.remaining_ms()) == (START_NS // 1_000_000 + 90_000, 80_000)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(delay_module.Due.after, delay) for delay in (0, -0.001, -1e300, timedelta.min)),
+        *(
+            partial(delay_module.Due.at, datetime(year, 12, 31, 23, 59, 59, tzinfo=UTC))
+            for year in (1, 1969, 2020)
+        ),
+    ],
+)
+def test_a_negative_delay_and_an_instant_in_the_past_mean_now(clock: Clock, make: Any) -> None:
+    due = make()
+    assert due.is_past
+    assert (due.at_ns, due.delay_ms, due.remaining_ms()) == (START_NS, 0, 0)
+    assert (due.tolerance_ms, delay_module.Due.after(0.001).is_past) == (0, False)
 
 
 @pytest.mark.parametrize(("lost_ms", "left_ms"), [(0, 10_000), (10, 10_000), (11, 9_989)])
@@ -169,38 +146,12 @@ def test_an_instant_is_met_whatever_was_lost(clock: Clock) -> None:
     assert due.remaining_ms() == before - 5
 
 
-def test_what_is_past_is_over(clock: Clock) -> None:
-    assert delay_module.Due.at(datetime.now(UTC) - timedelta(seconds=1)).is_past
-    assert delay_module.Due.after(0).is_past
-    assert not delay_module.Due.after(0.001).is_past
-
-
 def test_what_amqp_cannot_count_any_more_is_refused(clock: Clock) -> None:
     latest_ms = 2**63 - 1 - START_NS // 1_000_000
     assert delay_module.Due.after(10**12).at_ms > 10**15
     assert delay_module.Due.after(Fraction(latest_ms, 1000)).at_ms == 2**63 - 1
     with pytest.raises(InvalidDelay, match="64 bits"):
         delay_module.Due.after(Fraction(latest_ms + 1, 1000))
-
-
-@pytest.mark.parametrize("delay", [-0.001, -1, -1e300, -(10**30), timedelta.min])
-def test_a_negative_delay_means_now(clock: Clock, delay: Any) -> None:
-    due = delay_module.Due.after(delay)
-    assert due.is_past
-    assert (due.at_ns, due.delay_ms, due.remaining_ms()) == (START_NS, 0, 0)
-
-
-@pytest.mark.parametrize("year", [1, 1969, 2020])
-def test_an_instant_in_the_past_means_now(clock: Clock, year: int) -> None:
-    due = delay_module.Due.at(datetime(year, 12, 31, 23, 59, 59, tzinfo=UTC))
-    assert due.is_past
-    assert (due.at_ns, due.delay_ms, due.remaining_ms()) == (START_NS, 0, 0)
-
-
-def test_without_a_tolerance_a_message_may_not_be_later_at_all() -> None:
-    assert delay_module.Due.after(60).tolerance_ms == 0
-    assert delay_module.Due.at(datetime.now(UTC)).tolerance_ms == 0
-    assert delay_module.Due(at_ns=0, delay_ms=0).tolerance_ms == 0
 
 
 @given(st.floats(0.001, 1e7), st.integers(0, 10**13))
@@ -214,12 +165,6 @@ def test_the_wait_that_is_left_never_ends_too_early(delay: float, lost_ns: int) 
     late_ns = max(ends_ns - due.at_ns - 1_000_000, 0)
     assert late_ns <= lost_ns
     assert late_ns * 1000 <= due.delay_ms * 1_000_000
-
-
-def test_the_wait_until_an_instant_is_rounded_up(clock: Clock) -> None:
-    now = datetime.fromtimestamp(START_NS // 10**9, UTC) + timedelta(microseconds=400)
-    due = delay_module.Due.at(now + timedelta(microseconds=1500))
-    assert (due.delay_ms, due.remaining_ms(), due.at_ns) == (2, 2, START_NS + 1_500_000)
 
 
 @given(st.datetimes(timezones=st.timezones()), st.integers(0, 10**19))
@@ -249,16 +194,11 @@ def test_neither_a_naive_datetime_nor_a_number_names_an_instant() -> None:
         delay_module.milliseconds_of(naive)
 
 
-@given(st.integers(delay_module.milliseconds_of(FIRST), delay_module.milliseconds_of(LAST)))
-def test_an_instant_is_the_same_in_milliseconds_and_as_a_datetime(epoch_ms: int) -> None:
-    instant = delay_module.instant_of(epoch_ms)
-    assert instant.tzinfo is UTC
-    assert delay_module.milliseconds_of(instant) == epoch_ms
-
-
 def test_milliseconds_since_1970_are_rounded_down_in_any_time_zone() -> None:
     assert delay_module.instant_of(0) == datetime(1970, 1, 1, tzinfo=UTC)
     east = timezone(timedelta(hours=2))
     assert delay_module.milliseconds_of(datetime(1970, 1, 1, 2, 0, 0, 1999, tzinfo=east)) == 1
+    for limit in (FIRST, LAST.replace(microsecond=999_000)):
+        assert delay_module.instant_of(delay_module.milliseconds_of(limit)) == limit
     with pytest.raises(OverflowError):
         delay_module.instant_of(delay_module.milliseconds_of(LAST) + 1)

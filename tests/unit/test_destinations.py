@@ -120,20 +120,14 @@ def test_a_destination_has_so_many_that_the_broker_goes_on_reading(unanswered: A
     assert unanswered.state_of("busy", 0.0) == "ready"
 
 
-def test_what_a_silent_destination_should_get_does_not_wait_for_it(
-    unanswered: AnswerTimes, clock: Clock
-) -> None:
-    send(unanswered, "lost")
-    clock.now += 1.0
-    assert unanswered.state_of("lost", 0.0) == "full"
-    assert unanswered.state_of("lost", 1.0) == "silent"
-
-
 def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while(
     unanswered: AnswerTimes, clock: Clock
 ) -> None:
     send(unanswered, "slow")
     assert unanswered.state_of("slow", 0.0) == "full"
+    # If nothing at all is answered, what it should get does not wait for it either.
+    clock.now += 1.0
+    assert unanswered.state_of("slow", 1.0) == "silent"
     unanswered.note_slow("slow")
     assert unanswered.state_of("slow", 0.0) == "silent"
     unanswered.settled(0, "slow")
@@ -188,17 +182,6 @@ def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_few
     assert destination.fill() == ROOM
 
 
-def test_a_destination_that_answers_after_a_tenth_of_a_second_gets_no_more(
-    destination: Destination, clock: Clock
-) -> None:
-    destination.fill()
-    clock.now = 0.05
-    assert destination.fill() == ROOM
-    clock.now = 0.1
-    destination.answer(10)
-    assert destination.fill() == ROOM
-
-
 def test_a_destination_that_was_prompt_a_while_ago_starts_anew(
     destination: Destination, unanswered: AnswerTimes, clock: Clock
 ) -> None:
@@ -207,6 +190,10 @@ def test_a_destination_that_was_prompt_a_while_ago_starts_anew(
     clock.now += 0.1
     unanswered.sent("lone", "busy")
     unanswered.settled("lone", "busy")
+    assert destination.fill() == ROOM
+    clock.now += 0.1
+    # These answers are late, and allow no more messages.
+    destination.answer(10)
     assert destination.fill() == ROOM
 
 
@@ -235,33 +222,24 @@ def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions(cl
         return not exchange.startswith("forged")
 
     missing = MissingExchanges(ask, {""}, clock)
-    for number in range(200):
-        assert missing.why_missing(f"office.{number}") is None
-    for number in range(5000):
+    assert missing.why_missing("office") is None
+    for number in range(100):
         assert missing.why_missing(f"forged.{number}") is not None
-    assert len(asked) == 200 + 20
+    assert len(asked) == 1 + 20
     trouble = missing.why_missing("late")
     assert trouble is not None
     assert "was not asked for the exchange 'late'" in trouble
     # What is known, and what no sender names, is not affected.
-    assert missing.why_missing("office.7") is None
+    assert missing.why_missing("office") is None
     assert missing.why_missing("levels", is_limited=False) is None
     clock.now += 1.0
     assert missing.why_missing("late") is None
-    for number in range(5000):
-        missing.add(f"gone.{number}")
-    assert len(missing._missing) <= 1000
-    clock.now += 1.0
-    assert missing.why_missing("gone.1") is None
-    assert missing._missing == {}
-    for number in range(1100):
-        assert missing.why_missing(f"shop.{number}", is_limited=False) is None
-    assert len(missing._known) == 1000
 
 
 def test_what_is_known_of_destinations_does_not_grow_with_their_number(
     unanswered: AnswerTimes, clock: Clock
 ) -> None:
+    missing = MissingExchanges(lambda exchange: True, {""}, clock)
     for number in range(1100):
         name = f"forged.{number}"
         send(unanswered, name)
@@ -269,8 +247,11 @@ def test_what_is_known_of_destinations_does_not_grow_with_their_number(
         unanswered.note_slow(name)
         for message in range(ROOM):
             unanswered.settled(message, name, in_time=False)
+        missing.add(f"gone.{number}")
+        assert missing.why_missing(f"shop.{number}", is_limited=False) is None
         clock.now += 0.01
     assert len(unanswered.silent) <= 1000
     # Those that were full more than a tenth of a second ago were forgotten together.
     assert len(unanswered._limits) < 200
     assert len(unanswered._slow_until) <= 1000
+    assert (len(missing._known), len(missing._missing)) == (1000, 100)

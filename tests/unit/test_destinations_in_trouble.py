@@ -67,8 +67,8 @@ def test_none_waits_for_levels_or_undeliverable(consumer: Consumer, make: Any) -
         assert not consumer.has_to_wait(make())
 
 
-def test_a_destination_that_does_not_answer_gets_no_more_messages(consumer: Consumer) -> None:
-    first = consumer.publish(consumer_model.for_queue())
+def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Consumer) -> None:
+    first, *_ = fill(consumer)
     consumer.clock.now = consumer.silent_for = 1.0
     later = consumer.publish(consumer_model.for_queue())
     assert consumer_model.is_tried_again(later)
@@ -79,74 +79,33 @@ def test_a_destination_that_does_not_answer_gets_no_more_messages(consumer: Cons
     assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
 
 
-def test_nothing_waits_for_a_full_destination_once_that_is_silent(consumer: Consumer) -> None:
-    fill(consumer)
-    consumer.clock.now = consumer.silent_for = 1.0
-    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
-
-
-def test_a_formerly_silent_destination_gets_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = ["the queue 'letters'", "the exchange 'office'"]
-    consumer = Consumer(monkeypatch, silent=silent)
-    for make in (consumer_model.for_queue, consumer_model.for_exchange):
-        first = consumer.publish(make())
-        assert not consumer_model.is_tried_again(first)
-        assert consumer_model.is_tried_again(consumer.publish(make()))
-        consumer.confirm(first)
-        for _ in range(2):
-            assert not consumer_model.is_tried_again(consumer.publish(make()))
-
-
 @pytest.mark.parametrize(
-    ("error", "is_silent"), [(consumer_model.TIMED_OUT, True), (consumer_model.NACKED, False)]
+    ("error", "told", "what"),
+    [
+        (
+            consumer_model.NACKED,
+            "distribution: the queue 'letters' does not take a message, which waits in the levels",
+            "messages that a destination does not take",
+        ),
+        (
+            consumer_model.REFUSED,
+            "distribution: a message is undeliverable: the broker does not take it: too large",
+            "undeliverable messages",
+        ),
+    ],
 )
-def test_a_timeout_means_silence(consumer: Consumer, error: PublishError, is_silent: bool) -> None:
-    consumer.answer(consumer.publish(consumer_model.for_queue()), error)
-    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
-    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue())) == is_silent
-
-
-def test_a_destination_that_holds_up_others_gets_what_it_answers(consumer: Consumer) -> None:
-    first, *_ = fill(consumer)
-    assert consumer.has_to_wait(consumer_model.for_queue())
-    consumer.attempts.answer_times.note_slow("the queue 'letters'")
-    assert consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
-    consumer.confirm(first)
-    assert not consumer_model.is_tried_again(consumer.publish(consumer_model.for_queue()))
-
-
-def test_the_broker_is_stuck_if_it_answers_nothing_and_owes_too_much(consumer: Consumer) -> None:
-    prompt, *_ = fill(consumer)
-    consumer.confirm(prompt)
-    assert consumer.attempts.answer_times.give_up_if_stuck(3.0) == []
-    for _ in range(2):
-        assert not consumer.has_to_wait(consumer_model.for_queue())
-    assert consumer.attempts.answer_times.give_up_if_stuck(2.9) == []
-    assert consumer.attempts.answer_times.give_up_if_stuck(3.0) == ["the queue 'letters'"]
-
-
-def test_trouble_is_logged_at_times(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
-    logged_at = []
-    for now in (0.0, 30.0, 59.9, 60.0, 119.9):
+def test_trouble_is_logged_once_a_minute(
+    consumer: Consumer,
+    caplog: pytest.LogCaptureFixture,
+    error: PublishError,
+    told: str,
+    what: str,
+) -> None:
+    for now in (0.0, 59.9, 60.0):
         consumer.clock.now = now
-        consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.NACKED)
-        named = [text for text in caplog.messages if "2 more within 60 s" not in text]
-        assert len(caplog.messages) - len(named) == (now == 60.0)
-        logged_at += [now] * len(named)
-        for text in named:
-            assert text.startswith("distribution: the queue 'letters' does not take a message")
-            assert "the broker nacked it" in text
-        caplog.clear()
-    assert logged_at == [0.0, 60.0]
-    consumer.answer(consumer.publish(consumer_model.for_exchange()), consumer_model.NACKED)
+        consumer.answer(consumer.publish(consumer_model.for_queue()), error)
+    more = f"distribution: {what}: 1 more within 60 s, without a warning each"
+    first, between, again = caplog.messages
+    assert (first.startswith(told), between, again) == (True, more, first)
+    consumer.answer(consumer.publish(consumer_model.for_exchange("office")), consumer_model.NACKED)
     assert "the exchange 'office' does not take a message" in caplog.text
-
-
-def test_each_reason_is_logged_once(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.REFUSED)
-        consumer.answer(consumer.publish(consumer_model.for_queue()), consumer_model.REFUSED)
-        consumer.clock.now += 60.0
-    told = "distribution: a message is undeliverable: the broker does not take it: too large"
-    more = "distribution: undeliverable messages: 1 more within 60 s, without a warning each"
-    assert caplog.messages == [told, more, told]

@@ -83,39 +83,18 @@ class Asked:
         self.loop.readers[self.asker.file_descriptor]()
 
 
-def test_what_arrives_while_a_question_is_asked_is_the_next_question() -> None:
-    asked = Asked()
-    for task in "abc":
-        asked.plain.give(task)
-    assert (asked.asker.asked, asked.ran) == ([["key of a"]], [])
-    asked.answers()
-    assert (asked.ran, asked.asker.asked) == (["a"], [["key of a"], ["key of b", "key of c"]])
-    asked.answers()
-    assert (asked.ran, asked.decided) == (["a", "b", "c"], [])
-
-
-def test_a_question_waits_for_more_tasks_if_more_may_come() -> None:
-    asked = Asked(gathers=0.25)
-    for task in "abc":
-        asked.plain.give(task)
-    [_, (seconds, ask)] = asked.loop.calls
-    assert (seconds, asked.asker.asked) == (0.25, [])
-    ask()
-    assert asked.asker.asked == [["key of a", "key of b", "key of c"]]
-    asked.answers()
-    asked.plain.give("d")
-    assert len(asked.loop.calls) == 3
-
-
-def test_a_question_is_about_a_bounded_number_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_arrives_while_a_question_is_asked_is_the_next_question_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plain_arrivals, "MAX_ASKED", 2)
     asked = Asked()
     for task in "abcd":
         asked.plain.give(task)
+    assert (asked.asker.asked, asked.ran) == ([["key of a"]], [])
     for _ in range(3):
         asked.answers()
-    assert [len(each) for each in asked.asker.asked] == [1, 2, 1]
-    assert asked.ran == ["a", "b", "c", "d"]
+    assert asked.asker.asked == [["key of a"], ["key of b", "key of c"], ["key of d"]]
+    assert (asked.ran, asked.decided) == (["a", "b", "c", "d"], [])
 
 
 def test_if_something_is_noted_or_paused_the_thread_decides() -> None:
@@ -149,24 +128,6 @@ def test_in_trouble_the_thread_decides_about_each_task_once(trouble: str) -> Non
     assert asked.asker.is_closed
     assert not asked.plain.is_open
     assert asked.loop.readers == {}
-
-
-def test_a_slow_answer_within_the_time_is_waited_for() -> None:
-    asked = Asked()
-    asked.plain.give("a")
-    asked.loop.calls[-1][1]()
-    assert asked.plain.is_open
-    assert len(asked.loop.calls) == 2  # it looks again
-    asked.answers()
-    assert asked.ran == ["a"]
-
-
-def test_of_two_connections_the_second_is_closed() -> None:
-    asked, second = Asked(), Asker(8)
-    asked.open(second)
-    assert second.is_closed
-    assert not asked.asker.is_closed
-    assert list(asked.loop.readers) == [7]
 
 
 def test_after_trouble_another_connection_is_used() -> None:

@@ -6,21 +6,18 @@ from typing import Any
 
 import amqp
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, UnprocessableMessage
-from celery_rabbitdelay.kombu import Topology, custom
+from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
-from celery_rabbitdelay.modules.attempts import Forwarder
 from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.operations.moving.migration import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
@@ -81,6 +78,7 @@ def with_signature_of(message: amqp.Message, signed: amqp.Message) -> amqp.Messa
     return message
 
 
+@settings(max_examples=50)
 @given(messages, st.data())
 def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject) -> None:
     message = signed(KEYS, made(fields))
@@ -94,6 +92,7 @@ def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject
     assert not verifies(KEYS, with_signature_of(made(changed), message))
 
 
+@settings(max_examples=50)
 @given(messages)
 def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, Any]) -> None:
     message = made(fields)
@@ -108,16 +107,7 @@ def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, 
     assert signature == KEYS.signature(fields["body"], properties, shared._replace(due_ms=7))
 
 
-@given(messages, messages)
-def test_messages_that_differ_share_no_signature(one: Any, other: Any) -> None:
-    told = [
-        {k: v for k, v in each.items() if k != "body" or each["content_type"] == ENVELOPE}
-        for each in (one, other)
-    ]
-    assume(told[0] != told[1])
-    assert not verifies(KEYS, with_signature_of(made(other), signed(KEYS, made(one))))
-
-
+@settings(max_examples=50)
 @given(messages, st.integers(2, 9))
 def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], times: int) -> None:
     message = signed(KEYS, made(fields))
@@ -177,13 +167,12 @@ def test_a_key_has_a_least_length(keys: Any) -> None:
 
 def test_a_key_shows_nowhere() -> None:
     settings = Settings(signing_key=[KEY, OTHER])
-    for shown in (repr(settings), str(settings), repr(settings.signing_keys)):
-        assert KEY not in shown
-        assert OTHER not in shown
+    shown = [repr(settings), str(settings), repr(settings.signing_keys)]
     for key in ("rabbitdelay_signing_keys", "CELERY_RABBITDELAY_SIGNING_KEY"):
         with pytest.raises(InvalidSetting) as caught:
             Settings.of({key: KEY})
-        assert KEY not in f"{caught.value!s}{caught.value!r}"
+        shown.append(f"{caught.value!s}{caught.value!r}")
+    assert not [text for text in shown if KEY in text or OTHER in text]
 
 
 def delayed(*items: Item, sign: Any = True, **headers: Any) -> amqp.Message:
@@ -216,72 +205,43 @@ def test_distribution_opens_nothing_that_is_not_signed() -> None:
     assert list(Distribution(TOPOLOGY).receive(unsigned))
 
 
-def test_what_arrives_has_no_signature() -> None:
-    for message in (delayed(), delayed(Item(b"x"))):
-        (outgoing,) = distribution().receive(message)
-        assert outgoing.message.headers.to_headers() == {header_names.DUE: DUE}
-
-
 def test_a_task_for_one_queue_is_signed_for_its_worker() -> None:
     (outgoing,) = distribution().receive(delayed(**{header_names.QUEUE: "letters"}))
     assert verifies(KEYS, outgoing.message)
 
 
-def test_what_is_let_through_without_a_signature_gets_none() -> None:
+@pytest.mark.parametrize("sign", [True, False])
+@pytest.mark.parametrize("queue", [None, "letters"])
+def test_what_is_let_through_without_a_signature_gets_none(queue: str | None, sign: bool) -> None:
     """Otherwise, a stranger would have valid ones when signatures are required."""
     lenient = distribution(is_signing_required=False)
     redelivery = Redelivery(TOPOLOGY, 60, signing_keys=KEYS)
-    forged = {header_names.EXCHANGE: "billing", header_names.QUEUE: "letters"}
-    for told in (forged, {header_names.EXCHANGE: "billing"}):
-        (outgoing,) = lenient.receive(delayed(sign=False, **told))
-        assert header_names.SIGNATURE not in outgoing.message.headers.to_headers()
-        later = redelivery.after_failure(outgoing, DelayHeaders(), "full")
-        assert header_names.SIGNATURE not in later.message.headers.to_headers()
-    (outgoing,) = lenient.receive(delayed(Item(b"x", {"id": "1"}), sign=False))
-    later = redelivery.after_failure(outgoing, DelayHeaders(), "full")
-    assert header_names.SIGNATURE not in later.message.headers.to_headers()
-    # It signs again what was signed.
-    (outgoing,) = lenient.receive(delayed(**forged))
-    assert verifies(KEYS, outgoing.message)
-    assert verifies(KEYS, redelivery.after_failure(outgoing, DelayHeaders(), "full").message)
-
-
-@pytest.mark.parametrize("sign", [True, False])
-@frozen(DUE / 1000 - 60)
-def test_only_what_was_signed_is_signed_in_undeliverable(sign: bool) -> None:
-    early = EarlyMessages(TOPOLOGY, 1000)
-    put_back = distribution(is_signing_required=False, put_back=early.put_back)
-    queue = TOPOLOGY.module_queues.distribution
-    module = Module("distribution", TOPOLOGY, queue, put_back.receive, 1, 1, 60, 60, KEYS)
-    attempts = Forwarder(module, ModuleStatistics(), lambda exchange: True, 131_072, set())
-    message = delayed(sign=sign)
-    for lenient in (distribution(is_signing_required=False), put_back):
-        received = Received(message, iter(()))
+    told = {header_names.EXCHANGE: "billing", header_names.QUEUE: queue}
+    for message in (delayed(sign=sign, **told), delayed(Item(b"x", {"id": "1"}), sign=sign)):
         (outgoing,) = lenient.receive(message)
-        left = attempts.give_up(received, outgoing, "the broker does not take it")
-        assert verifies(KEYS, left.content.message()) is sign
+        assert sign or outgoing.message.headers.signature is None
+        later = redelivery.after_failure(outgoing, DelayHeaders(), "full")
+        assert verifies(KEYS, later.message) is sign
+        assert sign or later.message.headers.signature is None
 
 
-def test_what_waits_to_be_tried_again_is_signed_and_opened_again() -> None:
-    redelivery = Redelivery(TOPOLOGY, 60, signing_keys=KEYS)
-    for message in (delayed(), delayed(Item(b"x", {"id": "1"}))):
-        (outgoing,) = distribution().receive(message)
-        for _ in range(3):
-            later = redelivery.after_failure(outgoing, said(headers_of(message)), "full")
-            message = later.message.amqp()
-            (outgoing,) = distribution().receive(message)
-        assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
-
-
+@pytest.mark.parametrize("item", [(), (Item(b"x", {"id": "1"}),)], ids=["one", "envelope"])
 @frozen(DUE / 1000 - 60)
-def test_an_early_message_stays_signed() -> None:
-    early = EarlyMessages(TOPOLOGY, 1000)
-    message = delayed()
+def test_what_waits_again_is_signed_again(item: tuple[Item, ...]) -> None:
+    redelivery = Redelivery(TOPOLOGY, 60, signing_keys=KEYS)
+    message = delayed(*item)
     for _ in range(2):
-        (outgoing,) = distribution(put_back=early.put_back).receive(message)
-        assert outgoing.reroute is not None
-        message = outgoing.message.amqp()
-    assert list(distribution().receive(message))
+        # Once it is early, and once its queue is full.
+        early = distribution(put_back=EarlyMessages(TOPOLOGY, 1000).put_back)
+        (back,) = early.receive(message)
+        assert back.reroute is not None
+        (outgoing,) = distribution().receive(back.message.amqp())
+        later = redelivery.after_failure(outgoing, back.message.headers, "full")
+        message = later.message.amqp()
+    (outgoing,) = distribution().receive(message)
+    assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
+    # No consumer sees it.
+    assert outgoing.message.headers.signature is None
 
 
 def test_check_in_signs_what_it_lets_in_and_drops_what_a_client_has_signed() -> None:
@@ -292,14 +252,6 @@ def test_check_in_signs_what_it_lets_in_and_drops_what_a_client_has_signed() -> 
     (waiting,) = checkin.receive(message)
     (outgoing,) = distribution().receive(waiting.message.amqp())
     assert outgoing.message.amqp().properties["expiration"] == "5"
-
-
-def test_what_meditates_stays_signed() -> None:
-    checkin = CheckIn(Topology(layout=custom([("s", 8, 1)])), lambda exchange, key: True, KEYS)
-    message = delayed(**{header_names.DUE: 2**42})
-    message.delivery_info = {"exchange": "rabbitdelay.meditated", "routing_key": ""}
-    (waiting,) = checkin.receive(message)
-    assert verifies(KEYS, waiting.message)
 
 
 @pytest.mark.parametrize("vouches", [False, True])
@@ -316,12 +268,6 @@ def test_a_migration_signs_more_only_where_it_is_told_to(sign: bool, vouches: bo
     assert (moved.headers.priority, verifies(SigningKeys(OTHER), moved)) == (9, (sign or vouches))
 
 
-def test_old_messages_go_on_as_before_where_there_is_no_key() -> None:
-    (outgoing,) = Distribution(TOPOLOGY).receive(delayed(sign=False))
-    later = Redelivery(TOPOLOGY, 60).after_failure(outgoing, DelayHeaders(), "full")
-    assert header_names.SIGNATURE not in later.message.headers.to_headers()
-
-
 def test_a_recorded_signature_verifies_in_every_version() -> None:
     """Messages wait for years, so what is signed, and how, is fixed."""
     told: dict[str, Any] = {header_names.PRIORITY: 9, header_names.EXPIRATION: "60"}
@@ -330,12 +276,3 @@ def test_a_recorded_signature_verifies_in_every_version() -> None:
     asked = {header_names.ONCE: True, header_names.KEY: "order:7", "id": "1", "retries": 0}
     message = delayed(**{header_names.QUEUE: "letters", **asked})
     assert headers_of(message)[header_names.SIGNATURE] == RECORDED_WITH_OPTIONS
-
-
-def test_a_text_that_no_encoding_has_is_signed() -> None:
-    message = signed(KEYS, amqp.Message(b"", application_headers={header_names.QUEUE: "\ud800"}))
-    assert verifies(KEYS, message)
-    said_of_all = said(headers_of(message))._replace(signature=None)
-    sign = KEYS.signer({}, said_of_all)
-    assert sign is not None
-    assert sign(1, None, b"", {}) == KEYS.signature(b"", {}, said_of_all._replace(due_ms=1))
