@@ -65,12 +65,9 @@ def test_pending_takes_due_times(settings: dict[str, Any], shop: Any) -> None:
 
     before = answer(settings, f"pending --due-before {in_90_minutes}", "pending")
     after = answer(settings, f"pending --due-after {in_90_minutes}", "pending")
-    wrong = run_command(settings, "pending --due-after tomorrow")
 
     assert [each["task_id"] for each in before["tasks"]] == sent[:1]
     assert [each["task_id"] for each in after["tasks"]] == sent[1:]
-    assert wrong.returncode == 2
-    assert "due_after 'tomorrow': takes a datetime or ISO 8601, such as 2030-" in wrong.stderr
 
 
 def test_show_tells_what_is_known_of_one_task(
@@ -87,7 +84,6 @@ def test_show_tells_what_is_known_of_one_task(
     told = run_command(settings, f"show {task_id}")
     data = answer(settings, f"show --key {key}", "show")["task"]
     unknown = answer(settings, f"show {uuid4()}", "show", status=1)
-    wrong = run_command(settings, f"show {task_id} --key {key}")
 
     assert told.returncode == 0, told.stderr
     first, *lines = told.stdout.splitlines()
@@ -102,8 +98,6 @@ def test_show_tells_what_is_known_of_one_task(
     assert (data["task_id"], data["args"], data["job_state"]) == (task_id, "(7,)", "open")
     assert datetime.fromisoformat(data["due"]) > datetime.now(UTC)
     assert unknown == {"task": None}
-    assert wrong.returncode == 2
-    assert "give the id of a task, or --key" in wrong.stderr
 
 
 def test_the_forecast_says_how_many_tasks_are_due_when(
@@ -171,11 +165,9 @@ def test_a_task_is_postponed(settings: dict[str, Any], shop: Any) -> None:
 
     told = run_command(settings, f"postpone {task_id} --eta {later.isoformat()}")
     by_delay = run_command(settings, f"postpone {task_id} --delay 1h60m --json")
-    wrong = run_command(settings, f"postpone {task_id}")
 
     assert told.stdout == f"{task_id}: done\n"
     assert checked("outcomes", by_delay.stdout) == {"outcomes": {task_id: "done"}}
-    assert wrong.returncode == 2
     (found,) = shop.rabbitdelay.pending()
     assert found.due > datetime.now(UTC) + timedelta(hours=1, minutes=50)
 
@@ -218,30 +210,6 @@ def test_a_job_is_opened_committed_and_shown(settings: dict[str, Any], shop: Any
     assert f"job '{job}' is committed" in aborted.stderr
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "pending",
-        "show x",
-        "forecast",
-        "cancel x",
-        "cancel --task x",
-        "run-now x",
-        "postpone x --delay 1",
-        "job show x",
-        "pause --task x",
-        "resume --queue x",
-        "schedules list",
-    ],
-)
-def test_without_a_registry_each_command_says_what_to_set(
-    configuration: dict[str, Any], command: str
-) -> None:
-    told = run_command(configuration, command)
-    assert told.returncode == 2
-    assert "set rabbitdelay_registry_url" in told.stderr
-
-
 def test_tasks_are_paused_by_name_and_by_queue_and_resumed(
     settings: dict[str, Any], shop: Any
 ) -> None:
@@ -270,15 +238,6 @@ def test_tasks_are_paused_by_name_and_by_queue_and_resumed(
     assert (twice.stdout, twice.returncode) == ("task shop.remind: was not paused\n", 1)
     assert (told["was_paused"], unknown["was_paused"]) == (True, False)
     assert shop.rabbitdelay.paused() == []
-
-
-@pytest.mark.parametrize(
-    "command", ["pause", "pause --task x --queue y", "resume", "resume --task="]
-)
-def test_a_pause_takes_one_name(settings: dict[str, Any], command: str) -> None:
-    told = run_command(settings, command)
-    assert told.returncode == 2
-    assert "give --task, or --queue" in told.stderr
 
 
 def test_a_time_without_a_time_zone_is_in_that_of_the_application(
