@@ -41,11 +41,9 @@ def copy(
 @pytest.mark.parametrize(
     ("options", "is_meant"),
     [
-        ({}, True),
         ({"tasks": ["shop.*"], "queues": ["reports"], "ids": ["4d5e"]}, True),
         ({"tasks": ["shop.*"], "queues": ["other"]}, False),
         ({"tasks": ["shop.pay", "shop.remin?"]}, True),
-        ({"tasks": ["shop.remin"]}, False),
         ({"tasks": ["[s]hop.remind"]}, False),
         ({"ids": ["4d5"]}, False),
         ({"reasons": ["on"]}, True),
