@@ -37,7 +37,7 @@ SERIES = {
 }
 
 #: Tasks of each kind that are sent.
-ONE_BY_ONE, ROWS, OF_CHILDREN, CANCELLED, KEYED, LOST, BROKEN = 150, 2000, 60, 40, 30, 20, 5
+ONE_BY_ONE, ROWS, OF_CHILDREN, CANCELLED, KEYED, LOST, BROKEN = 50, 400, 20, 20, 10, 10, 5
 
 #: The counters of what becomes of a task that was sent.
 ENDS = ("lateness_seconds_count", "cancelled_total", "superseded_total", "undeliverable_total")
