@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,10 @@ import pytest
 from celery.bin.base import CLIContext
 from celery.platforms import EX_UNAVAILABLE
 from click.testing import CliRunner, Result
-from redis import Redis
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.command.group import rabbitdelay
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
-from tests.integration.shop import PATIENCE
-from tests.integration.worker import run_command, start_celery
+from tests.integration.worker import run_command
 from tests.json_schemas import checked
 
 #: Nothing listens there.
@@ -213,45 +209,7 @@ def test_a_result_backend_that_does_not_answer_is_one_line(configuration: dict[s
     assert line.startswith("Error: the result_backend does not answer: ")
 
 
-def test_records_of_the_registry_that_another_program_wrote_are_one_line(
-    redis: RedisServer, make_shop: Callable[..., Any]
-) -> None:
-    shop = make_shop(rabbitdelay_registry_url=redis.url, rabbitdelay_track="all")
-    shop.rabbitdelay.open_job("j", expires=3600)
-    shop.tasks["look"].apply_async(delay=60, task_id="x")
-    client: Any = Redis.from_url(redis.url)
-    for key in client.scan_iter():
-        if client.type(key) == b"hash":
-            client.hset(key, mapping=dict.fromkeys(client.hkeys(key), b"\xff"))
-    client.close()
-    prefix = shop.rabbitdelay.settings.prefix
-    for command in ("show x", "pending", "cancel x", "job show j"):
-        told = invoke(command, rabbitdelay_registry_url=redis.url, rabbitdelay_prefix=prefix)
-        (line,) = told.stderr.splitlines()
-        assert told.exit_code == EX_UNAVAILABLE
-        assert line.startswith("Error: the registry cannot be used: ")
-
-
 def test_a_traceback_is_printed_if_it_is_asked_for() -> None:
     told = run_command(CONFIGURATION, "--traceback pending")
     assert "Traceback" in told.stderr
     assert told.stderr.splitlines()[-1].startswith("celery_rabbitdelay.exceptions.RegistryUnavail")
-
-
-def test_watch_ends_with_a_line_when_the_broker_goes_away(
-    configuration: dict[str, Any], shop: Any, private_rabbitmq: RabbitMQServer
-) -> None:
-    own, pipe = {**configuration, "broker_url": private_rabbitmq.url}, subprocess.PIPE
-    command = "rabbitdelay status --timeout 0.1 --watch 0.1"
-    with start_celery(own, command, stdout=pipe, stderr=pipe) as watching:
-        assert watching.stdout is not None
-        while not watching.stdout.readline().startswith("no worker"):
-            assert watching.poll() is None
-        private_rabbitmq.kill()
-        try:
-            _, errors = watching.communicate(timeout=PATIENCE)
-        finally:
-            private_rabbitmq.start()
-    assert watching.returncode == EX_UNAVAILABLE
-    (line,) = errors.splitlines()
-    assert line.startswith("Error: cannot ask the broker ")

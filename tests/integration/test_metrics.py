@@ -19,8 +19,8 @@ import pytest
 from kombu import Connection, Exchange
 from prometheus_client import CollectorRegistry
 
-from celery_rabbitdelay import PublishError, RegistryUnavailable, Row, RowsNotConfirmed
-from celery_rabbitdelay.testing import RedisServer, wait_for
+from celery_rabbitdelay import PublishError, Row, RowsNotConfirmed
+from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.metrics import Scraped, is_served
 from tests.integration.notes import Notes
@@ -152,29 +152,6 @@ def test_each_verdict_of_the_registry_is_counted(
         wait_for(lambda: delays.registry.jobs.state("late").value == "aborted", "its end")
         delays.registry.jobs.state("late")
         assert of_process(shop).total("jobs_expired_total") == before + 1
-
-
-def test_a_registry_that_does_not_answer_opens_the_breaker(
-    measured: Callable[..., Any], port: int
-) -> None:
-    with RedisServer() as redis:
-        shop = measured(rabbitdelay_registry_url=redis.url)
-        counted = shop.rabbitdelay.metrics
-        redis.kill()
-        shop.tasks["look"].apply_async(delay=0.3, once=True)
-        found = scraped(
-            port,
-            lambda now: now.total("returned_total") >= 1 and now.total("registry_breaker_open"),
-            "a task's return, and the breaker",
-        )
-        assert found.total("registry_failures_total") >= 1
-        with pytest.raises(RegistryUnavailable):
-            shop.tasks["look"].apply_async(delay=0.3, key="order")
-    queue = named(shop, "default")
-    own = Scraped(counted.collect())
-    assert own.total("registry_failures_total") == 1
-    # The second one was not sent.
-    assert own.values("confirmed_total") == {(queue, "look"): 1}
 
 
 def test_what_waits_is_told_by_level_and_missing_queues_are(

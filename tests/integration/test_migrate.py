@@ -37,7 +37,7 @@ from tests.integration.worker import Worker, answer, run_command, start_celery
 from tests.json_schemas import checked
 
 #: An hour: what is due later meditates.
-OLD = [["minutes", 60, 60], ["seconds", 60, 1], ["tenths", 10, 0.1]]
+OLD: Any = [["minutes", 60, 60], ["seconds", 60, 1], ["tenths", 10, 0.1]]
 NEW = [["hours", 24, 3600], ["halves", 120, 30], ["seconds", 30, 1], ["tenths", 10, 0.1]]
 
 #: Seconds for which near tasks wait at least and at most, and far ones.

@@ -103,7 +103,6 @@ def test_prometheus_has_the_counts_of_the_ledger_exactly(
             "duplicates_total": -1,
             "early_total": -1,
         }
-        print(ledger)  # noqa: T201 - shown by pytest -s, and if it fails
         assert {name: prometheus.value(f"sum({PREFIX}{name})") for name in ledger} == ledger
         del ran["cancelled"], ran["keyed"]
         assert ran == Counter(map(str, range(ONE_BY_ONE + ROWS + OF_CHILDREN)))

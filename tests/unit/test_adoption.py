@@ -62,7 +62,7 @@ def due_in(outgoing: Outgoing) -> float:
 
 
 def test_a_native_task_waits_until_its_eta_and_then_goes_where_it_was_sent() -> None:
-    given = {"eta": in_seconds(40), ONCE: True}
+    given: dict[str, Any] = {"eta": in_seconds(40), ONCE: True}
     outgoing = native(calculate_routing_key(40, "paper.daily"), **given)
     headers = outgoing.message.headers.to_headers()
     assert 20 < due_in(outgoing) < 40.001

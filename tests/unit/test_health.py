@@ -33,7 +33,7 @@ def test_a_worker_is_alive_as_long_as_it_answers_and_ready_if_it_takes_and_sends
     worker.app.rabbitdelay.registry.store.commands.side_effect = registry
     application = health.with_health(lambda *_: [b"metrics"], worker)
 
-    def ask(path: str) -> tuple[str, str]:
+    def ask(path: str) -> tuple[str, str | None]:
         started: Any = mock.Mock()
         (body,) = application({"PATH_INFO": path}, started)
         return body.decode(), started.call_args and started.call_args.args[0]

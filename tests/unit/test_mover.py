@@ -88,9 +88,14 @@ def make_mover(patch: pytest.MonkeyPatch, looks: deque[Found], source: Any = Sou
 def test_a_message_that_the_target_refuses_stays_in_its_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mover = make_mover(monkeypatch, deque([9, 0, 0]))
-    moved = mover.move()
-    assert sorted(mover._source.acknowledged) == [0, 1, 2, 3, 4, 5, 6, 8]
+    made: list[Source] = []
+
+    def source(looks: deque[Found]) -> Source:
+        made.append(Source(looks))
+        return made[0]
+
+    moved = make_mover(monkeypatch, deque([9, 0, 0]), source).move()
+    assert sorted(made[0].acknowledged) == [0, 1, 2, 3, 4, 5, 6, 8]
     assert (moved.moved, moved.copies) == (8, 0)
     assert moved.left == {"the target does not take it (MessageNacked)": 1}
 

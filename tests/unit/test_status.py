@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -73,17 +73,6 @@ def test_rates_are_what_changed_between_two_looks_in_a_second() -> None:
     assert not any(line.strip().startswith("hours.2 ") for line in lines)
     assert f"  {'hours.x1':16} {40:10,} waiting       -5.0/s" in lines
     assert "delayed tasks that workers received: 10.0/s" in lines
-
-
-def test_the_next_due_time_is_that_of_the_registry_and_that_of_the_levels() -> None:
-    topology = Topology(layout=LAYOUT)
-    due = datetime.now(UTC) + timedelta(hours=2)
-    found = look(0.0, {}, {})._replace(next_due=due, due_within_ms=3_600_000)
-    lines = list(status_lines(topology, found))
-    assert any(line.startswith("next due: ") and "of the tracked tasks" in line for line in lines)
-    assert "next due: within 1:00:00, by what waits in the levels" in lines
-    lost = found._replace(next_due=None, registry_error="Redis is away")
-    assert "next due: the registry cannot be asked: Redis is away" in status_lines(topology, lost)
 
 
 def test_many_reasons_are_shown_in_part_and_none_can_write_to_the_terminal() -> None:

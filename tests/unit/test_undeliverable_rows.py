@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
@@ -85,13 +85,6 @@ def test_every_message_is_a_row_of_arrow(headers: dict[str, Any], body: bytes) -
     assert batch.schema.names == [column.split()[0] for column in read.UNDELIVERABLE.split(", ")]
     first, second = batch.to_pylist()
     assert (first["body"], first["size"], second["task_id"]) == (body, len(body), "\\ud800")
-
-
-def test_an_instant_is_the_same_in_arrow() -> None:
-    (row,) = read._to_arrow(
-        [read.to_row(message({"rabbitdelay-due": 1_900_000_000_123}))]
-    ).to_pylist()
-    assert row["due"] == datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
 
 
 def test_a_batch_has_few_rows_and_few_bytes() -> None:
