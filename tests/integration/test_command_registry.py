@@ -243,8 +243,8 @@ def test_what_beats_entries_would_become_is_shown_and_not_done(
 def test_schedules_are_listed_paused_triggered_deleted_and_imported(
     make_shop: Callable[..., Any], tmp_path: Path
 ) -> None:
-    shop = make_shop(accept_content=["json", "pickle"])
-    put = shop.rabbitdelay.schedules.put
+    shop, other = make_shop(), make_shop(accept_content=["json", "pickle"])
+    put = other.rabbitdelay.schedules.put
     put("nightly", "shop.report", "@daily", ["x"], timezone="UTC")
     put("often", "shop.remind", timedelta(hours=1))
     put("pickled", "shop.report", "@daily", [{1, 2}], serializer="pickle")

@@ -12,6 +12,7 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, named
 
+
 @pytest.fixture
 def configuration(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
     return {

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import pytest
@@ -173,6 +174,18 @@ def test_what_is_wrong_in_a_command_line_or_a_setting_is_a_usage_error(
     assert (told.exit_code, told.stdout) == (2, "")
     assert says in " ".join(told.stderr.split())
     assert "secret" not in told.stderr
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_an_error_shows_no_password_whoever_wrote_its_text(
+    offline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    refused = mock.Mock(side_effect=error("no way to amqp://guest:secret@host\nat all"))
+    monkeypatch.setattr("celery_rabbitdelay.command.status.status_of", refused)
+    told = offline("status", "--json")
+    (line,) = told.stderr.splitlines()
+    assert "no way to amqp://guest:**@host at all" in line
+    assert "secret" not in told.output
 
 
 def test_celery_says_which_version_this_is(offline: Callable[..., Result], tmp_path: Path) -> None:
