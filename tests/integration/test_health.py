@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
-from uuid import uuid4
 
 import pytest
 
@@ -73,19 +70,3 @@ def test_a_worker_is_ready_while_it_is_connected(
     finally:
         private_rabbitmq.ctl("start_app")
     probes.wait_until_ready()
-
-
-def test_a_worker_that_ends_is_alive_and_not_ready_until_its_task_has_ended(
-    shop: Any, configuration: dict[str, Any], probes: Probes
-) -> None:
-    key = uuid4().hex
-    redis: Any = shop.backend.client
-    with Worker(configuration) as worker:
-        shop.tasks["retry-when"].apply_async((key,))
-        wait_for(lambda: redis.get(key) == b"first", "a task that runs", PATIENCE)
-        os.kill(worker.pid, signal.SIGTERM)
-        probes.wait_until_not_ready("consuming from no queue")
-        redis.set(key, "go on")
-        wait_for(lambda: not worker.running, "the worker's end", PATIENCE)
-    assert probes.ask("healthz")[0] == 0
-    redis.delete(key)

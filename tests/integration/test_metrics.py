@@ -12,6 +12,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 from uuid import uuid4
 
 import celery
@@ -268,6 +270,8 @@ def test_metrics_are_served_until_the_pool_has_finished_and_a_killed_worker_free
         os.kill(worker.pid, signal.SIGTERM)
         wait_for(lambda: "Warm shutdown" in worker.log, "the shutdown")
         assert is_served(port)
+        with pytest.raises(HTTPError, match="503"):
+            urlopen(f"http://127.0.0.1:{port}/readyz", timeout=PATIENCE)
         redis.set(key, "go on")
         wait_for(lambda: not worker.running, "the worker's end")
         assert not is_served(port)

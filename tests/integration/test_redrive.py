@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -38,16 +37,10 @@ from tests.integration.undeliverable_messages import (
     put,
     straight,
 )
-from tests.integration.worker import ShopProcess, Worker, run_celery
+from tests.integration.worker import Worker
 from tests.node_control import close_all_connections
 
 MODULES = ("check-in", "distribution")
-
-#: Each kill, by its point and the count of calls before it; see :mod:`.redrive_killed`.
-KILLS = [("taken", 300), ("confirmed", 250), ("acknowledged", 1)]
-
-#: Messages that a kill may leave as copies: those that were not acknowledged yet.
-MOST_COPIES = 1000
 
 
 def to_queues(topology: Topology, *queues: Queue, **options: Any) -> Redriving:
@@ -303,33 +296,3 @@ def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
         wait_until_waiting(again, name, 0)
         arrived = take(again, [queue], count(again, queue.name))
     assert {int(each.body) for each in arrived} == {*range(100)}
-
-
-def consumers(connection: Connection, queue_name: str) -> int:
-    channel: Any
-    with connection.channel() as channel:
-        number: int = channel.queue_declare(queue_name, passive=True).consumer_count
-        return number
-
-
-def test_kills_in_the_middle_lose_no_message(
-    connection: Connection, configuration: dict[str, Any], shop: Any
-) -> None:
-    topology, queue = shop.rabbitdelay.topology, shop.amqp.queues[named(shop, "default")]
-    declare_with(connection, topology, queue)
-    own = straight(queue.name)
-    name = put(connection, topology, *(message(each, own) for each in range(1000)))
-
-    for point, calls in KILLS:
-        program = "tests.integration.redrive_killed"
-        run = ShopProcess.run_module(program, configuration, point, str(calls))
-        assert run.returncode == -signal.SIGKILL, run.stderr
-        # The broker gives its messages back when it removes the consumer.
-        wait_for(lambda: not consumers(connection, name), "the end of its consumer")
-
-    told = run_celery(configuration, "rabbitdelay undeliverable redrive")
-    assert told.returncode == 0, told.stderr
-    wait_until_waiting(connection, name, 0)
-    arrived = take(connection, [queue], count(connection, queue.name))
-    assert {int(each.body) for each in arrived} == {*range(1000)}
-    assert len(arrived) <= 1000 + MOST_COPIES * len(KILLS)
