@@ -195,15 +195,14 @@ def test_modules_undeliverable_early_and_other_producers_messages_are_counted(
     found = scraped(
         port,
         lambda now: (
-            now.total("module_published_total") == 4 + 1 + 2
+            now.values("module_published_total").get((distribution,)) == 4 + 1 + 2
             and now.total("lateness_seconds_count") == 4 + 2 + 1
             and now.values("backlog").get((queues.undeliverable.name,)) == 1
         ),
         "all of them",
     )
     assert found.values("undeliverable_total") == {(distribution,): 1, (queues.checkin.name,): 0}
-    # The four of the envelope, the one that is undeliverable, and the early one twice.
-    assert found.values("module_published_total")[distribution,] == 4 + 1 + 2
+    # The envelope, the one that is undeliverable, and the early one twice.
     assert found.values("module_received_total")[distribution,] == 1 + 1 + 2
     assert found.values("early_total") == {(default, "look"): 1, (distribution, ""): 1}
     assert found.values("taken_over_total") == {(named(shop, "second"), "look"): 1}

@@ -240,7 +240,7 @@ def in_envelope(*items: Item, **shared: Any) -> dict[str, Any]:
 
 
 #: A user's pattern that allows everything.
-OPEN = {
+OPEN: dict[str, Any] = {
     "allowed": AllowedDestinations(
         patterns=("*",), never=frozenset({"p.delivery"}), never_patterns=("amq.*",)
     )
