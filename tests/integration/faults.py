@@ -309,7 +309,7 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
             "danger",
             {"binding-additional"},
         )
-        for name in ("delivery", "seconds.x1", "checkin", "undeliverable", "meditated", "unrouted")
+        for name in ("delivery", "checkin")
     },
     **{
         f"foreign-binding-of-{name}": (
@@ -317,11 +317,11 @@ FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
             "danger",
             {"binding-additional"},
         )
-        for name in ("seconds.3", "checkin", "meditation", "distribution", "undeliverable")
+        for name in ("seconds.3", "undeliverable")
     },
     **{
         f"consumer-of-{name}": (consumer_of(f"shop.{name}"), "danger", {"level-consumed"})
-        for name in ("seconds.3", "checkin", "meditation", "distribution", "undeliverable")
+        for name in ("seconds.3", "undeliverable")
     },
     "expires": (policy(r"^shop\.", expires=3_600_000), "danger", {"policy-expires"}),
     "shorter-ttl": (policy(r"^shop\.seconds", message_ttl=1500), "danger", {"policy-message-ttl"}),

@@ -55,7 +55,8 @@ class Place:
         self.orders = Queue("orders", queue_arguments=QUORUM)
         self.destinations = [self.orders]
         self.connection = Connection(self.url)
-        self.api = ManagementAPI(node.management_url)
+        self.management_url = node.management_url
+        self.api = ManagementAPI(self.management_url)
         self.clock_ahead = 0.0
         self.redis_url = ""
         #: Further settings of the application.

@@ -29,9 +29,9 @@ QUEUES = [
 MODULES = ("check-in", "distribution")
 
 
-def tasks(modules: tuple[str, ...] = MODULES, **more: Any) -> adoption.TaskMessages:
+def tasks(modules: tuple[str, ...] = MODULES) -> adoption.TaskMessages:
     producer = DelayedProducer(Publisher(Connection("amqp://")), TOPOLOGY, modules=modules)
-    return adoption.TaskMessages(producer, UTC, lambda name: None, **more)
+    return adoption.TaskMessages(producer, UTC, lambda name: None, lambda name: name == "own")
 
 
 def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
@@ -40,7 +40,6 @@ def message(key: str, exchange: str = "", **headers: Any) -> amqp.Message:
         application_headers={"id": "1", "task": "remind", **headers},
         content_type="application/json",
         content_encoding="utf-8",
-        priority=headers.pop("priority", None),
     )
     made.delivery_info = {"exchange": exchange, "routing_key": key, "delivery_tag": 1}
     return made
@@ -63,24 +62,31 @@ def due_in(outgoing: Outgoing) -> float:
 
 
 def test_a_native_task_waits_until_its_eta_and_then_goes_where_it_was_sent() -> None:
-    outgoing = native(calculate_routing_key(40, "paper.daily"), eta=in_seconds(40))
+    given: dict[str, Any] = {"eta": in_seconds(40), ONCE: True}
+    outgoing = native(calculate_routing_key(40, "paper.daily"), **given)
     headers = outgoing.message.headers.to_headers()
     assert 20 < due_in(outgoing) < 40.001
-    told = (header_names.EXCHANGE, header_names.QUEUE, header_names.ROUTING_KEY, "eta")
-    assert [headers[name] for name in told] == ["reports", *["paper.daily"] * 2, None]
+    told = (header_names.EXCHANGE, header_names.QUEUE, header_names.ROUTING_KEY, "eta", ONCE)
+    assert [headers[name] for name in told] == ["reports", *["paper.daily"] * 2, None, True]
 
 
-@pytest.mark.parametrize("eta", [None, "soon", 5])
-def test_without_a_readable_eta_it_waits_as_long_as_the_chain_might(eta: Any) -> None:
-    # Of 640 s, 512 are those of the queue that it is in.
-    key = calculate_routing_key(640, "daily")
-    assert 600 < due_in(native(key, level=9, eta=eta)) <= 640.001
-    assert 60 < due_in(native(key, level=7, eta=eta)) <= 128.001
-
-
-def test_an_eta_that_is_earlier_than_the_chain_does_not_count() -> None:
-    outgoing = native(calculate_routing_key(40, "daily"), eta=in_seconds(-3600))
-    assert due_in(outgoing) > 20
+@pytest.mark.parametrize(
+    ("eta", "seconds", "level", "least", "most"),
+    [
+        # Of 640 s, 512 are those of the queue that it is in.
+        (None, 640, 9, 600, 640.001),
+        ("soon", 640, 7, 60, 128.001),
+        (5, 640, 7, 60, 128.001),
+        # Earlier than the chain.
+        (-3600.0, 40, 5, 20, 40.001),
+    ],
+)
+def test_without_a_valid_eta_it_waits_as_long_as_the_chain_might(
+    eta: Any, seconds: int, level: int, least: float, most: float
+) -> None:
+    given = in_seconds(eta) if isinstance(eta, float) else eta
+    outgoing = native(calculate_routing_key(seconds, "daily"), level, eta=given)
+    assert least < due_in(outgoing) <= most
 
 
 def test_a_native_task_for_a_fanout_exchange_goes_through_distribution() -> None:
@@ -90,39 +96,22 @@ def test_a_native_task_for_a_fanout_exchange_goes_through_distribution() -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "reason"),
+    ("key", "modules", "headers", "reason"),
     [
-        (calculate_routing_key(40, "plain"), "no queue of the application"),
-        (calculate_routing_key(40, "nobody"), "no queue of the application"),
-        ("daily", "28 bits"),
+        (calculate_routing_key(40, "plain"), MODULES, {}, "no queue of the application"),
+        (calculate_routing_key(40, "nobody"), MODULES, {}, "no queue of the application"),
+        ("daily", MODULES, {}, "28 bits"),
+        (calculate_routing_key(40, "everyone"), (), {}, "distribution"),
+        (calculate_routing_key(40, "daily"), (), {"eta": in_seconds(10**9)}, "capacity"),
+        (calculate_routing_key(40, "daily"), MODULES, {UNREADABLE: "why"}, "cannot be read"),
+        (calculate_routing_key(40, "daily"), MODULES, {"task": "own"}, "rabbitdelay=False"),
     ],
 )
-def test_a_native_task_whose_destination_is_unknown_stays(key: str, reason: str) -> None:
+def test_a_native_task_stays_if_the_levels_cannot_take_it(
+    key: str, modules: tuple[str, ...], headers: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(Stay, match=reason):
-        native(key)
-
-
-def test_a_task_that_the_modules_cannot_take_stays() -> None:
-    with pytest.raises(Stay, match="distribution"):
-        native(calculate_routing_key(40, "everyone"), modules=())
-    with pytest.raises(Stay, match="capacity"):
-        native(calculate_routing_key(40, "daily"), modules=(), eta=in_seconds(10**9))
-
-
-def test_what_cannot_be_read_stays() -> None:
-    with pytest.raises(Stay, match="cannot be read"):
-        native(calculate_routing_key(40, "daily"), 5, MODULES, **{UNREADABLE: "why"})
-
-
-def test_the_registrys_headers_stay() -> None:
-    outgoing = native(calculate_routing_key(40, "daily"), 5, MODULES, **{ONCE: True})
-    assert outgoing.message.headers.to_headers()[ONCE] is True
-
-
-def test_a_task_that_keeps_celerys_own_delays_stays() -> None:
-    convert = adoption.native_chain(tasks(keeps_own=lambda name: name == "remind"), QUEUES)
-    with pytest.raises(Stay, match="rabbitdelay=False"):
-        convert(message(calculate_routing_key(40, "daily")), "celery_delayed_5")
+        native(key, modules=modules, **headers)
 
 
 def nservicebus(seconds: int, level: int, sent: datetime, **headers: Any) -> Outgoing:
@@ -142,6 +131,8 @@ def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
     assert 480 < due_in(outgoing) <= 540.001
     assert headers[header_names.EXCHANGE] == "nsb.v2.delay-delivery"
     assert headers[header_names.ROUTING_KEY] == "endpoint"
+    with pytest.raises(Stay, match="CC"):
+        nservicebus(40, 5, datetime.now(UTC), CC=["celery"])
 
 
 def test_a_delayed_retry_of_nservicebus_is_not_early() -> None:
@@ -157,16 +148,10 @@ def test_a_delayed_retry_of_nservicebus_is_not_early() -> None:
         {"NServiceBus.TimeSent": "9999-12-31 23:59:59:999999 Z"},
         {"NServiceBus.Transport.RabbitMQ.DelayInSeconds": "-1"},
         {"NServiceBus.Transport.RabbitMQ.DelayInSeconds": str(2**28)},
-        {"NServiceBus.Transport.RabbitMQ.DelayInSeconds": "soon"},
     ],
 )
 def test_without_a_valid_time_nservicebus_waits_as_long_as_its_chain(told: dict[str, str]) -> None:
     assert 20 < due_in(nservicebus(40, 5, datetime.now(UTC), **told)) <= 40.001
-
-
-def test_a_message_of_nservicebus_reaches_nothing_else() -> None:
-    with pytest.raises(Stay, match="CC"):
-        nservicebus(40, 5, datetime.now(UTC), CC=["celery"])
 
 
 def eta_task(**headers: Any) -> Outgoing:
@@ -180,11 +165,10 @@ def test_a_task_with_an_eta_returns_to_its_queue() -> None:
     assert outgoing.message.headers.to_headers()[header_names.QUEUE] == "daily"
 
 
-@pytest.mark.parametrize("is_past", [False, True])
-def test_a_task_that_is_not_delayed_stays(is_past: bool) -> None:
-    with pytest.raises(Stay) as stay:
-        eta_task(eta=in_seconds(-5) if is_past else None)
-    assert str(stay.value) == adoption.NOT_DELAYED
+@pytest.mark.parametrize("headers", [{}, {"eta": in_seconds(-5)}, {"x-delivery-count": 7}])
+def test_a_task_that_is_not_delayed_stays(headers: dict[str, Any]) -> None:
+    with pytest.raises(Stay, match=adoption.NOT_DELAYED):
+        eta_task(**headers)
 
 
 @pytest.mark.parametrize("header", ["x-delivery-count", "x-acquired-count"])

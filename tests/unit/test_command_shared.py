@@ -1,15 +1,17 @@
-"""The connection to another broker than the application's, times, and the version."""
+"""The connection to another broker, times, usage errors of all commands, and the version."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import pytest
+from click.testing import Result
 
 from celery_rabbitdelay import Celery, __version__
 from celery_rabbitdelay.command.group import rabbitdelay
@@ -108,27 +110,87 @@ def test_all_commands_take_times_in_the_same_forms() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["0", "99999999999d", "9" * 400])
-def test_a_period_is_above_0_and_at_most_100_years(text: str) -> None:
-    with pytest.raises(click.BadParameter, match=r"takes a duration (from|above) 0 to 100 years"):
-        seconds_type.convert(text, None, None)
+@pytest.mark.parametrize(
+    ("kind", "text", "takes"),
+    [
+        (seconds_type, "0", "a duration above 0 to 100 years"),
+        (seconds_type, "99999999999d", "a duration from 0 to 100 years"),
+        (instant_type, "9999-12-31T23:59:59-12:00", "a datetime or ISO 8601, such as"),
+        (instant_type, "2030-02-30", "a datetime or ISO 8601, such as"),
+    ],
+)
+def test_a_time_that_nobody_can_wait_for_is_named(kind: Any, text: str, takes: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"{text}': takes {takes}"):
+        kind.convert(text, None, None)
 
 
-@pytest.mark.parametrize("text", ["0001-01-01", "9999-12-31T23:59:59-12:00", "2030-02-30"])
-def test_an_instant_that_no_calendar_has_is_named(text: str) -> None:
-    with pytest.raises(click.BadParameter, match=f"{text}': takes a datetime or ISO 8601, such as"):
-        instant_type.convert(text, None, None)
+#: Settings with a registry, which is not asked.
+REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
 
 
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("command", "settings", "says"),
     [
-        (["rabbitdelay", "--version"], f"celery-rabbitdelay, version {__version__}"),
-        (["-A", "shop", "report"], f"package  -> celery-rabbitdelay:{__version__}"),
+        ("status", {"rabbitdelay_tick": "soon"}, "rabbitdelay_tick"),
+        ("status --watch", {}, "cannot be used with --watch"),
+        ("verify --management amqp://guest:secret@host", {}, "a URL such as http://host:15672"),
+        ("verify --management secret@host:x", {}, "a URL such as http://host:15672"),
+        ("delete", {}, "give --yes"),
+        ("export -f svg", {}, "'svg' is not one of"),
+        ("export -f mermaid --max-delay 9999999d", {}, "above the layout's capacity"),
+        ("export -f mermaid -o /nowhere/at/all", {}, "--output: "),
+        ("send look --tolerance -1", {}, "takes a duration"),
+        ("send look --priority 256", {}, "256 is not in the range"),
+        ("send look no-such-file", {}, "No such file"),
+        ("send celery.chnk", {}, "is it 'celery.chunks'? use --by-name to send it anyway"),
+        ("migrate --from-layout [[", {}, "is not JSON"),
+        ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
+        ("migrate --from-shards 0", {}, "rabbitdelay_shards"),
+        ("migrate --rate 0", {}, "--rate"),
+        ("migrate --from-prefix old", REGISTRY, "those that are cancelled would run"),
+        ("adopt nservicebus", {"rabbitdelay_modules": []}, "it needs distribution"),
+        ("undeliverable redrive --to x.celery.pidbox", {}, "belongs to the levels, to the broker"),
+        ("undeliverable redrive --max-attempts 0", {}, "0 is not in the range"),
+        ("undeliverable purge", {}, "give --yes"),
+        ("pause", REGISTRY, "give --task, or --queue"),
+        ("pause --task x --queue y", REGISTRY, "give --task, or --queue"),
+        ("resume --task=", REGISTRY, "give --task, or --queue"),
+        ("postpone x", REGISTRY, "give --delay, or --eta"),
+        ("show x --key y", REGISTRY, "give the id of a task, or --key"),
+        *(
+            (command, {}, "set rabbitdelay_registry_url")
+            for command in (
+                *("pending", "show x", "forecast", "cancel x", "cancel --task x -y", "run-now x"),
+                *("postpone x --delay 1", "job show x", "pause --task x", "resume --queue x"),
+                "schedules list",
+            )
+        ),
     ],
 )
-def test_celery_says_which_version_this_is(command: list[str], line: str, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_command_line_or_a_setting_is_a_usage_error(
+    offline: Callable[..., Result], command: str, settings: dict[str, Any], says: str
+) -> None:
+    told = offline(*command.split(), "--json", **settings)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert says in " ".join(told.stderr.split())
+    assert "secret" not in told.stderr
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_an_error_shows_no_password_whoever_wrote_its_text(
+    offline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    refused = mock.Mock(side_effect=error("no way to amqp://guest:secret@host\nat all"))
+    monkeypatch.setattr("celery_rabbitdelay.command.status.status_of", refused)
+    told = offline("status", "--json")
+    (line,) = told.stderr.splitlines()
+    assert "no way to amqp://guest:**@host at all" in line
+    assert "secret" not in told.output
+
+
+def test_celery_says_which_version_this_is(offline: Callable[..., Result], tmp_path: Path) -> None:
+    assert offline("--version").stdout == f"celery-rabbitdelay, version {__version__}\n"
     (tmp_path / "shop.py").write_text("from celery_rabbitdelay import Celery\napp = Celery()\n")
-    celery = [sys.executable, "-m", "celery", *command]
-    run = subprocess.run(celery, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert line in run.stdout.splitlines()
+    report = [sys.executable, "-m", "celery", "-A", "shop", "report"]
+    run = subprocess.run(report, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"package  -> celery-rabbitdelay:{__version__}" in run.stdout.splitlines()

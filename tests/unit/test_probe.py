@@ -91,14 +91,6 @@ def test_a_probe_is_missing_a_minute_after_its_time_unless_it_may_wait_behind_an
     assert {level for level, count in probing.service.missing.items() if count == 1} == missing
 
 
-def test_nobody_waits_for_the_confirm_of_a_probe() -> None:
-    given = Connection(NOWHERE, transport_options={"confirm_publish": True, "client": "mine"})
-    service = ProbeService(Topology("p", LAYOUT), given, mock.Mock(), mock.Mock())
-    options = service.connection.transport_options
-    assert options == {"confirm_publish": False, "client": "mine"}
-    assert given.transport_options == {"confirm_publish": True, "client": "mine"}
-
-
 def test_the_token_is_held_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     probing = Probing(monkeypatch)
     first, sent, second = map(probing.receive, (TOKEN_TYPE, PROBE_TYPE, TOKEN_TYPE))

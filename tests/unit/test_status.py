@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -67,29 +67,12 @@ def test_rates_are_what_changed_between_two_looks_in_a_second() -> None:
     after = look(12.0, {"hours.x1": {1: 40}, "minutes.x1": {7: 3}}, {"a": 120, "b": 0, "new": 8})
     assert rates_between(before, after) == {"hours.x1": -5.0, "minutes.x1": 1.5, "tasks": 10.0}
 
-    lines = list(status_lines(Topology(layout=LAYOUT), after, rates=rates_between(before, after)))
+    rates = rates_between(before, after)
+    lines = list(status_lines(Topology(layout=LAYOUT), after, with_digits=True, rates=rates))
+    assert f"    {'hours.1':14} {40:10,}" in lines
+    assert not any(line.strip().startswith("hours.2 ") for line in lines)
     assert f"  {'hours.x1':16} {40:10,} waiting       -5.0/s" in lines
     assert "delayed tasks that workers received: 10.0/s" in lines
-
-
-def test_the_digits_that_are_not_empty_are_listed() -> None:
-    found = look(0.0, {"hours.x1": {1: 40, 3: 10}}, {})
-    lines = list(status_lines(Topology(layout=LAYOUT), found, with_digits=True))
-    assert f"  {'hours.x1':16} {50:10,} waiting" in lines
-    assert f"    {'hours.1':14} {40:10,}" in lines
-    assert f"    {'hours.3':14} {10:10,}" in lines
-    assert not any(line.strip().startswith("hours.2 ") for line in lines)
-
-
-def test_the_next_due_time_is_that_of_the_registry_and_that_of_the_levels() -> None:
-    topology = Topology(layout=LAYOUT)
-    due = datetime.now(UTC) + timedelta(hours=2)
-    found = look(0.0, {}, {})._replace(next_due=due, due_within_ms=3_600_000)
-    lines = list(status_lines(topology, found))
-    assert any(line.startswith("next due: ") and "of the tracked tasks" in line for line in lines)
-    assert "next due: within 1:00:00, by what waits in the levels" in lines
-    lost = found._replace(next_due=None, registry_error="Redis is away")
-    assert "next due: the registry cannot be asked: Redis is away" in status_lines(topology, lost)
 
 
 def test_many_reasons_are_shown_in_part_and_none_can_write_to_the_terminal() -> None:

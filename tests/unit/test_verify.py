@@ -10,13 +10,12 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.command.shared import first_of
+from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.verify import checks
 from celery_rabbitdelay.operations.verify.findings import FAULTS, Severity, findings_of
 from celery_rabbitdelay.operations.verify.management import (
     Inventory,
-    ManagementAPI,
     management_api_of,
 )
 from celery_rabbitdelay.operations.verify.policies import check_policies, effective_policies
@@ -87,32 +86,51 @@ def test_nothing_is_wrong_with_a_sound_layout() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "pattern", "target", "is_found"),
+    [
+        ("rabbitdelay.delivery", "#", "copies", True),
+        ("rabbitdelay.delivery", "#.orders", "orders", True),
+        ("amq.topic", "#", HOURS, True),
+        ("amq.topic", "#", "orders", False),
+        # As ours: of a destination; of one of a layout with fewer levels, which matches nothing.
+        ("rabbitdelay.delivery", "*.*.*.*.*.*.*.*.orders", "orders", False),
+        ("rabbitdelay.delivery", "*.*.orders", "orders", False),
+    ],
+)
+def test_a_binding_that_lets_tasks_out_or_strangers_in_is_found(
+    source: str, pattern: str, target: str, is_found: bool
+) -> None:
+    inventory, topology = sound(Settings().topology), Settings().topology
+    more = inventory._replace(bindings=inventory.bindings | {Binding(source, pattern, target)})
+    found = [code for code, *_ in checks.check_bindings(topology, more)]
+    assert found == ["binding-additional"] * is_found
+
+
+@pytest.mark.parametrize(
     ("version", "codes"),
     [
         ("3.9.29", ["version-too-old"]),
         ("3.10.0", []),
-        ("3.13.7", []),
-        ("4.0.5", []),
         ("4.3.0", ["version-fault"]),
         ("4.3.2+1.g1234567", ["version-fault"]),
         ("4.3.3-rc.1", []),
-        ("4.3.6", []),
         ("5.0", []),
     ],
 )
 def test_the_version_is_too_old_or_has_a_fault(version: str, codes: list[str]) -> None:
     found = checks.check_broker(Settings(), Inventory(version=version))
     assert [code for code, *_ in found] == codes
+    flagged = Inventory(version=version, disabled_flags=frozenset({"stream_queue", "others"}))
+    found = checks.check_broker(Settings(), flagged)
+    assert [code for code, *_ in found] == [*codes, "feature-flag-disabled"]
 
 
 @pytest.mark.parametrize(
     ("members", "online", "nodes", "codes"),
     [
-        ("a", "a", "a", []),
         ("a", "a", "ab", ["replicas-few"]),
         ("abc", "abc", "abcde", []),
         ("abc", "ab", "abc", ["replica-offline"]),
-        ("abc", "a", "abc", ["quorum-lost"]),
         ("ab", "a", "abc", ["quorum-lost", "replicas-few"]),
         ("abcde", "abc", "abcde", ["replica-offline"]),
         ("abcde", "ab", "abcde", ["quorum-lost"]),
@@ -160,12 +178,10 @@ def test_of_several_policies_some_are_in_effect(policies: Any, effective: Any) -
 @pytest.mark.parametrize(
     ("apply_to", "pattern", "matches"),
     [
-        ("all", "", True),
-        ("queues", "^rabbitdelay", True),
+        ("all", "^rabbitdelay", True),
         ("quorum_queues", r"hours\.7$", True),
         ("queues", "(?<name>unknown to Python", True),
         ("classic_queues", "", False),
-        ("streams", "", False),
         ("exchanges", "", False),
         ("queues", "^hours", False),
     ],
@@ -180,6 +196,14 @@ def test_a_classic_queue_of_the_levels_may_have_any_overflow_and_delivery_limit(
     bad = policy({"overflow": "drop-head", "delivery-limit": 1})
     inventory = EMPTY._replace(queues={HOURS: queue}, policies=(bad,))
     assert list(check_policies(Topology(), inventory, (), "/")) == []
+
+
+def test_the_remedy_outranks_the_policy() -> None:
+    policies = (policy({"expires": 1}, 5000),)
+    inventory = EMPTY._replace(queues={HOURS: queue_of(HOURS)}, policies=policies)
+    [(code, _, told)] = check_policies(Topology(), inventory, (), "/")
+    assert code == "policy-expires"
+    assert " --priority 5001 " in str(told["guard"])
 
 
 def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None:
@@ -204,11 +228,6 @@ def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None
     ]
 
 
-def test_the_levels_of_another_prefix_that_begins_alike_are_no_orphans() -> None:
-    inventory = sound(Topology("rabbitdelay.eu"))
-    assert list(checks.check_orphans(Topology(), inventory, lambda _: 5)) == []
-
-
 def test_queues_that_differ_by_the_type_of_the_virtual_host_are_the_same() -> None:
     inventory = EMPTY._replace(queues={"q": queue_of("q", arguments={"x-queue-type": "quorum"})})
     settings = Settings()
@@ -219,7 +238,7 @@ def test_queues_that_differ_by_the_type_of_the_virtual_host_are_the_same() -> No
 
 @pytest.mark.parametrize(
     ("ahead", "text"),
-    [(0.0, None), (0.9, None), (3.4, "at least 3 s ahead of"), (-3.4, "at least 3 s behind")],
+    [(0.9, None), (3.4, "at least 3 s ahead of"), (-3.4, "at least 3 s behind")],
 )
 def test_clocks_that_differ_by_more_than_workers_tolerate(ahead: float, text: str | None) -> None:
     inventory = EMPTY._replace(clock_ahead=ahead)
@@ -245,29 +264,12 @@ def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_come
     assert {fault.severity for fault in FAULTS.values()} == set(get_args(Severity))
 
 
-def test_of_many_subjects_the_first_are_named() -> None:
-    assert first_of(("a", "b", "c"), 3) == "a, b, c"
-    assert first_of(("a", "b", "c", "d", "e"), 3) == "a, b, c and 2 more"
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("http://guest:secret@host", "http://host:15672"),
-        ("https://host", "https://host:15671"),
-        ("http://u:p@[::1]:8080/path/", "http://[::1]:8080/path"),
-    ],
-)
-def test_the_management_url_is_shown_without_its_password(given: str, shown: str) -> None:
-    assert ManagementAPI(given).url == shown
-
-
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("amqp://guest:guest@host:5673//", "http://host:15672"),
-        ("amqp://u%40x:p%2F@host/v", "http://host:15672"),
+        ("amqp://u%40x:p%2F@host:5673/v", "http://host:15672"),
         ("amqps://host", "https://host:15671"),
+        ("amqp://u:p@[::1]", "http://[::1]:15672"),
     ],
 )
 def test_by_default_the_api_is_at_the_broker_s_host(url: str, expected: str) -> None:
