@@ -46,6 +46,8 @@ class Session:
         self.tag = 0
         self._broker = broker
         self._peer = peer
+        # What is written has arrived.
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = peer.makefile("rb")
         self._channel = 0
         #: Whether the broker has closed the channel, and the client has not yet said that it knows.
@@ -175,7 +177,10 @@ class FrameBroker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
