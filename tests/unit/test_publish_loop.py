@@ -36,6 +36,7 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
 )
 from celery_rabbitdelay.publishing import confirm_channel, publish_loop
+from celery_rabbitdelay.publishing import pipeline as pipeline_module
 from celery_rabbitdelay.publishing import publisher as publisher_module
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled, Unconfirmed
 from celery_rabbitdelay.publishing.pipeline import Pipeline
@@ -73,7 +74,7 @@ class LeapingClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> LeapingClock:
     clock = LeapingClock()
-    for module in (publish_loop, confirm_channel, publisher_module):
+    for module in (publish_loop, confirm_channel, publisher_module, pipeline_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -509,6 +510,18 @@ def test_a_source_may_take_its_time_and_what_it_gave_does_not_wait_for_the_rest(
 
     publisher.publish_all(source())
     assert errors(sent) == [None] * 4
+
+
+def test_the_caller_s_own_work_in_a_pipeline_does_not_count_towards_the_timeout(
+    publisher: Publisher, clock: LeapingClock
+) -> None:
+    sent = batch("ack", "ack")
+    pipeline = Pipeline(publisher, None, mock.Mock())
+    for each in sent:
+        pipeline.publish(each, POLICY)
+        clock.ahead += AN_HOUR
+    pipeline.confirm()
+    assert errors(sent) == [None, None]
 
 
 def test_a_message_whose_time_is_over_before_anybody_looks_ends_all_the_same(
