@@ -477,13 +477,13 @@ def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
 
 
 def test_a_child_that_leaves_the_block_of_its_parent_leaves_its_connection_alone(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
+    private_rabbitmq: RabbitMQServer, private_shop: Any, confirmed: list[str]
 ) -> None:
-    shop, parent = private_shop, os.getpid()
-    look = shop.tasks["look"]
+    parent = os.getpid()
+    look = private_shop.tasks["look"]
     with resumed(private_rabbitmq):
         try:
-            with shop.rabbitdelay.pipeline():
+            with private_shop.rabbitdelay.pipeline():
                 ids = [look.apply_async(delay=DELAY).id]
                 private_rabbitmq.suspend()
                 ids.append(look.apply_async(delay=DELAY).id)

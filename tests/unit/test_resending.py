@@ -29,10 +29,8 @@ def app_with(**settings: Any) -> Celery:
     [
         ({}, {}, None),
         ({}, {"retry_policy": {"interval_max": 5}}, None),
-        ({}, {"retry_policy": {}}, None),
         ({}, {"retry_policy": {"max_retries": 3}}, 3),
         ({}, {"retry_policy": {"max_retries": 0}}, 0),
-        ({}, {"retry_policy": {"max_retries": None}}, None),
         ({"task_publish_retry_policy": dict(CELERYS)}, {}, None),
         ({"task_publish_retry_policy": {**CELERYS, "max_retries": 7}}, {}, 7),
         ({"task_publish_retry_policy": {**CELERYS, "interval_max": 0.2}}, {}, 3),
