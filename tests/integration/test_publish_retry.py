@@ -14,6 +14,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import ConnectionLost
 from celery_rabbitdelay.publishing import publisher as publisher_module
+from celery_rabbitdelay.publishing.kombu_internals import open_connection
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import take
 from tests.integration.publishing import in_time
@@ -41,7 +42,7 @@ def test_a_task_that_sends_survives_a_broker_that_comes_back_in_time(
     """It has no limit but the time."""
     shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_confirm_timeout=120)
     first = shop.tasks["look"].apply_async(delay=0.1)
-    connects = mock.Mock(side_effect=publisher_module.open_connection)
+    connects = mock.Mock(side_effect=open_connection)
     with (
         ThreadPoolExecutor(1) as pool,
         mock.patch.object(publisher_module, "open_connection", connects),

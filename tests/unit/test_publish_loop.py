@@ -215,7 +215,7 @@ TROUBLES = {
     "404 no exchange, 404 no exchange": Outcome(MessageReturned, ends=True, repairs=1),
     "lost, ack": Outcome(None, 2),
     "320, ack": Outcome(None, 2),
-    "ack and lost": Outcome(None),
+    "ack and lost, ack": Outcome(None),
     "lost": Outcome(ConnectionLost, may_have_arrived=True, ends=True),
     "530": Outcome(ConnectionLost, 1, may_have_arrived=True, ends=True),
     # What the broker says the second time tells nothing about the first.
