@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from kombu import Connection
@@ -27,7 +26,7 @@ from celery_rabbitdelay.levels import headers
 from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.publishing import work
-from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.shop import make_app, named
 from tests.integration.test_send_many import both_ways, notes, numbers, send_many
 
 __all__ = ["notes", "send_many"]
@@ -191,21 +190,6 @@ def test_an_error_of_publishing_that_progress_raises_is_not_taken_for_one_of_a_r
     with pytest.raises(ConnectionLost) as caught:
         send_many("note", rows(), progress=progress, envelopes=False)
     assert caught.value is broken
-
-
-def test_a_header_that_has_no_place_in_an_envelope_is_no_obstacle(
-    served_shop: Any, send_many: Any
-) -> None:
-    ids = [str(uuid4()) for _ in range(5)]
-    report = send_many(
-        "look",
-        [{"delay": 0.2, "task_id": each} for each in ids],
-        headers={"when": datetime(2030, 1, 2, tzinfo=UTC)},
-        envelopes=True,
-    )
-    assert (report.confirmed, report.envelopes) == (5, 0)
-    for each in ids:
-        assert "when" in served_shop.AsyncResult(each).get(timeout=PATIENCE)["headers"]
 
 
 def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from threading import Event
 from typing import Any, NamedTuple
 from unittest import mock
@@ -646,8 +647,8 @@ def test_a_resend_that_came_due_while_it_was_looked_for_is_not_waited_for(sent: 
 
 
 def test_a_suspect_that_is_given_up_does_not_keep_the_loop_from_its_source(sent: Sent) -> None:
-    source, done = [message("ack")], list[Publication]()
-    loop = PublishLoop(lambda: source.pop() if source else None, DEFAULT_POLICY, done.append)
+    source, done = iter([message("ack")]), list[Publication]()
+    loop = PublishLoop(partial(next, source, None), DEFAULT_POLICY, done.append)
     loop.use(Silent(loop.settled))
     for each in sent.messages:
         loop.channel.send(each, 1.0)
@@ -662,30 +663,21 @@ def test_a_suspect_that_is_given_up_does_not_keep_the_loop_from_its_source(sent:
         loop.check_time()
     assert done == sent.messages
     loop.send()
-    assert not source
+    assert [*source] == []
 
 
-@pytest.mark.parametrize(
-    ("read_every", "messages", "blocked", "may_go_on"),
-    [
-        (-1.0, 2, None, True),
-        (60.0, 1, None, False),
-        (60.0, 3, None, False),
-        (-1.0, 2, "low", False),
-    ],
-    ids=["time is up", "the source is empty", "the window is full", "blocked"],
-)
-def test_it_says_whether_it_has_stopped_for_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-    read_every: float,
-    messages: int,
-    blocked: str | None,
-    may_go_on: bool,
-) -> None:
-    monkeypatch.setattr(publish_loop, "READ_EVERY", read_every)
-    source = batch(*["ack"] * messages)
-    loop = PublishLoop(lambda: source.pop() if source else None, DEFAULT_POLICY, lambda _: None)
-    loop.window = 2
-    loop.use(channel := Silent(loop.settled))
-    channel.blocked = blocked
-    assert loop.send() is may_go_on
+def test_it_says_whether_it_has_stopped_for_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    time_is_up, empty, full, blocked = (
+        (-1.0, 2, None),
+        (60.0, 1, None),
+        (60.0, 3, None),
+        (-1, 2, ""),
+    )
+    for read_every, messages, why in (time_is_up, empty, full, blocked):
+        monkeypatch.setattr(publish_loop, "READ_EVERY", read_every)
+        source = batch(*["ack"] * messages)
+        loop = PublishLoop(partial(next, iter(source), None), DEFAULT_POLICY, lambda _: None)
+        loop.window = 2
+        loop.use(channel := Silent(loop.settled))
+        channel.blocked = why
+        assert loop.send() is ((read_every, messages, why) == time_is_up)
