@@ -68,18 +68,6 @@ def in_child(run: Callable[[], object]) -> Callable[[], int]:
     return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-class Declaring:
-    """Declares a queue on the connection that it is called with, and counts how often."""
-
-    def __init__(self, queue: Queue) -> None:
-        self.queue = queue
-        self.times = 0
-
-    def __call__(self, connection: Connection) -> None:
-        self.times += 1
-        self.queue(connection.default_channel).declare()
-
-
 def work(seconds: float) -> None:
     """What the caller does meanwhile."""
     until = time.monotonic() + seconds

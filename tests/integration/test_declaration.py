@@ -8,7 +8,7 @@ from typing import Any
 
 import amqp
 import pytest
-from amqp.exceptions import AccessRefused, NotFound
+from amqp.exceptions import AccessRefused
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import (
@@ -20,10 +20,9 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.levels import topology as topology_module
 from celery_rabbitdelay.levels.entities import QueueType
-from celery_rabbitdelay.levels.layout import binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import binary, custom, geometric
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import (
-    bind_destination,
     check_complete,
     declare,
     declare_if_missing,
@@ -31,38 +30,16 @@ from celery_rabbitdelay.publishing.declaration import (
     forget,
     is_declared,
     missing,
-    on_declared,
 )
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.integration.arrivals import count, take
+from tests.integration.arrivals import count
 from tests.integration.conftest import SHORT
 from tests.integration.trouble import user
 
-#: Exchanges and queues of the clock: digits, levels, delivery, undeliverable (both), the modules'
-#: (two exchanges and queues each, a queue, an exchange), that of paused tasks (both), guard and
-#: marker.
-ALL = 180 + 8 + 1 + 2 + 7 + 2 + 2
-
 MakeTopology = Callable[..., Topology]
-
-
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
-def test_a_declared_topology_is_complete_and_a_deleted_one_is_gone(
-    connection: Connection, make_topology: MakeTopology, queue_type: str
-) -> None:
-    topology = make_topology(clock(), queue_type=queue_type)
-    assert len(missing(connection, topology)) == ALL
-
-    declare(connection, topology)
-    assert missing(connection, topology) == ()
-    assert is_declared(connection, topology)
-
-    delete(connection, topology)
-    assert len(missing(connection, topology)) == ALL
-    assert not is_declared(connection, topology)
 
 
 @pytest.mark.parametrize(
@@ -85,25 +62,20 @@ def test_another_layout_under_the_same_prefix_is_refused_before_any_harm(
     assert missing(connection, topology) == ()
 
 
-def test_a_process_that_died_while_declaring_leaves_nothing_that_looks_complete(
+def test_what_is_not_there_as_a_whole_is_declared_on_the_same_connection(
     connection: Connection, topology: Topology
 ) -> None:
+    """As after a process that died while declaring, and after a deletion."""
     channel: Any = connection.default_channel
     topology.identity.guard(channel).declare()
     topology.exchanges[0](channel).declare()
-
-    declare_if_missing(connection, topology)
-
-    assert missing(connection, topology) == ()
-
-
-def test_what_was_deleted_is_declared_again_on_the_same_connection(
-    connection: Connection, topology: Topology
-) -> None:
-    declare_if_missing(connection, topology)
-    delete(connection, topology)
-    declare_if_missing(connection, topology)
-    assert missing(connection, topology) == ()
+    for _ in range(2):
+        assert not is_declared(connection, topology)
+        assert topology.digit_queues[0].name in missing(connection, topology)
+        declare_if_missing(connection, topology)
+        assert is_declared(connection, topology)
+        assert missing(connection, topology) == ()
+        delete(connection, topology)
 
 
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
@@ -148,21 +120,6 @@ def test_a_topology_is_not_deleted_while_a_consumer_holds_a_message(
         delete(connection, topology)
 
 
-def test_a_queue_with_the_hook_is_ready_as_soon_as_it_is_declared(
-    connection: Connection, topology: Topology, make_queue: Callable[..., Queue]
-) -> None:
-    queue = make_queue("hooked", on_declared=on_declared(connection, topology))
-    queue(connection.default_channel).declare()
-
-    # Published by hand, so that nothing but the hook can have declared and bound.
-    route = topology.route(0.2, queue.name)
-    connection.Producer().publish(
-        "hello", exchange=route.exchange, routing_key=route.routing_key, headers={}
-    )
-
-    assert take(connection, [queue], 1)[0].body == "hello"
-
-
 def test_the_error_of_a_queue_in_the_way_names_the_queue(
     connection: Connection, topology: Topology
 ) -> None:
@@ -194,14 +151,6 @@ def test_the_error_of_a_user_without_permission_names_the_object(
         # The broker has ignored the methods behind it.
         assert behind.name in missing(connection, topology)
         delete(connection, topology)
-
-
-def test_binding_a_queue_that_does_not_exist_names_it(
-    connection: Connection, topology: Topology
-) -> None:
-    declare(connection, topology)
-    with pytest.raises(NotFound, match="'nowhere'"):
-        bind_destination(connection, topology, "nowhere")
 
 
 def test_a_message_that_waits_may_be_given_back_any_number_of_times(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,8 @@ import amqp
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import (
     ConnectionLost,
-    DeclarationRefused,
     MessageNacked,
     MessageRefused,
     MessageReturned,
@@ -79,11 +76,6 @@ def test_what_is_not_taken_is_an_error_of_its_own_and_harms_no_other(
     assert count(connection, target.name) == 2
 
 
-def test_a_refused_message_is_not_retried_for_ever() -> None:
-    """As after a nack a task with ``acks_late`` would be."""
-    assert not issubclass(MessageRefused, TEMPORARY_ERRORS)
-
-
 def test_a_connection_that_asks_for_confirms_itself_is_no_obstacle(
     broker_url: str, connection: Connection, target: Queue
 ) -> None:
@@ -102,33 +94,6 @@ def test_a_broker_that_refuses_the_login_is_an_error_at_once(broker_url: str) ->
             publish(publisher, "queue")
         assert "wrong" not in str(caught.value)
         publisher.close()
-
-
-def test_a_connection_that_is_refused_is_not_waited_for() -> None:
-    publisher = Publisher(Connection("amqp://guest:guest@127.0.0.1:1//"))
-    seconds = []
-    for resends in (0, 0, 0, 2):
-        began = time.monotonic()
-        with pytest.raises(ConnectionLost, match=r"127\.0\.0\.1:1//") as caught:
-            publish(publisher, "queue", resends=resends)
-        assert not caught.value.may_have_arrived
-        seconds.append(time.monotonic() - began)
-    # Left to itself, kombu waits two seconds each time; a busy machine does not do so thrice.
-    assert min(seconds) < 1.5
-    publisher.close()
-
-
-def test_a_declaration_that_is_refused_is_an_error_with_the_broker_s_reason(
-    publisher: Publisher, target: Queue
-) -> None:
-    def prepare(connection: Connection) -> None:
-        Queue(target.name, durable=False)(connection.default_channel).queue_declare()
-
-    with pytest.raises(DeclarationRefused, match="inequivalent arg") as caught:
-        publish(publisher, target.name, declare=prepare)
-    assert caught.value.routing_key == target.name
-    assert not caught.value.may_have_arrived
-    publish(publisher, target.name)
 
 
 def test_a_caller_s_connection_is_given_back_as_it_was(

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from select import select
 from typing import Any
-from uuid import uuid4
 
 import amqp
 import pytest
@@ -22,7 +21,6 @@ from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
     declare,
-    declare_destination,
     delete,
     is_complete,
     missing,
@@ -86,70 +84,34 @@ def declared_queues(connection: Connection) -> Iterator[set[str]]:
     amqp.frame_writer = write
 
 
-@pytest.fixture(scope="module")
-def module_clock(module_broker_url: str) -> Iterator[Topology]:
-    """The default levels, of this module."""
-    topology = Topology(f"test-{uuid4().hex[:8]}", clock())
-    yield topology
-    with Connection(module_broker_url) as connection:
-        delete(connection, topology, force=True)
-
-
-@pytest.fixture
-def whole_clock(connection: Connection, module_clock: Topology) -> Topology:
-    """The default levels, declared; what a test deletes is put back for the next."""
-    declare(connection, module_clock)
-    return module_clock
-
-
-def test_the_clock_is_declared_and_deleted_in_a_few_round_trips(
-    connection: Connection, make_topology: Callable[..., Topology]
+def test_the_clock_is_declared_checked_and_deleted_in_a_few_round_trips(
+    connection: Connection, publisher: Publisher, make_topology: Callable[..., Topology]
 ) -> None:
     topology = make_topology(clock())
     connection.connect()
-    with counted(connection) as first:
-        declare(connection, topology)
-    with counted(connection) as again:
-        declare(connection, topology)
-    assert missing(connection, topology) == ()
-    with counted(connection) as gone:
-        delete(connection, topology)
-    assert max(first.count, again.count, gone.count) <= FEW
 
+    def round_trips(ask: Callable[..., Any]) -> int:
+        with counted(connection) as trips:
+            ask(connection, topology)
+        return trips.count
 
-@pytest.mark.parametrize("check", [missing, check_complete, backlog_of])
-def test_a_declared_clock_is_checked_in_a_few_round_trips(
-    connection: Connection, whole_clock: Topology, check: Callable[..., Any]
-) -> None:
-    with counted(connection) as trips:
-        check(connection, whole_clock)
-    assert trips.count <= 10
-
-
-def test_a_clock_in_which_messages_wait_is_not_deleted_after_a_few_round_trips(
-    connection: Connection, whole_clock: Topology, publisher: Publisher
-) -> None:
-    full = whole_clock.digit_queues[:2]
-    for queue in full:
-        publish(publisher, queue.name)
+    assert [round_trips(declare) <= FEW for _ in range(2)] == [True, True]
+    for check in (missing, check_complete, backlog_of):
+        assert round_trips(check) <= 10
+    assert round_trips(is_complete) <= FEW
+    full = topology.digit_queues[0]
+    publish(publisher, full.name)
     with counted(connection) as trips, pytest.raises(TopologyNotEmpty) as caught:
-        delete(connection, whole_clock)
-    assert set(caught.value.waiting.values()) == {1}
-    assert missing(connection, whole_clock) == ()
-    for queue in full:
-        queue(connection.default_channel).purge()
-    assert trips.count <= 10
-
-
-def test_a_queue_is_declared_and_bound_once_on_a_connection(
-    connection: Connection, whole_clock: Topology, queue: Queue
-) -> None:
-    with counted(connection) as first:
-        declare_destination(connection, whole_clock, queue)
-    assert 0 < first.count <= FEW
-    with counted(connection) as second:
-        declare_destination(connection, whole_clock, queue)
-    assert second.count == 0
+        delete(connection, topology)
+    assert (caught.value.waiting, trips.count <= 10) == ({full.name: 1}, True)
+    full(connection.default_channel).purge()
+    assert missing(connection, topology) == ()
+    for part in (topology.queues[-1], topology.exchanges[0], topology.identity.marker):
+        assert is_complete(connection, topology)
+        part(connection.default_channel).delete()
+        assert not is_complete(connection, topology)
+        declare(connection, topology)
+    assert round_trips(delete) <= FEW
 
 
 def test_a_worker_s_connections_declare_once_and_again_after_one_of_them_is_lost(
@@ -174,22 +136,6 @@ def test_a_worker_s_connections_declare_once_and_again_after_one_of_them_is_lost
     assert missing(connection, topology) == ()
 
 
-def test_what_is_in_place_after_a_loss_is_neither_declared_nor_waited_for(
-    shop: Any, connection: Connection, broker_url: str
-) -> None:
-    waits: list[float] = []
-    declaration = WorkerDeclaration(shop, waits.append)
-    declaration.declare(connection)
-    declaration.connection_lost()
-    with Connection(broker_url) as new:
-        new.connect()
-        with declared_queues(new) as declared:
-            declaration.declare(new)
-    assert waits == []
-    # Its own queues alone: AMQP cannot tell whether they are bound.
-    assert declared == {queue.name for queue in shop.amqp.queues.values()}
-
-
 @pytest.mark.parametrize("somebody_else", [False, True])
 def test_what_is_missing_after_a_loss_is_declared_after_a_random_wait(
     shop: Any, connection: Connection, broker_url: str, somebody_else: bool
@@ -205,7 +151,10 @@ def test_what_is_missing_after_a_loss_is_declared_after_a_random_wait(
 
     declaration = WorkerDeclaration(shop, wait)
     declaration.declare(connection)
-    # No wait at the first start.
+    declaration.connection_lost()
+    with Connection(broker_url) as new:
+        declaration.declare(new)
+    # No wait at the first start, and none for what is in place.
     assert waits == []
     for lost in range(1, 4):
         delete(connection, topology)
@@ -217,22 +166,6 @@ def test_what_is_missing_after_a_loss_is_declared_after_a_random_wait(
         assert (topology.digit_queues[0].name in declared) is not somebody_else
     assert len(set(waits)) == len(waits)
     assert all(0 <= seconds <= MAX_JITTER for seconds in waits)
-
-
-@pytest.mark.parametrize("what", ["nothing", "queue", "exchange", "marker"])
-def test_whether_a_clock_is_complete_takes_a_few_round_trips(
-    connection: Connection, whole_clock: Topology, what: str
-) -> None:
-    missing_part: dict[str, Any] = {
-        "queue": whole_clock.queues[-1],
-        "exchange": whole_clock.exchanges[0],
-        "marker": whole_clock.identity.marker,
-    }
-    if what in missing_part:
-        missing_part[what](connection.default_channel).delete()
-    with counted(connection) as trips:
-        assert is_complete(connection, whole_clock) is (what == "nothing")
-    assert trips.count <= FEW
 
 
 @pytest.mark.parametrize(

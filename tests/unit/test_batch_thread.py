@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from queue import Queue
-from threading import Event, current_thread
+from threading import Event
 from typing import Any
 from unittest import mock
 
@@ -36,18 +36,11 @@ class Recorded(BatchThread[int]):
         self.batches: Queue[list[int]] = Queue()
         self.go_on = Event()
         self.own_work = math.inf
-        self.gathering: list[int] = []
-        self.thread_names: set[str] = set()
 
     def own_work_in(self) -> float:
         return self.own_work
 
-    def gather_for(self, first: int) -> float:
-        self.gathering.append(first)
-        return 0.0
-
     def work(self, batch: list[int]) -> None:
-        self.thread_names.add(current_thread().name)
         self.own_work = math.inf
         self.batches.put(batch)
         self.go_on.wait(30)
@@ -72,7 +65,7 @@ def test_what_is_given_while_a_batch_is_worked_on_makes_up_the_next_one(thread: 
     for number in (2, 3, 4):
         thread.give(number)
     thread.go_on.set()
-    assert (next_batch(thread), thread.thread_names) == ([2, 3, 4], {"recorded"})
+    assert next_batch(thread) == [2, 3, 4]
 
 
 def test_a_batch_has_a_limit(thread: Recorded) -> None:
@@ -81,20 +74,6 @@ def test_a_batch_has_a_limit(thread: Recorded) -> None:
     thread.go_on.set()
     thread.start()
     assert (next_batch(thread), next_batch(thread)) == ([*range(MAX_BATCH)], [MAX_BATCH])
-
-
-def test_the_thread_is_asked_how_long_to_gather_once_for_each_batch(thread: Recorded) -> None:
-    for number in range(3):
-        thread.give(number)
-    thread.start()
-    next_batch(thread)
-    assert thread.gathering == [3]
-
-
-def test_work_of_its_own_is_done_although_nothing_was_given(thread: Recorded) -> None:
-    thread.own_work = -1.0  # it is overdue
-    thread.start()
-    assert next_batch(thread) == []
 
 
 def test_work_of_its_own_is_done_when_it_is_due(thread: Recorded) -> None:
@@ -137,12 +116,6 @@ def test_what_is_given_for_later_lets_others_pass(
     clock.now += 1
     thread.give(4)
     assert next_batch(thread) == [1, 4]
-
-
-def test_what_is_given_for_later_needs_nothing_else(thread: Recorded) -> None:
-    thread.give(1, 0.05)
-    thread.start()
-    assert next_batch(thread) == [1]
 
 
 def test_nothing_is_worked_on_after_the_end() -> None:

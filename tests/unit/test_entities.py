@@ -19,44 +19,46 @@ def arguments(entity: Queue | Exchange) -> dict[str, Any]:
     return dict(found or {})
 
 
-@pytest.mark.parametrize("kind", ["topic", "fanout"])
-def test_what_no_queue_takes_goes_from_an_exchange_to_undeliverable(kind: str) -> None:
-    exchange = QUORUM.exchange("hours.x1", kind)
-    assert (exchange.name, exchange.type) == ("p.hours.x1", kind)
-    assert exchange.durable
-    assert arguments(exchange) == {"alternate-exchange": "p.undeliverable"}
+QUORUM_ARGUMENTS = {"x-queue-type": "quorum", "x-queue-leader-locator": "balanced"}
+
+#: Arguments of queues and exchanges, as brokers hold them.
+DECLARED: dict[str, tuple[Queue | Exchange, dict[str, Any]]] = {
+    "an exchange that passes on what no queue takes": (
+        QUORUM.exchange("hours.x1", "topic"),
+        {"alternate-exchange": "p.undeliverable"},
+    ),
+    "a quorum queue that keeps a message until the next has it": (
+        QUORUM.queue("hours.7", ttl_ms=7 * HOUR_MS, dead_letter_to="p.minutes.x1"),
+        {
+            **QUORUM_ARGUMENTS,
+            "x-message-ttl": 25_200_000,
+            "x-dead-letter-exchange": "p.minutes.x1",
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        },
+    ),
+    "a quorum queue that does not dead-letter": (QUORUM.queue("q"), QUORUM_ARGUMENTS),
+    "a quorum queue with a limit": (
+        QUORUM.queue("q", delivery_limit=0),
+        {**QUORUM_ARGUMENTS, "x-delivery-limit": 0},
+    ),
+    "a classic queue, which knows less": (
+        CLASSIC.queue("q", ttl_ms=5, dead_letter_to="p.next", delivery_limit=9),
+        {"x-queue-type": "classic", "x-message-ttl": 5, "x-dead-letter-exchange": "p.next"},
+    ),
+    "the first exchange, to which the others pass on": (
+        ModuleQueues.of(QUORUM, HOUR_MS).exchanges[0],
+        {},
+    ),
+}
 
 
-def test_a_quorum_queue_that_dead_letters_keeps_a_message_until_the_next_has_it() -> None:
-    queue = QUORUM.queue("hours.7", ttl_ms=7 * HOUR_MS, dead_letter_to="p.minutes.x1")
-    assert queue.name == "p.hours.7"
-    assert queue.durable
-    assert arguments(queue) == {
-        "x-queue-type": "quorum",
-        "x-queue-leader-locator": "balanced",
-        "x-message-ttl": 25_200_000,
-        "x-dead-letter-exchange": "p.minutes.x1",
-        "x-dead-letter-strategy": "at-least-once",
-        "x-overflow": "reject-publish",
-    }
-
-
-def test_a_quorum_queue_that_does_not_dead_letter_takes_every_message() -> None:
-    assert arguments(QUORUM.queue("q")) == {
-        "x-queue-type": "quorum",
-        "x-queue-leader-locator": "balanced",
-    }
-    assert arguments(QUORUM.queue("q", delivery_limit=0))["x-delivery-limit"] == 0
-
-
-def test_a_classic_queue_has_no_argument_that_only_quorum_queues_know() -> None:
-    queue = CLASSIC.queue("q", ttl_ms=5, dead_letter_to="p.next", delivery_limit=9)
-    assert arguments(queue) == {
-        "x-queue-type": "classic",
-        "x-message-ttl": 5,
-        "x-dead-letter-exchange": "p.next",
-    }
-    assert arguments(CLASSIC.queue("q")) == {"x-queue-type": "classic"}
+@pytest.mark.parametrize(("entity", "expected"), DECLARED.values(), ids=DECLARED)
+def test_what_is_declared_is_durable_and_has_its_arguments(
+    entity: Queue | Exchange, expected: dict[str, Any]
+) -> None:
+    assert entity.durable
+    assert arguments(entity) == expected
 
 
 @pytest.mark.parametrize(("queue_type", "limited"), [("quorum", True), ("classic", False)])
@@ -83,26 +85,8 @@ def test_meditation_takes_a_capacity_or_what_rabbitmq_allows(capacity_ms: int, t
     assert meditation["x-delivery-limit"] == 2_147_483_647
 
 
-def test_clients_publish_to_exchanges_that_are_called_like_their_queues() -> None:
-    modules = ModuleQueues.of(QUORUM, HOUR_MS)
-    for queue in (modules.undeliverable, modules.checkin, modules.meditation, modules.paused):
-        assert (queue.exchange.name, queue.exchange.type) == (queue.name, "fanout")
-    names = ["p.undeliverable", "p.checkin", "p.meditation", "p.distribution", "p.paused"]
-    assert [queue.name for queue in modules.queues] == names
-    assert [exchange.name for exchange in modules.exchanges] == [
-        *names[:3],
-        "p.paused",
-        "p.meditated",
-        "p.unrouted",
-    ]
-    assert modules.meditated.type == modules.unrouted.type == "fanout"
-
-
-def test_undeliverable_comes_first_and_has_no_alternate_exchange_itself() -> None:
+def test_what_a_module_s_exchange_does_not_take_is_undeliverable() -> None:
     first, *others = ModuleQueues.of(QUORUM, HOUR_MS).exchanges
-    assert arguments(first) == {}
-    for exchange in (first, *others):
-        assert exchange.durable
     for exchange in others:
         # A worker gets a paused task back that this exchange cannot route.
         alternate = {} if exchange.name == "p.paused" else {"alternate-exchange": first.name}

@@ -9,19 +9,11 @@ from celery_rabbitdelay.levels.quirks import Quirk, version_of
 
 
 @pytest.mark.parametrize(
-    ("text", "version"),
-    [("3.10.8", (3, 10, 8)), ("4.3.0-rc.1", (4, 3, 0)), ("4.1", (4, 1)), ("", ())],
-)
-def test_a_version_is_read_as_the_broker_writes_it(text: str, version: tuple[int, ...]) -> None:
-    assert version_of(text) == version
-
-
-@pytest.mark.parametrize(
     ("quirk", "having", "lacking"),
     [
         (Quirk(), ["3.10.8", "5.0.0", ""], []),
         (Quirk(last=(3,)), ["3.10.8", "3.13.7", ""], ["4.0.0"]),
-        (Quirk(last=(3, 10)), ["3.9.0", "3.10.25"], ["3.11.0", "4.0.0"]),
+        (Quirk(last=(3, 10)), ["3.9.0", "3.10.25", "3.10.0-rc.1"], ["3.11.0", "4.0.0"]),
         (Quirk(first=(4, 3, 0), last=(4, 3, 2)), ["4.3.0", "4.3.2"], ["4.2.9", "4.3.3"]),
         (Quirk(first=(4, 3)), ["4.3.0", "5.0.0"], ["4.2.9", ""]),
     ],

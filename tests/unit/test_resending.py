@@ -11,6 +11,7 @@ from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.sending.task_producer import publish_policy
+from celery_rabbitdelay.exceptions import ConnectionLost
 from celery_rabbitdelay.publishing.publication import BACKOFF
 
 #: Celery's own policy: three retries.
@@ -23,47 +24,32 @@ def app_with(**settings: Any) -> Celery:
     return app
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "resends"),
-    [
-        ({}, {}, None),
-        ({}, {"retry_policy": {"interval_max": 5}}, None),
-        ({}, {"retry_policy": {}}, None),
-        ({}, {"retry_policy": {"max_retries": 3}}, 3),
-        ({}, {"retry_policy": {"max_retries": 0}}, 0),
-        ({}, {"retry_policy": {"max_retries": None}}, None),
-        ({"task_publish_retry_policy": dict(CELERYS)}, {}, None),
-        ({"task_publish_retry_policy": {**CELERYS, "max_retries": 7}}, {}, 7),
-        ({"task_publish_retry_policy": {**CELERYS, "interval_max": 0.2}}, {}, 3),
-        ({"task_publish_retry_policy": {"interval_max": 0.2}}, {}, None),
-        (
-            {"task_publish_retry_policy": {"max_retries": 7}},
-            {"retry_policy": {"max_retries": 1}},
-            1,
-        ),
-    ],
-)
-def test_retries_count_if_somebody_gave_them(settings: Any, options: Any, resends: Any) -> None:
-    app = app_with(**settings)
-    merged = {**app.conf.task_publish_retry_policy, **options.get("retry_policy", {})}
-    assert publish_policy(app, options, True, merged).resends == resends
+#: The default, of which connecting takes as many retries as Celery's.
+DEFAULT = (None, 3)
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "reconnects"),
+    ("setting", "option", "resends", "reconnects"),
     [
-        ({}, {}, 3),
-        ({}, {"retry_policy": {"interval_max": 5}}, 3),
-        ({}, {"retry_policy": {"max_retries": 7}}, None),
-        ({"task_publish_retry_policy": {"interval_max": 0.2}}, {}, None),
+        ({}, {}, *DEFAULT),
+        ({}, {"interval_max": 5}, *DEFAULT),
+        ({}, {"max_retries": 3}, 3, None),
+        ({}, {"max_retries": 0}, 0, None),
+        (dict(CELERYS), {}, *DEFAULT),
+        ({**CELERYS, "max_retries": 7}, {}, 7, None),
+        ({**CELERYS, "interval_max": 0.2}, {}, 3, None),
+        ({"interval_max": 0.2}, {}, None, None),
+        ({"max_retries": 7}, {"max_retries": 1}, 1, None),
     ],
 )
-def test_nobody_s_retries_count_for_connecting(
-    monkeypatch: pytest.MonkeyPatch, settings: Any, options: Any, reconnects: Any
+def test_retries_count_if_somebody_gave_them(
+    monkeypatch: pytest.MonkeyPatch, setting: Any, option: Any, resends: Any, reconnects: Any
 ) -> None:
-    app = app_with(**settings)
-    merged = {**app.conf.task_publish_retry_policy, **options.get("retry_policy", {})}
-    assert publish_policy(app, options, True, merged).reconnects == reconnects
+    app = app_with(**({"task_publish_retry_policy": setting} if setting else {}))
+    merged = {**app.conf.task_publish_retry_policy, **option}
+    options = {"retry_policy": option} if option else {}
+    policy = publish_policy(app, options, True, merged)
+    assert (policy.resends, policy.reconnects) == (resends, reconnects)
     monkeypatch.setattr(Celery, "current_worker_task", "a worker's task", raising=False)
     assert publish_policy(app, options, True, merged).reconnects is None
 
@@ -101,3 +87,21 @@ def test_so_has_a_callback(monkeypatch: pytest.MonkeyPatch, options: Any, resend
 )
 def test_other_intervals_are_those_of_this_package(policy: Any, backoff: Any) -> None:
     assert publish_policy(app_with(), {}, True, policy).backoff == backoff
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "attempts"),
+    [
+        ({"task_publish_retry": False}, {}, 1),
+        ({"task_publish_retry": False}, {"retry": True, "retry_policy": {"max_retries": 2}}, 3),
+        ({"task_publish_retry_policy": {"max_retries": 4, "interval_step": 0}}, {}, 5),
+        ({}, {}, 4),
+    ],
+)
+def test_a_broker_that_refuses_connections_is_an_error_after_so_many_attempts(
+    settings: Any, options: Any, attempts: int
+) -> None:
+    app: Any = app_with(broker_url="amqp://guest:guest@127.0.0.1:1//", **settings)
+    with pytest.raises(ConnectionLost, match=f"attempt {attempts}: ") as caught:
+        app.send_task("look", delay=5, **options)
+    assert not caught.value.may_have_arrived

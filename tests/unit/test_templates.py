@@ -27,12 +27,11 @@ from celery_rabbitdelay import Celery, InvalidSetting, MessageTooLarge, Row
 from celery_rabbitdelay.app.sending import templates
 from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
-from celery_rabbitdelay.app.task import Task
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
-from tests.unit.clock import Clock, frozen
+from tests.unit.clock import frozen
 from tests.unit.test_message_template import NOWHERE, json_able, read, texts
 
 HOUR = timedelta(hours=1)
@@ -246,45 +245,6 @@ def test_the_next_rows_come_from_the_same_template(app: Any, options: Any) -> No
     assert read(kept.publication(call).content) == expected
 
 
-def test_the_rows_of_a_thread_have_its_address(app: Any) -> None:
-    made = [of_rows(app)]
-    thread = threading.Thread(target=lambda: made.append(of_rows(app)))
-    thread.start()
-    thread.join()
-    call = Call("row", (1,), {}, Due.after(60))
-    written = [each.publication(call).content for each in made if each is not None]
-    first, second = (read(each)[0]["reply_to"] for each in written)
-    assert first == app.thread_oid != second
-
-
-@pytest.mark.parametrize(("name", "value"), OTHER_OPTIONS)
-def test_rows_with_other_options_go_through_celery(app: Any, name: str, value: Any) -> None:
-    assert of_rows(app) is not None
-    assert of_rows(app, **{name: value}) is None
-
-
-def wrapping(function: Any) -> Any:
-    """What a library puts in the place of a method."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **options: Any) -> Any:
-        return function(*args, **{"priority": 3, **options})
-
-    return wrapper
-
-
-def test_the_rows_of_a_task_that_is_sent_by_other_code_go_through_celery(
-    app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = app.tasks["look"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Task, "apply_async", wrapping(Task.apply_async))
-        assert of_rows(app, task) is None
-    assert of_rows(app, task) is not None
-    monkeypatch.setattr(task, "apply_async", wrapping(task.apply_async))
-    assert of_rows(app, task) is None
-
-
 def test_the_hosts_of_the_caller_s_connection_say_whether_a_queue_may_refuse(
     app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,32 +285,6 @@ def test_the_backend_hears_of_each_call_whose_result_counts(
         assert heard == (["look"] if name == "look" else [])
 
 
-def test_a_send_counts_as_confirmed_unless_its_publishing_fails(
-    app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publisher, recorder = mock.MagicMock(), mock.Mock()
-    monkeypatch.setattr(app.rabbitdelay, "publisher", lambda: publisher)
-    monkeypatch.setattr(app.rabbitdelay, "recorder", recorder)
-    publish = publisher.__enter__.return_value.publish_one
-    app.tasks["look"].apply_async(delay=60)
-    publish.side_effect = ConnectionError("gone")
-    with pytest.raises(ConnectionError, match="gone"):
-        app.tasks["look"].apply_async(delay=60)
-    recorded = [each.args for each in recorder.record_send.mock_calls]
-    assert recorded == [("look", "celery", True, 0), ("look", "celery", False, 0)]
-
-
-def test_an_event_loop_is_blocked_for_as_long_as_a_send_takes(
-    sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, blocked = Clock(1000), list[float]()
-    monkeypatch.setattr(templates, "time", clock)
-    monkeypatch.setattr(app.rabbitdelay, "warn_blocked_loop", blocked.append)
-    monkeypatch.setattr(sends, "published", mock.Mock(append=lambda _: setattr(clock, "now", 1002)))
-    app.tasks["look"].apply_async(delay=60)
-    assert blocked == [2]
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -365,6 +299,8 @@ def test_any_other_send_goes_through_celery(sends: Sends, app: Any, options: Any
     app.conf.rabbitdelay_registry_url = "redis://127.0.0.1:1"
     assert not sends.from_template(app.send_task, "look", **options)
     assert not sends.from_template(app.tasks["look"].apply_async, **options)
+    of_all = {name: value for name, value in options.items() if name not in ("delay", "eta")}
+    assert (of_rows(app, **of_all) is None) == bool(of_all)
 
 
 def receive(**_: Any) -> None:
@@ -473,6 +409,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "default queue": lambda app: app.conf.update(task_default_queue="office"),
     "priority": lambda app: vars(app.tasks["look"]).update(priority=7, _exec_options=None),
     "queues": lambda app: app.amqp.queues.add(Queue("third")),
+    "another queue in its place": lambda app: app.amqp.queues.add(
+        Queue("celery", Exchange("office", "topic"), "other paper")
+    ),
     "routes": lambda app: vars(app.amqp).update(
         router=app.amqp.router.__class__(prepare([{"look": {"queue": "office"}}]), app.amqp.queues)
     ),
@@ -499,18 +438,6 @@ def test_a_change_makes_a_new_template(sends: Sends, app: Any, what: str) -> Non
     assert (before != after) == (what != "queues")
 
 
-def test_a_queue_that_takes_the_place_of_another_makes_a_new_template(
-    sends: Sends, app: Any
-) -> None:
-    task = app.tasks["look"]
-    options = {"task_id": "x", "eta": datetime(2100, 1, 1, tzinfo=UTC), "queue": "office"}
-    assert sends.from_template(task.apply_async, **options)
-    app.amqp.queues.add(Queue("office", Exchange("office", "topic"), "other paper"))
-    assert sends.from_template(task.apply_async, **options)
-    before, after = (read(each.content) for each in sends.published)
-    assert before != after == celerys(app, task, (), {}, options)[0]
-
-
 def test_threads_share_a_template_and_have_addresses_of_their_own(
     sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,13 +449,19 @@ def test_threads_share_a_template_and_have_addresses_of_their_own(
 
     monkeypatch.setattr(templates, "capture_message", capture)
     send = functools.partial(app.tasks["look"].apply_async, delay=60)
-    send()
-    thread = threading.Thread(target=send)
-    thread.start()
-    thread.join()
-    first, second = (read(each.content)[0]["reply_to"] for each in sends.published)
-    assert first != second
-    assert len(made) == 1
+    rows: list[Any] = []
+    for in_thread in (send, lambda: rows.append(of_rows(app))):
+        in_thread()
+        thread = threading.Thread(target=in_thread)
+        thread.start()
+        thread.join()
+    written = [each.content for each in sends.published]
+    written += [each.publication(Call("row", (1,), {}, Due.after(60))).content for each in rows]
+    addresses = [read(content)[0]["reply_to"] for content in written]
+    assert addresses[0] == addresses[2] == app.thread_oid
+    assert len({*addresses}) == 3
+    # The rows of each thread have one of their own.
+    assert len(made) == 1 + 2
 
 
 def test_what_overrides_ours_is_called_once_for_each_send(sends: Sends, app: Any) -> None:

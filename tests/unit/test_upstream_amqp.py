@@ -13,18 +13,10 @@ import pytest
 from amqp import channel as amqp_channel
 from amqp import spec
 from amqp.abstract_channel import AbstractChannel
-from amqp.exceptions import ChannelError
 
 VERSION = version("amqp")
 # An untyped name, because the private ones are in no stub.
 Channel: Any = amqp_channel.Channel
-
-
-def test_an_error_of_a_channel_says_which_method_failed() -> None:
-    error: Any = ChannelError("text", (60, 40))
-    assert error.method_sig == spec.Basic.Publish, (
-        f"py-amqp {VERSION} does not keep the method in ChannelError.method_sig any more"
-    )
 
 
 @pytest.mark.parametrize(
