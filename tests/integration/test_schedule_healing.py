@@ -79,8 +79,7 @@ def is_over(instant: float) -> bool:
     return time.time() > instant
 
 
-@pytest.mark.parametrize("begins", ["the original", "the copy"])
-@pytest.mark.parametrize("catch_up", ["all", 900])
+@pytest.mark.parametrize(("catch_up", "begins"), [("all", "the original"), (900, "the copy")])
 def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
     rabbitdelay_app: Any,
     rabbitdelay_worker: TravellingWorker,
@@ -231,7 +230,6 @@ def known_again(shop: Any, before: dict[str, Any]) -> bool:
     return found is not None and found.args == ("a",) and found.exported() == before
 
 
-@pytest.mark.parametrize("has_come", [False, True], ids=["is-ahead", "has-come"])
 def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out(
     settings: dict[str, Any],
     shop: Any,
@@ -239,7 +237,6 @@ def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out
     noted: Notes,
     connection: Connection,
     redis_setup: RedisSetup,
-    has_come: bool,
 ) -> None:
     default = named(shop, "default")
     before = put("a").exported()
@@ -251,8 +248,7 @@ def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out
     redis_setup.client.flushall()
     backlog = count(connection, default)
     put("a")
-    if has_come:
-        wait_for(lambda: count(connection, default) > backlog, "the one put again", PATIENCE)
+    wait_for(lambda: count(connection, default) > backlog, "the one put again", PATIENCE)
     with Worker(settings):
         wait_until_ran(noted, 15)
         wait_for(lambda: known_again(shop, before), "the whole of it", PATIENCE)
@@ -305,8 +301,7 @@ def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(
     assert sum(found.values()) == len(found) + 1
 
 
-@pytest.mark.parametrize("is_emptied", [False, True], ids=["silent", "emptied"])
-@pytest.mark.parametrize("mode", ["hold", "run"])
+@pytest.mark.parametrize(("mode", "is_emptied"), [("hold", False), ("run", True)])
 def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
     settings: dict[str, Any],
     shop: Any,

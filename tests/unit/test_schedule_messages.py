@@ -132,6 +132,7 @@ def test_what_the_configuration_makes_of_a_message_belongs_to_what_was_put() -> 
         *({}, {"task_routes": {"remind": {"queue": "mails"}}}, {"task_default_priority": 3}),
         *({"task_serializer": "pickle"}, {"task_compression": "gzip"}),
         *({"task_ignore_result": True}, {"task_default_delivery_mode": 1}),
+        {"task_annotations": {"remind": {"time_limit": 77}}},
     ]
     revisions = set()
     for each in settings:
