@@ -18,7 +18,6 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import (
     NOTE_MS,
     TASKS_PER_CALL,
-    Earlier,
     Registration,
     Registry,
 )
@@ -83,6 +82,9 @@ def test_what_cannot_be_read_fails_by_itself(
     expected = [*[Verdict.UNREADABLE] * 3, *[Verdict.RUN] * 2]
     assert [each.verdict for each in decisions] == expected
     assert all(each.why for each in decisions[:3])
+    with pytest.raises(RegistryUnavailable, match="bad record"):
+        registry.cancel(["bad record", "other"])
+    assert registry.cancel(["other"]) == [Outcome.CANCELLED]
     for key in keys(redis_setup, prefix):
         client.expire(key, 60)
 
@@ -221,13 +223,6 @@ def test_an_order_never_falls_behind_that_of_the_newest_task(
     ahead = (now_ms() + MINUTE_MS) * 1000
     redis_setup.client.set(registry.names.of("key", KEY), f"{ahead} task", px=MINUTE_MS)
     assert [each.order for each in registry.ask([("", KEY)] * 2)] == [ahead + 1, ahead + 2]
-
-
-def test_a_task_that_is_not_tracked_cannot_run_earlier(registry: Registry) -> None:
-    message = keyed(registry, "task", KEY, name="")
-    registry.register([message])
-    assert registry.postpone("task", message.due_ms - 1) == Earlier("", "")
-    assert verdict(registry, message) is Verdict.RUN
 
 
 # Redis itself.

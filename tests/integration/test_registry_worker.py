@@ -153,15 +153,6 @@ def test_a_cancel_while_a_task_runs_stops_its_retry(serve: Any) -> None:
         result.get(timeout=PATIENCE)
 
 
-def test_a_wrong_option_of_redis_ends_the_worker_before_it_is_ready(
-    configuration: dict[str, Any],
-) -> None:
-    worker = Worker({**configuration, "rabbitdelay_registry_options": {"socket_timeot": 1}})
-    with pytest.raises(Exception, match="rabbitdelay_registry_options"):
-        worker.start()
-    assert " ready." not in worker.log
-
-
 def test_a_full_redis_lets_tasks_run(
     shop: Any, worker: Worker, noted: Notes, redis: ConfiguredRedis
 ) -> None:
@@ -272,48 +263,6 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
         shop.worker.stop()
 
 
-def test_decisions_hold_for_tasks_that_arrive_days_late(
-    configuration: dict[str, Any], shop: Any, noted: Notes
-) -> None:
-    late = {"eta": datetime.now(UTC) - timedelta(days=2), "track": True}
-    rabbitdelay = shop.rabbitdelay
-    cancelled = noted.send("cancelled", **late)
-    assert rabbitdelay.cancel(cancelled) is Outcome.DONE
-    superseded = noted.send("superseded", **late, key="order")
-    noted.send("newer", **late, key="order")
-    rabbitdelay.open_job("import", expires=60)
-    aborted = noted.send("aborted", **late, job="import")
-    rabbitdelay.abort_job("import")
-    replaced = uuid4().hex
-    for _ in range(2):
-        noted.send("two messages", **late, task_id=replaced)
-    with Worker(configuration):
-        for result in (cancelled, superseded, aborted):
-            with pytest.raises(TaskRevokedError):
-                result.get(timeout=PATIENCE)
-        assert sorted(noted.until(0.1)) == ["newer", "two messages"]
-
-
-def test_the_second_message_of_a_task_does_not_run_because_it_is_redelivered(
-    serve: Any, noted: Notes, redis: RedisServer, connection: Connection
-) -> None:
-    noted.shop = shop = serve(rabbitdelay_registry_options={"socket_timeout": 30})
-    task_id = uuid4().hex
-    redis.suspend()
-    for _ in range(2):
-        noted.send("once", delay=0.3, once=True, task_id=task_id)
-    queues = [*shop.rabbitdelay.topology.queues, Queue(shop.conf.task_default_queue)]
-
-    def are_fetched() -> bool:
-        return not any(each and each.messages for each in queue_counts(connection, queues).values())
-
-    wait_for(are_fetched, "both at the worker", PATIENCE)
-    shop.worker.kill()
-    redis.resume()
-    shop.worker.start()
-    assert noted.until(1) == ["once"]
-
-
 @pytest.mark.parametrize("why", ["pause", "no answer"])
 def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
     serve: Any, noted: Notes, redis: RedisServer, connection: Connection, why: str
@@ -421,14 +370,3 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
     registry.store.commands(lambda pipe: pipe.delete(*records, *garbage))
     expected = ["bad"] * 10 + ["in a job", "once"]
     wait_for(lambda: sorted(map(str, noted()))[8:] == expected, "the tasks", PATIENCE)
-
-
-def test_a_cancel_reaches_all_tasks_whose_records_can_be_read(shop: Any, noted: Notes) -> None:
-    registry = shop.rabbitdelay.registry
-    bad, good = (noted.send(number, delay=60, track=True) for number in range(2))
-    record = registry.names.of("task", bad.id)
-    registry.store.commands(lambda pipeline: pipeline.delete(record))
-    registry.store.commands(lambda pipeline: pipeline.set(record, "garbage"))
-    with pytest.raises(RegistryUnavailable, match=bad.id):
-        shop.rabbitdelay.cancel([bad, good])
-    assert shop.rabbitdelay.cancel(good) is Outcome.CANCELLED

@@ -272,9 +272,6 @@ def test_the_options_of_a_task_are_those_of_its_occurrences(
     assert found.message.headers["expires"] is None
     assert found.message.properties["priority"] == 2
     app.rabbitdelay.schedules.delete("a")
-    app.rabbitdelay.schedules.put("b", "look", "@daily", queue=app.amqp.queues[queue])
-    assert app.rabbitdelay.schedules.get("b").options == {"queue": queue}
-    app.rabbitdelay.schedules.delete("b")
 
 
 @pytest.fixture
@@ -474,17 +471,6 @@ def test_a_run_whose_worker_was_killed_holds_up_others_for_a_minute(
         client.pexpire(lease, 1)
         wait_until_ran(noted, 3)
     client.close()
-
-
-def test_the_order_of_arguments_is_kept_and_no_part_of_the_revision(shop: Any) -> None:
-    schedules = shop.rabbitdelay.schedules
-    schedules.put("a", "x", "@daily", ({"b": 1, "a": 2},), {"d": 3, "c": 4})
-    records = Records(shop.rabbitdelay.registry)
-    before = records.get(["a"])
-    schedules.put("a", "x", "@daily", ({"a": 2, "b": 1},), {"c": 4, "d": 3})
-    assert records.get(["a"]) == before
-    found = schedules.get("a")
-    assert (list(found.args[0]), list(found.kwargs)) == (["b", "a"], ["d", "c"])
 
 
 def test_what_is_exported_is_imported_as_it_was(shop: Any, put: Callable[..., Any]) -> None:

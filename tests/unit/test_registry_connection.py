@@ -95,10 +95,12 @@ def test_url_and_options_say_how_to_connect_and_no_call_is_repeated(
     assert found["retry"].get_retries() == 0
 
 
-@pytest.mark.parametrize("timeout", [None, 0, -1, "1"])
-def test_an_answer_is_never_waited_for_without_end(timeout: Any) -> None:
-    with pytest.raises(InvalidSetting, match="socket_timeout") as raised:
-        connect("redis://host", {"socket_timeout": timeout})
+@pytest.mark.parametrize(
+    "options", [{"socket_timeot": 1}, *({"socket_timeout": each} for each in (None, 0, -1, "1"))]
+)
+def test_a_wrong_option_or_an_answer_without_an_end_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSetting, match="socket_timeo") as raised:
+        connect("redis://host", options)
     assert raised.value.key == "rabbitdelay_registry_options"
 
 
