@@ -27,45 +27,24 @@ from tests.integration.worker import Worker
 
 __all__ = ["module_settings", "redis_setup"]
 
-ARGUMENTS: dict[str, Any] = {
-    "none": None,
-    "bool": True,
-    "float": 1.5,
-    "text": "grüße",
-    "bytes": b"text",
-    "list": [1, [2, "x"]],
-    "dict": {"a": {"b": [None]}},
-    "no text": b"\xff\x00",
-    "date": date(2030, 1, 2),
-    "datetime": datetime(2030, 1, 2, 3, 4, 5, 6, UTC),
-    "time": time(3, 4, 5),
-    "decimal": Decimal("1.10"),
-    "uuid": UUID(int=7),
-}
+GIVEN: list[Any] = [
+    *(None, True, 1.5, "grüße", [1, [2, "x"]], {"a": {"b": [None]}}, b"text", b"\xff\x00"),
+    *(date(2030, 1, 2), datetime(2030, 1, 2, 3, 4, 5, 6, UTC), time(3, 4, 5)),
+    *(Decimal("1.10"), UUID(int=7)),
+]
+ARGUMENTS = {f"argument-{at}": each for at, each in enumerate(GIVEN)}
 
 LOOK = {"task": "look", "args": [], "kwargs": {}, "options": {}, "subtask_type": None}
-OPTIONS: dict[str, Any] = {
-    "priority": 3,
-    "headers": {"tenant": "x"},
-    "shadow": "another-name",
-    "time_limit": 30,
-    "soft_time_limit": 20,
-    "expires": 60,
-    "ignore_result": True,
-    "serializer": "json",
-    "argsrepr": "(hidden)",
-    "retry": False,
-    "retry_policy": {"max_retries": 1},
-    "compression": "gzip",
-    "delivery_mode": 2,
-    "mandatory": True,
-    "link": LOOK,
+NAMED: list[tuple[str, Any]] = [
+    *(("priority", 3), ("headers", {"tenant": "x"}), ("shadow", "another-name")),
+    *(("time_limit", 30), ("soft_time_limit", 20), ("expires", 60), ("ignore_result", True)),
+    *(("serializer", "json"), ("compression", "gzip"), ("argsrepr", "(hidden)")),
+    *(("retry", False), ("retry_policy", {"max_retries": 1}), ("delivery_mode", 2)),
+    *(("mandatory", True), ("link", LOOK), ("link_error", LOOK)),
     # These concern one message only.
-    "task_id": "always-the-same",
-    "countdown": 3,
-    "add_to_parent": False,
-    "link_error": LOOK,
-}
+    *(("task_id", "always-the-same"), ("countdown", 3), ("add_to_parent", False)),
+]
+OPTIONS = dict(NAMED)
 
 WHENS: dict[str, Any] = {
     "integer": 3600,
