@@ -67,7 +67,7 @@ def test_a_cancelled_task_never_runs_although_all_workers_were_killed(
             assert outcome is (Outcome.DONE if name == "tracked" else Outcome.NOTED)
         worker.kill()
     shop.rabbitdelay.registry.cancel([uuid4().hex for _ in range(60_000)])
-    with Worker(module_settings):
+    with Worker(configuration):
         assert noted.until(due - time.time()) == []
         wait_for(
             lambda: all(result.state == REVOKED for result in results.values()),

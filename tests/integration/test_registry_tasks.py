@@ -126,6 +126,7 @@ def test_what_is_decided_about_a_task_that_waits_becomes_of_it(
     unsent = uuid4().hex
     assert delays.cancel(unsent) is Outcome.NOTED
     noted.send("cancelled", delay=0.5, task_id=unsent)
+    make: Any
     for make in (group, chain):
         delays.cancel(make(note.si(each, key=noted.key) for each in "ab").apply_async(delay=DELAY))
     for key, superseded in (("k1", "earlier, superseded"), ("k2", "superseded")):
@@ -235,7 +236,7 @@ def test_tracked_tasks_with_a_stamp_are_cancelled(shop: Any, noted: Notes) -> No
 
 def test_a_purge_cancels_the_tracked_tasks_that_wait(shop: Any, noted: Notes) -> None:
     tracked = [noted.send(number, delay=60, track=True) for number in range(3)]
-    noted.send("untracked", delay=1)
+    noted.send("untracked", delay=DELAY)
     assert shop.control.purge() >= 3
     assert shop.rabbitdelay.count() == 0
     wait_for(lambda: noted() == ["untracked"], "the other task", PATIENCE)

@@ -7,7 +7,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise, product
@@ -27,25 +27,25 @@ from celery_rabbitdelay.schedules.recurrence import Recurrence
 from celery_rabbitdelay.testing import wait_for
 from tests.celery_process import CeleryProcess
 from tests.chaos.clocks import off_by
+from tests.integration import test_schedules
 from tests.integration.arrivals import take, wait_until_waiting
-from tests.integration.notes import Notes
 from tests.integration.registry_fixtures import redis_setup
 from tests.integration.shop import PATIENCE, make_app, named
-from tests.integration.test_schedules import let_end, settings, shop
+from tests.integration.test_schedules import settings, shop
 from tests.integration.trouble import suspended
 from tests.integration.worker import Worker
 from tests.unit.clock import frozen
 
-__all__ = ["let_end", "redis_setup", "settings", "shop"]
+__all__ = ["redis_setup", "settings", "shop"]
 
 SECOND: Final = timedelta(seconds=1)
 HOUR: Final = timedelta(hours=1)
 
 
-class Stage(Notes):
-    """The schedule ``a`` of a shop, and the runs of its occurrences."""
+class Stage(test_schedules.Stage):
+    """The same with edits of the schedule ``a``."""
 
-    def put(
+    def edit(
         self, given: str, when: Any = SECOND, task: str = "note", name: str = "a", **options: Any
     ) -> Any:
         """Put the schedule, whose task notes what it was given."""
@@ -75,11 +75,11 @@ class Stage(Notes):
 
 
 @pytest.fixture
-def stage(shop: Any, noted: Notes) -> Stage:
-    """The schedule ``a``, not put yet; its notes are those of the fixtures."""
-    stage = Stage(shop)
-    stage.key = noted.key
-    return stage
+def stage(settings: dict[str, Any], shop: Any) -> Iterator[Stage]:
+    """The schedule ``a``, not put yet."""
+    stage = Stage(settings, shop)
+    yield stage
+    stage.forget()
 
 
 def assert_each_once(found: list[tuple[float, str, float]], gap: float = 1.0) -> None:
@@ -94,24 +94,29 @@ def between(first: datetime, last: float, gap: int = 1) -> set[float]:
 
 
 def test_an_edit_keeps_an_instant_that_is_due_and_has_not_come(
-    settings: dict[str, Any], stage: Stage, connection: Connection
+    stage: Stage, connection: Connection
 ) -> None:
-    starts = {}
+    starts: dict[str, tuple[datetime, dict[str, Any]]] = {}
     for jitter, catch_up in product((0, 1), ("last", "all")):
         name = f"{jitter} {catch_up}"
         start = datetime.now(UTC).replace(microsecond=0)
         while (due := jittered(name, start, jitter)) - start < SECOND * jitter / 2:
             start += timedelta(milliseconds=1)
-        options = {"name": name, "start": start, "jitter": jitter, "catch_up": catch_up}
-        with frozen(start.timestamp() - 1):
-            assert stage.put("former", HOUR, **options).next_at == due
+        options: dict[str, Any] = {
+            "name": name,
+            "start": start,
+            "jitter": jitter,
+            "catch_up": catch_up,
+        }
         starts[name] = due, options
+        with frozen(start.timestamp() - 1):
+            assert stage.edit("former", HOUR, **starts[name][1]).next_at == due
     wait_until_waiting(connection, named(stage.shop, "default"), len(starts) // 2)
     for name, (due, options) in starts.items():
         with frozen(options["start"].timestamp() + options["jitter"] / 4):
-            edited = stage.put(name, HOUR, **options)
+            edited = stage.edit(name, HOUR, **options)
         assert (edited.next_at, edited.args) == (due, (name,))
-    with Worker(settings):
+    with Worker(stage.settings):
         wait_for(lambda: starts.keys() <= {*stage()}, "each", PATIENCE)
         stage.until(1)
     expected = [(options["start"].timestamp(), name) for name, (_, options) in starts.items()]
@@ -125,20 +130,18 @@ def jittered(name: str, instant: datetime, jitter: int) -> datetime:
     return instant_of(made.due_ms)
 
 
-def test_edits_around_many_instants_lose_none_and_repeat_none(
-    settings: dict[str, Any], stage: Stage
-) -> None:
+def test_edits_around_many_instants_lose_none_and_repeat_none(stage: Stage) -> None:
     times: list[tuple[float, float]] = []
 
     def edit() -> Any:
         began = time.time()
-        made = stage.put(f"{len(times)}")
+        made = stage.edit(f"{len(times)}")
         times.append((began, time.time()))
         return made.next_at
 
     first = edit()
     around = random.Random(7)
-    with Worker(settings), Worker(settings):
+    with Worker(stage.settings), Worker(stage.settings):
         stage.until_given("0", 1)
         for _ in range(10):
             instant = int(time.time()) + 1
@@ -161,13 +164,11 @@ def test_edits_around_many_instants_lose_none_and_repeat_none(
         assert times[int(given)][0] <= at
 
 
-def test_what_waits_for_the_end_of_a_run_does_not_outlive_its_schedule(
-    settings: dict[str, Any], stage: Stage, let_end: Callable[[], Any]
-) -> None:
+def test_what_waits_for_the_end_of_a_run_does_not_outlive_its_schedule(stage: Stage) -> None:
     hold: dict[str, Any] = {"task": "hold", "overlap": "queue-one"}
-    with Worker(settings, None, "-c", "4") as worker:
+    with Worker(stage.settings, None, "-c", "4") as worker:
         for name in ("a", "deleted"):
-            stage.put("former", name=name, **hold)
+            stage.edit("former", name=name, **hold)
         # Then the one that waits does so in the levels.
         for name in ("a", "deleted"):
             overlap = rf"Occurrence {name}:\S+ does not run: another run"
@@ -179,25 +180,22 @@ def test_what_waits_for_the_end_of_a_run_does_not_outlive_its_schedule(
         assert stage.shop.rabbitdelay.schedules.delete("deleted")
         with suspended(worker), frozen() as clock:
             start = datetime.fromtimestamp(clock.now, UTC) + SECOND / 4
-            made = stage.put("edited", HOUR, start=start, **hold)
+            made = stage.edit("edited", HOUR, start=start, **hold)
         wait_for(lambda: stage.lease(kind="queued") == made.next_id, "one that waits", PATIENCE)
-        let_end()
+        stage.let_end()
         stage.until_given("edited", 1)
         stage.until(4)
     assert sorted(stage()) == ["edited", "former", "former"]
 
 
-def test_another_route_of_the_task_is_an_edit(
-    settings: dict[str, Any], shop: Any, connection: Connection
-) -> None:
-    queues = [shop.amqp.queues[named(shop, name)] for name in ("default", "second")]
+def test_another_route_of_the_task_is_an_edit(stage: Stage, connection: Connection) -> None:
+    queues = [stage.shop.amqp.queues[named(stage.shop, name)] for name in ("default", "second")]
     for queue in queues:
         queue(connection.default_channel).declare()
-    changed = make_app({**settings, "task_routes": {"note": {"queue": queues[1].name}}})
-    first, same, edited, same_again = (
-        each.rabbitdelay.schedules.put("a", "note", SECOND, ("a",), {"key": "none"}).next_id
-        for each in (shop, shop, changed, changed)
-    )
+    changed = make_app({**stage.settings, "task_routes": {"note": {"queue": queues[1].name}}})
+    apps: list[Any] = [stage.shop, stage.shop, changed, changed]
+    puts = [each.rabbitdelay.schedules.put("a", "note", SECOND, ("a",)) for each in apps]
+    first, same, edited, same_again = (each.next_id for each in puts)
     changed.close()
     assert first == same != edited == same_again
     arrivals = take(connection, queues, 2)
@@ -206,10 +204,10 @@ def test_another_route_of_the_task_is_an_edit(
 
 
 def test_a_put_whose_send_fails_stands_and_a_pause_meanwhile_is_kept(
-    settings: dict[str, Any], stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedules = stage.shop.rabbitdelay.schedules
-    stage.put("former", HOUR)
+    stage.edit("former", HOUR)
     in_an_hour = datetime.now(UTC) + HOUR
 
     def fail(*_: Any, **__: Any) -> None:
@@ -223,14 +221,14 @@ def test_a_put_whose_send_fails_stands_and_a_pause_meanwhile_is_kept(
     with monkeypatch.context() as patch:
         patch.setattr(Publisher, "publish_all", fail)
         with pytest.raises(PublishError):
-            stage.put("edited", start=in_an_hour)
+            stage.edit("edited", start=in_an_hour)
     found = schedules.get("a")
     assert (found.args, found.is_paused) == (("edited",), True)
     assert verify() == ["schedule-unsent"]
-    assert stage.put("edited", start=in_an_hour).next_id == found.next_id
+    assert stage.edit("edited", start=in_an_hour).next_id == found.next_id
     assert verify() == []
-    stage.put("later")
-    with Worker(settings) as worker:
+    stage.edit("later")
+    with Worker(stage.settings) as worker:
         wait_for(lambda: "its schedule is paused" in worker.log, "a pause", PATIENCE)
         assert schedules.resume("a")
         stage.until_given("later", 2)
@@ -239,36 +237,32 @@ def test_a_put_whose_send_fails_stands_and_a_pause_meanwhile_is_kept(
 
 
 @pytest.mark.parametrize("pool", ["threads", "prefork", "solo"])
-def test_a_worker_that_stops_gives_the_lease_back(
-    settings: dict[str, Any], stage: Stage, let_end: Callable[[], Any], pool: str
-) -> None:
-    settings["imports"] = ["tests.integration.no_poll"]
-    stage.put("held", task="hold", overlap="skip")
-    with Worker(settings, None, "-P", pool) as worker:
+def test_a_worker_that_stops_gives_the_lease_back(stage: Stage, pool: str) -> None:
+    stage.settings["imports"] = ["tests.integration.no_poll"]
+    stage.edit("held", task="hold", overlap="skip")
+    with Worker(stage.settings, None, "-P", pool) as worker:
         stage.until_given("held", 1)
         assert stage.lease()
         os.kill(worker.pid, signal.SIGTERM)
         wait_for(lambda: "Warm shutdown" in worker.log, "a warm stop", PATIENCE)
-        let_end()
+        stage.let_end()
         wait_for(lambda: not worker.running, "its end", PATIENCE)
         assert not stage.lease()
 
 
-def test_a_run_that_is_delivered_again_takes_its_lease_over(
-    settings: dict[str, Any], stage: Stage, let_end: Callable[[], Any]
-) -> None:
-    settings["task_acks_late"] = True
-    stage.put("held", task="hold", overlap="skip", catch_up="last")
-    with Worker(settings) as worker:
+def test_a_run_that_is_delivered_again_takes_its_lease_over(stage: Stage) -> None:
+    stage.settings["task_acks_late"] = True
+    stage.edit("held", task="hold", overlap="skip", catch_up="last")
+    with Worker(stage.settings) as worker:
         stage.until_given("held", 1)
         lease = stage.lease()
         worker.kill()
     # It does not end by itself, however long the next worker takes to start.
     stage.lease("set", lease)
-    with Worker(settings):
+    with Worker(stage.settings):
         stage.until_given("held", 2)
         assert stage.lease() not in (None, lease)
-        let_end()
+        stage.let_end()
     first, second, *_ = stage.runs()
     assert first[0] == second[0]
 
@@ -285,7 +279,7 @@ class FastWorker(Worker):
 
 
 def test_a_worker_whose_clock_is_wrong_loses_and_repeats_nothing_and_is_not_early(
-    settings: dict[str, Any], stage: Stage
+    stage: Stage,
 ) -> None:
     seen: dict[tuple[str, float], float] = {}
     expected: set[tuple[str, float]] = set()
@@ -295,9 +289,9 @@ def test_a_worker_whose_clock_is_wrong_loses_and_repeats_nothing_and_is_not_earl
             seen.setdefault((given, instant), time.time())
         return expected <= seen.keys()
 
-    with Worker(settings), FastWorker(settings) as fast:
+    with Worker(stage.settings), FastWorker(stage.settings) as fast:
         for catch_up in ("all", "last"):
-            first = stage.put(catch_up, 2 * SECOND, name=catch_up, catch_up=catch_up).next_at
+            first = stage.edit(catch_up, 2 * SECOND, name=catch_up, catch_up=catch_up).next_at
             instants = between(first, first.timestamp() + 10, 2)
             expected |= {(catch_up, each) for each in instants}
         wait_for(came, "six instants of each", PATIENCE)
@@ -310,11 +304,11 @@ def test_a_worker_whose_clock_is_wrong_loses_and_repeats_nothing_and_is_not_earl
 
 def test_an_occurrence_is_listed_as_long_as_it_waits(shop: Any, stage: Stage) -> None:
     start = datetime.now(UTC) + HOUR
-    former = stage.put("former", HOUR, "tracked-note", start=start).next_id
+    former = stage.edit("former", HOUR, "tracked-note", start=start).next_id
     assert [each.task_id for each in shop.rabbitdelay.pending()] == [former]
     shown = shop.rabbitdelay.show(former)
     assert (shown.state, shown.task, "former" in shown.args) == ("waiting", "tracked-note", True)
-    edited = stage.put("edited", HOUR, "tracked-note", start=start).next_id
+    edited = stage.edit("edited", HOUR, "tracked-note", start=start).next_id
     assert [each.task_id for each in shop.rabbitdelay.pending()] == [edited] != [former]
     assert shop.rabbitdelay.show(former).state == "cancelled"
     assert shop.rabbitdelay.schedules.delete("a")
@@ -322,20 +316,18 @@ def test_an_occurrence_is_listed_as_long_as_it_waits(shop: Any, stage: Stage) ->
     assert shop.rabbitdelay.show(edited).state == "cancelled"
 
 
-def test_one_occurrence_is_cancelled_or_postponed_by_its_id(
-    settings: dict[str, Any], shop: Any, stage: Stage
-) -> None:
+def test_one_occurrence_is_cancelled_or_postponed_by_its_id(stage: Stage) -> None:
     outcomes = {"note": Outcome.NOTED, "tracked-note": Outcome.DONE}
-    with Worker(settings) as worker:
+    with Worker(stage.settings) as worker:
         for word in ("cancelled", "postponed"):
             made, eta = {}, datetime.now(UTC) + 8 * SECOND
             decide = {
-                "cancelled": shop.rabbitdelay.cancel,
-                "postponed": partial(shop.rabbitdelay.postpone, eta=eta),
+                "cancelled": stage.shop.rabbitdelay.cancel,
+                "postponed": partial(stage.shop.rabbitdelay.postpone, eta=eta),
             }[word]
             with suspended(worker):
                 for task, outcome in outcomes.items():
-                    made[task] = stage.put(f"{word} {task}", SECOND, task, name=task)
+                    made[task] = stage.edit(f"{word} {task}", SECOND, task, name=task)
                     assert decide(made[task].next_id) is outcome
             for task in outcomes:
                 stage.until_given(f"{word} {task}", 2 if word == "cancelled" else 6)
