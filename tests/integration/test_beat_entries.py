@@ -36,12 +36,6 @@ ARGUMENTS = {f"argument-{at}": each for at, each in enumerate(GIVEN)}
 
 SIGNATURE = ("task", "args", "kwargs", "options", "subtask_type")
 LOOK = dict(zip(SIGNATURE, ("look", [], {}, {}, None), strict=True))
-    "task": "look",
-    "args": [],
-    "kwargs": {},
-    "options": {},
-    "subtask_type": None,
-}
 NAMED: list[tuple[str, Any]] = [
     *(("priority", 3), ("headers", {"tenant": "x"}), ("shadow", "another-name")),
     *(("time_limit", 30), ("soft_time_limit", 20), ("expires", 60), ("ignore_result", True)),
