@@ -226,6 +226,7 @@ def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out
     with Worker(stage.settings):
         stage.until_ran(15)
         wait_for(lambda: known_again(stage.shop, before), "the whole of it", PATIENCE)
+        stage.until_none_is_missing()
     assert_each_once(stage.instants())
 
 
