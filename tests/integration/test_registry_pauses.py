@@ -1,4 +1,7 @@
-"""Paused tasks, as the registry decides about them, on each kind of Redis."""
+"""Paused tasks, as the registry decides about them, on each kind of Redis.
+
+Which messages wait is what test_registry_rule.py compares with the rule in Python.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from celery_rabbitdelay import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import Mark
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Verdict, new_copy
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import wait_for
@@ -20,7 +23,6 @@ from tests.integration.registering import (
     RedisSetup,
     arrival,
     expiry_ms,
-    keyed,
     now_ms,
     sent,
     tracked,
@@ -43,6 +45,7 @@ def decision(registry: Registry, arrived: Arrival) -> Decision:
 
 def test_what_is_paused_is_listed_since_it_was_paused_first(registry: Registry) -> None:
     pauses = registry.pauses
+    assert (pauses.all(), pauses.known()) == ([], {})
     began = datetime.now(UTC) - timedelta(milliseconds=1)  # Redis counts whole ones
     since = pauses.pause("shop.remind", None)
     assert began <= since <= datetime.now(UTC)
@@ -52,30 +55,24 @@ def test_what_is_paused_is_listed_since_it_was_paused_first(registry: Registry) 
         ("shop.remind", None, since),
         (None, "mails: für \ud83d", of_queue),
     }
-    assert pauses.known().keys() == {"task:shop.remind", "queue:mails: für \ud83d"}
     assert [pauses.resume("shop.remind", None) for _ in range(2)] == [True, False]
     assert pauses.resume(None, "shop.remind") is False
     assert [each.queue for each in pauses.all()] == ["mails: für \ud83d"]
 
 
-def test_nothing_is_paused_at_first(registry: Registry) -> None:
-    assert registry.pauses.all() == []
-    assert registry.pauses.known() == {}
-
-
-def test_a_paused_task_waits_and_runs_once_it_is_resumed(registry: Registry) -> None:
+def test_a_paused_task_asks_again_soon_and_another_message_of_it_may_run_meanwhile(
+    registry: Registry,
+) -> None:
     message = tracked(after_ms=-8 * MINUTE_MS)
     registry.register([message])
     paused = arrival(message, paused_ms=now_ms() - 4 * MINUTE_MS)
     asked_at = now_ms()
     found = decision(registry, paused)
-    assert found.verdict is Verdict.LATER
-    assert not found.is_new_due
+    assert (found.verdict, found.is_new_due) == (Verdict.LATER, False)
     # Few that are held ask again soon, however long the pause has lasted.
     assert asked_at < found.until_ms <= now_ms() + 1_000
-    # It was not let run: it still waits, and another message of it may run.
     assert [each.task_id for each in registry.index.tasks(["task"])] == ["task"]
-    assert verdict(registry, message._replace(copy=new_copy())) is Verdict.RUN
+    assert verdict(registry, message._replace(copy="another")) is Verdict.RUN
     assert decision(registry, paused).verdict is Verdict.REPLACED
 
 
@@ -89,46 +86,17 @@ def test_a_task_that_is_held_for_long_is_listed_as_long_as_it_is(registry: Regis
     wait_for(lambda: registry.index.count(Filter()) == 0, "the end of the pause")
 
 
-def test_a_task_that_was_let_run_waits_when_it_is_redelivered(registry: Registry) -> None:
-    message = sent(after_ms=0)
-    once = arrival(message, once="queue", mark=Mark("name"), name="1")
-    assert verdict(registry, once) is Verdict.RUN
-    again = once._replace(name="2", redelivered=True)
-    held = again._replace(paused_ms=now_ms())
-    assert decision(registry, held).verdict is Verdict.LATER
-    assert verdict(registry, again) is Verdict.RUN
-    # Without "once" too.
-    plain = arrival(sent("other", 0))
-    assert verdict(registry, plain) is Verdict.RUN
-    assert decision(registry, plain._replace(paused_ms=now_ms())).verdict is Verdict.LATER
-    assert verdict(registry, plain) is Verdict.RUN
-
-
-def test_a_duplicate_is_dropped_while_it_is_paused(registry: Registry) -> None:
-    once = arrival(sent(after_ms=0), once="queue", mark=Mark("name"), name="1", copy="")
-    assert verdict(registry, once) is Verdict.RUN
-    other = once._replace(mark=Mark("other"), name="1", paused_ms=now_ms())
-    assert decision(registry, other).verdict is Verdict.DUPLICATE
-
-
-def test_what_does_not_run_does_not_wait_either(registry: Registry) -> None:
-    cancelled, older = tracked("cancelled"), keyed(registry, "older", "key")
-    registry.register([cancelled, older])
-    assert registry.cancel(["cancelled"]) == [Outcome.DONE]
-    registry.register([keyed(registry, "newer", "key")])
-    found = registry.decide(
-        [arrival(each, paused_ms=now_ms()) for each in (cancelled, older, tracked("held", 0))]
-    )
-    expected = [Verdict.CANCELLED, Verdict.SUPERSEDED, Verdict.LATER]
-    assert [each.verdict for each in found] == expected
-
-
-def test_a_postponed_task_waits_for_its_new_time_first(registry: Registry) -> None:
-    message, later = tracked(after_ms=0), now_ms() + MINUTE_MS
-    registry.register([message])
-    registry.postpone("task", later)
-    found = decision(registry, arrival(message, paused_ms=now_ms()))
-    assert (found.until_ms, found.is_new_due) == (later, True)
+def test_a_task_that_was_let_run_waits_when_it_is_redelivered_and_its_copy_is_dropped(
+    registry: Registry,
+) -> None:
+    once = arrival(sent(after_ms=0), once="queue", mark=Mark("name"), name="1")
+    for first in (once, arrival(sent("other", 0))):
+        assert verdict(registry, first) is Verdict.RUN
+        again = first._replace(name="2", redelivered=True)
+        assert verdict(registry, again._replace(paused_ms=now_ms())) is Verdict.LATER
+        assert verdict(registry, again) is Verdict.RUN
+    copy = once._replace(mark=Mark("other"), paused_ms=now_ms())
+    assert decision(registry, copy).verdict is Verdict.DUPLICATE
 
 
 def test_a_task_that_is_paused_for_longer_than_decisions_are_kept_is_not_forgotten(
@@ -141,7 +109,6 @@ def test_a_task_that_is_paused_for_longer_than_decisions_are_kept_is_not_forgott
     other = tracked("other", -KEEP_MS + MINUTE_MS)
     registry.register([other])
     record = registry.names.of("task", "other")
-    assert expiry_ms(redis_setup, record) < now_ms() + 2 * MINUTE_MS
     look = registry.look([arrival(other, paused_ms=now_ms())])
     assert look[0].verdict is Verdict.LATER
     assert expiry_ms(redis_setup, record) < now_ms() + 2 * MINUTE_MS

@@ -8,7 +8,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_rabbitdelay import KnownTask, RegistryUnavailable
@@ -19,7 +18,6 @@ from tests.integration.arrivals import count
 from tests.integration.notes import Notes
 from tests.integration.registering import MINUTE_MS, keyed, now_ms, sent, tracked, verdict
 from tests.integration.shop import PATIENCE, named
-from tests.integration.worker import Worker
 
 
 def state_of(registry: Registry, task_id: str = "task") -> TaskState | None:
@@ -45,6 +43,19 @@ def test_the_state_of_a_task_is_that_by_which_it_is_decided_about(registry: Regi
     (ticket,) = registry.ask([("task", "")])
     registry.register([tracked(ticket=ticket)])
     assert state_of(registry) is TaskState.WAITING
+    # What is noted before a task is sent is its state.
+    later = now_ms() + MINUTE_MS
+    registry.postpone("postponed", later)
+    registry.cancel(["cancelled"])
+    record = record_of(registry, "postponed")
+    assert record is not None
+    assert record[:3] == (TaskState.NOTED, None, later)
+    assert state_of(registry, "cancelled") is TaskState.CANCELLED
+    # The older task of a key is superseded.
+    older, newer = (keyed(registry, name, "order:7") for name in ("older", "newer"))
+    registry.register([older, newer])
+    assert state_of(registry, "older") is TaskState.SUPERSEDED
+    assert state_of(registry, "newer") is TaskState.WAITING
 
 
 def test_a_task_that_is_later_than_any_that_comes_holds_its_key_no_more(registry: Registry) -> None:
@@ -55,25 +66,6 @@ def test_a_task_that_is_later_than_any_that_comes_holds_its_key_no_more(registry
     assert holder_of(registry, "order:lost", 0) is None
     assert holder_of(registry, "order:lost", MINUTE_MS) == "lost"
     assert holder_of(registry, "order:none", MINUTE_MS) is None
-
-
-def test_what_is_noted_before_a_task_is_sent_is_its_state(registry: Registry) -> None:
-    later = now_ms() + MINUTE_MS
-    registry.postpone("postponed", later)
-    registry.cancel(["cancelled"])
-    record = record_of(registry, "postponed")
-    assert record is not None
-    assert record[:3] == (TaskState.NOTED, None, later)
-    assert state_of(registry, "cancelled") is TaskState.CANCELLED
-
-
-def test_the_older_task_of_a_key_is_superseded(registry: Registry) -> None:
-    older, newer = (keyed(registry, name, "order:7") for name in ("older", "newer"))
-    registry.register([older])
-    assert state_of(registry, "older") is TaskState.WAITING
-    registry.register([newer])
-    assert state_of(registry, "older") is TaskState.SUPERSEDED
-    assert state_of(registry, "newer") is TaskState.WAITING
 
 
 @pytest.mark.parametrize("wrong", ["cancelled", "due", "not_before"])
@@ -130,9 +122,9 @@ def test_a_tracked_task_is_known_with_its_route_its_job_and_where_it_may_be(
     assert delays.show(result).may_be_in == {}
     assert delays.show(uuid4()) is None
     assert delays.show(key=uuid4().hex) is None
-    for wrong in ((), ("id", "key")):
+    for wrong in ({}, {"task": "id", "key": "key"}):
         with pytest.raises(TypeError, match="takes one of a task, a key"):
-            delays.show(*wrong[:1], key=(*wrong, None, None)[1])
+            delays.show(**wrong)
 
 
 def test_a_task_with_a_key_that_is_not_tracked_is_known_without_its_arguments(
@@ -150,11 +142,3 @@ def test_a_task_with_a_key_that_is_not_tracked_is_known_without_its_arguments(
     assert found.state == "waiting"
     assert (found.task, found.args, found.queue, found.job) == (None, None, None, None)
     assert found.missing == (shop.rabbitdelay.topology.module_queues.checkin.name,)
-
-
-def test_a_task_that_has_arrived_is_known(shop: Any, worker: Worker) -> None:
-    late = {"eta": datetime.now(UTC) - timedelta(minutes=1), "track": True}
-    result: AsyncResult[Any] = shop.tasks["look"].apply_async(**late)
-    result.get(timeout=PATIENCE)
-    found = shop.rabbitdelay.show(result)
-    assert (found.state, found.due, found.task) == ("arrived", None, None)

@@ -31,7 +31,7 @@ from tests.integration.shop import make_app
 from tests.integration.worker import Worker
 
 #: How many sequences are played, and how long each is at most.
-SEQUENCES = int(os.environ.get("RABBITDELAY_SEQUENCES", "8"))
+SEQUENCES = int(os.environ.get("RABBITDELAY_SEQUENCES", "4"))
 STEPS = 25
 
 #: Seconds until everything that has to run has run.

@@ -6,23 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from redis import Redis
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.connection import Store, connect
 from celery_rabbitdelay.registry.decision import Outcome, Verdict
-from celery_rabbitdelay.registry.index import Filter, Index
+from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.registering import (
     KEEP_MS,
-    KINDS,
     MARGIN_MS,
     MINUTE_MS,
     TIMEOUT,
-    RedisSetup,
     keyed,
     now_ms,
     sent,
@@ -51,14 +48,10 @@ CALLS: dict[str, Callable[[Registry], object]] = {
     "join": lambda registry: registry.jobs.join("job", now_ms()),
     "end": lambda registry: registry.jobs.end("job", JobState.ABORTED),
     "state": lambda registry: registry.jobs.state("job"),
-    "pending": lambda registry: list(_index(registry).pending(Filter())),
-    "count": lambda registry: _index(registry).count(Filter()),
-    "complete_since": lambda registry: _index(registry).complete_since(),
+    "pending": lambda registry: list(registry.index.pending(Filter())),
+    "count": lambda registry: registry.index.count(Filter()),
+    "complete_since": lambda registry: registry.index.complete_since(),
 }
-
-
-def _index(registry: Registry) -> Index:
-    return registry.index
 
 
 @contextmanager
@@ -100,47 +93,21 @@ def cluster() -> Iterator[RedisCluster]:
         yield servers
 
 
-@pytest.fixture(scope="module")
-def closed_port() -> int:
-    """A port at which nothing listens."""
-    return free_port()
-
-
-@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "sentinel"])
-def test_each_call_says_that_redis_is_not_there(scheme: str, name: str, closed_port: int) -> None:
-    with registry_in(f"{scheme}://:{PASSWORD}@127.0.0.1:{closed_port}") as registry:
-        assert PASSWORD not in unavailable(lambda: CALLS[name](registry))
+def test_each_call_says_that_redis_is_not_there(scheme: str) -> None:
+    with registry_in(f"{scheme}://:{PASSWORD}@127.0.0.1:{free_port()}") as registry:
+        for name, call in CALLS.items():
+            assert PASSWORD not in unavailable(lambda: call(registry)), name  # noqa: B023
 
 
-@pytest.mark.parametrize("redis_setup", KINDS, indirect=True)
-def test_an_unknown_user_is_refused_and_the_password_is_not_told(redis_setup: RedisSetup) -> None:
-    url = redis_setup.url.replace("//", f"//stranger:{PASSWORD}@", 1)
-    with registry_in(url) as registry:
-        assert PASSWORD not in unavailable(lambda: registry.cancel(["task"]))
-
-
-def test_a_wrong_password_is_not_told() -> None:
+def test_a_wrong_user_or_password_is_refused_and_the_password_is_not_told() -> None:
     with ConfiguredRedis(password="the right one") as server:
         with registry_in(server.url) as registry:
             assert registry.cancel(["task"]) == [Outcome.NOTED]
-        wrong = server.url.replace("the right one", PASSWORD)
-        with registry_in(wrong) as registry:
-            said = unavailable(lambda: registry.cancel(["task"]))
-            assert PASSWORD not in said
-            assert "the right one" not in said
-        with registry_in(f"redis://127.0.0.1:{server.port}") as registry:
-            unavailable(lambda: registry.cancel(["task"]))
-
-
-def test_a_replica_that_takes_no_writes_is_of_no_use() -> None:
-    with ExitStack() as stack:
-        master = stack.enter_context(RedisServer())
-        replica = ConfiguredRedis("--replicaof", f"127.0.0.1 {master.port}")
-        stack.enter_context(replica)
-        registry = stack.enter_context(registry_in(replica.url))
-        wait_for(lambda: "master_link_status:up" in replica.ask("info"), "a replica")
-        assert "READONLY" in unavailable(lambda: registry.cancel(["task"])).upper()
+        for wrong in (f":{PASSWORD}", f"stranger:{PASSWORD}"):
+            with registry_in(server.url.replace(":the right one", wrong)) as registry:
+                said = unavailable(lambda: registry.cancel(["task"]))
+                assert not any(each in said for each in (PASSWORD, "the right one"))
 
 
 def test_a_server_that_comes_back_is_used_again_and_has_forgotten() -> None:
@@ -152,39 +119,6 @@ def test_a_server_that_comes_back_is_used_again_and_has_forgotten() -> None:
         assert verdict(registry, sent()) is Verdict.RUN
         # The scripts are gone as well.
         assert registry.register([sent("other", key="order")]) == ["waiting"]
-
-
-def test_a_script_whose_answer_does_not_come_in_time_is_not_run_again() -> None:
-    with ExitStack() as stack:
-        server = stack.enter_context(RedisServer())
-        client = stack.enter_context(Redis.from_url(server.url, decode_responses=True))
-        registry = stack.enter_context(registry_in(server.url, SHORT))
-        wait_for(lambda: works(lambda: registry.cancel(["task"])), "a first call")
-
-        def calls() -> int:
-            return int(client.info("commandstats")["cmdstat_evalsha"]["calls"])
-
-        before = calls()
-        server.suspend()
-        unavailable(lambda: registry.cancel(["task"]))
-        server.resume()
-        wait_for(lambda: calls() > before, "the script that was sent")
-        assert calls() == before + 1
-
-
-def test_the_keys_of_many_tasks_are_spread_over_all_servers_of_a_cluster(
-    cluster: RedisCluster,
-) -> None:
-    with registry_in(cluster.url) as registry:
-        numbers = range(200)
-        registry.register([keyed(registry, f"task-{each}", f"key-{each}") for each in numbers])
-        for kind in ("task", "key", "due"):
-            pattern = f"test:*:{kind}*"
-            found = [node.ask("--scan", "--pattern", pattern).split() for node in cluster.nodes]
-            share = sum(map(len, found)) / 3
-            assert all(share / 2 < len(each) < 2 * share for each in found), kind
-        assert _index(registry).count(Filter()) == len(numbers)
-        assert len(list(_index(registry).pending(Filter()))) == len(numbers)
 
 
 def test_a_cluster_is_used_again_when_its_server_comes_back(cluster: RedisCluster) -> None:

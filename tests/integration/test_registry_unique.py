@@ -36,25 +36,27 @@ def test_a_task_with_a_key_cannot_run_earlier_unless_it_is_tracked(shop: Any, no
     assert shop.rabbitdelay.cancel(key=key) is Outcome.DONE
 
 
-@pytest.mark.parametrize("last", [{"delay": DELAY - 0.5}, {}], ids=["delayed", "at once"])
-def test_the_newest_task_under_a_key_runs(noted: Notes, last: dict[str, Any]) -> None:
-    key = f"order:{uuid4().hex}"
-    for number in range(4):
-        noted.send(number, delay=DELAY - 0.1 * number, key=key)
-    noted.send("newest", key=key, **last)
-    assert noted.until(DELAY) == ["newest"]
+def test_of_the_tasks_under_each_key_the_newest_runs(shop: Any, noted: Notes) -> None:
+    for kind, last in (("delayed", {"delay": DELAY - 0.5}), ("at once", {})):
+        for number in range(4):
+            noted.send(number, delay=DELAY - 0.1 * number, key=f"{kind} {noted.key}")
+        noted.send(f"newest {kind}", key=f"{kind} {noted.key}", **last)
+    for envelopes in (True, False):
+        keys = [f"{envelopes} {noted.key}:{number % 3}" for number in range(9)]
+        rows = [noted.row(f"row {at}", delay=DELAY, key=key) for at, key in enumerate(keys)]
+        shop.rabbitdelay.send_many(shop.tasks["note"], rows, envelopes=envelopes)
+    newest = ["newest at once", "newest delayed"]
+    assert sorted(noted.until(DELAY)) == [*newest, *sorted([f"row {at}" for at in (6, 7, 8)] * 2)]
 
 
 def test_of_all_that_are_sent_at_once_the_first_under_a_key_is_sent_alone(noted: Notes) -> None:
     key = f"order:{uuid4().hex}"
 
     def send(number: int) -> Any:
-        return noted.send(number, delay=DELAY, key=key, unique="first")
+        return noted.send(number, delay=60, key=key, unique="first")
 
     with ThreadPoolExecutor(12) as threads:
-        sent = list(threads.map(send, range(24)))
-    assert len({each.id for each in sent}) == 1
-    assert len(noted.until(DELAY)) == 1
+        assert len({each.id for each in threads.map(send, range(24))}) == 1
 
 
 def test_the_first_under_a_key_leaves_others_out_while_it_waits(shop: Any, noted: Notes) -> None:
@@ -72,9 +74,10 @@ def test_the_first_under_a_key_leaves_others_out_while_it_waits(shop: Any, noted
         == second.id
     )
     # Without a time, it may be sent again as soon as it has arrived; the newest always may.
-    noted.send("third", delay=DELAY, key=key, unique="first")
+    third = noted.send("third", delay=60, key=key, unique="first")
     noted.send("newest", delay=0.5, key=key, unique="newest")
-    assert noted.until(DELAY) == ["second", "newest"]
+    assert shop.rabbitdelay.show(third).state == "superseded"
+    wait_for(lambda: noted() == ["second", "newest"], "the newest", PATIENCE)
 
 
 def test_of_two_that_are_sent_as_the_first_the_newest_runs(
@@ -98,41 +101,31 @@ def test_retries_of_the_first_under_a_key_are_sent(shop: Any) -> None:
     assert len(retried.get(timeout=PATIENCE)) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
+def test_a_unique_that_says_nothing_or_leaves_others_waiting_is_refused(
+    shop: Any, noted: Notes
+) -> None:
+    first = {"key": "order:7", "unique": "first"}
+    job = f"job-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=60)
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"unique": "first"}, "needs a key"),
         ({"key": "order:7", "unique": "last"}, "takes 'first' or 'newest'"),
         ({"key": "order:7", "unique_for": 60}, "needs unique='first'"),
-        ({"key": "order:7", "unique": "first", "unique_for": True}, "takes seconds"),
-    ],
-)
-def test_a_unique_that_says_nothing_is_refused(
-    noted: Notes, options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(UnknownOption, match=reason):
-        noted.send("refused", delay=DELAY, **options)
-
-
-@pytest.mark.parametrize("make", [group, chain, chord], ids=["group", "chain", "chord"])
-def test_what_others_wait_for_cannot_be_left_out(shop: Any, noted: Notes, make: Any) -> None:
-    member = shop.tasks["note"].si("member", key=noted.key).set(key="order:7", unique="first")
-    canvas = make(member, member) if make is not chord else chord([member], member)
-    with pytest.raises(UnknownOption, match="others would wait"):
-        canvas.apply_async(delay=DELAY)
-
-
-def test_nor_can_a_retry_or_a_task_of_a_job(shop: Any, noted: Notes) -> None:
-    noted.send("first", delay=DELAY, key="order:8", unique="first")
-    given: Any = ([], 1, {"delay": 0.2, "key": "order:8", "unique": "first"})
+        ({**first, "unique_for": True}, "takes seconds"),
+        ({**first, "unique_for": timedelta(days=99)}, "rabbitdelay_registry_keep"),
+        ({**first, "job": job}, "combined with job"),
+    ]
+    for options, reason in refused:
+        with pytest.raises(UnknownOption, match=reason):
+            noted.send("refused", delay=DELAY, **options)
+    member = shop.tasks["note"].si("member", key=noted.key).set(**first)
+    for canvas in (group(member, member), chain(member, member), chord([member], member)):
+        with pytest.raises(UnknownOption, match="others would wait"):
+            canvas.apply_async(delay=DELAY)
+    noted.send("first", delay=60, **first)
+    given: Any = ([], 1, {"delay": 0.2, **first})
     with pytest.raises(UnknownOption, match="others would wait"):
         shop.tasks["retry"].apply_async(given).get(timeout=PATIENCE)
-    job = f"job-{uuid4().hex}"
-    shop.rabbitdelay.open_job(job, expires=60)
-    with pytest.raises(UnknownOption, match="combined with job"):
-        noted.send("in a job", delay=DELAY, key="order:8", unique="first", job=job)
-    with pytest.raises(UnknownOption, match="rabbitdelay_registry_keep"):
-        noted.send(delay=DELAY, key="order:8", unique="first", unique_for=timedelta(days=99))
 
 
 def test_a_task_that_was_sent_twice_with_once_runs_once(noted: Notes) -> None:
@@ -176,39 +169,23 @@ def test_the_tasks_of_a_job_wait_until_it_is_committed(shop: Any, noted: Notes) 
         noted.send(4, delay=1, job=job)
 
 
-def test_the_tasks_of_an_aborted_job_do_not_run(shop: Any, noted: Notes) -> None:
-    job = f"import-{uuid4().hex}"
-    rows = [noted.row("aborted", delay=0.5)] * 20
-
-    def broken_off() -> None:
-        with shop.rabbitdelay.job(job, expires=60):
-            shop.rabbitdelay.send_many(shop.tasks["note"], rows, job=job)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        broken_off()
-    assert noted.until(0.5) == []
-
-
-def test_tasks_of_an_aborted_job_run_when_they_are_sent_again(shop: Any, noted: Notes) -> None:
+def test_tasks_of_an_aborted_job_do_not_run_until_they_are_sent_again(
+    shop: Any, noted: Notes
+) -> None:
     rows = [noted.row(number, delay=0.5, task_id=uuid4().hex) for number in range(3)]
 
     def send_as(job: str) -> None:
         shop.rabbitdelay.send_many(shop.tasks["note"], rows, job=job, once=True, track=True)
 
-    failed, again = uuid4().hex, uuid4().hex
-    shop.rabbitdelay.open_job(failed, expires=60)
-    send_as(failed)
-    shop.rabbitdelay.abort_job(failed)
+    def broken_off(job: str) -> None:
+        with shop.rabbitdelay.job(job, expires=60):
+            send_as(job)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken_off(uuid4().hex)
     assert noted.until(0.5) == []
+    again = uuid4().hex
     with shop.rabbitdelay.job(again, expires=60):
         send_as(again)
     wait_for(lambda: sorted(noted()) == [0, 1, 2], "the tasks", PATIENCE)
-
-
-@pytest.mark.parametrize("envelopes", [True, False])
-def test_rows_with_keys_supersede_each_other(shop: Any, noted: Notes, envelopes: bool) -> None:
-    key = f"order:{uuid4().hex}"
-    rows = [noted.row(number, delay=DELAY, key=f"{key}:{number % 3}") for number in range(9)]
-    shop.rabbitdelay.send_many(shop.tasks["note"], rows, envelopes=envelopes)
-    assert sorted(noted.until(DELAY)) == [6, 7, 8]

@@ -24,19 +24,12 @@ from tests.integration.arrivals import count
 from tests.integration.notes import Notes, instants
 from tests.integration.registering import TEXT, RedisSetup
 from tests.integration.shop import PATIENCE, QUEUES, named
-from tests.integration.test_schedules import (
-    assert_each_once,
-    let_end,
-    put,
-    settings,
-    shop,
-    wait_until_ran,
-)
+from tests.integration.test_schedules import Stage, assert_each_once, settings, shop, stage
 from tests.integration.travelling_shop import rabbitdelay_celery_app
 from tests.integration.worker import Worker
 from tests.unit.clock import frozen
 
-__all__ = ["let_end", "put", "rabbitdelay_celery_app", "settings", "shop"]
+__all__ = ["rabbitdelay_celery_app", "settings", "shop", "stage"]
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 
@@ -52,14 +45,14 @@ def redis_setup(redis: RedisServer) -> Iterator[RedisSetup]:
 
 
 @pytest.fixture
-def put_soon(put: Callable[..., Any]) -> Callable[..., int]:
+def put_soon(stage: Stage) -> Callable[..., int]:
     """Puts a schedule that is due in some seconds and then each hour; returns when, in seconds."""
 
     def put_soon(name: str = "a", seconds: int = 1, **options: Any) -> int:
         with frozen() as clock:
             due = int(clock.now) + seconds
             start = datetime.fromtimestamp(due, UTC)
-            assert put(name, HOUR, start=start, **options).next_at == start
+            assert stage.put(name, HOUR, start=start, **options).next_at == start
         return due
 
     return put_soon
@@ -79,8 +72,7 @@ def is_over(instant: float) -> bool:
     return time.time() > instant
 
 
-@pytest.mark.parametrize("begins", ["the original", "the copy"])
-@pytest.mark.parametrize("catch_up", ["all", 900])
+@pytest.mark.parametrize(("catch_up", "begins"), [("all", "the original"), (900, "the copy")])
 def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
     rabbitdelay_app: Any,
     rabbitdelay_worker: TravellingWorker,
@@ -132,70 +124,60 @@ def give(connection: Connection, queue: Queue, message: Any) -> None:
 
 
 def test_a_worker_of_another_application_sends_again_to_the_queue_of_the_task(
-    settings: dict[str, Any],
-    shop: Any,
-    put_soon: Callable[..., int],
-    noted: Notes,
-    connection: Connection,
+    stage: Stage, put_soon: Callable[..., int], connection: Connection
 ) -> None:
     first = put_soon()
     # Another queue, and no tasks.
-    mail = {**settings, "prefix": f"{settings['prefix']}-mail", "knows_tasks": False}
+    mail = {**stage.settings, "prefix": f"{stage.settings['prefix']}-mail", "knows_tasks": False}
     with Worker({**mail, **HASTY}) as other:
-        wait_for(lambda: count(connection, named(shop, "default")) >= 2, "two messages", PATIENCE)
+        wait_for(
+            lambda: count(connection, named(stage.shop, "default")) >= 2, "two messages", PATIENCE
+        )
         assert "sent again: a" in other.log
-        assert noted() == []
-        with Worker(settings):
-            wait_until_ran(noted, 1)
-            wait_until_followed(shop, first)
-            noted.until(1)
+        assert stage() == []
+        with Worker(stage.settings):
+            stage.until_ran(1)
+            wait_until_followed(stage.shop, first)
+            stage.until(1)
         assert "unregistered task" not in other.log
-    assert instants(noted, "a") == [first]
+    assert stage.instants() == [first]
 
 
 def test_what_comes_later_than_the_next_one_is_due_runs(
-    settings: dict[str, Any],
-    shop: Any,
-    put: Callable[..., Any],
-    noted: Notes,
-    connection: Connection,
+    stage: Stage, connection: Connection
 ) -> None:
-    settings.update(task_acks_late=True, worker_prefetch_multiplier=1)
-    default, keys = named(shop, "default"), [f"{noted.key}:{number}" for number in range(4)]
+    stage.settings.update(task_acks_late=True, worker_prefetch_multiplier=1)
+    default, keys = named(stage.shop, "default"), [f"{stage.key}:{number}" for number in range(4)]
 
     def hold(key: str) -> None:
-        shop.tasks["hold"].apply_async(kwargs={"key": key}, ignore_result=True)
+        stage.shop.tasks["hold"].apply_async(kwargs={"key": key}, ignore_result=True)
 
     hold(keys[0])
-    with Worker(settings):
-        wait_for(partial(noted.redis.llen, keys[0]), "a run", PATIENCE)
-        put("a", catch_up="last")
+    with Worker(stage.settings):
+        wait_for(partial(stage.redis.llen, keys[0]), "a run", PATIENCE)
+        stage.put("a", catch_up="last")
         for now, then in pairwise(keys):
             wait_for(lambda: count(connection, default), "an occurrence", PATIENCE)
             hold(then)
             wait_for(partial(is_over, time.time() + 2.5), "more instants", PATIENCE)
-            noted.redis.set(f"{now}:ends", "1")
-            wait_for(partial(noted.redis.llen, then), "a run", PATIENCE)
-        found = instants(noted, "a")
-        noted.redis.set(f"{keys[-1]}:ends", "1")
+            stage.redis.set(f"{now}:ends", "1")
+            wait_for(partial(stage.redis.llen, then), "a run", PATIENCE)
+        found = stage.instants()
+        stage.redis.set(f"{keys[-1]}:ends", "1")
     assert len(found) == len(set(found)) == 3
-    noted.redis.delete(*noted.redis.keys(f"{noted.key}:*"))
+    stage.redis.delete(*stage.redis.keys(f"{stage.key}:*"))
 
 
 def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(
-    settings: dict[str, Any],
-    shop: Any,
-    put_soon: Callable[..., int],
-    noted: Notes,
-    redis_setup: RedisSetup,
+    stage: Stage, put_soon: Callable[..., int], redis_setup: RedisSetup
 ) -> None:
     first = put_soon()
     with Redis.from_url(redis_setup.url) as client:
         snapshot = {key: client.dump(key) for key in client.scan_iter()}
-        assert not follows(shop, first)
-        with Worker({**settings, **HASTY}), Worker({**settings, **HASTY}):
-            wait_until_ran(noted, 1)
-            wait_until_followed(shop, first)
+        assert not follows(stage.shop, first)
+        with Worker({**stage.settings, **HASTY}), Worker({**stage.settings, **HASTY}):
+            stage.until_ran(1)
+            wait_until_followed(stage.shop, first)
             with client.pipeline() as back:
                 for key in client.scan_iter():
                     back.delete(key)
@@ -203,27 +185,23 @@ def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(
                     back.restore(key, 0, value)
                 # Nobody sends again what is missed: on a busy machine, the other worker may be
                 # slower to note it than a hasty one is to send it.
-                back.set(shop.rabbitdelay.registry.names.only("healing"), "1")
+                back.set(stage.shop.rabbitdelay.registry.names.only("healing"), "1")
                 back.execute()
-            wait_until_followed(shop, first)
-            noted.until(1)
-    assert instants(noted, "a") == [first]
+            wait_until_followed(stage.shop, first)
+            stage.until(1)
+    assert stage.instants() == [first]
 
 
 def test_a_redis_that_has_lost_everything_knows_a_schedule_again(
-    settings: dict[str, Any],
-    shop: Any,
-    put: Callable[..., Any],
-    noted: Notes,
-    redis_setup: RedisSetup,
+    stage: Stage, redis_setup: RedisSetup
 ) -> None:
-    before = put("a", priority=2).exported()
-    with Worker(settings):
-        wait_until_ran(noted, 3)
+    before = stage.put("a", priority=2).exported()
+    with Worker(stage.settings):
+        stage.until_ran(3)
         redis_setup.client.flushall()
-        wait_for(lambda: known_again(shop, before), "the whole of it", PATIENCE)
-        wait_until_ran(noted, len(noted()) + 3)
-    assert_each_once(instants(noted, "a"))
+        wait_for(lambda: known_again(stage.shop, before), "the whole of it", PATIENCE)
+        stage.until_ran(len(stage()) + 3)
+    assert_each_once(stage.instants())
 
 
 def known_again(shop: Any, before: dict[str, Any]) -> bool:
@@ -231,106 +209,92 @@ def known_again(shop: Any, before: dict[str, Any]) -> bool:
     return found is not None and found.args == ("a",) and found.exported() == before
 
 
-@pytest.mark.parametrize("has_come", [False, True], ids=["is-ahead", "has-come"])
 def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out(
-    settings: dict[str, Any],
-    shop: Any,
-    put: Callable[..., Any],
-    noted: Notes,
-    connection: Connection,
-    redis_setup: RedisSetup,
-    has_come: bool,
+    stage: Stage, connection: Connection, redis_setup: RedisSetup
 ) -> None:
-    default = named(shop, "default")
-    before = put("a").exported()
-    with Worker(settings):
-        wait_until_ran(noted, 3)
+    default = named(stage.shop, "default")
+    before = stage.put("a").exported()
+    with Worker(stage.settings):
+        stage.until_ran(3)
     # What the worker had received and not begun is in the queue again, too.
     wait_for(lambda: count(connection, default), "a message that is due", PATIENCE)
     wait_for(partial(is_over, time.time() + 5), "a backlog", PATIENCE)
     redis_setup.client.flushall()
     backlog = count(connection, default)
-    put("a")
-    if has_come:
-        wait_for(lambda: count(connection, default) > backlog, "the one put again", PATIENCE)
-    with Worker(settings):
-        wait_until_ran(noted, 15)
-        wait_for(lambda: known_again(shop, before), "the whole of it", PATIENCE)
-    assert_each_once(instants(noted, "a"))
+    stage.put("a")
+    wait_for(lambda: count(connection, default) > backlog, "the one put again", PATIENCE)
+    with Worker(stage.settings):
+        stage.until_ran(15)
+        wait_for(lambda: known_again(stage.shop, before), "the whole of it", PATIENCE)
+        stage.until_none_is_missing()
+    assert_each_once(stage.instants())
 
 
 def test_what_waits_for_a_resume_is_not_sent_again(
-    settings: dict[str, Any], shop: Any, put_soon: Callable[..., int], noted: Notes
+    stage: Stage, put_soon: Callable[..., int]
 ) -> None:
-    default, second, reports = (named(shop, name) for name in QUEUES[:3])
+    default, second, reports = (named(stage.shop, name) for name in QUEUES[:3])
     paused = [{"task": "note"}, {"queue": reports}]
     for each in paused:
-        shop.rabbitdelay.pause(**each)
+        stage.shop.rabbitdelay.pause(**each)
     first = {"a": put_soon("a"), "b": put_soon("b", task="late-note", queue=reports)}
     # Nobody serves its queue: when it is sent again, the other ones would have been.
     put_soon("c", 2, task="late-note", queue=second)
-    with Worker({**settings, **HASTY}, [default, reports]) as worker:
+    with Worker({**stage.settings, **HASTY}, [default, reports]) as worker:
         wait_for(lambda: "are sent again" in worker.log, "healing", PATIENCE)
         assert "sent again: c" in worker.log
-        assert not any(follows(shop, first[name], name) for name in first)
+        assert not any(follows(stage.shop, first[name], name) for name in first)
         for each in paused:
-            shop.rabbitdelay.resume(**each)
+            stage.shop.rabbitdelay.resume(**each)
         for name in first:
-            wait_for(partial(follows, shop, first[name], name), "the next occurrence", PATIENCE)
-        noted.until(1)
-    assert {name: instants(noted, name) for name in first} == {
+            wait_for(
+                partial(follows, stage.shop, first[name], name), "the next occurrence", PATIENCE
+            )
+        stage.until(1)
+    assert {name: stage.instants(name) for name in first} == {
         name: [due] for name, due in first.items()
     }
 
 
-def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(
-    settings: dict[str, Any], put: Callable[..., Any], noted: Notes, let_end: Callable[[], Any]
-) -> None:
-    settings["task_acks_late"] = True
-    alone = {**settings, "worker_prefetch_multiplier": 1}
+def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(stage: Stage) -> None:
+    stage.settings["task_acks_late"] = True
+    alone = {**stage.settings, "worker_prefetch_multiplier": 1}
     with Worker(alone) as killed:
-        put("a", 3 * SECOND, task="hold")
-        wait_until_ran(noted, 1)
-        (first,) = instants(noted, "a")
+        stage.put("a", 3 * SECOND, task="hold")
+        stage.until_ran(1)
+        (first,) = stage.instants()
         # If the worker is slow to start, many occurrences are due by then, and each holds a thread.
-        with Worker(settings, None, "-P", "threads", "-c", "200"):
-            wait_until_ran(noted, 2)
+        with Worker(stage.settings, None, "-P", "threads", "-c", "200"):
+            stage.until_ran(2)
             killed.kill()
-            wait_for(lambda: instants(noted, "a").count(first) == 2, "another run", PATIENCE)
-            let_end()
-            wait_for(lambda: len({*instants(noted, "a")}) >= 5, "what follows", PATIENCE)
-    found = Counter(instants(noted, "a"))
+            wait_for(lambda: stage.instants().count(first) == 2, "another run", PATIENCE)
+            stage.let_end()
+            wait_for(lambda: len({*stage.instants()}) >= 5, "what follows", PATIENCE)
+    found = Counter(stage.instants())
     assert sorted(found) == [*range(first, first + 3 * len(found), 3)]
     assert [*islice(found.elements(), 3)] == [first, first, first + 3]
     assert sum(found.values()) == len(found) + 1
 
 
-@pytest.mark.parametrize("is_emptied", [False, True], ids=["silent", "emptied"])
-@pytest.mark.parametrize("mode", ["hold", "run"])
+@pytest.mark.parametrize(("mode", "is_emptied"), [("hold", False), ("run", True)])
 def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
-    settings: dict[str, Any],
-    shop: Any,
-    put: Callable[..., Any],
-    noted: Notes,
-    redis: RedisServer,
-    mode: str,
-    is_emptied: bool,
+    stage: Stage, redis: RedisServer, mode: str, is_emptied: bool
 ) -> None:
     away = "It is not known which occurrences of schedules have run"
-    settings["rabbitdelay_registry_options"] = {"socket_timeout": 1}
-    settings["rabbitdelay_registry_down"] = mode
-    put("a")
-    with Worker({**settings, **HASTY}) as worker:
-        wait_until_ran(noted, 3)
+    stage.settings["rabbitdelay_registry_options"] = {"socket_timeout": 1}
+    stage.settings["rabbitdelay_registry_down"] = mode
+    stage.put("a")
+    with Worker({**stage.settings, **HASTY}) as worker:
+        stage.until_ran(3)
         (redis.kill if is_emptied else redis.suspend)()
         wait_for(lambda: away in worker.log, "silence", PATIENCE)
-        ran = len(noted.wait(3))
+        ran = len(stage.wait(3))
         if mode == "run":
-            wait_until_ran(noted, ran + 5)
+            stage.until_ran(ran + 5)
         else:
             wait_for(lambda: worker.log.count(away) >= 2, "one held again", PATIENCE)
-            assert len(noted.wait(3)) == ran
+            assert len(stage.wait(3)) == ran
         (redis.start if is_emptied else redis.resume)()
-        wait_until_ran(noted, ran + 10)
-        wait_for(lambda: shop.rabbitdelay.schedules.get("a"), "a record", PATIENCE)
-    assert_each_once(instants(noted, "a"))
+        stage.until_ran(ran + 10)
+        wait_for(lambda: stage.shop.rabbitdelay.schedules.get("a"), "a record", PATIENCE)
+    assert_each_once(stage.instants())

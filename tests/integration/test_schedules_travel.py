@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_rabbitdelay import InvalidSchedule, Outcome
+from celery_rabbitdelay import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.schedules.messages import Send, send_all
@@ -50,31 +50,23 @@ def hours(noted: Notes, first: datetime) -> list[float]:
     return [(each - first.timestamp()) / 3600 for each in instants(noted, "a")]
 
 
-def test_a_paused_schedule_comes_and_does_not_run(
+def test_a_paused_schedule_comes_and_does_not_run_and_is_sent_by_hand(
     shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
 ) -> None:
-    before = worker.log.count("its schedule is paused")
-    first = put(paused=True).next_at
+    schedules, before = shop.rabbitdelay.schedules, worker.log.count("its schedule is paused")
+    begin, first = travel.now, put(paused=True).next_at
     travel(hours=3)
     assert worker.log.count("its schedule is paused") == before + 3
     assert noted() == []
-    assert shop.rabbitdelay.schedules.trigger("a") is not None
-    assert shop.rabbitdelay.schedules.resume("a")
+    assert schedules.trigger("a") is not None
+    assert schedules.resume("a")
     travel(hours=3)
     assert hours(noted, first) == [3, 4, 5]
     assert len(noted()) == 4
-    assert not shop.rabbitdelay.schedules.pause("b")
-
-
-def test_of_an_occurrence_that_is_cancelled_the_next_one_runs(
-    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
-) -> None:
-    first = put().next_at
-    task_id = shop.rabbitdelay.schedules.get("a").next_id
-    assert shop.rabbitdelay.cancel(task_id) is Outcome.NOTED
-    travel(to=first + HOUR)
-    assert hours(noted, first) == [1]
-    assert shop.AsyncResult(task_id).state == "REVOKED"
+    assert not schedules.pause("b")
+    assert schedules.backfill("a", begin, begin + 4 * HOUR) == 3
+    travel(seconds=1)
+    assert hours(noted, first) == [*range(6)]
 
 
 def test_retries_of_an_occurrence_are_no_occurrences(
@@ -96,12 +88,7 @@ def test_retries_of_an_occurrence_are_no_occurrences(
 
 @pytest.mark.parametrize(
     ("catch_up", "ran"),
-    [
-        ("last", [0, 15]),
-        ("all", [0, 3, 6, 9, 12, 15]),
-        (2.5 * HOUR, [12, 15]),
-        (1.5 * HOUR, [15]),
-    ],
+    [("last", [0, 15]), ("all", [0, 3, 6, 9, 12, 15]), (2.5 * HOUR, [12, 15])],
 )
 def test_what_was_missed_runs_as_it_says(
     put: Callable[..., Any],
@@ -141,19 +128,6 @@ def test_an_occurrence_that_ran_and_is_sent_again_ends_no_chain_and_makes_no_sec
     travel(to=first + 7 * HOUR)
     assert hours(noted, first) == [*range(8)]
     assert dropped() == before + 3
-
-
-def test_a_chain_goes_on_although_redis_has_lost_everything(
-    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
-) -> None:
-    first = put().next_at
-    travel(hours=2)
-    forget(shop.rabbitdelay.settings)
-    travel(hours=4)
-    assert hours(noted, first) == [*range(6)]
-    assert [each.name for each in shop.rabbitdelay.schedules.all()] == ["a"]
-    # Its code puts it again.
-    assert put().task == "note"
 
 
 def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again(
@@ -203,30 +177,26 @@ def test_a_schedule_ends(
     assert shop.rabbitdelay.schedules.all() == []
 
 
-def test_what_was_missed_is_sent_by_hand_and_what_has_run_does_not_run_again(
+def test_what_was_missed_is_sent_by_hand_and_neither_what_ran_nor_what_waits(
     shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
 ) -> None:
     schedules, now = shop.rabbitdelay.schedules, travel.now
-    next_at = put().next_at
+    first = put().next_at
+    travel(hours=2)
+    assert hours(noted, first) == [0, 1]
+    # An edit, while one is due and has not come.
+    worker.kill()
+    travel(hours=1)
+    put(priority=3)
+    assert schedules.backfill("a", first, travel.now) == 0
+    worker.start()
+    travel(seconds=1)
     assert schedules.backfill("a", now - 3 * HOUR, now) == 3
+    # More than the whole of it; those that were sent before have no effect.
+    assert schedules.backfill("a", now - 5 * HOUR, travel.now) == 5
     travel(seconds=1)
-    assert hours(noted, next_at) == [-3, -2, -1]
-    # More than the whole of it.
-    assert schedules.backfill("a", now - 5 * HOUR, now + HOUR) == 5
-    travel(seconds=1)
-    assert hours(noted, next_at) == [-5, -4, -3, -2, -1]
+    assert hours(noted, first) == [*range(-5, 3)]
     with pytest.raises(InvalidSchedule, match="is no schedule"):
         schedules.backfill("b", now - HOUR, now)
     with pytest.raises(InvalidSchedule, match="more than 10000"):
         schedules.backfill("a", now - 20_000 * HOUR, now)
-
-
-def test_what_was_left_out_is_sent_by_hand(
-    shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
-) -> None:
-    begin, first = travel.now, put(paused=True).next_at
-    travel(hours=3)
-    assert noted() == []
-    assert shop.rabbitdelay.schedules.backfill("a", begin, travel.now) == 3
-    travel(seconds=1)
-    assert hours(noted, first) == [0, 1, 2]

@@ -20,12 +20,16 @@ from tests.unit.clock import Clock
 TEN_MINUTES_MS = 600_000
 
 
-@pytest.mark.parametrize("held_ms", [0, 60_000, 315_360_000_000])
-def test_a_few_tasks_that_are_held_ask_again_soon_however_long_they_are(
-    held_ms: int, clock: Clock
-) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(1000.0)
+    monkeypatch.setattr(pauses, "time", clock)
+    return clock
+
+
+def test_a_few_tasks_that_are_held_ask_again_soon_however_long_they_are(clock: Clock) -> None:
     questions = Questions()
-    for _ in range(100):
+    for held_ms in [0, 60_000, 315_360_000_000] * 50:
         clock.now += 0.5  # two a second
         assert 750 <= questions.after_ms(held_ms) <= 1_000
 
@@ -39,7 +43,7 @@ def test_in_a_travel_tasks_that_were_due_together_ask_again_together() -> None:
 
 @pytest.mark.parametrize(
     ("held_ms", "longest_ms"),
-    [(-5, 5_000), (0, 5_000), (60_000, 15_000), (2_400_000, TEN_MINUTES_MS), (10**12, 600_000)],
+    [(-5, 5_000), (60_000, 15_000), (2_400_000, TEN_MINUTES_MS), (10**12, TEN_MINUTES_MS)],
 )
 def test_many_ask_again_after_a_quarter_of_the_time_that_they_were_held(
     held_ms: int, longest_ms: int, clock: Clock
@@ -59,11 +63,8 @@ def test_those_between_ask_one_after_the_other(clock: Clock) -> None:
 
 def test_a_task_is_paused_by_its_name_or_by_its_queue() -> None:
     known = {"task:remind": 7, "queue:mails": 5}
-    assert paused_since(known, "remind", "other") == 7
-    assert paused_since(known, "other", "mails") == 5
-    assert paused_since(known, "remind", "mails") == 5
-    assert paused_since(known, "mails", "remind") == 0
-    assert paused_since({}, "remind", "mails") == 0
+    asked = [("remind", "other"), ("other", "mails"), ("remind", "mails"), ("mails", "remind")]
+    assert [paused_since(known, *each) for each in asked] == [7, 5, 5, 0]
 
 
 @pytest.mark.parametrize(
@@ -94,52 +95,29 @@ def redis() -> Answers:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock(1000.0)
-    monkeypatch.setattr(pauses, "time", clock)
-    return clock
-
-
-@pytest.fixture
 def paused(redis: Answers, monkeypatch: pytest.MonkeyPatch) -> Pauses:
     store = Store(lambda: None, "redis", (OSError,))
     monkeypatch.setattr(store, "call_each", redis.evaluate)
     return Pauses(store, Names("rabbitdelay"))
 
 
-def test_redis_is_asked_once_a_second_at_most(paused: Pauses, redis: Answers, clock: Clock) -> None:
-    for _ in range(100):
-        assert paused.known() == {"task:remind": 7}
-    assert redis.asked == 1
-    redis.says = {}
-    clock.now += 1
-    assert paused.known() == {}
-    assert redis.asked == 2
-
-
-def test_what_a_server_said_last_counts_while_it_is_away(
+def test_redis_is_asked_once_a_second_and_what_it_said_last_counts_while_it_is_away(
     paused: Pauses, redis: Answers, clock: Clock
 ) -> None:
     redis.says, answer = RegistryUnavailable("away"), redis.says
     with pytest.raises(RegistryUnavailable):
         paused.known()
     redis.says = answer
-    paused.known()
+    for _ in range(100):
+        assert paused.known() == {"task:remind": 7}
+    assert redis.asked == 2
     redis.says = RegistryUnavailable("away")
     clock.now += 1
-    assert paused.known() == {"task:remind": 7}
-    assert paused.known() == {"task:remind": 7}
+    assert paused.known() == paused.known() == {"task:remind": 7}
     assert redis.asked == 3
-
-
-def test_what_cannot_be_read_pauses_nothing(
-    paused: Pauses, redis: Answers, caplog: pytest.LogCaptureFixture
-) -> None:
-    redis.says = "!WRONGTYPE"
+    redis.says = {}
+    clock.now += 1
     assert paused.known() == {}
-    assert "cannot be read: !WRONGTYPE" in caplog.text
-    with pytest.raises(RegistryUnavailable, match="cannot be read"):
-        paused.all()
 
 
 def test_what_is_no_instant_is_long_ago(paused: Pauses, redis: Answers) -> None:

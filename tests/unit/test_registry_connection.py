@@ -1,4 +1,4 @@
-"""Which URLs of Redis are taken; nothing here connects."""
+"""Which URLs of Redis are taken, and when it is asked again; nothing here connects."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.registry.connection import connect
+from celery_rabbitdelay.registry.connection import FIRST_PAUSE, MAX_PAUSE, Breaker, connect
 from tests.told import told
+from tests.unit.clock import Clock
 
 PASSWORD = "opensesame"
 
@@ -23,7 +24,7 @@ MASTER = {"master_name": "main"}
         f"rediss://user:{PASSWORD}@host:6380/3?ssl_cert_reqs=none",
         *("unix:///run/redis.sock?db=3", "redis+socket:///run/redis.sock?virtual_host=3"),
         *("redis+cluster://host:6379", f"rediss+cluster://:{PASSWORD}@host:6379"),
-        *("sentinel://host", f"sentinel://:{PASSWORD}@host:26379/3;sentinel://other:26379/3"),
+        f"sentinel://:{PASSWORD}@host:26379/3;sentinel://other:26379/3",
         "sentinels://host:26379",
     ],
 )
@@ -36,18 +37,14 @@ def test_each_kind_of_url_is_taken_without_connecting(url: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "host", "host:6379", "amqp://host", f"amqp://user:{PASSWORD}@host", "redis"),
-        *("redis:", "REDIS://host", "redis://host:port", "redis://host:99999", "redis://[::1"),
-        *("redis://host?socket_timeout=long", f"redis://user:{PASSWORD}@host:port"),
-        *(f"redis://:{PASSWORD}@[host", f"redis://:{PASSWORD}:{PASSWORD}@host:port"),
+        *("", "host:6379", f"amqp://user:{PASSWORD}@host", "redis", "REDIS://host", "redis://[::1"),
+        *("redis://host:99999", "redis://host?socket_timeout=long"),
+        *(f"redis://user:{PASSWORD}@host:port", f"redis://:{PASSWORD}@[host"),
         *(f"redis://:{PASSWORD};{PASSWORD}@host:port", f"redis://:{PASSWORD}/{PASSWORD}@host:port"),
-        f"redis://host:port?password={PASSWORD}",
-        *("redis+socket:///run/redis.sock?virtual_host=first", "redis+cluster://host:port"),
-        *(f"redis+cluster://:{PASSWORD}@host:port", "sentinel://host:port"),
-        "sentinel://host:26379/first",
+        *(f"redis://host:port?password=a@{PASSWORD}", f"redis://:{PASSWORD}\u2100@host"),
+        *("redis+socket:///run/redis.sock?virtual_host=first", "sentinel://host:26379/first"),
+        f"redis+cluster://:{PASSWORD}@host:port",
         f"sentinel://:{PASSWORD}@host:26379;sentinel://:{PASSWORD}2@other:port",
-        *(f"redis://:{PASSWORD}/@host", f"redis://:{PASSWORD}\u2100@host"),
-        f"redis://host:port?password=a@{PASSWORD}",
         f"rediss://:{PASSWORD}@host?ssl_cert_reqs=often",
     ],
 )
@@ -66,46 +63,44 @@ def test_sentinel_needs_the_name_of_the_master() -> None:
     assert "other" in str(raised.value)
 
 
-def arguments(url: str, **options: Any) -> dict[str, Any]:
-    """Return the arguments of the connections that are made for a URL."""
+@pytest.mark.parametrize(
+    ("url", "options", "expected"),
+    [
+        (
+            "sentinel://me:p%40ss@host/3;sentinel://other/3",
+            MASTER,
+            {"username": "me", "password": "p@ss", "db": 3, "socket_timeout": 0.5},
+        ),
+        # A socket is spelled as in Celery.
+        (
+            "redis+socket:///run/redis.sock?virtual_host=3",
+            {},
+            {"path": "/run/redis.sock", "db": 3},
+        ),
+        (
+            "redis://host",
+            {"socket_timeout": 3, "health_check_interval": 7},
+            {"socket_timeout": 3, "socket_connect_timeout": 3, "health_check_interval": 7},
+        ),
+        ("redis://host", {}, {"socket_timeout": 0.5, "socket_connect_timeout": 0.5}),
+    ],
+)
+def test_url_and_options_say_how_to_connect_and_no_call_is_repeated(
+    url: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
     store = connect(url, options)
-    try:
-        found: dict[str, Any] = store.connect().connection_pool.connection_kwargs
-        return found
-    finally:
-        store.close()
-
-
-def test_sentinel_urls_say_user_password_and_database_of_the_master() -> None:
-    url = "sentinel://me:p%40ss@host/3;sentinel://other/3"
-    found = arguments(url, **MASTER)
-    assert (found["username"], found["password"], found["db"]) == ("me", "p@ss", 3)
-
-
-def test_a_socket_is_spelled_as_in_celery() -> None:
-    found = arguments("redis+socket:///run/redis.sock?virtual_host=3")
-    assert (found["path"], found["db"]) == ("/run/redis.sock", 3)
-
-
-@pytest.mark.parametrize("url", ["redis://host", "sentinel://host"])
-def test_no_call_is_repeated_behind_the_callers_back(url: str) -> None:
-    found = arguments(url, **MASTER) if "sentinel" in url else arguments(url)
+    found = store.connect().connection_pool.connection_kwargs
+    store.close()
+    assert expected == {name: found[name] for name in expected}
     assert found["retry"].get_retries() == 0
-    assert (found["socket_timeout"], found["socket_connect_timeout"]) == (0.5, 0.5)
 
 
-def test_options_are_handed_to_the_client() -> None:
-    assert arguments("redis://host", socket_timeout=3, health_check_interval=7).items() >= {
-        ("socket_timeout", 3),
-        ("socket_connect_timeout", 3),
-        ("health_check_interval", 7),
-    }
-
-
-@pytest.mark.parametrize("timeout", [None, 0, -1, "1"])
-def test_an_answer_is_never_waited_for_without_end(timeout: Any) -> None:
-    with pytest.raises(InvalidSetting, match="socket_timeout") as raised:
-        connect("redis://host", {"socket_timeout": timeout})
+@pytest.mark.parametrize(
+    "options", [{"socket_timeot": 1}, *({"socket_timeout": each} for each in (None, 0, -1, "1"))]
+)
+def test_a_wrong_option_or_an_answer_without_an_end_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSetting, match="socket_timeo") as raised:
+        connect("redis://host", options)
     assert raised.value.key == "rabbitdelay_registry_options"
 
 
@@ -120,3 +115,27 @@ def test_it_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(builtins, "__import__", without_redis)
     with pytest.raises(InvalidSetting, match=r"celery-rabbitdelay\[registry\]"):
         connect("redis://host")
+
+
+def test_the_breaker_is_open_twice_as_long_after_each_failure_in_a_row() -> None:
+    clock = Clock(1000)
+    breaker = Breaker(clock)
+
+    def pause() -> float:
+        """Return for how many seconds it is open; the clock stands after them."""
+        start = clock.now
+        while breaker.is_open:
+            clock.now += 0.125
+        return clock.now - start
+
+    pauses = []
+    for _ in range(7):
+        for _ in range(3):  # calls that fail together are one failure
+            breaker.failed()
+        pauses.append(pause())
+    assert pauses == [1, 2, 4, 8, 16, MAX_PAUSE, MAX_PAUSE]
+    breaker.failed()
+    breaker.succeeded()
+    assert not breaker.is_open
+    breaker.failed()
+    assert pause() == FIRST_PAUSE

@@ -94,13 +94,6 @@ def test_different_names_have_different_keys(some: set[str]) -> None:
     )
 
 
-def test_each_shard_has_its_indexes() -> None:
-    keys = Names("test")
-    assert list(keys.all_due())[:2] == ["test:{0}:due", "test:{1}:due"]
-    assert list(keys.all_due(task="pay"))[-1] == "test:{31}:due:task:pay"
-    assert list(keys.all_due(job="import"))[-1] == "test:{31}:due:job:import"
-
-
 def test_the_shards_are_spread_over_all_parts_of_a_cluster() -> None:
     slots = [key_slot(str(shard).encode()) for shard in range(SHARDS)]
     thirds = [slot * 3 // 16384 for slot in slots]
