@@ -57,7 +57,10 @@ class Browser:
                 transport=transport, base_url=self.base, cookies=self.cookies, timeout=60
             ) as client:
                 more = options.pop("headers", {})
-                headers = [*self._headers.items(), *(more if isinstance(more, list) else more.items())]
+                headers = [
+                    *self._headers.items(),
+                    *(more if isinstance(more, list) else more.items()),
+                ]
                 answer = await client.request(method, path, headers=headers, **options)
                 self.cookies = client.cookies
                 return answer

@@ -27,7 +27,7 @@ from celery_rabbitdelay.testing.servers import free_port
 from celery_rabbitdelay.web import application, schedules, site
 from celery_rabbitdelay.web.passwords import hash_password, is_password
 from celery_rabbitdelay.web.sessions import COOKIE
-from tests.browser import Browser, Form, assert_harmless, quick_hash
+from tests.browser import Browser, assert_harmless, quick_hash
 from tests.integration.arrivals import count
 from tests.integration.page import ServedPage
 from tests.integration.shop import PATIENCE, named
