@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -11,8 +10,6 @@ from kombu import Connection, Queue
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from celery_rabbitdelay.exceptions import InvalidOption
-from celery_rabbitdelay.spark.options import ReadOptions
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
 from tests.integration.conftest import LEVELS
 from tests.integration.notes import Notes
@@ -25,8 +22,6 @@ __all__ = ["certificates", "shop", "spark", "tls_node"]
 
 #: Where Spark's Python processes find the application.
 APP = app_of(__name__)
-
-write = partial(write_to, app=APP)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +38,6 @@ def settings(tls_node: RabbitMQServer, redis_url: str) -> dict[str, Any]:
     }
 
 
-def files(certificates: Certificates) -> dict[str, str]:
-    return {
-        "brokerCaFile": str(certificates.authority),
-        "brokerCertFile": str(certificates.client),
-        "brokerKeyFile": str(certificates.client_key),
-    }
-
-
 def test_an_imported_application_brings_its_certificates(
     spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
@@ -58,13 +45,15 @@ def test_an_imported_application_brings_its_certificates(
         f"select array(id) args, named_struct('key', '{noted.key}') kwargs, 0.5 delay "
         "from range(0, 200, 1, 4)"
     )
-    write(frame)
+    write_to(frame, app=APP)
     noted.wait(200)
     assert sorted(noted()) == list(range(200))
-    levels = spark.read.format("rabbitdelay").options(app=APP, what="levels").load()
-    assert levels.count() == len(shop.rabbitdelay.topology.digit_queues)
-    undeliverable = spark.read.format("rabbitdelay").options(app=APP, what="undeliverable").load()
-    assert undeliverable.count() == 0
+    for what, number in (
+        ("levels", len(shop.rabbitdelay.topology.digit_queues)),
+        ("undeliverable", 0),
+    ):
+        read = spark.read.format("rabbitdelay").options(app=APP, what=what)
+        assert read.load().count() == number
 
 
 def test_an_application_of_a_url_takes_the_files_as_options(
@@ -75,24 +64,17 @@ def test_an_application_of_a_url_takes_the_files_as_options(
         "brokerPassword": "guest",
         "prefix": f"test-{uuid4().hex[:8]}",
         "layout": "binary",  # of few queues, which a slow machine declares in time
-        **files(certificates),
+        "brokerCaFile": str(certificates.authority),
+        "brokerCertFile": str(certificates.client),
+        "brokerKeyFile": str(certificates.client_key),
     }
     queue = f"{given['prefix']}-queue"
     with Connection(tls_node.url, ssl=tls_node.ssl) as connection:
         Queue(queue)(connection.default_channel).declare()
     frame = spark.sql("select array(id) args, 900 delay from range(0, 100, 1, 4)")
-    made = frame.write.format("rabbitdelay").mode("append")
-    made.options(task="note", queue=queue, **given).save()
+    write_to(frame, queue=queue, **given)
     read = spark.read.format("rabbitdelay").options(what="levels", **given).load()
     assert read.agg({"messages": "sum"}).collect()[0][0] >= 1
     wrong = {**given, "brokerCaFile": str(certificates.client)}
     with pytest.raises(PySparkException, match="CERTIFICATE_VERIFY_FAILED"):
         spark.read.format("rabbitdelay").options(what="levels", **wrong).load().collect()
-
-
-@pytest.mark.parametrize("name", ["brokerCaFile", "brokerCertFile", "brokerKeyFile"])
-def test_a_file_for_tls_takes_a_url_of_tls(name: str) -> None:
-    with pytest.raises(InvalidOption, match="amqps://"):
-        ReadOptions.of({"broker": "amqp://guest@localhost", name: "/etc/shop/file.pem"})
-    with pytest.raises(InvalidOption, match="setting of the application"):
-        ReadOptions.of({"app": "shop:app", name: "/etc/shop/file.pem"})
