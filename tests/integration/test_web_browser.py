@@ -186,13 +186,11 @@ def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[...,
 
 #: What anybody may have written. What runs of it changes ``window.hacked``.
 HOSTILE = {
-    "markup": "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>",
-    "attribute": "\" autofocus onfocus='window.hacked = 3' x=\"",
-    "end": "</td></tr></table></main></bdi><style>* { display: none }</style><h1>",
+    "markup": "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+    "\" autofocus onfocus='window.hacked = 3' x=\"</td></tr></table></main></bdi><style>* {}</style>",
     "control": "a\x00\x1b[2J\r\nX-Injected: yes\x85\u2028b\u202egpj.exe\u2066\u2067\u200f\u061c",
     "combining": "مرحبا بالعالم" + "Z" + "\u0351\u0363\u0489" * 500,
-    "address": "javascript:window.hacked = 4//../../etc/passwd?id=1&x=y#z",
-    "long": "m" * 20_000,
+    "address": "javascript:window.hacked = 4//../../etc/passwd?id=1&x=y#z" + "m" * 20_000,
 }
 
 #: A worker's name; no argument of a program has NUL, and no name of Celery's more than one ``@``.
@@ -223,9 +221,8 @@ def hostile(served: Any) -> Iterator[None]:
         served.rabbitdelay.schedules.delete(text[:50])
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_hostile_texts_run_nowhere_and_every_page_is_accessible_on_a_phone_and_in_a_window(
-    served: Any, open_tab: Callable[..., Tab], hostile: None, scheme: str
+    served: Any, open_tab: Callable[..., Tab], hostile: None
 ) -> None:
     tab, found, seen = open_tab(served.page), list[str](), set[str]()
 
@@ -239,39 +236,33 @@ def test_hostile_texts_run_nowhere_and_every_page_is_accessible_on_a_phone_and_i
         found.extend(tab.barriers())
         assert tab.run("return window.hacked") is None, path
 
-    tab.prefer(scheme)
-    look("/now")
+    tab.go("/now")
     sign_in(tab)
     tab.see("What falls due")
     with Worker(served.configuration, [], "-n", HOSTILE_WORKER):
         tab.go("/workers")
         tab.see("onerror='window.hacked = 5'")
         look("/workers")
-        look("/now")
-    for path in READ:
-        look(path)
     for text in HOSTILE.values():
         asked, name = quote(text[:5000], safe=""), quote(text[:50], safe="")
         look(f"/waiting/task?id={name}")
         look(f"/waiting?job={asked}")
         look(f"/undeliverable/message?id=lost%3A%20{name}")
-        look(f"/undeliverable/all?action=purge&id=lost%3A%20{name}")
         look(f"/jobs?name={asked}")
         look(f"/schedules/one?name={name}")
-        if scheme == "dark":
-            continue
         tab.press("Pause")
         tab.see("State paused")
-        tab.go(f"/undeliverable/all?action=purge&id=lost%3A%20{name}")
+        look(f"/undeliverable/all?action=purge&id=lost%3A%20{name}")
         tab.press("Delete for good")
         tab.see("1 of 1", "done")
         tab.go(f"/waiting/task?id={name}")
         tab.press("Cancel")
         tab.see("1 of 1 cancelled")
         assert state(served, text[:50]) == "cancelled"
-    for each in ("/nowhere", "/waiting?limit=none"):
-        look(each)
+    for scheme in ("light", "dark"):
+        tab.prefer(scheme)
+        for path in (*READ, "/nowhere", "/waiting?limit=none"):
+            look(path)
     assert "\n".join(found) == ""
-    read = {each.path for each in pages.PAGES if not (each.is_action or each.file)}
-    assert read <= seen
+    assert {each.path for each in pages.PAGES if not (each.is_action or each.file)} <= seen
     assert tab.complaints(UNKNOWN, "status of 404", "status of 400") == []

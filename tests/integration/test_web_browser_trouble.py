@@ -23,7 +23,6 @@ from tests.integration.page import (
     with_users,
 )
 from tests.integration.shop import PATIENCE
-from tests.integration.trouble import suspended
 
 __all__ = ["chromium", "open_tab"]
 
@@ -115,18 +114,3 @@ def test_a_server_of_the_page_that_is_killed_and_forgets_who_signed_in_lets_one_
     tab.see("2 messages wait in the levels")
     tab.run("window.isTheSamePage = true")
     assert tab.complaints(UNKNOWN, *NOBODY_LISTENS) == []
-
-
-def test_what_takes_long_shows_its_progress_and_is_stopped(
-    shop: Any, tab: Tab, private_rabbitmq: RabbitMQServer
-) -> None:
-    send(shop, 98)
-    tab.go("/waiting/all")
-    with suspended(private_rabbitmq):
-        tab.press("Run 100 now")
-        tab.see("0 of 100", "running")
-        tab.press("Stop")
-    tab.see("run now all", "stopped")
-    assert "100 of 100" not in tab.text
-    tab.run("window.isTheSamePage = true")
-    assert tab.complaints() == []
