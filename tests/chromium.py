@@ -45,8 +45,6 @@ _ARGUMENTS: Final = (
     *("disable-background-networking", "disable-component-update", "disable-sync"),
     *("disable-extensions", "disable-search-engine-choice-screen", "hide-scrollbars"),
     *("force-device-scale-factor=1", "lang=en-US", "remote-debugging-pipe"),
-    # A name of a plain HTTP server elsewhere, which a browser trusts less than this machine.
-    f"host-resolver-rules=MAP {(ELSEWHERE := 'tasks.example.com')} 127.0.0.1",
 )
 
 #: What may happen to an element while its page is replaced.
@@ -189,21 +187,9 @@ class Tab:
         where = f"{within}//button[normalize-space()={_quoted(name)}]"
         self._tried(lambda: self._one(where, By.XPATH).click())
 
-    def follow(self, name: str) -> None:
-        """Follow the link with a name."""
-        where = f"//a[normalize-space()={_quoted(name)}]"
-        self._tried(lambda: self._one(where, By.XPATH).click())
-
     def tick(self, label: str) -> None:
         """Tick the box with a label."""
         self._tried(lambda: self._one(f"[aria-label='{label}']").click())
-
-    def offers(self, name: str) -> bool:
-        """Return whether there is a button or a link with a name."""
-        where = (
-            f"//button[normalize-space()={_quoted(name)}]|//a[normalize-space()={_quoted(name)}]"
-        )
-        return bool(self.driver.find_elements(By.XPATH, where))
 
     def texts(self, selector: str) -> list[str]:
         """Return the text of each element that a selector finds, also of those out of sight."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from threading import Event
 from typing import Any
 from uuid import uuid4
@@ -24,7 +23,7 @@ from celery_rabbitdelay.operations.undeliverable.messages import UndeliverableFi
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
-from celery_rabbitdelay.web import application, schedules, site
+from celery_rabbitdelay.web import application, site
 from celery_rabbitdelay.web.passwords import hash_password, is_password
 from celery_rabbitdelay.web.sessions import COOKIE
 from tests.browser import Browser, assert_harmless, quick_hash
@@ -109,8 +108,7 @@ def test_bodies_of_undeliverable_messages_are_hidden_masked_or_exported_as_the_c
     lose(shop, connection, 2)
     (first, _) = browser.json("/undeliverable")["messages"]
     address = f"/undeliverable/message?id={first['task_id']}"
-    hidden = browser.get(address).text + browser.get(f"/api{address}").text
-    assert "card 4711" not in hidden
+    assert "card 4711" not in browser.get(address).text + browser.get(f"/api{address}").text
     assert browser.get("/undeliverable/export").status_code == 403
 
     shows = Browser(application(shop, shows_arguments=True))
@@ -121,16 +119,13 @@ def test_bodies_of_undeliverable_messages_are_hidden_masked_or_exported_as_the_c
     file = shows.get("/undeliverable/export?task=look")
     assert "attachment" in file.headers["Content-Disposition"]
     told = run_command(configuration, "undeliverable list --full --task look --json")
+    # A later read finds the order and the broker's count of deliveries changed.
+    same = ("task_id", "task", "queue", "reason", "envelope", "body")
     exported, listed = (
-        {each["task_id"]: each for each in found}
+        sorted(json.dumps([each[name] for name in same], sort_keys=True) for each in found)
         for found in (map(json.loads, file.text.splitlines()), json.loads(told.stdout)["messages"])
     )
-    assert exported.keys() == listed.keys()
-    # A later read finds the order and the broker's count of deliveries changed.
-    for name in ("task", "queue", "reason", "envelope", "body"):
-        assert [exported[each][name] for each in exported] == [
-            listed[each][name] for each in exported
-        ]
+    assert exported == listed
 
 
 @pytest.mark.parametrize("action", ["redrive", "purge"])
@@ -257,22 +252,6 @@ def test_a_schedule_whose_arguments_cannot_be_read_is_shown_and_paused_but_not_e
     own.delete("pickled")
 
 
-def test_the_time_line_has_the_runs_of_each_schedule_within_a_time(
-    shop: Any, browser: Browser
-) -> None:
-    own, now = shop.rabbitdelay.schedules, datetime.now(UTC)
-    own.put("hourly", "look", timedelta(hours=1), start=now + timedelta(minutes=30))
-    own.put("often", "look", timedelta(seconds=30), paused=True)
-    own.put("seldom", "look", timedelta(days=40), start=now + timedelta(days=2))
-    most = schedules.MOST_RUNS
-    for horizon, hourly, seldom in (("hour", 1, 0), ("day", most, 0), ("year", most, 10)):
-        told = browser.json("/schedules", horizon=horizon)["schedules"]
-        found = {each["name"]: len(each["runs"]) for each in told}
-        assert found == {"hourly": hourly, "often": most, "seldom": seldom}
-    for name in ("hourly", "often", "seldom"):
-        own.delete(name)
-
-
 def test_workers_are_shown_with_what_differs_between_them_and_no_secret(
     serve: Callable[..., Any],
 ) -> None:
@@ -294,16 +273,14 @@ def test_workers_are_shown_with_what_differs_between_them_and_no_secret(
 
 def test_the_description_of_the_json_names_each_path_and_is_true(shop: Any) -> None:
     browser = Browser(application(shop, loopback_role="operator", shows_arguments=True))
-    told = browser.json("/openapi.json")
-    for path, operations in told["paths"].items():
+    for path, operations in browser.json("/openapi.json")["paths"].items():
         for method, operation in operations.items():
-            needed = [each["name"] for each in operation.get("parameters", ()) if each["required"]]
+            is_needed = any(each["required"] for each in operation.get("parameters", ()))
             answer = browser.ask(method.upper(), f"/api{path}")
             # Without what it needs, it refuses; an action lacks its form.
-            expected = 415 if method == "post" else 400 if needed else 200
+            expected = 415 if method == "post" else 400 if is_needed else 200
             assert answer.status_code in (expected, 404), (path, answer.text)
-            body = operation.get("requestBody", {"content": {}})["content"]
-            for each in body.values():
+            for each in operation.get("requestBody", {"content": {}})["content"].values():
                 Draft202012Validator.check_schema(each["schema"])
 
 
@@ -398,6 +375,5 @@ def test_the_command_hashes_a_password(configuration: dict[str, Any]) -> None:
         printed, errors = process.communicate("a word\n", timeout=PATIENCE)
     assert process.returncode == 0, errors
     (line,) = printed.splitlines()
-    assert re.fullmatch(r"scrypt:[\w:=-]+", line)
     assert is_password("a word", line)
     assert not is_password("another", line)

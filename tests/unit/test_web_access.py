@@ -9,7 +9,6 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any
 
-import celery
 import httpx
 import pytest
 from fastapi import FastAPI
@@ -393,32 +392,17 @@ def test_a_slash_too_many_leads_to_a_path_and_to_no_name(
     ],
 )
 def test_tricks_with_paths_lead_nowhere(make: Make, path: str) -> None:
-    scope: dict[str, Any] = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "raw_path": path.encode(),
-        "path": httpx.URL("http://localhost").copy_with(raw_path=path.encode()).path,
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"host", b"localhost")],
-        "client": ("127.0.0.1", 1),
-        "server": ("localhost", 80),
-    }
-    sent: list[Any] = []
+    decoded = httpx.URL("http://localhost").copy_with(raw_path=path.encode()).path
+    web = make()
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
+    async def with_path(scope: Any, *channel: Any) -> None:
+        # httpx would normalize it.
+        await web({**scope, "path": decoded, "raw_path": path.encode()}, *channel)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(make()(scope, receive, send))
-    assert sent[0]["status"] in (303, 307, 404, 405)
-    body = b"".join(each.get("body", b"") for each in sent)
-    assert b"def " not in body
-    assert b"root:" not in body
+    answer = Browser(with_path).get("/")
+    assert answer.status_code in (303, 307, 404, 405)
+    assert "def " not in answer.text
+    assert "root:" not in answer.text
 
 
 def test_every_answer_forbids_foreign_scripts_frames_and_copies(
@@ -442,21 +426,19 @@ def test_every_answer_forbids_foreign_scripts_frames_and_copies(
 
 
 @pytest.mark.parametrize(
-    ("base", "options", "is_sent"),
+    ("base", "is_sent"),
     [
-        ("https://tasks.example", {}, True),
-        ("http://tasks.example", {"https": True}, True),
-        ("http://ada.localhost", {}, True),
-        ("http://[::1]:5556", {}, True),
-        ("http://tasks.example", {}, False),
-        ("http://localhost.example", {}, False),
-        ("http://10.0.0.1", {}, False),
+        ("https://tasks.example", True),
+        ("http://ada.localhost", True),
+        ("http://[::1]:5556", True),
+        ("http://localhost.example", False),
+        ("http://10.0.0.1", False),
     ],
 )
 def test_a_header_that_browsers_ignore_over_plain_http_is_not_sent_there(
-    make: Make, base: str, options: dict[str, Any], is_sent: bool
+    make: Make, base: str, is_sent: bool
 ) -> None:
-    headers = Browser(make(users=USERS, **options), base).get("/now").headers
+    headers = Browser(make(users=USERS), base).get("/now").headers
     assert (headers.get("Cross-Origin-Opener-Policy") == "same-origin") is is_sent
 
 
@@ -510,5 +492,3 @@ def test_the_setting_has_the_options_and_arguments_override_them() -> None:
     browser = Browser(application(app, hosts=["two"]))
     answer = browser.get("/api/session", headers={"Host": "two"})
     assert answer.json()["role"] == "operator"
-    with pytest.raises(TypeError, match=r"install\(app\)"):
-        application(celery.Celery("plain", set_as_current=False))

@@ -27,7 +27,6 @@ from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import application, shown
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, Wrong, fields_of
-from celery_rabbitdelay.web.now import latest_by_minute
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.reading import Reading, Readings
@@ -40,7 +39,7 @@ from tests.browser import Browser, assert_harmless, read
 ADA = User("ada", "operator")
 
 
-def test_one_of_all_who_ask_looks_and_the_others_wait_for_its_reading() -> None:
+def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_before() -> None:
     looks, may_end, asking = [], Event(), Barrier(6)
 
     def look() -> int:
@@ -60,28 +59,13 @@ def test_one_of_all_who_ask_looks_and_the_others_wait_for_its_reading() -> None:
         wait_for(lambda: looks, "the look")
         may_end.set()
         assert list(answers) == [1] * 5
-    assert len(looks) == 1
-
-
-def test_while_one_looks_again_the_others_get_what_was_seen_before() -> None:
-    may_end, begun = Event(), Event()
-    may_end.set()
-
-    def look() -> datetime:
-        begun.set()
-        may_end.wait(10)
-        return datetime.now(UTC)
-
-    readings = Readings(look, period=0)
-    first = readings.latest()
-    may_end.clear()
-    begun.clear()
-    with ThreadPoolExecutor(1) as pool:
+        may_end.clear()
+        readings.outdate()
         second = pool.submit(readings.latest)
-        begun.wait(10)
-        assert readings.latest() is first
+        wait_for(lambda: len(looks) == 2, "the second look")
+        assert readings.latest().value == 1
         may_end.set()
-        assert second.result(10).value != first.value
+        assert second.result(10).value == 2
 
 
 def test_nobody_waits_for_a_look_in_the_background_and_a_mistake_does_not_stop_later_looks(
@@ -142,16 +126,10 @@ def test_a_look_that_fails_keeps_what_was_seen_before_and_hides_passwords() -> N
 @given(st.text(st.characters()))
 def test_a_shown_text_has_nothing_that_is_hidden_or_turns_text(text: str) -> None:
     found = shown.printable(text, most=50)
+    assert found == text or not text.isprintable() or len(text) > 50
     assert found.isprintable()
     found.encode()
     assert len(found) <= 50 * 10 + 40
-
-
-def test_ordinary_texts_of_any_language_stay_as_they_are() -> None:
-    for text in ("order 4711", "Köln", "注文", "заказ", "طلب", "🎉", ""):
-        assert shown.printable(text) == text
-    assert shown.printable("a\u202eb\x00\ud800") == "a\\u202eb\\x00\\ud800"
-    assert shown.printable("m" * 300).endswith("… (300 characters)")
 
 
 @given(st.text(st.characters()))
@@ -181,12 +159,10 @@ def test_a_number_that_is_none_is_refused(value: str) -> None:
 
 def test_json_has_values_of_any_kind() -> None:
     instant = datetime(2030, 1, 2, tzinfo=UTC)
-    values = {1: {"a", "b"}, "at": instant, "long": "m" * 20_000, "of": (timedelta(hours=1), None)}
+    values = {1: {"a"}, "at": instant, "long": "m" * 20_000, "of": (timedelta(hours=1), None)}
     told = json.loads(json.dumps(shown.plain(values)))
-    assert told["at"] == "2030-01-02T00:00:00+00:00"
-    assert sorted(told["1"]) == ["a", "b"]
-    assert told["of"] == [3600.0, None]
-    assert len(told["long"]) < 10_100
+    assert len(told.pop("long")) < 10_100
+    assert told == {"1": ["a"], "at": "2030-01-02T00:00:00+00:00", "of": [3600.0, None]}
 
 
 def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
@@ -302,17 +278,6 @@ def test_a_place_is_read_again(due_ms: int, task_id: str) -> None:
 )
 def test_a_rule_is_written_as_it_is_read(rule: str, text: str) -> None:
     assert written(rule) == text
-
-
-def test_of_all_workers_the_latest_task_of_each_minute_counts() -> None:
-    answers: list[dict[str, Any]] = [
-        {"tasks": {"received": 1, "latest": 3.0, "by_minute": [None, 3.0, None]}},
-        {"tasks": {"received": 1, "latest": 5.0, "by_minute": [0.0, 1.0, None]}},
-        {"tasks": {"received": 1, "latest": 9.0}},
-        {"error": "no such command"},
-    ]
-    assert latest_by_minute(answers) == [0.0, 3.0, None]
-    assert latest_by_minute([]) == []
 
 
 #: A worker's answer that anybody who reaches the broker may have written.
