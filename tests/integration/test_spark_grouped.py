@@ -136,21 +136,6 @@ def test_spark_writes_values_of_each_type_as_python_does(spark: SparkSession) ->
     assert len(items) == len(rows) - len(OTHER_DOUBLES)
 
 
-def test_strings_with_a_collation_are_written_as_others_are(spark: SparkSession) -> None:
-    frame = spark.sql(
-        """
-        select array(collate(text, 'UNICODE_CI')) args, 60 + number delay,
-            named_struct('a', collate(text, 'UTF8_LCASE'), 'n', number) kwargs,
-            if(number = 2, collate('given', 'UNICODE'), null) task_id
-        from values ('Plain', 1), ('x', 2), ('it\\'s', 3) as texts(text, number)
-        """
-    )
-    items, left = written(frame)
-    assert_written_as_python_does(items, frame)
-    assert len(items) == 2
-    assert [row.args for row in left] == [["it's"]]
-
-
 @pytest.mark.parametrize(
     "times",
     [

@@ -16,7 +16,7 @@ from celery_rabbitdelay.app.sending import grouping
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
-from celery_rabbitdelay.levels.layout import Layout, clock, custom
+from celery_rabbitdelay.levels.layout import Layout, clock
 from tests.unit.clock import Clock
 from tests.unit.strategies import layouts
 
@@ -196,7 +196,7 @@ def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
 
 
 def test_a_clock_that_is_set_back_makes_nothing_early() -> None:
-    it = Grouped(custom([("seconds", 60, 1), ("ms", 10, 0.1)]))
+    it = Grouped(clock())
     it.add(5_000)
     it.clock.now_ns -= 3_000 * MS
     it.add(5_000)

@@ -123,35 +123,23 @@ def test_maps_become_mappings_wherever_they_are() -> None:
     assert found.row.args == [{"m": {"a": 1}}, {"m": None}]
 
 
-def test_a_row_without_a_task_is_an_error_of_its_own() -> None:
-    read = Columns(
-        schema(delay=T.DoubleType(), task=T.StringType()), WriteOptions.of({"app": "shop"})
-    )
-    batch = pa.RecordBatch.from_pydict({"delay": [1.0, 1.0], "task": ["remind", None]})
-    good, bad = read.taken([batch])
-    assert good.shared == Shared("remind")
-    assert "its task is null" in str(bad.error)
-
-
 def test_rows_may_differ_in_what_send_many_takes_once() -> None:
-    found = taken(
-        {
-            "delay": (T.DoubleType(), [1.0, 1.0]),
-            "task": (T.StringType(), ["other", None]),
-            "queue": (T.StringType(), ["q", None]),
-            "tolerance": (T.LongType(), [60, None]),
-            "priority": (T.IntegerType(), [3, None]),
-            "headers": (T.StringType(), ['{"b": 1, "a": 2}', None]),
-        },
-        queue="mails",
-        tolerance="5",
-    )
-    assert [each.shared for each in found] == [
-        Shared("other", "q", 60.0, 3, '{"a": 2, "b": 1}'),
-        Shared("remind", "mails", 5.0),
-    ]
-    assert found[0].shared.options == {"queue": "q", "priority": 3, "headers": {"a": 2, "b": 1}}
-    assert found[1].shared.options == {"queue": "mails"}
+    columns: dict[str, tuple[T.DataType, list[Any]]] = {
+        "delay": (T.DoubleType(), [1.0, 1.0]),
+        "task": (T.StringType(), ["other", None]),
+        "queue": (T.StringType(), ["q", None]),
+        "tolerance": (T.LongType(), [60, None]),
+        "priority": (T.IntegerType(), [3, None]),
+        "headers": (T.StringType(), ['{"b": 1, "a": 2}', None]),
+    }
+    one, other = taken(columns, queue="mails", tolerance="5")
+    assert one.shared == Shared("other", "q", 60.0, 3, '{"a": 2, "b": 1}')
+    assert other.shared == Shared("remind", "mails", 5.0)
+    assert one.shared.options == {"queue": "q", "priority": 3, "headers": {"a": 2, "b": 1}}
+    assert other.shared.options == {"queue": "mails"}
+    read = Columns(schema(delay=LONG, task=TEXT), WriteOptions.of({"app": "shop"}))
+    (bad,) = read.taken([pa.RecordBatch.from_pydict({"delay": [1], "task": pa.array([None])})])
+    assert "its task is null" in str(bad.error)
 
 
 def test_columns_without_a_meaning_are_keyword_arguments_if_asked_for() -> None:
@@ -173,6 +161,7 @@ OWN = {"kwargsFromColumns": "true"}
         ({"delay": T.YearMonthIntervalType()}, {}, "column delay (interval year to month)"),
         ({"eta": T.TimestampNTZType()}, {}, "column eta (timestamp_ntz): takes a timestamp"),
         ({"delay": LONG, "eta": T.TimestampType()}, {}, "column delay: takes one of"),
+        ({"delay": LONG}, {"task": None}, "column task: takes a column"),
         ({"args": TEXT}, {}, "there is neither"),
         ({"delay": LONG, "kwargs": T.MapType(LONG, LONG)}, {}, "takes a map with string keys"),
         ({"delay": LONG, "priority": T.DoubleType()}, {}, "column priority (double)"),
@@ -190,14 +179,11 @@ OWN = {"kwargsFromColumns": "true"}
 )
 def test_an_unfit_schema_is_refused(columns: Any, more: Any, text: str) -> None:
     is_about_values = "express" in text or text == "interval;"
+    time = {"delay": LONG} if is_about_values else {}
+    given = {name.lower(): value for name, value in {**LEAST, **more}.items() if value}
     with pytest.raises(InvalidColumn) as raised:
-        Columns(schema(**({"delay": LONG} if is_about_values else {}), **columns), options(**more))
+        Columns(schema(**time, **columns), WriteOptions.of(given))
     assert text in str(raised.value)
-
-
-def test_a_write_needs_a_task() -> None:
-    with pytest.raises(InvalidColumn, match="column task: takes a column"):
-        Columns(schema(delay=T.LongType()), WriteOptions.of({"app": "shop"}))
 
 
 @pytest.mark.parametrize(
@@ -298,40 +284,31 @@ def test_a_password_is_put_into_the_url_and_stays_out_of_the_text() -> None:
 def test_sparks_own_options_are_left_alone() -> None:
     WriteOptions.of({**LEAST, "checkpointlocation": "/x", "path": "/y"})
     # As CREATE TABLE passes them, with a comment and a property of the table.
-    table = {
-        "provider": "rabbitdelay",
-        "owner": "root",
-        "comment": "c",
-        "team": "b",
-        "what": "levels",
-    }
+    table = {"provider": "rabbitdelay", "owner": "root", "comment": "c", "what": "levels"}
     given = {**table, "app": "shop", "option.app": "shop", "option.what": "levels"}
     assert ReadOptions.of(given) == ReadOptions.of({"app": "shop", "what": "levels"})
     with pytest.raises(InvalidOption, match="option wath: is unknown; did you mean what"):
         ReadOptions.of({**given, "option.wath": "levels"})
-    with pytest.raises(
-        InvalidOption, match=r"Spark passes on no options of a table: say with \(app"
-    ):
+    with pytest.raises(InvalidOption, match=r"no options of a table: say with \(app"):
         WriteOptions.of({})
 
 
-def test_what_is_read_is_checked() -> None:
-    assert ReadOptions.of({"app": "shop"}).partitions == 8
-    assert ReadOptions.of({"app": "shop", "partitions": "3"}).partitions == 3
-    assert ReadOptions.of({"app": "shop", "what": "undeliverable", "limit": "3"}).limit == 3
-    for wrong in (
+@pytest.mark.parametrize(
+    "wrong",
+    [
         {"what": "queues"},
         {"partitions": "0"},
         {"partitions": "2.5"},
         {"partitions": "10001"},
         {"queue": "x"},
         {"limit": "5"},
-        {"what": "levels", "task": "x"},
         {"what": "undeliverable", "limit": "0"},
         {"what": "undeliverable", "job": "x"},
-    ):
-        with pytest.raises(InvalidOption):
-            ReadOptions.of({"app": "shop", **wrong})
+    ],
+)
+def test_what_is_read_is_checked(wrong: dict[str, str]) -> None:
+    with pytest.raises(InvalidOption):
+        ReadOptions.of({"app": "shop", **wrong})
 
 
 def test_the_id_of_a_row_depends_on_the_row_and_on_the_job_alone() -> None:
@@ -401,13 +378,7 @@ def test_an_application_knows_the_tasks_of_the_modules_that_its_workers_import(
 
 
 def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
-    kind = T.StructType(
-        [
-            T.StructField("args", T.ArrayType(T.MapType(T.StringType(), T.LongType()))),
-            T.StructField("eta", T.TimestampType()),
-            T.StructField("n", T.LongType()),
-        ]
-    )
+    kind = schema(args=T.ArrayType(T.MapType(TEXT, LONG)), eta=T.TimestampType(), n=LONG)
     instant = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     # Spark's rows have naive timestamps, in local time.
     local = instant.astimezone().replace(tzinfo=None)
