@@ -51,7 +51,7 @@ def test_grouped_rows_run_once_each_whoever_writes_them(
     spark: SparkSession, noted: Notes, task: str, first: str
 ) -> None:
     frame = spark.sql(
-        f"select array({first}) args, named_struct('key', '{noted.key}') kwargs, 1D delay "
+        f"select array({first}) args, named_struct('key', '{noted.key}') kwargs, {DELAY}D delay "
         "from range(200)"
     )
     report = dispatch(frame, task, app=APP, group=True)
@@ -69,7 +69,7 @@ def test_a_job_that_is_written_grouped_and_row_by_row_runs_each_task_once(
     spark: SparkSession, noted: Notes
 ) -> None:
     given = {"app": APP, "task": "note", "tolerance": "1", "jobId": f"job-{noted.key}"}
-    frame = notes(spark, noted, 100, "1D")
+    frame = notes(spark, noted, 100)
     write(grouped(frame, **given), **given)
     write(frame, **given)
     noted.wait(100)
