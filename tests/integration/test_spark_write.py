@@ -52,7 +52,7 @@ write = partial(write_to, app=APP)
 FURTHER = (ERROR, REASON, JOB, ATTEMPT)
 
 #: For rows of a task that no worker knows.
-UNKNOWN = {"task": "nobody.knows", "allowUnknownTasks": "true"}
+UNKNOWN: dict[str, Any] = {"task": "nobody.knows", "allowUnknownTasks": "true"}
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -258,12 +259,16 @@ def test_the_story_of_an_overdue_task_says_what_its_queue_has(
 ) -> None:
     queue = f"{tracked.conf.task_default_queue}.overdue"
     (overdue,) = send(tracked, hours=0.0001, queue=queue)
+
+    def is_said(words: str) -> bool:
+        return words in why_not(browser, overdue)[0]
+
     for words, then in (
         ("no worker takes from its queue. Messages in it: 1;", "queue_purge"),
         ("no worker takes from its queue. Messages in it: 0;", "queue_delete"),
         ("does not exist", "queue_delete"),
     ):
-        wait_for(lambda words=words: words in why_not(browser, overdue)[0], words, PATIENCE)
+        wait_for(partial(is_said, words), words, PATIENCE)
         getattr(connection.default_channel, then)(queue)
 
 

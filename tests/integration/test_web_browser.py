@@ -195,7 +195,7 @@ def hostile(served: Any) -> Iterator[None]:
         with served.rabbitdelay.job(text, expires=HOUR):
             send(served, job=text, key=text, args=(text,), task_id=text[:50], **where)
         served.rabbitdelay.schedules.put(text[:50], text, timedelta(hours=1), (text,))
-        told = {"id": f"lost: {text[:50]}", "task": text, "lang": "py", "argsrepr": text}
+        told: dict[str, Any] = {"id": f"lost: {text[:50]}", "task": text, "argsrepr": text}
         told |= {REASON: text, text[:50]: 1, **dict.fromkeys((EXCHANGE, ROUTING_KEY, QUEUE), text)}
         lost.append(message(json.dumps([[text], {}, {}]), straight(text, **told), **kind))
     with Connection(served.conf.broker_url) as connection:

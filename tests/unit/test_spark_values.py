@@ -342,9 +342,10 @@ def test_the_id_of_a_task_is_found_again_from_the_values_of_its_row() -> None:
         T.Row(order=spark_row, number=7),
     ):
         assert task_id("june", values) == expected
-    for wrong in ("order-7", [], {}, None, 7):
+    no_values: list[Any] = ["order-7", [], {}, None, 7]
+    for wrong in no_values:
         with pytest.raises(InvalidOption, match=r"idColumn.*takes the row's values"):
-            task_id("june", wrong)  # type: ignore[arg-type]
+            task_id("june", wrong)
     with pytest.raises(InvalidOption, match=r"jobId.*takes a string"):
         task_id(7, [7])  # type: ignore[arg-type]
 

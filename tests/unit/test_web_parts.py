@@ -197,9 +197,8 @@ def test_tokens_and_cookies_are_of_one_session_user_and_secret_and_end(
     assert sessions.read(cookie) is None
 
 
-def ended(batches: Iterator[int]) -> Work:
-    """Return a work of these batches, which has ended."""
-    work = Works().begin(ADA, "cancelled all", 5, in_batches(batches))
+def until_ended(work: Work) -> Work:
+    """Wait until a work has ended; return it."""
     wait_for(lambda: work.state != "running", "the end of the work", 10)
     return work
 
@@ -212,7 +211,10 @@ def test_work_counts_what_is_done_says_why_it_fails_and_is_logged(
         raise OperationalError("redis://:secret@host is away")
 
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
-        done, failed = ended(iter([2, 3])), ended(failing())
+        done, failed = (
+            until_ended(Works().begin(ADA, "cancelled all", 5, in_batches(batches)))
+            for batches in (iter([2, 3]), failing())
+        )
     assert (done.done, done.state) == (5, "done")
     assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
     assert [each.getMessage() for each in caplog.records] == [
@@ -240,11 +242,10 @@ def test_so_much_work_goes_on_at_a_time_stops_between_batches_and_is_forgotten(
         each.stopping.set()
     may_go_on.set()
     for each in going:
-        wait_for(lambda each=each: each.state != "running", "the end of the work", 10)
+        until_ended(each)
         assert (each.state, each.error, each.done in (1, 3)) == ("stopped", None, True)
     for _ in range(10):
-        last = works.begin(ADA, "x", 1, in_batches(iter([1])))
-        wait_for(lambda last=last: last.state == "done", "the end of the work", 10)
+        until_ended(works.begin(ADA, "x", 1, in_batches(iter([1]))))
     assert len(works.all()) <= 6
 
 
