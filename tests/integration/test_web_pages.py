@@ -323,7 +323,7 @@ def test_signing_out_ends_the_session_in_all_processes_that_serve_the_page(shop:
     for each in browsers:
         each.cookies.set(COOKIE, copy)
     # Processes ask each other once a second.
-    wait_for(lambda: all(each.get("/work").status_code == 401 for each in browsers), "the end")
+    wait_for(lambda: all(each.get("/work").status_code == 401 for each in browsers), "the end", 30)
 
 
 def test_the_command_serves_the_page_until_it_is_stopped(
