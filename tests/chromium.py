@@ -255,11 +255,6 @@ class Tab:
         finally:
             self.command("Emulation.setScriptExecutionDisabled", value=False)
 
-    def too_wide(self) -> list[str]:
-        """Return what stands out of the window to the right; nothing on a page that fits."""
-        found: list[str] = self.run(_TOO_WIDE)
-        return found
-
     def complaints(self, *expected: str) -> list[str]:
         """Return what the browser has complained of since the last time, in any of its tabs.
 
@@ -300,25 +295,4 @@ def _quoted(text: str) -> str:
 _RUN_AXE: Final = """
 const done = arguments[0];
 axe.run(document, {resultTypes: ["violations"]}).then(found => done(found.violations));
-"""
-
-#: What scrolls by itself or is cut off, and what only screen readers see, may be wide.
-_TOO_WIDE: Final = """
-const most = document.documentElement.clientWidth;
-const found = [];
-const isCut = each => each && (
-  getComputedStyle(each).overflowX != "visible" &&
-  getComputedStyle(each).display != "inline" &&
-  each.getBoundingClientRect().right <= most + 1 || isCut(each.parentElement));
-if (document.documentElement.scrollWidth > most)
-  found.push(`the page is ${document.documentElement.scrollWidth} wide in a window of ${most}`);
-if (most > window.screen.width) found.push(`the window has become ${most} wide`);
-for (const each of document.body.querySelectorAll("*")) {
-  if (each.closest(".wide, .hidden, .skip") && !each.matches(".wide")) continue;
-  if (isCut(each.parentElement)) continue;
-  const box = each.getBoundingClientRect();
-  if (box.width && box.right > most + 1)
-    found.push(`${each.outerHTML.slice(0, 60)} ends at ${Math.round(box.right)} of ${most}`);
-}
-return found;
 """

@@ -192,13 +192,3 @@ def test_a_read_of_what_waits_where_nothing_can_be_seen_is_an_error(
     with pytest.raises(PySparkException) as failed:
         spark.read.format("rabbitdelay").options(app=f"{APPS}:{app}").load().collect()
     assert said in str(failed.value)
-
-
-def test_a_folder_for_refused_rows_that_cannot_be_written_is_not_taken_for_a_server(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    folder = (tmp_path / "file" / "folder").as_uri()
-    with pytest.raises(PySparkException, match="Not a directory") as failed:
-        write(spark, "good", onError="collect", errorsPath=folder)
-    assert "Check that" not in str(failed.value)

@@ -17,7 +17,6 @@ from kombu import Connection
 from markupsafe import escape
 
 from celery_rabbitdelay.app.known_task import known_task
-from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations import waiting as operations
 from celery_rabbitdelay.registry.index import Filter, shard_of
@@ -502,32 +501,6 @@ def test_a_frozen_broker_holds_up_no_other_page(
         while not looking.done():
             assert ids_of(browser.json("/waiting")) == [task_id]
     assert looking.result()["broker_error"]
-
-
-def test_redis_goes_away_and_comes_back_under_an_open_page(
-    tracked: Any, browser: Browser, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (task_id,) = send(tracked)
-    wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
-
-    def away(*arguments: Any, **options: Any) -> Any:
-        raise RegistryUnavailable("ConnectionError: redis://:secret@127.0.0.1:6379 refuses")
-
-    with monkeypatch.context() as broken:
-        for name in ("commands", "call_each", "call_durably"):
-            broken.setattr(type(tracked.rabbitdelay.registry.store), name, away)
-        for path in ("/waiting", f"/waiting/task?id={task_id}", "/waiting/all"):
-            answer = browser.get(f"/api{path}")
-            assert answer.status_code == 503
-            assert answer.json()["error"].startswith("Redis cannot be asked")
-            assert "secret" not in answer.text + browser.get(path).text
-        wait_for(lambda: browser.json("/now")["due"]["error"], "the histogram to notice", PATIENCE)
-        assert browser.json("/now")["total"] == 1
-        failed = browser.post("/waiting/cancel", id=task_id)
-        assert (failed.status_code, task_id in failed.text) == (200, True)
-        assert "secret" not in failed.text
-    assert ids_of(browser.json("/waiting")) == [task_id]
-    wait_for(lambda: browser.json("/now")["due"]["error"] is None, "the recovery", PATIENCE)
 
 
 def test_without_a_registry_the_page_counts_and_says_what_else_it_needs(

@@ -425,23 +425,6 @@ def test_every_answer_forbids_foreign_scripts_frames_and_copies(
             assert_harmless(answer.text)
 
 
-@pytest.mark.parametrize(
-    ("base", "is_sent"),
-    [
-        ("https://tasks.example", True),
-        ("http://ada.localhost", True),
-        ("http://[::1]:5556", True),
-        ("http://localhost.example", False),
-        ("http://10.0.0.1", False),
-    ],
-)
-def test_a_header_that_browsers_ignore_over_plain_http_is_not_sent_there(
-    make: Make, base: str, is_sent: bool
-) -> None:
-    headers = Browser(make(users=USERS), base).get("/now").headers
-    assert (headers.get("Cross-Origin-Opener-Policy") == "same-origin") is is_sent
-
-
 def test_who_signs_in_and_who_fails_stands_in_the_log(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -484,11 +467,3 @@ def test_a_wrong_option_says_what_it_takes_and_not_its_value(
         make(**options)
     assert says in str(raised.value)
     assert "secret word" not in str(raised.value)
-
-
-def test_the_setting_has_the_options_and_arguments_override_them() -> None:
-    app = Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False)
-    app.conf.rabbitdelay_web = {"loopback_role": "operator", "hosts": ["one"]}
-    browser = Browser(application(app, hosts=["two"]))
-    answer = browser.get("/api/session", headers={"Host": "two"})
-    assert answer.json()["role"] == "operator"
