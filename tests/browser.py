@@ -56,7 +56,11 @@ class Browser:
             async with httpx.AsyncClient(
                 transport=transport, base_url=self.base, cookies=self.cookies, timeout=60
             ) as client:
-                headers = {**self._headers, **options.pop("headers", {})}
+                more = options.pop("headers", {})
+                headers = [
+                    *self._headers.items(),
+                    *(more if isinstance(more, list) else more.items()),
+                ]
                 answer = await client.request(method, path, headers=headers, **options)
                 self.cookies = client.cookies
                 return answer

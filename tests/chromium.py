@@ -45,8 +45,6 @@ _ARGUMENTS: Final = (
     *("disable-background-networking", "disable-component-update", "disable-sync"),
     *("disable-extensions", "disable-search-engine-choice-screen", "hide-scrollbars"),
     *("force-device-scale-factor=1", "lang=en-US", "remote-debugging-pipe"),
-    # A name of a plain HTTP server elsewhere, which a browser trusts less than this machine.
-    f"host-resolver-rules=MAP {(ELSEWHERE := 'tasks.example.com')} 127.0.0.1",
 )
 
 #: What may happen to an element while its page is replaced.
@@ -189,21 +187,9 @@ class Tab:
         where = f"{within}//button[normalize-space()={_quoted(name)}]"
         self._tried(lambda: self._one(where, By.XPATH).click())
 
-    def follow(self, name: str) -> None:
-        """Follow the link with a name."""
-        where = f"//a[normalize-space()={_quoted(name)}]"
-        self._tried(lambda: self._one(where, By.XPATH).click())
-
     def tick(self, label: str) -> None:
         """Tick the box with a label."""
         self._tried(lambda: self._one(f"[aria-label='{label}']").click())
-
-    def offers(self, name: str) -> bool:
-        """Return whether there is a button or a link with a name."""
-        where = (
-            f"//button[normalize-space()={_quoted(name)}]|//a[normalize-space()={_quoted(name)}]"
-        )
-        return bool(self.driver.find_elements(By.XPATH, where))
 
     def texts(self, selector: str) -> list[str]:
         """Return the text of each element that a selector finds, also of those out of sight."""
@@ -269,11 +255,6 @@ class Tab:
         finally:
             self.command("Emulation.setScriptExecutionDisabled", value=False)
 
-    def too_wide(self) -> list[str]:
-        """Return what stands out of the window to the right; nothing on a page that fits."""
-        found: list[str] = self.run(_TOO_WIDE)
-        return found
-
     def complaints(self, *expected: str) -> list[str]:
         """Return what the browser has complained of since the last time, in any of its tabs.
 
@@ -314,25 +295,4 @@ def _quoted(text: str) -> str:
 _RUN_AXE: Final = """
 const done = arguments[0];
 axe.run(document, {resultTypes: ["violations"]}).then(found => done(found.violations));
-"""
-
-#: What scrolls by itself or is cut off, and what only screen readers see, may be wide.
-_TOO_WIDE: Final = """
-const most = document.documentElement.clientWidth;
-const found = [];
-const isCut = each => each && (
-  getComputedStyle(each).overflowX != "visible" &&
-  getComputedStyle(each).display != "inline" &&
-  each.getBoundingClientRect().right <= most + 1 || isCut(each.parentElement));
-if (document.documentElement.scrollWidth > most)
-  found.push(`the page is ${document.documentElement.scrollWidth} wide in a window of ${most}`);
-if (most > window.screen.width) found.push(`the window has become ${most} wide`);
-for (const each of document.body.querySelectorAll("*")) {
-  if (each.closest(".wide, .hidden, .skip") && !each.matches(".wide")) continue;
-  if (isCut(each.parentElement)) continue;
-  const box = each.getBoundingClientRect();
-  if (box.width && box.right > most + 1)
-    found.push(`${each.outerHTML.slice(0, 60)} ends at ${Math.round(box.right)} of ${most}`);
-}
-return found;
 """

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from example_project.demonstration.journal import Dispatch, Start
-from example_project.demonstration.outcome import Kill, Outcome, percentile
-from example_project.demonstration.report import table
+from example_project.demonstration.outcome import Kill, Outcome
 
 #: Order b was refused once; order c was running when the worker was killed, and ran again.
 GOOD = Outcome(
@@ -28,28 +27,14 @@ GOOD = Outcome(
 )
 
 
-def test_a_good_run_has_no_failures() -> None:
+def test_a_good_run_is_counted_and_has_no_failures() -> None:
     assert GOOD.failures() == []
-
-
-def test_lateness_is_that_of_each_orders_first_start() -> None:
-    assert GOOD.lateness == [20, 50, 80]
-
-
-def test_retries_and_redeliveries_are_counted_apart() -> None:
+    assert GOOD.lateness == [20, 50, 80], "of each order's first start"
     assert (GOOD.retried, GOOD.retries) == (1, 1)
     assert (GOOD.redelivered, GOOD.started_twice) == (1, 1)
-
-
-def test_the_worker_was_away_until_the_next_start() -> None:
     assert GOOD.back_ms - GOOD.kill.killed_ms == 2_970
-
-
-def test_a_reminder_without_a_delay_has_no_lateness_and_is_counted() -> None:
-    starts = [Start("a", 0, False, 1_050, False), *GOOD.starts[1:]]
-    overdue = replace(GOOD, starts=starts)
-    assert overdue.overdue == 1
-    assert overdue.lateness == [20, 80]
+    overdue = replace(GOOD, starts=[Start("a", 0, False, 1_050, False), *GOOD.starts[1:]])
+    assert (overdue.overdue, overdue.lateness) == (1, [20, 80])
 
 
 @pytest.mark.parametrize(
@@ -74,20 +59,3 @@ def test_a_reminder_without_a_delay_has_no_lateness_and_is_counted() -> None:
 def test_a_bad_run_says_what_is_wrong(bad: Outcome, failure: str) -> None:
     (found,) = bad.failures()
     assert found.startswith(failure)
-
-
-def test_a_percentile_is_one_of_the_values() -> None:
-    values = list(range(1, 201))
-    assert [percentile(values, percent) for percent in (50, 99, 100)] == [100, 198, 200]
-    assert percentile([7], 50) == 7
-
-
-def test_the_table_shows_every_figure() -> None:
-    shown = table(GOOD)
-    counted = ("sent", "listed", "messages", "delivered", "duplicates", "lost", "retried")
-    for figure in (*counted, "redelivered", "p99"):
-        assert figure in shown
-
-
-def test_the_table_of_a_run_without_starts_says_so() -> None:
-    assert "no lateness was measured" in table(replace(GOOD, starts=[]))

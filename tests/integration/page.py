@@ -14,12 +14,12 @@ from urllib.request import urlopen
 import pytest
 
 from tests.browser import quick_hash
-from tests.chromium import ELSEWHERE, Chromium, Tab
+from tests.chromium import Chromium, Tab
 from tests.integration.shop import PATIENCE
 from tests.integration.worker import ShopProcess
 
-#: Who may sign in with :data:`PASSWORD`: an operator and a viewer.
-OPERATOR, VIEWER, PASSWORD = "ada", "grace", "correct horse"
+#: An operator, and the password.
+OPERATOR, PASSWORD = "ada", "correct horse"
 
 #: A layout whose highest digits last for hours, so that nothing is due during a test unless the
 #: test says so, and that has few queues.
@@ -29,17 +29,13 @@ HOUR: Final = 3600
 
 
 def with_users(redis_url: str, **options: Any) -> dict[str, Any]:
-    """Return settings: tracked tasks, which wait for hours, and a page that both may sign in to.
+    """Return settings: tracked tasks, which wait for hours, and a page to sign in to.
 
     Args:
         redis_url: The URL of the Redis of the registry.
         **options: Further options of the page.
     """
-    password = quick_hash(PASSWORD)
-    users = {
-        OPERATOR: {"password": password, "role": "operator"},
-        VIEWER: {"password": password, "role": "viewer"},
-    }
+    users = {OPERATOR: {"password": quick_hash(PASSWORD), "role": "operator"}}
     return {
         "rabbitdelay_layout": HOURS,
         "rabbitdelay_registry_url": redis_url,
@@ -53,20 +49,15 @@ class ServedPage(ShopProcess):
 
     Args:
         settings: What :func:`tests.integration.shop.make_app` takes.
-        more: Further options of the command.
     """
-
-    def __init__(self, settings: dict[str, Any], more: str = "") -> None:
-        super().__init__(settings)
-        self._more = more
 
     def address(self, name: str = "localhost") -> str:
         """Return its address under a name; each name has cookies of its own."""
-        host = name if name in ("localhost", ELSEWHERE) else f"{name}.localhost"
+        host = name if name == "localhost" else f"{name}.localhost"
         return f"http://{host}:{self.port}"
 
     def _command(self) -> list[str]:
-        return self.celery(f"rabbitdelay web --port={self.port} {self._more}")
+        return self.celery(f"rabbitdelay web --port={self.port}")
 
     def _ready(self) -> bool:
         try:
@@ -94,23 +85,23 @@ def open_tab(chromium: Chromium) -> Iterator[Callable[..., Tab]]:
         yield open_tab
 
 
-def sign_in(tab: Tab, name: str = OPERATOR, password: str = PASSWORD) -> None:
+def sign_in(tab: Tab, password: str = PASSWORD) -> None:
     """Fill in the form for signing in."""
-    tab.fill("Name", name)
+    tab.fill("Name", OPERATOR)
     tab.fill("Password", password)
     tab.press("Sign in")
 
 
-def signed_in(open_tab: Callable[..., Tab], page: ServedPage, name: str = OPERATOR) -> Tab:
+def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
     """Open the page in a tab of its own and sign in."""
-    tab = open_tab(page, name)
+    tab = open_tab(page, OPERATOR)
     tab.go("/now")
-    sign_in(tab, name)
+    sign_in(tab)
     tab.see("What falls due")
     tab.complaints(UNKNOWN)
     return tab
 
 
-#: What the browser says of a page that answers with the form for signing in, with a refusal, or
-#: that Redis cannot be asked.
-UNKNOWN, REFUSED, AWAY = (f"responded with a status of {each}" for each in (401, 403, 503))
+#: What the browser says of a page that answers with the form for signing in, or that Redis cannot
+#: be asked.
+UNKNOWN, AWAY = (f"responded with a status of {each}" for each in (401, 503))

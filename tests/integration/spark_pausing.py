@@ -38,21 +38,14 @@ def _pause() -> None:
         signal.pause()
 
 
-def _pausing(configuration: dict[str, Any]) -> Any:
-    app = make_app(configuration)
+if PAUSED in os.environ:
+    app = make_app(json.loads(os.environ["SHOP"]))
     delays: Any = app.rabbitdelay
     close = delays.close
 
-    def close_and_pause() -> None:
+    def _close_and_pause() -> None:
         close()
         _pause()
 
     # What a write does last in an executor.
-    delays.close = close_and_pause
-    return app
-
-
-if PAUSED in os.environ:
-    configuration = json.loads(os.environ["SHOP"])
-    app = _pausing(configuration)
-    without_registry = _pausing({**configuration, "rabbitdelay_registry_url": None})
+    delays.close = _close_and_pause

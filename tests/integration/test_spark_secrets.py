@@ -10,13 +10,13 @@ from uuid import uuid4
 import pytest
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame
 
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.conftest import delete_what_it_declared, small_configuration
 from tests.integration.shop import make_app
 from tests.integration.spark import shared_session
+from tests.integration.spark_fixtures import write
 from tests.node_control import add_user, delete_user
 from tests.redis_servers import ConfiguredRedis
 from tests.told import told
@@ -40,12 +40,8 @@ def options(
 ) -> Iterator[dict[str, str]]:
     """The options of a write to a broker and with a registry that have that password."""
     prefix = f"test-{uuid4().hex[:8]}"
-    app: Any = make_app(
-        {
-            **small_configuration(private_rabbitmq.url, redis_url, prefix),
-            "rabbitdelay_layout": "clock",
-        }
-    )
+    settings = small_configuration(private_rabbitmq.url, redis_url, prefix)
+    app: Any = make_app({**settings, "rabbitdelay_layout": "binary"})
     with app.connection_for_write() as connection:
         app.amqp.queues[f"{prefix}.default"](connection.default_channel).declare()
         # Not by Spark's own application, whose sends have a limit of 30 s.
@@ -57,6 +53,7 @@ def options(
         "registry": f"redis://127.0.0.1:{redis.port}/0",
         "registryPassword": PLANTED,
         "prefix": prefix,
+        "layout": "binary",  # of few queues
         "queue": f"{prefix}.default",
     }
     delete_user(private_rabbitmq, USER)
@@ -64,25 +61,19 @@ def options(
     app.close()
 
 
-def write(frame: DataFrame, options: dict[str, str], **more: str) -> None:
-    """Send the rows by the format."""
-    given: dict[str, Any] = {"task": "note", **options, **more}
-    frame.write.format("rabbitdelay").mode("append").options(**given).save()
-
-
 def test_no_password_is_in_a_plan_an_event_or_an_error(
     spark_folder: Path, options: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     spark = shared_session(spark_folder)
     frame = spark.sql("select array(id) args, double(60) delay from range(4)")
-    write(frame, options)
+    write(frame, **options)
     shown: list[str] = []
     application = {name: value for name, value in options.items() if name != "queue"}
     for what in ("pending", "undeliverable", "levels"):
         waiting = spark.read.format("rabbitdelay").options(**application, what=what).load()
         waiting.explain(True)
         shown.append(str(waiting.collect()))
-    assert "seconds" in shown[-1]
+    assert options["prefix"] in shown[-1]
     given: dict[str, Any] = {**options}
     report = dispatch(frame, "note", **given)
     assert report.confirmed == 4
@@ -96,7 +87,7 @@ def test_no_password_is_in_a_plan_an_event_or_an_error(
     ]
     for each in wrong:
         with pytest.raises((PySparkException, Py4JError)) as failed:
-            write(frame, options, **each)
+            write(frame, **{**options, **each})
         shown.append(told(failed.value))
     text = "\n".join(
         log.read_text() for log in (spark_folder / "events").rglob("*") if log.is_file()

@@ -2,97 +2,41 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from kombu import Connection, Queue
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
 
-from celery_rabbitdelay.exceptions import InvalidOption
-from celery_rabbitdelay.spark.options import ReadOptions
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
-from tests.integration.conftest import LEVELS
-from tests.integration.notes import Notes
-from tests.integration.spark_apps import app_of
-from tests.integration.spark_fixtures import shop, spark
-from tests.integration.spark_fixtures import write as write_to
+from tests.integration.spark import shared_session
+from tests.integration.spark_fixtures import write
 from tests.integration.tls import certificates, tls_node
 
-__all__ = ["certificates", "shop", "spark", "tls_node"]
-
-#: Where Spark's Python processes find the application.
-APP = app_of(__name__)
-
-write = partial(write_to, app=APP)
-
-
-@pytest.fixture(scope="module")
-def settings(tls_node: RabbitMQServer, redis_url: str) -> dict[str, Any]:
-    """The settings of the application; the levels are those of Spark's option ``layout``."""
-    prefix = f"test-{uuid4().hex[:8]}"
-    return {
-        "prefix": prefix,
-        "broker_url": tls_node.url,
-        "broker_use_ssl": tls_node.ssl,
-        "result_backend": redis_url,
-        "rabbitdelay_prefix": prefix,
-        "rabbitdelay_layout": LEVELS,
-    }
-
-
-def files(certificates: Certificates) -> dict[str, str]:
-    return {
-        "brokerCaFile": str(certificates.authority),
-        "brokerCertFile": str(certificates.client),
-        "brokerKeyFile": str(certificates.client_key),
-    }
-
-
-def test_an_imported_application_brings_its_certificates(
-    spark: SparkSession, shop: Any, noted: Notes
-) -> None:
-    frame = spark.sql(
-        f"select array(id) args, named_struct('key', '{noted.key}') kwargs, 0.5 delay "
-        "from range(0, 200, 1, 4)"
-    )
-    write(frame)
-    noted.wait(200)
-    assert sorted(noted()) == list(range(200))
-    levels = spark.read.format("rabbitdelay").options(app=APP, what="levels").load()
-    assert levels.count() == len(shop.rabbitdelay.topology.digit_queues)
-    undeliverable = spark.read.format("rabbitdelay").options(app=APP, what="undeliverable").load()
-    assert undeliverable.count() == 0
+__all__ = ["certificates", "tls_node"]
 
 
 def test_an_application_of_a_url_takes_the_files_as_options(
-    spark: SparkSession, tls_node: RabbitMQServer, certificates: Certificates
+    spark_folder: Path, tls_node: RabbitMQServer, certificates: Certificates
 ) -> None:
+    spark = shared_session(spark_folder)
     given = {
         "broker": tls_node.url.replace(":guest@127.0.0.1", "@localhost"),
         "brokerPassword": "guest",
         "prefix": f"test-{uuid4().hex[:8]}",
         "layout": "binary",  # of few queues, which a slow machine declares in time
-        **files(certificates),
+        "brokerCaFile": str(certificates.authority),
+        "brokerCertFile": str(certificates.client),
+        "brokerKeyFile": str(certificates.client_key),
     }
     queue = f"{given['prefix']}-queue"
     with Connection(tls_node.url, ssl=tls_node.ssl) as connection:
         Queue(queue)(connection.default_channel).declare()
     frame = spark.sql("select array(id) args, 900 delay from range(0, 100, 1, 4)")
-    made = frame.write.format("rabbitdelay").mode("append")
-    made.options(task="note", queue=queue, **given).save()
+    write(frame, queue=queue, **given)
     read = spark.read.format("rabbitdelay").options(what="levels", **given).load()
     assert read.agg({"messages": "sum"}).collect()[0][0] >= 1
     wrong = {**given, "brokerCaFile": str(certificates.client)}
     with pytest.raises(PySparkException, match="CERTIFICATE_VERIFY_FAILED"):
         spark.read.format("rabbitdelay").options(what="levels", **wrong).load().collect()
-
-
-@pytest.mark.parametrize("name", ["brokerCaFile", "brokerCertFile", "brokerKeyFile"])
-def test_a_file_for_tls_takes_a_url_of_tls(name: str) -> None:
-    with pytest.raises(InvalidOption, match="amqps://"):
-        ReadOptions.of({"broker": "amqp://guest@localhost", name: "/etc/shop/file.pem"})
-    with pytest.raises(InvalidOption, match="setting of the application"):
-        ReadOptions.of({"app": "shop:app", name: "/etc/shop/file.pem"})

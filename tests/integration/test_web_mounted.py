@@ -102,86 +102,55 @@ def shop(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     app.close()
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def mounted(shop: Any, request: pytest.FixtureRequest) -> Iterator[Mounted]:
-    """A server with the page below ``/tasks``."""
-    with Mounted(shop.configuration, request.param) as server:
-        yield server
-
-
-@pytest.fixture
-def client(mounted: Mounted) -> Iterator[httpx.Client]:
-    """A browser without a window; it follows redirections, and has signed in."""
-    with httpx.Client(base_url=mounted.address, follow_redirects=True, timeout=PATIENCE) as client:
+@pytest.mark.parametrize("program", SERVERS)
+def test_below_its_path_the_page_is_whole_and_all_other_paths_are_the_application_s(
+    shop: Any, program: str
+) -> None:
+    with (
+        Mounted(shop.configuration, program) as server,
+        httpx.Client(base_url=server.address, follow_redirects=True, timeout=PATIENCE) as client,
+    ):
         form = Form.of(client.get("/tasks/waiting?job=none").text, "/tasks/sign-in")
         wanted = client.post(
             "/tasks/sign-in", data={**form, "name": OPERATOR, "password": PASSWORD}
         )
         assert wanted.url.raw_path == b"/tasks/waiting?job=none"
-        yield client
+        assert {(each.name, each.path) for each in client.cookies.jar} == {
+            ("rabbitdelay", "/tasks"),
+            ("rabbitdelay-known", "/tasks"),
+        }
+        assert client.get("/tasks/api/openapi.json").json()["servers"] == [{"url": "/tasks/api"}]
+        assert "There is no such page" in client.get("/tasks/nowhere").text
+        assert server.not_found in client.get("/nowhere").text
+        all_that_its_pages_link_is_below_its_path(server, client)
+        a_task_is_cancelled_with_the_form_of_its_page(shop, client)
 
 
-def addresses(page: httpx.Response) -> set[str]:
-    """Return the whole addresses of all that a page links, loads and sends forms to."""
-    return {
-        urljoin(str(page.url), value or "")
-        for _, values in read(page.text).tags
-        for name, value in values.items()
-        if name in ADDRESSES
-    }
-
-
-def test_all_that_its_pages_link_is_there_and_below_its_path(
-    mounted: Mounted, client: httpx.Client
-) -> None:
-    first = client.get("/tasks")
-    assert first.url.path == "/tasks/now"
-    linked, seen = {str(first.url)}, set[str]()
+def all_that_its_pages_link_is_below_its_path(server: Mounted, client: httpx.Client) -> None:
+    linked, seen = {str(client.get("/tasks").url)}, set[str]()
     while new := linked - seen:
         seen.add(each := new.pop())
-        assert each.startswith(f"{mounted.address}/tasks/"), each
+        assert each.startswith(f"{server.address}/tasks/"), each
         answer = client.get(each)
         # 405: a form is sent there; 503: there is no management API.
         assert answer.status_code in (200, 405, 503), each
         if answer.headers["Content-Type"].startswith("text/html"):
-            linked |= addresses(answer)
+            linked |= {
+                urljoin(str(answer.url), value or "")
+                for _, values in read(answer.text).tags
+                for name, value in values.items()
+                if name in ADDRESSES
+            }
     paths = {urlsplit(each).path.removeprefix("/tasks/") for each in seen}
     assert {each.path for each in PAGES if not each.is_action} <= paths
 
 
-def test_its_api_says_where_it_is(client: httpx.Client) -> None:
-    served = client.get("/tasks/api/openapi.json").json()["servers"]
-    assert served == [{"url": "/tasks/api"}]
-    assert client.get(f"{served[0]['url']}/session").json()["user"] == OPERATOR
-
-
-def test_all_other_paths_are_the_application_s(mounted: Mounted, client: httpx.Client) -> None:
-    assert "There is no such page" in client.get("/tasks/nowhere").text
-    assert mounted.not_found in client.get("/nowhere").text
-
-
-def test_its_cookie_is_sent_to_it_alone(client: httpx.Client) -> None:
-    assert {(each.name, each.path) for each in client.cookies.jar} == {
-        ("rabbitdelay", "/tasks"),
-        ("rabbitdelay-known", "/tasks"),
-    }
-    page = client.get("/tasks/now")
-    left = client.post("/tasks/sign-out", data=Form.of(page.text, "/tasks/sign-out"))
-    assert left.status_code == 401
-    assert "Password" in left.text
-    assert {each.name for each in client.cookies.jar} == {
-        "rabbitdelay-sign-in",
-        "rabbitdelay-known",
-    }
-
-
-def test_a_task_is_cancelled_with_the_form_of_its_page(shop: Any, client: httpx.Client) -> None:
+def a_task_is_cancelled_with_the_form_of_its_page(shop: Any, client: httpx.Client) -> None:
     task_id = shop.tasks["look"].apply_async(("Köln",), delay=HOUR, task_id=f"é {uuid4()}").id
     page = client.get("/tasks/waiting/task", params={"id": task_id})
     form = Form.of(page.text, "/tasks/waiting/postpone")
     forged = client.post("/tasks/waiting/cancel", data={**form, "token": "0"})
     assert forged.status_code == 403
     assert shop.rabbitdelay.show(task_id).state == "waiting"
-    cancelled = client.post("/tasks/waiting/cancel", data=form)
-    assert "1 of 1 cancelled" in " ".join(read(cancelled.text).text.split())
+    assert client.post("/tasks/waiting/cancel", data=form).status_code == 200
     assert shop.rabbitdelay.show(task_id).state == "cancelled"

@@ -1,18 +1,15 @@
-"""Sending from a web request: from coroutines, without holding up the others; and readiness."""
+"""Sending from coroutines, as a web request does, without holding up the others; and readiness."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-import httpx
 import pytest
 from celery.signals import before_task_publish
-from fastapi import FastAPI, HTTPException
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import (
@@ -25,7 +22,7 @@ from celery_rabbitdelay.exceptions import (
 )
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
-from tests.integration.publishing import GRACE, TIMEOUT
+from tests.integration.publishing import TIMEOUT
 from tests.integration.shop import PATIENCE
 from tests.integration.trouble import alarm, suspended, user
 from tests.node_control import connections_of
@@ -33,70 +30,32 @@ from tests.node_control import connections_of
 Trouble = Callable[[RabbitMQServer], AbstractContextManager[None]]
 
 
-def web_of(shop: Any) -> FastAPI:
-    """A web server as the documentation writes it."""
-    web = FastAPI()
-
-    @web.post("/orders/{order}")
-    async def place(order: int) -> str:
-        try:
-            result = await shop.rabbitdelay.send(
-                shop.tasks["look"], (order,), delay=0.3, confirm_timeout=10
-            )
-        except PublishError as error:
-            raise HTTPException(503, f"may have arrived: {error.may_have_arrived}") from error
-        return str(result.id)
-
-    @web.get("/alive")
-    async def alive() -> None:
-        return None
-
-    @web.get("/ready")
-    def ready() -> None:
-        try:
-            shop.rabbitdelay.check(timeout=5)
-        except PublishError as error:
-            raise HTTPException(503, str(error)) from error
-
-    return web
-
-
-def test_a_request_that_meets_a_frozen_broker_holds_up_no_other(
+def test_a_send_that_meets_a_frozen_broker_holds_up_no_other_coroutine(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
 ) -> None:
     shop = make_shop(broker_url=private_rabbitmq.url)
+    look, delays = shop.tasks["look"], shop.rabbitdelay
 
-    async def requests(client: httpx.AsyncClient) -> list[str]:
-        first = await client.post("/orders/1")
-        assert (await client.get("/ready")).is_success
+    async def send() -> list[str]:
+        first = await delays.send(look, delay=0.3)
         with suspended(private_rabbitmq):
-            placing = asyncio.create_task(client.post("/orders/2"))
-            answered = 0
-            while not placing.done():
-                assert (await client.get("/alive")).is_success
-                answered += 1
+            sending = asyncio.create_task(delays.send(look, delay=0.3, confirm_timeout=5))
+            turns = 0
+            while not sending.done():
+                turns += 1
                 await asyncio.sleep(0)
-            assert answered > 10
-            assert placing.result().status_code == 503
-            assert placing.result().json() == {"detail": "may have arrived: True"}
-            assert (await client.get("/ready")).status_code == 503
-        last = await client.post("/orders/3")
-        assert (await client.get("/ready")).is_success
-        return [first.json(), last.json()]
+            assert turns > 10
+            failed = sending.exception()
+            assert isinstance(failed, PublishError)
+            assert failed.may_have_arrived
+        last = await delays.send(look, delay=0.3)
+        return [first.id, last.id]
 
-    async def serve() -> list[str]:
-        transport = httpx.ASGITransport(app=web_of(shop))
-        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
-            return await requests(client)
-
-    confirmed = asyncio.run(serve())
-    default = shop.amqp.queues[f"{prefix}.default"]
+    confirmed = asyncio.run(send())
     with Connection(private_rabbitmq.url) as connection:
         # The second one was written before it failed, and so it is there.
-        found = take(connection, [default], 3)
-    first, *others = (arrival.message.headers["id"] for arrival in found)
-    assert first == confirmed[0]
-    assert confirmed[1] in others
+        found = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 3)
+    assert set(confirmed) < {arrival.message.headers["id"] for arrival in found}
 
 
 def test_a_send_that_is_cancelled_before_its_thread_has_begun_sends_nothing(
@@ -119,9 +78,9 @@ def test_a_send_that_is_cancelled_before_its_thread_has_begun_sends_nothing(
             for each in (begun, waits):
                 each.cancel()
             done, _ = await asyncio.wait([begun, waits], timeout=20)
-            assert {each.cancelled() for each in done} == {True}
-            assert len(done) == 2
-        await delays.send(look, delay=0.1, task_id="last")
+            assert [each.cancelled() for each in done] == [True, True]
+        # By the name of the task, and with the option of Celery.
+        await delays.send("look", countdown=0.1, task_id="last")
 
     before_task_publish.connect(note)
     try:
@@ -152,23 +111,6 @@ def test_a_send_that_finds_no_thread_in_time_is_not_sent(
 
     errors = asyncio.run(crowded())
     assert [type(each) for each in errors] == [ConfirmTimeout, NoPublisherFree, NoPublisherFree]
-
-
-def test_a_send_of_a_coroutine_is_a_send_like_any_other(shop: Any, broker_url: str) -> None:
-    async def send() -> list[str]:
-        by_task = await shop.rabbitdelay.send(shop.tasks["note"], (1,), {"key": "a"}, delay=0.1)
-        by_name = await shop.rabbitdelay.send("note", (1,), {"key": "a"}, countdown=0.1)
-        at_once = await shop.rabbitdelay.send("note", (1,), {"key": "a"})
-        with pytest.raises(TypeError, match="countdown"):
-            await shop.rabbitdelay.send("note", delay=1, countdown=1)
-        return [by_task.id, by_name.id, at_once.id]
-
-    ids = asyncio.run(send())
-    with Connection(broker_url) as connection:
-        default = shop.amqp.queues[shop.conf.task_default_queue]
-        found = take(connection, [default], 3)
-    assert sorted(each.message.headers["id"] for each in found) == sorted(ids)
-    assert all(each.body[:2] == [[1], {"key": "a"}] for each in found)
 
 
 def test_one_warning_says_that_apply_async_blocks_an_event_loop(
@@ -205,11 +147,8 @@ def test_check_says_in_time_that_a_send_would_fail(
     shop = make_shop(broker_url=private_rabbitmq.url)
     if is_connected:
         shop.rabbitdelay.check(timeout=PATIENCE)
-    with trouble(private_rabbitmq):
-        began = time.monotonic()
-        with pytest.raises(error):
-            shop.rabbitdelay.check(timeout=5)
-        assert time.monotonic() - began < GRACE
+    with trouble(private_rabbitmq), pytest.raises(error):
+        shop.rabbitdelay.check(timeout=1)
 
     def is_ready() -> bool:
         with suppress(PublishError):
@@ -229,7 +168,7 @@ def test_check_and_sends_that_fail_keep_the_connection_that_the_broker_blocks(
     wait_for(lambda: connections_of(private_rabbitmq), "the connection")
     before = connections_of(private_rabbitmq)
     with alarm(private_rabbitmq):
-        for _ in range(3):
+        for _ in range(2):
             with pytest.raises(ConnectionBlocked):
                 shop.rabbitdelay.check(timeout=0.5)
             # Its queue is to be declared first, which the broker would not answer.
@@ -242,45 +181,23 @@ def test_check_and_sends_that_fail_keep_the_connection_that_the_broker_blocks(
     assert connections_of(private_rabbitmq) == before
 
 
-def test_check_leaves_nothing_and_needs_no_levels_that_a_send_would_declare(
-    make_shop: Callable[..., Any], connection: Connection, prefix: str
-) -> None:
-    shop = make_shop()
-    shop.rabbitdelay.check(timeout=PATIENCE)
-    shop.tasks["look"].apply_async(delay=0.1)
-    for _ in range(3):
-        shop.rabbitdelay.check(timeout=PATIENCE)
-    assert not count(connection, f"{prefix}.undeliverable")
-
-
-def test_check_says_that_levels_are_missing_that_operators_declare(
-    make_shop: Callable[..., Any],
-) -> None:
-    shop, declaring = make_shop(rabbitdelay_declare="never"), make_shop()
-    with pytest.raises(TopologyIncomplete):
-        shop.rabbitdelay.check(timeout=PATIENCE)
-    with declaring.connection_for_write() as connection:
-        declaring.rabbitdelay.declare(connection)
-    shop.rabbitdelay.check(timeout=PATIENCE)
-
-
-def test_check_needs_no_permission_that_a_producer_lacks(
+def test_check_needs_neither_levels_that_a_send_would_declare_nor_a_right_to_declare(
     private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
 ) -> None:
+    declaring = make_shop(broker_url=private_rabbitmq.url)
+    declaring.rabbitdelay.check(timeout=PATIENCE)
     exchanges = rf"^{prefix}\.(.+\.x[0-9]+|delivery)$"
     with user(private_rabbitmq, f"{prefix}-user", "", exchanges, "") as url:
-        declaring = make_shop(broker_url=private_rabbitmq.url)
-        with declaring.connection_for_write() as connection:
-            declaring.rabbitdelay.declare(connection)
         shop = make_shop(broker_url=private_rabbitmq.url, broker_write_url=url)
         shop.conf.rabbitdelay_declare = "never"
-        shop.rabbitdelay.check(timeout=PATIENCE)
-        shop.rabbitdelay.check(timeout=PATIENCE)
+        with pytest.raises(TopologyIncomplete):
+            shop.rabbitdelay.check(timeout=PATIENCE)
+        with declaring.connection_for_write() as connection:
+            declaring.rabbitdelay.declare(connection)
+            for _ in range(2):
+                shop.rabbitdelay.check(timeout=PATIENCE)
+            assert not count(connection, f"{prefix}.undeliverable"), "it leaves nothing"
         shop.close()
-
-
-def test_check_says_that_nobody_listens(make_shop: Callable[..., Any]) -> None:
-    shop = make_shop()
-    shop.conf.broker_write_url = "amqp://guest:guest@127.0.0.1:1//"
+    nowhere = make_shop(broker_write_url="amqp://guest:guest@127.0.0.1:1//")
     with pytest.raises(ConnectionLost):
-        shop.rabbitdelay.check()
+        nowhere.rabbitdelay.check()

@@ -6,7 +6,6 @@ No real clock could be made to stand where an example wants it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from celery_rabbitdelay.app.sending import grouping
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
-from celery_rabbitdelay.levels.layout import Layout, clock, custom
+from celery_rabbitdelay.levels.layout import Layout, clock
 from tests.unit.clock import Clock
 from tests.unit.strategies import layouts
 
@@ -142,37 +141,24 @@ def test_with_a_tolerance_they_share_the_roundest_tick_within_it() -> None:
     assert (group.due.delay_ms, len(group.rows)) == (3_600_000, 70)
 
 
-def test_an_instant_keeps_its_time_in_a_group_of_lengths_of_time() -> None:
-    it = Grouped(clock())
-    it.add(60_000)
-    it.add(60_000, is_instant=True)
-    (group,) = it.flush()
-    assert group.due.is_instant
-
-
 def test_a_group_holds_so_many_messages_and_so_many_bytes() -> None:
     it = Grouped(clock())
     for number in range(1, 2501):
         groups = it.add(5_000)
         assert bool(groups) == (number in (1000, 2000))
     assert [len(group.rows) for group in it.flush()] == [500]
+    assert not it.add(5_000)
+    groups = it.add(5_000, item=b"x" * 2**20)
+    assert [list(group.rows) for group in groups] == [[2500], [2501]], "it shares with none"
     large = Grouped(clock())
     sizes = [len(group.items) for _ in range(50) for group in large.add(9, item=b"x" * 99_999)]
     assert sizes
     assert all(2**20 <= size < 2**20 + 99_999 for size in sizes)
 
 
-def test_what_fills_a_group_by_itself_shares_it_with_none() -> None:
-    it = Grouped(clock())
-    assert not it.add(5_000)
-    groups = it.add(5_000, item=b"x" * 2**20)
-    assert [list(group.rows) for group in groups] == [[0], [1]]
-    assert not it.add(5_000)
-    assert [list(group.rows) for group in it.add(5_000, item=b"x" * 2**20)] == [[2], [3]]
-    assert not it.flush()
-
-
-def test_all_groups_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_groups_together_hold_so_many_bytes_without_those_that_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(grouping, "MAX_TOTAL_BYTES", 10_000)
     it = Grouped(clock())
     most = flushes = 0
@@ -182,10 +168,6 @@ def test_all_groups_together_hold_so_many_bytes(monkeypatch: pytest.MonkeyPatch)
     assert (most, flushes) == (100, 2)
     it.flush()
     assert it.rows() == list(range(299))
-
-
-def test_the_bytes_of_a_group_that_has_left_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouping, "MAX_TOTAL_BYTES", 10_000)
     monkeypatch.setattr(grouping, "MAX_GROUP_BYTES", 1_000)
     it = Grouped(clock())
     it.add(5_000, item=b"x")
@@ -213,28 +195,11 @@ def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
     assert not list(it.flush())
 
 
-def test_what_is_past_is_due_at_once() -> None:
-    it = Grouped(clock())
-    it.add(-5_000)
-    it.add(0, 60_000)
-    (group,) = it.flush()
-    assert group.due.at_ns == START_NS
-
-
 def test_a_clock_that_is_set_back_makes_nothing_early() -> None:
-    it = Grouped(custom([("seconds", 60, 1), ("ms", 10, 0.1)]))
+    it = Grouped(clock())
     it.add(5_000)
     it.clock.now_ns -= 3_000 * MS
     it.add(5_000)
     it.flush()
     for _, group in it.out:
         assert all(group.due.at_ns >= it.dues[row].at_ns for row in group.rows)
-
-
-def test_the_real_clock_is_the_one_that_due_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    it = Grouper(clock(), lambda message: message)
-    soon = Due.at(datetime.now(UTC) + timedelta(seconds=30))
-    it.add(0, b"x", soon)
-    (group,) = it.flush()
-    assert soon.at_ns <= group.due.at_ns <= soon.at_ns + 101 * MS

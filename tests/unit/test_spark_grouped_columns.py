@@ -27,12 +27,6 @@ def cut(*batches: list[tuple[int, bytes]], kind: Any = None) -> list[tuple[int, 
     return [(each.due_ms, each.count, each.items) for each in found]
 
 
-@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
-def test_items_that_are_due_together_come_together_across_batches(kind: Any) -> None:
-    found = cut([(1, b"a"), (1, b"bb"), (2, b"c")], [(2, b"d"), (5, b"e")], [], kind=kind)
-    assert found == [(1, 2, b"abb"), (2, 2, b"cd"), (5, 1, b"e")]
-
-
 def test_a_slice_of_a_batch_has_its_own_items() -> None:
     dues, items = pa.array([1, 2, 2, 3]), pa.array([b"a", b"b", b"c", b"d"])
     cutter = Cutter()
@@ -40,27 +34,26 @@ def test_a_slice_of_a_batch_has_its_own_items() -> None:
     assert [(each.due_ms, each.items) for each in found] == [(2, b"bc")]
 
 
-def test_a_group_holds_so_many_messages_and_no_more() -> None:
+def test_a_group_holds_so_many_messages_and_bytes_and_a_larger_item_is_alone() -> None:
     found = cut([(7, b"x")] * (MAX_GROUP_MESSAGES - 1), [(7, b"y")] * (MAX_GROUP_MESSAGES + 2))
     assert [count for _, count, _ in found] == [MAX_GROUP_MESSAGES, MAX_GROUP_MESSAGES, 1]
-
-
-def test_a_group_holds_so_many_bytes_and_a_larger_item_is_alone() -> None:
     half, large = b"h" * (MAX_GROUP_BYTES // 2), b"l" * (MAX_GROUP_BYTES + 1)
     found = cut([(7, half)] * 3 + [(7, large)] * 2 + [(7, b"s"), (7, half)])
     assert [count for _, count, _ in found] == [2, 1, 1, 1, 2]
-    assert [len(items) for *_, items in found][2:4] == [len(large), len(large)]
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=5)), max_size=50),
     st.lists(st.integers(0, 50), max_size=3),
 )
-def test_nothing_is_lost_and_order_stays(rows: list[tuple[int, bytes]], cuts: list[int]) -> None:
+def test_what_is_due_together_comes_together_nothing_is_lost_and_order_stays(
+    kind: Any, rows: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
     rows.sort(key=lambda row: row[0])
     edges = [0, *sorted(cuts), len(rows)]
     batches = [rows[begin:end] for begin, end in pairwise(edges)]
-    found = cut(*batches)
+    found = cut(*batches, kind=kind)
     assert [due for due, *_ in found] == sorted({due for due, _ in rows})
     for due, count, items in found:
         mine = [item for other, item in rows if other == due]

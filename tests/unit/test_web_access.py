@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
-import celery
 import httpx
 import pytest
 from fastapi import FastAPI
@@ -17,9 +17,11 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import User, application
+from celery_rabbitdelay.web.access import MOST_WRONG, PAUSE
 from celery_rabbitdelay.web.sessions import COOKIE, KNOWN_COOKIE, Session, Sessions
 from celery_rabbitdelay.web.work import Works
 from tests.browser import Browser, Form, assert_harmless, quick_hash
+from tests.unit.clock import Clock
 
 #: What an action answers that was let through: nothing of that key goes on.
 LET_THROUGH = 404
@@ -47,60 +49,48 @@ def make() -> Any:
     return make
 
 
-def stop(browser: Browser, **options: Any) -> httpx.Response:
-    """Try an action."""
+def stop(browser: Browser, **options: Any) -> int:
+    """Try an action; return the status of the answer."""
     token = options.pop("token", None)
     data = {"key": "none", "token": browser.token if token is None else token}
-    return browser.ask("POST", "/work/stop", data=data, **options)
+    return browser.ask("POST", "/work/stop", data=data, **options).status_code
 
 
 @pytest.mark.parametrize(
-    "client", ["10.0.0.5", "192.168.1.1", "::ffff:10.0.0.5", "2001:db8::1", None]
-)
-def test_without_users_only_this_machine_is_answered(make: Make, client: str | None) -> None:
-    answer = Browser(make(), client=client).get("/work")
-    assert answer.status_code == 403
-    assert "rabbitdelay_web" in answer.text
-    assert Browser(make()).get("/work").status_code == 200
-    assert Browser(make(), client="::1").get("/work").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "header",
+    ("client", "headers", "status"),
     [
-        *("Forwarded", "X-Forwarded-For", "X-Forwarded-Proto", "X-Forwarded-Port"),
-        *("X-Forwarded-Prefix", "X-Forwarded-Client-Cert", "Via", "X-Real-IP"),
+        ("127.0.0.1", {}, 200),
+        ("::1", {}, 200),
+        *((each, {}, 403) for each in ("10.0.0.5", "::ffff:10.0.0.5", "2001:db8::1", None)),
+        *(
+            ("127.0.0.1", {header: "127.0.0.1"}, 403)
+            for header in ("Forwarded", "X-Forwarded-For", "X-Forwarded-Prefix", "Via", "X-Real-IP")
+        ),
     ],
 )
-def test_without_users_nobody_is_answered_through_a_proxy(make: Make, header: str) -> None:
-    browser = Browser(make(), headers={header: "127.0.0.1"})
-    assert browser.get("/work").status_code == 403
+def test_without_users_only_this_machine_is_answered_and_not_through_a_proxy(
+    make: Make, client: str | None, headers: dict[str, str], status: int
+) -> None:
+    assert Browser(make(), client=client, headers=headers).get("/work").status_code == status
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:5556", "localhost.evil.example", "10.0.0.1", "", "[", "[::2]"],
+    ("host", "status"),
+    [
+        *((each, 200) for each in ("localhost", "LOCALHOST:5556", "127.0.0.1:5556", "[::1]:5556")),
+        *((each, 421) for each in ("evil.example:5556", "localhost.evil.example", "10.0.0.1")),
+        *((each, 421) for each in ("", "[", "[::2]")),
+    ],
 )
-def test_a_foreign_name_that_points_to_this_machine_is_refused(make: Make, host: str) -> None:
+def test_a_foreign_name_that_points_to_this_machine_is_refused(
+    make: Make, host: str, status: int
+) -> None:
     answer = Browser(make()).get("/work", headers={"Host": host})
-    assert answer.status_code == 421
+    assert answer.status_code == status
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:5556", "127.0.0.1:5556", "[::1]:5556"])
-def test_the_names_of_this_machine_are_known(make: Make, host: str) -> None:
-    assert Browser(make()).get("/work", headers={"Host": host}).status_code == 200
-
-
-def test_with_hosts_only_these_names_are_known(make: Make) -> None:
-    browser = Browser(make(hosts=["tasks.example"]))
-    assert browser.get("/work", headers={"Host": "Tasks.Example:443"}).status_code == 200
-    assert browser.get("/work", headers={"Host": "localhost"}).status_code == 421
-
-
-def test_without_users_nobody_acts_unless_it_is_configured(make: Make) -> None:
-    assert stop(Browser(make())).status_code == 403
-    assert stop(Browser(make(loopback_role="operator"))).status_code == LET_THROUGH
+    named = Browser(make(hosts=["tasks.example"]))
+    assert named.get("/work", headers={"Host": "Tasks.Example:443"}).status_code == 200
+    assert named.get("/work", headers={"Host": host}).status_code == 421
 
 
 def test_an_operator_acts_and_a_viewer_only_reads(make: Make) -> None:
@@ -113,7 +103,9 @@ def test_an_operator_acts_and_a_viewer_only_reads(make: Make) -> None:
         assert (signed_in.status_code, signed_in.headers["Location"]) == (303, "/now")
         assert browser.get("/work").status_code == 200
         assert browser.json("/session")["user"] == name
-        assert stop(browser).status_code == status
+        assert stop(browser) == status
+    assert stop(Browser(make())) == 403, "nobody acts without users, unless it is configured"
+    assert stop(Browser(make(loopback_role="operator"))) == LET_THROUGH
 
 
 def test_after_signing_out_nothing_is_shown(make: Make) -> None:
@@ -136,10 +128,59 @@ def test_after_signing_out_nothing_is_shown(make: Make) -> None:
 )
 def test_a_wrong_name_or_password_is_refused(make: Make, name: str, password: str) -> None:
     browser = Browser(make(users=USERS))
-    answer = browser.sign_in(name, password)
-    assert answer.status_code == 401
-    assert "Name or password is wrong." in answer.text
+    assert browser.sign_in(name, password).status_code == 401
     assert browser.get("/work").status_code == 401
+    forged = {"name": "ada", "password": "ada's word", "token": "forged"}
+    assert browser.ask("POST", "/sign-in", data=forged).status_code == 401
+
+
+def test_wrong_passwords_at_the_same_time_are_bounded_and_lock_out_nobody(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, compared, may_end = Clock(1000), list[str](), Event()
+
+    def is_password(password: str, hashed: str) -> bool:
+        compared.append(password)
+        assert may_end.wait(60)
+        return password == "right"
+
+    monkeypatch.setattr("celery_rabbitdelay.web.access.time", clock)
+    monkeypatch.setattr("celery_rabbitdelay.web.access.is_password", is_password)
+    web = make(users=USERS)
+
+    async def sign_in() -> None:
+        stranger = httpx.AsyncClient(
+            transport=httpx.ASGITransport(web), base_url="http://localhost"
+        )
+        async with stranger:
+            form = Form.of((await stranger.get("/now")).text, "/sign-in")
+            data = {**form, "name": "ada", "password": "wrong"}
+            answers.append((await stranger.post("/sign-in", data=data)).status_code)
+
+    async def attack() -> None:
+        strangers = [asyncio.create_task(sign_in()) for _ in range(5)]
+        deadline = time.monotonic() + 30
+        while len(answers) < 4 and time.monotonic() < deadline:
+            await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.gather(*strangers)
+
+    answers: list[int] = []
+    may_end.set()
+    known = Browser(web)
+    assert known.sign_in("ada", "right").status_code == 303
+    for _ in range(MOST_WRONG - 1):
+        assert Browser(web).sign_in("ada", "wrong").status_code == 401
+    may_end.clear()
+    asyncio.run(attack())
+    assert sorted(answers) == [401, 429, 429, 429, 429]
+    assert compared.count("wrong") == MOST_WRONG
+    known.post("/sign-out")
+    assert known.sign_in("ada", "right").status_code == 303, "where one has signed in before"
+    other = Browser(web)
+    assert other.sign_in("ada", "right").status_code == 429
+    clock.now += PAUSE
+    assert other.sign_in("ada", "right").status_code == 303
 
 
 @pytest.mark.parametrize(
@@ -160,89 +201,63 @@ def test_signing_in_leads_nowhere_else(make: Make, where: str, goes_to: str) -> 
     assert "a=b" not in answer.headers.get("Set-Cookie", "")
 
 
-def test_signing_in_leads_to_the_page_that_was_asked_for(make: Make) -> None:
+def test_signing_in_leads_to_the_page_that_was_asked_for_and_does_no_action(make: Make) -> None:
     browser = Browser(make(users=USERS))
     form = Form.of(browser.get("/waiting?task=a%26b").text, "/sign-in")
     assert form["next"] == "waiting?task=a%26b"
+    acted = browser.ask("POST", "/waiting/cancel", data={"id": "x"})
+    assert (acted.status_code, Form.of(acted.text, "/sign-in")["next"]) == (401, "now")
 
 
-def test_signing_in_needs_its_own_form(make: Make) -> None:
-    browser = Browser(make(users=USERS))
-    browser.get("/now")
-    data = {"name": "ada", "password": "ada's word", "token": "forged"}
-    assert browser.ask("POST", "/sign-in", data=data).status_code == 401
-    assert browser.get("/work").status_code == 401
-
-
-@pytest.mark.parametrize("token", ["", "forged", "0" * 64, "\ud800"])
+@pytest.mark.parametrize("token", ["", "forged", "0" * 64, "%ED%A0%80"])
 def test_a_missing_or_forged_token_is_refused(make: Make, token: str) -> None:
-    web = make(loopback_role="operator")
-    browser = Browser(web)
+    browser = Browser(make(loopback_role="operator"))
     browser.json("/session")
-    data = f"key=none&token={'%ED%A0%80' if token > '~' else token}"
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
-    answer = browser.ask("POST", "/work/stop", content=data, headers=headers)
+    answer = browser.ask("POST", "/work/stop", content=f"key=x&token={token}", headers=headers)
     assert answer.status_code == 403
-    assert stop(browser).status_code == LET_THROUGH
+    assert stop(browser) == LET_THROUGH
 
 
 def test_the_token_of_another_browser_or_user_is_refused(make: Make) -> None:
     web = make(users={**USERS, "vera": {**USERS["vera"], "role": "operator"}})
     ada, other, vera = (Browser(web) for _ in range(3))
-    ada.sign_in("ada", "ada's word")
-    other.sign_in("ada", "ada's word")
-    vera.sign_in("vera", "vera's word")
-    assert stop(ada, token=other.token).status_code == 403
-    assert stop(ada, token=vera.token).status_code == 403
-    assert stop(ada, token=ada.token).status_code == LET_THROUGH
-
-
-def test_the_token_may_stand_in_a_header_for_programs(make: Make) -> None:
-    browser = Browser(make(loopback_role="operator"))
-    headers = {"X-Rabbitdelay-Token": browser.token}
-    answer = browser.ask("POST", "/api/work/stop", data={"key": "none"}, headers=headers)
-    assert (answer.status_code, list(answer.json())) == (LET_THROUGH, ["error"])
+    for browser, name in ((ada, "ada"), (other, "ada"), (vera, "vera")):
+        browser.sign_in(name, f"{name}'s word")
+    assert stop(other, token=ada.token) == 403
+    assert stop(vera, token=ada.token) == 403
+    # In the header, as programs send it.
+    assert stop(ada, token="", headers={"X-Rabbitdelay-Token": ada.token}) == LET_THROUGH
 
 
 @pytest.mark.parametrize(
-    "headers",
+    ("headers", "status"),
     [
-        {"Origin": "https://evil.example"},
-        {"Origin": "http://localhost:8000"},
-        {"Origin": "https://localhost]"},
-        {"Sec-Fetch-Site": "cross-site"},
-        {"Sec-Fetch-Site": "same-site"},
-        {"Sec-Fetch-Site": "none"},
-        {"Sec-Fetch-Site": "cross-site", "Origin": "http://localhost"},
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "http://localhost:8080"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost"}, 403),
+        ({"Sec-Fetch-Site": "none"}, 403),
+        ({"Origin": "http://localhost"}, LET_THROUGH),
+        ({"Origin": "null"}, LET_THROUGH),
+        ({"Origin": "https://behind.example", "Sec-Fetch-Site": "same-origin"}, LET_THROUGH),
     ],
 )
 def test_a_form_of_another_page_is_refused_in_spite_of_its_token(
-    make: Make, headers: dict[str, str]
+    make: Make, headers: dict[str, str], status: int
 ) -> None:
+    assert stop(Browser(make(loopback_role="operator")), headers=headers) == status
+
+
+def test_an_action_takes_a_form_and_nothing_else(make: Make) -> None:
     browser = Browser(make(loopback_role="operator"))
-    assert stop(browser, headers=headers).status_code == 403
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Origin": "http://localhost"},
-        {"Origin": "null", "Sec-Fetch-Site": "same-origin"},
-        {"Origin": "null"},
-        {"Origin": "https://behind.example", "Sec-Fetch-Site": "same-origin"},
-    ],
-)
-def test_our_own_forms_are_accepted(make: Make, headers: dict[str, str]) -> None:
-    browser = Browser(make(loopback_role="operator"))
-    assert stop(browser, headers=headers).status_code == LET_THROUGH
-
-
-def test_an_action_takes_a_form_and_not_another_body(make: Make) -> None:
-    browser = Browser(make(loopback_role="operator"))
+    for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS"):
+        answer = browser.ask(method, f"/work/stop?key=x&token={browser.token}")
+        assert answer.status_code == 405
     for kind, body, status in (
         ("application/json", b'{"key": "x"}', 415),
         ("multipart/form-data; boundary=x", b"--x--", 415),
-        ("text/plain", b"token=x", 415),
         ("application/x-www-form-urlencoded", b"a=" + b"b" * 2**20, 413),
         ("application/x-www-form-urlencoded", b"a=b&" * 3000, 400),
         ("application/x-www-form-urlencoded", b"a=%FF", 400),
@@ -252,34 +267,22 @@ def test_an_action_takes_a_form_and_not_another_body(make: Make) -> None:
         assert answer.status_code == status, (kind, body[:10])
 
 
-def test_nothing_changes_by_opening_a_page(make: Make) -> None:
-    browser = Browser(make(loopback_role="operator"))
-    for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS"):
-        answer = browser.ask(method, f"/work/stop?key=x&token={browser.token}")
-        assert answer.status_code == 405
-
-
 def test_a_changed_or_foreign_cookie_is_worth_nothing(make: Make) -> None:
-    web = make(users=USERS, secret=SECRET)
-    browser = Browser(web)
+    browser = Browser(make(users=USERS, secret=SECRET))
     browser.sign_in("vera", "vera's word")
     cookie = browser.cookies[COOKIE]
     sessions, foreign = Sessions(SECRET), Sessions("t" * 32)
     proof = sessions.proof(HASHES["ada"])
-    wrong = [
+    for each in (
         # Not the last character: two of its bits mean nothing.
         f"{cookie[:-9]}{'A' if cookie[-9] != 'A' else 'B'}{cookie[-8:]}",
-        cookie.swapcase(),
         foreign.written(Session.new("ada", foreign.proof(HASHES["ada"]))),
         sessions.written(Session.new("ada", "another password's")),
-        sessions.written(Session.new("ada")),
         sessions.written(Session.new("nobody", proof)),
         sessions.written(Session.new("ada", proof), KNOWN_COOKIE),
         "",
-        "a.b.c",
         "." * 5000,
-    ]
-    for each in wrong:
+    ):
         browser.cookies.clear()
         browser.cookies.set(COOKIE, each)
         assert browser.get("/work").status_code == 401, each
@@ -289,18 +292,23 @@ def test_a_changed_or_foreign_cookie_is_worth_nothing(make: Make) -> None:
 
 
 def test_another_password_ends_the_sessions_and_a_role_counts_at_once(make: Make) -> None:
-    changed = (
+    browser = Browser(make(users=USERS, secret=SECRET))
+    browser.sign_in("ada", "ada's word")
+    for users, status in (
         ({"ada": {**USERS["ada"], "role": "viewer"}}, 403),
         ({"ada": {"password": quick_hash("new"), "role": "operator"}}, 401),
         ({"vera": USERS["vera"]}, 401),
-    )
-    others = [(Browser(make(users=users, secret=SECRET)), status) for users, status in changed]
-    browser = Browser(make(users=USERS, secret=SECRET))
-    browser.sign_in("ada", "ada's word")
-    for other, status in others:
-        other.cookies = browser.cookies
-        token = browser.token
-        assert stop(other, token=token).status_code == status
+    ):
+        other = Browser(make(users=users, secret=SECRET))
+        # Without a registry, a process accepts no session that is older than itself.
+        other.cookies.set(COOKIE, Sessions(SECRET).written(_session_of(browser)))
+        assert stop(other, token=browser.token) == status
+
+
+def _session_of(browser: Browser) -> Session:
+    session = Sessions(SECRET).read(browser.cookies[COOKIE])
+    assert session is not None
+    return session
 
 
 def test_the_cookie_is_for_this_page_alone(make: Make) -> None:
@@ -308,20 +316,11 @@ def test_the_cookie_is_for_this_page_alone(make: Make) -> None:
     cookie = browser.get("/work").headers["Set-Cookie"]
     parts = {each.strip().lower() for each in cookie.split(";")[1:]}
     assert {"httponly", "samesite=strict", "secure", "path=/"} <= parts
-    plain = Browser(make()).get("/work").headers["Set-Cookie"]
-    assert "Secure" not in plain
+    assert "Secure" not in Browser(make()).get("/work").headers["Set-Cookie"]
     assert "Secure" in Browser(make(https=True)).get("/work").headers["Set-Cookie"]
-
-
-def test_a_link_from_elsewhere_takes_no_session_away(make: Make) -> None:
-    web = make(users=USERS)
-    browser = Browser(web)
-    browser.sign_in("ada", "ada's word")
-    from_elsewhere = Browser(web).get("/work", headers={"Sec-Fetch-Site": "cross-site"})
-    assert from_elsewhere.status_code == 401
-    assert f"{COOKIE}=" not in from_elsewhere.headers["Set-Cookie"]
-    open_page = Browser(make()).get("/work", headers={"Sec-Fetch-Site": "cross-site"})
-    assert "Set-Cookie" not in open_page.headers
+    # A link from elsewhere, with which a browser sends no cookie, takes no session away.
+    linked = Browser(make()).get("/work", headers={"Sec-Fetch-Site": "cross-site"})
+    assert "Set-Cookie" not in linked.headers
 
 
 PROXY: dict[str, Any] = {
@@ -337,27 +336,22 @@ def test_a_trusted_proxy_names_the_user(make: Make, address: str) -> None:
     for name, status in (("ada", LET_THROUGH), ("vera", 403)):
         browser = Browser(web, "http://tasks.example", address, {"X-Remote-User": name})
         assert browser.json("/session")["user"] == name
-        assert stop(browser).status_code == status
-    assert Browser(web, client=address).get("/work").status_code == 403
+        assert stop(browser) == status
 
 
-@pytest.mark.parametrize("address", ["10.0.0.6", "127.0.0.1", "::1", "not an address", None])
-def test_nobody_else_names_a_user(make: Make, address: str | None) -> None:
-    browser = Browser(make(**PROXY), client=address, headers={"X-Remote-User": "ada"})
-    assert browser.get("/work").status_code == 403
-
-
-def test_two_headers_of_a_proxy_name_nobody(make: Make) -> None:
-    browser = Browser(make(**PROXY), client="10.0.0.5")
-    headers: Any = [("X-Remote-User", "ada"), ("x-remote-user", "vera")]
-
-    async def ask() -> int:
-        transport = httpx.ASGITransport(browser._web, client=("10.0.0.5", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return (await client.get("/work", headers=headers)).status_code
-
-    assert asyncio.run(ask()) == 403
-    assert browser.get("/work", headers={"X-Remote-User": "  "}).status_code == 403
+@pytest.mark.parametrize(
+    ("address", "names"),
+    [
+        *((each, ["ada"]) for each in ("10.0.0.6", "127.0.0.1", "::1", "not an address", None)),
+        *(("10.0.0.5", names) for names in ([], ["  "], ["ada", "vera"])),
+    ],
+)
+def test_nobody_else_names_a_user_and_nobody_names_two(
+    make: Make, address: str | None, names: list[str]
+) -> None:
+    browser = Browser(make(**PROXY), client=address)
+    headers = [("Host", "localhost"), *(("X-Remote-User", each) for each in names)]
+    assert browser.ask("GET", "/work", headers=headers).status_code == 403
 
 
 def test_a_function_of_the_application_s_names_the_user(make: Make) -> None:
@@ -369,17 +363,9 @@ def test_a_function_of_the_application_s_names_the_user(make: Make) -> None:
 
     web = make(identify=identify)
     for name, status in (("ada", LET_THROUGH), ("vera", 403)):
-        assert stop(Browser(web, client="10.0.0.5", headers={"X-Name": name})).status_code == status
+        assert stop(Browser(web, client="10.0.0.5", headers={"X-Name": name})) == status
     for name in ("nobody", "odd", "broken"):
         assert Browser(web, headers={"X-Name": name}).get("/work").status_code == 403
-
-
-PATHS = [
-    *("/static/../options.py", "/static/%2e%2e/options.py", "/static/..%2foptions.py"),
-    *("/static//etc/passwd", "/static/%2fetc%2fpasswd", "/static/style.css/../../asgi.py"),
-    *("/../../etc/passwd", "/waiting/../../x", "/api/../api/x", "/static/%00", "/%ff", "//evil/x"),
-    *("/now/", "/NOW", "/api", "/api/", "/api/now/x", "/now;x", "/now%3Fx"),
-]
 
 
 @pytest.mark.parametrize(
@@ -397,131 +383,62 @@ def test_a_slash_too_many_leads_to_a_path_and_to_no_name(
         assert (answer.status_code, answer.headers["Location"]) == (307, f"{base}{goes_to}")
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/static/../options.py", "/static/%2e%2e/options.py", "/static/..%2foptions.py"),
+        *("/static//etc/passwd", "/static/%2fetc%2fpasswd", "/static/style.css/../../asgi.py"),
+        *("/../../etc/passwd", "/api/../api/x", "/static/%00", "/%ff", "//evil/x", "/now%3Fx"),
+    ],
+)
 def test_tricks_with_paths_lead_nowhere(make: Make, path: str) -> None:
-    scope: dict[str, Any] = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "raw_path": path.encode(),
-        "path": httpx.URL("http://localhost").copy_with(raw_path=path.encode()).path,
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"host", b"localhost")],
-        "client": ("127.0.0.1", 1),
-        "server": ("localhost", 80),
-    }
-    status, body, headers = run(make(), scope)
-    assert status in (303, 307, 404, 405), status
-    assert b"def " not in body
-    assert b"root:" not in body
-    assert not dict(headers).get(b"location", b"/").startswith((b"//", b"http://evil"))
+    decoded = httpx.URL("http://localhost").copy_with(raw_path=path.encode()).path
+    web = make()
+
+    async def with_path(scope: Any, *channel: Any) -> None:
+        # httpx would normalize it.
+        await web({**scope, "path": decoded, "raw_path": path.encode()}, *channel)
+
+    answer = Browser(with_path).get("/")
+    assert answer.status_code in (303, 307, 404, 405)
+    assert "def " not in answer.text
+    assert "root:" not in answer.text
 
 
-def run(web: Any, scope: dict[str, Any]) -> tuple[int, bytes, Any]:
-    """Send one request with exactly this scope."""
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(web(scope, receive, send))
-    body = b"".join(each.get("body", b"") for each in sent)
-    return sent[0]["status"], body, sent[0]["headers"]
-
-
-def test_every_answer_forbids_foreign_scripts_frames_and_copies(make: Make) -> None:
-    browser = Browser(make())
-    for path in ("/", "/work", "/waiting", "/nope", "/static/style.css", "/api/session", "/api/x"):
-        headers = browser.get(path).headers
-        policy = headers["Content-Security-Policy"]
+def test_every_answer_forbids_foreign_scripts_frames_and_copies(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Works, "all", lambda self: 1 / 0)
+    browser = Browser(make(loopback_role="operator"))
+    broken = browser.get("/api/work")
+    assert (broken.status_code, "ZeroDivisionError" in broken.text) == (500, False)
+    for path in ("/", "/now", "/work", "/nope", "/static/style.css", "/api/session", "/api/x"):
+        answer = browser.get(path)
+        policy = answer.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
-        assert headers["X-Content-Type-Options"] == "nosniff"
-        assert headers["Referrer-Policy"] == "no-referrer"
-        assert headers["Cache-Control"] == "no-store"
-        assert "Access-Control-Allow-Origin" not in headers
-
-
-@pytest.mark.parametrize(
-    ("base", "options", "is_sent"),
-    [
-        ("https://tasks.example", {}, True),
-        ("http://tasks.example", {"https": True}, True),
-        ("http://localhost:5556", {}, True),
-        ("http://ada.localhost", {}, True),
-        ("http://127.0.0.2:5556", {}, True),
-        ("http://[::1]:5556", {}, True),
-        ("http://tasks.example", {}, False),
-        ("http://localhost.example", {}, False),
-        ("http://10.0.0.1", {}, False),
-    ],
-)
-def test_a_header_that_browsers_ignore_over_plain_http_is_not_sent_there(
-    make: Make, base: str, options: dict[str, Any], is_sent: bool
-) -> None:
-    headers = Browser(make(users=USERS, **options), base).get("/now").headers
-    assert (headers.get("Cross-Origin-Opener-Policy") == "same-origin") is is_sent
-
-
-def test_the_pages_have_nothing_that_their_policy_forbids(make: Make) -> None:
-    browser = Browser(make(loopback_role="operator"))
-    for path in ("/now", "/waiting", "/health", "/work", "/nope", "/waiting/all"):
-        assert_harmless(browser.get(path).text)
-    assert_harmless(Browser(make(users=USERS)).get("/now").text)
-
-
-def test_a_mistake_of_ours_is_an_answer_with_the_same_headers(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    web = make()
-    monkeypatch.setattr(Works, "all", lambda self: 1 / 0)
-    answer = Browser(web).get("/api/work")
-    assert (answer.status_code, list(answer.json())) == (500, ["error"])
-    assert "ZeroDivisionError" not in answer.text
-    assert "Content-Security-Policy" in answer.headers
-
-
-def test_it_works_below_any_path(make: Make) -> None:
-    outer = FastAPI()
-    outer.mount("/ops/tasks", make(users=USERS))
-    browser = Browser(outer, "http://tasks.example")
-    page = browser.get("/ops/tasks/waiting?task=x")
-    form = Form.of(page.text, "/sign-in")
-    assert_harmless(page.text)
-    data = {**form, "name": "ada", "password": "ada's word"}
-    answer = browser.ask("POST", "/ops/tasks/sign-in", data=data)
-    assert answer.headers["Location"] == "/ops/tasks/waiting?task=x"
-    assert "path=/ops/tasks" in answer.headers.get_list("Set-Cookie")[-1].lower()
-    work = browser.get("/ops/tasks/work")
-    assert work.status_code == 200
-    assert 'href="/ops/tasks/static/style.css"' in work.text
-    assert browser.get("/ops/tasks/static/style.css").status_code == 200
-    token = browser.get("/ops/tasks/api/session").json()["token"]
-    stopped = browser.ask("POST", "/ops/tasks/work/stop", data={"key": "x", "token": token})
-    assert stopped.status_code == LET_THROUGH
-    assert browser.get("/ops/tasks/api/openapi.json").json()["servers"] == [
-        {"url": "/ops/tasks/api"}
-    ]
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert "Access-Control-Allow-Origin" not in answer.headers
+        if answer.headers.get("Content-Type", "").startswith("text/html"):
+            assert_harmless(answer.text)
 
 
 def test_who_signs_in_and_who_fails_stands_in_the_log(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    browser = Browser(make(users=USERS))
+    web = make(users=USERS)
     with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
-        browser.sign_in("ada", "ada's word")
-        Browser(browser._web).sign_in("eve\nada has signed in", "guess of a word")
-    lines = [each.getMessage() for each in caplog.records]
-    assert lines == [
+        Browser(web).sign_in("ada", "ada's word")
+        Browser(web).sign_in("eve\nada has signed in", "guess of a word")
+    assert [each.getMessage() for each in caplog.records] == [
         "'ada' has signed in from 127.0.0.1",
         "A wrong password for 'eve\\nada has signed in' from 127.0.0.1",
     ]
+
+
+COSTLY = f"scrypt:9999999:8:1:{'A' * 22}==:{'A' * 43}="
 
 
 @pytest.mark.parametrize(
@@ -531,14 +448,7 @@ def test_who_signs_in_and_who_fails_stands_in_the_log(
         ({"users": {}}, "at least one user"),
         ({"users": {"ada": "word"}}, "takes a password and a role"),
         ({"users": {"ada": {"password": "secret word"}}}, "is not hashed"),
-        (
-            {
-                "users": {
-                    "ada": {"password": "scrypt:9999999:8:1:" + "A" * 22 + "==:" + "A" * 43 + "="}
-                }
-            },
-            "is not hashed",
-        ),
+        ({"users": {"ada": {"password": COSTLY}}}, "is not hashed"),
         ({"users": {"ada": {**USERS["ada"], "role": "admin"}}}, "takes one of viewer, operator"),
         ({"users": USERS, "identify": print}, "takes one of users, proxy_header and identify"),
         ({"proxy_header": "X-Remote-User"}, "need each other"),
@@ -546,10 +456,8 @@ def test_who_signs_in_and_who_fails_stands_in_the_log(
         ({"proxy_header": "X-User", "proxies": ["here"]}, "takes addresses and networks"),
         ({"proxy_header": "X-User", "proxies": "10.0.0.1"}, "takes a list of texts"),
         ({"identify": "ada"}, "takes a function"),
-        ({"mask": "***"}, "takes a function"),
         ({"loopback_role": "admin"}, "takes one of viewer, operator"),
         ({"secret": "secret word"}, "at least 32 bytes"),
-        ({"hosts": "tasks.example"}, "takes a list of texts"),
     ],
 )
 def test_a_wrong_option_says_what_it_takes_and_not_its_value(
@@ -559,16 +467,3 @@ def test_a_wrong_option_says_what_it_takes_and_not_its_value(
         make(**options)
     assert says in str(raised.value)
     assert "secret word" not in str(raised.value)
-
-
-def test_the_setting_has_the_options_and_arguments_override_them() -> None:
-    app = Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False)
-    app.conf.rabbitdelay_web = {"loopback_role": "operator", "hosts": ["one"]}
-    browser = Browser(application(app, hosts=["two"]))
-    answer = browser.get("/api/session", headers={"Host": "two"})
-    assert answer.json()["role"] == "operator"
-
-
-def test_an_application_without_delays_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"install\(app\)"):
-        application(celery.Celery("plain", set_as_current=False))
