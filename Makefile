@@ -8,8 +8,8 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel bench bench-absence bench-sends bench-levels bench-lateness \
-        bench-beside journeys bench-modules bench-registry bench-schedules bench-spark bench-web lint types docs pictures tox coverage clean
+.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
+        bench bench-beside journeys lint types docs pictures tox coverage clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
@@ -134,41 +134,18 @@ hostile: $(VENV)/test.done  ## Malformed, oversized and forged messages against 
 fuzz: $(VENV)/test.done  ## A coverage-guided fuzzer of what anybody may have written (ten minutes)
 	nice -n 10 $(BIN)/python -m tests.fuzz --seconds 600
 
-bench-lateness: $(VENV)/test.done  ## How late messages come, beside Celery's native delayed delivery
-	$(BIN)/python -m tests.benchmarks.lateness
+# One of those that `python -m tests.benchmarks list` names, or several.
+NAME ?= list
 
-bench-modules: $(VENV)/test.done  ## Check-in and distribution beside raw confirmed publishing
-	$(BIN)/python -m tests.benchmarks.modules
+bench: $(VENV)/test.done  ## Benchmarks beside peers: `make bench NAME=sends`; without a name, their list
+	$(BIN)/python -m tests.benchmarks $(NAME)
 
-bench-beside: $(VENV)/test.done  ## bench-modules and bench-sends of the version before and of this one, with a key too
-	$(BIN)/python -m tests.benchmarks.beside --signing modules
-	$(BIN)/python -m tests.benchmarks.beside --signing --turns 1 sends
+bench-beside: $(VENV)/test.done  ## The version before and this one, with a key too: modules, and sends
+	$(BIN)/python -m tests.benchmarks beside --name modules --signing
+	$(BIN)/python -m tests.benchmarks beside --name sends --signing --turns 1
 
 journeys: $(VENV)/test.done  ## How many functions one send, one write and one message in distribution go through
 	$(BIN)/python tests/benchmarks/journeys.py
-
-bench-registry: $(VENV)/test.done  ## What the registry costs: arrivals, sends with keys, an open job, listing a million
-	$(BIN)/python -m tests.benchmarks.registry
-
-bench-schedules: $(VENV)/test.done  ## What schedules cost: ten thousand that wait, an occurrence beside a delayed task
-	$(BIN)/python -m tests.benchmarks.schedules
-
-bench-spark: $(VENV)/test.done  ## Rows a second from Spark, beside two processes of send_many
-	$(BIN)/python -m tests.benchmarks.spark
-
-bench-web: $(VENV)/test.done  ## The page with a million tracked tasks: each list, and what twenty viewers cost
-	$(BIN)/python -m tests.benchmarks.web
-
-bench-sends: $(VENV)/test.done  ## Confirmed delayed sends, beside Celery's own and raw py-amqp
-	$(BIN)/python -m tests.benchmarks.sends
-
-bench-levels: $(VENV)/test.done  ## Confirmed sends into the clock, beside Celery's 28 levels
-	$(BIN)/python -m tests.benchmarks.levels
-
-bench-absence: $(VENV)/test.done  ## How late tasks of a classic queue come whose node was away on a cluster
-	$(BIN)/python -m tests.benchmarks.absence --tasks 5000
-
-bench: bench-sends bench-levels bench-lateness  ## All of these (half an hour)
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

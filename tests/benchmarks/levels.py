@@ -1,154 +1,283 @@
-"""What the layout costs: confirmed sends into the clock, beside Celery's chain of 28 levels.
+# ruff: noqa: T201  # a program at the terminal prints
+"""What the layout costs: publishing into our levels and Celery's 28, and how late messages come.
 
-``python -m tests.benchmarks.levels`` starts a private RabbitMQ. The same publisher publishes the
-same small message, with the same window of confirms and the same random delays (whole seconds),
-into quorum queues; the messages and their routing keys are made beforehand. Only exchange and
-routing key differ:
-
-- the clock, which a message enters at its first digit that is not zero;
-- our binary layout of 28 levels, which it enters at its first bit that is one;
-- Celery's native delayed delivery, whose 28 levels it enters at the highest.
-
-Delays are of two kinds, each measured by itself: from a minute to an hour, as retries have, and
-from an hour to a week, as reminders have. The shorter a delay, the more of the 28 levels are zeros
-that a message passes before it lies in a queue.
-
-Nothing comes due while it is measured: this is the cost of the first stop alone, on one node.
-Afterwards all that was sent is counted as it is purged.
+Only exchange and routing key differ. Our levels are entered at the first digit that is not zero,
+Celery's at the highest. Celery's native delayed delivery can only wait whole seconds; its lateness
+is measured against those, so that rounding is no part of it.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
 import random
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
-from typing import Final, NamedTuple
+from multiprocessing import get_context
+from statistics import median, quantiles
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
 
 import amqp
 from kombu import Connection
 from kombu.transport.native_delayed_delivery import calculate_routing_key
+from kombu.utils.json import dumps
 
-from celery_rabbitdelay.levels.layout import binary, clock
+from celery_rabbitdelay.levels.headers import DUE
+from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
-from celery_rabbitdelay.testing import RabbitMQServer
-from tests.benchmarks import measure, waiting
-from tests.benchmarks.measure import Target
+from celery_rabbitdelay.testing import RedisServer, wait_for
+from tests.benchmarks import measure
+from tests.integration.worker import Worker
 from tests.private_broker import private_broker
 
-#: Bytes of the message's body.
-SIZE: Final = 200
+HOUR, WEEK = 3600, 7 * 86_400
 
-#: The queue that all levels lead to.
-END: Final = "end"
+#: Messages that are published together while the lateness is measured.
+BATCH: Final = 16
 
-CLOCK: Final = "clock"
-BINARY: Final = "binary, entered at its first bit"
 NATIVE: Final = "Celery's 28 levels"
-
-#: The shortest and the longest delay of each kind, in seconds.
-DELAYS: Final = {"a minute to an hour": (60, 3600), "an hour to a week": (3600, int(waiting.WEEK))}
-
-#: The prefixes of our two layouts on the broker.
-LAYOUTS: Final = {CLOCK: Topology("clock", clock()), BINARY: Topology("binary", binary())}
+ETA: Final = "eta, held by a worker"
 
 
-class Contestant(NamedTuple):
-    """Where messages are published to, and the queues that they then wait in."""
+class Place(NamedTuple):
+    """Where a message goes, when it is then due (milliseconds since 1970), and what it is."""
 
-    addresses: Sequence[tuple[str, str]]
-    queues: Sequence[str]
+    exchange: str
+    routing_key: str
+    due_ms: float
+    message: amqp.Message
 
 
-def contestants(delays: Sequence[int]) -> dict[str, Contestant]:
-    """Make the addresses of messages with these delays, in seconds."""
-    found = {
-        name: Contestant(
-            [topology.route(delay, END)[:2] for delay in delays],
-            [queue.name for queue in topology.queues],
+class Way(NamedTuple):
+    """A way to wait: where a message goes, now, that is to be due then; and its queues.
+
+    The last of the queues is the destination.
+    """
+
+    place: Callable[[int], Place]
+    queues: list[str]
+
+
+def now_ms() -> float:
+    """Return the time of day in milliseconds since 1970."""
+    return time.time() * 1000
+
+
+def message(due_ms: float) -> amqp.Message:
+    """Return a message that carries when it is due."""
+    return amqp.Message(b"x" * 200, application_headers={DUE: int(due_ms)}, delivery_mode=2)
+
+
+def ways(connection: Connection, scale: int) -> dict[str, Way]:
+    """Declare all levels, with every time divided by the scale, and a queue behind each."""
+    found: dict[str, Way] = {}
+    second_ms = 1000 // scale
+    for name, layout in {"clock": clock(), "binary, entered at its first bit": binary()}.items():
+        scaled = (
+            Level(f"{each.unit}x{each.multiple}", 1, each.base, each.place_ms // scale)
+            for each in layout.levels
         )
-        for name, topology in LAYOUTS.items()
-    }
-    native = [(waiting.NATIVE_ENTRANCE, calculate_routing_key(delay, END)) for delay in delays]
-    return {**found, NATIVE: Contestant(native, waiting.NATIVE_QUEUES)}
+        topology = Topology(f"bench-{name[:5]}", Layout(name, tuple(scaled), layout.zeros))
+        end = measure.quorum_queue(f"{topology.prefix}-end")
+        declare(connection, topology)
+        declare_destination(connection, topology, end)
+
+        def ours(due_ms: int, topology: Topology = topology, end: str = end.name) -> Place:
+            exchange, key, _ = topology.route((due_ms - now_ms()) / 1000, end)
+            return Place(exchange, key, due_ms, message(due_ms))
+
+        found[name] = Way(ours, [*(queue.name for queue in topology.queues), end.name])
+    end = measure.quorum_queue("bench-native-end")
+    with connection.channel() as opened:
+        channel: Any = opened
+        declare_queue = channel.queue_declare
+
+        def shorter(arguments: dict[str, Any], **options: Any) -> Any:
+            ttl = arguments["x-message-ttl"] // 1000 * second_ms
+            return declare_queue(arguments={**arguments, "x-message-ttl": ttl}, **options)
+
+        channel.queue_declare = shorter
+        measure.declare_native(connection, end, SimpleNamespace(channel=lambda: channel))
+
+    def native(due_ms: int) -> Place:
+        now = now_ms()
+        seconds = max(1, round((due_ms - now) / second_ms))  # what ends closest to the instant
+        due, key = now + seconds * second_ms, calculate_routing_key(seconds, end.name)
+        return Place(measure.NATIVE_ENTRANCE, key, due, message(due))
+
+    found[NATIVE] = Way(native, [*measure.NATIVE_QUEUES, end.name])
+    return found
 
 
-def rate(
-    connection: Connection, publisher: Publisher, window: int, contestant: Contestant
-) -> float:
-    """Publish all messages; return how many a second were confirmed. Then remove them."""
-    content = Content.of(amqp.Message(b"x" * SIZE, delivery_mode=2))
-    made = [
-        Publication(content, partial(tuple[str, str], address)) for address in contestant.addresses
-    ]
-    began = time.monotonic()
-    publisher.publish_all(made, PublishPolicy(timeout=waiting.PATIENCE, window=window))
-    taken = time.monotonic() - began
-    assert not any(posting.error for posting in made)
-    waiting.purge(connection, contestant.queues, len(made))
-    return len(made) / taken
+def publish(publisher: Publisher, places: Iterable[Place], window: int) -> float:
+    """Publish messages; return when the first is due."""
+    first_ms = float("inf")
+
+    def publications() -> Iterator[Publication]:
+        nonlocal first_ms
+        for exchange, key, due_ms, message in places:
+            first_ms = min(first_ms, due_ms)
+            yield Publication(Content.of(message), partial(tuple[str, str], (exchange, key)))
+
+    def done(posting: Publication) -> None:
+        if posting.error or posting.resent:
+            raise posting.error or RuntimeError("sent again")
+
+    policy = PublishPolicy(timeout=measure.PATIENCE, window=window)
+    publisher.publish_all(publications(), policy, done=done)
+    return first_ms
 
 
-def compare(broker: RabbitMQServer, messages: int, rounds: int, window: int) -> None:
-    """Measure all contestants, and write the results."""
-    delays = {
-        kind: random.Random(1).choices(range(*own), k=messages) for kind, own in DELAYS.items()
-    }
-    with Connection(broker.url) as connection:
-        waiting.declare_native(connection, waiting.quorum_queue(END))
-        for topology in LAYOUTS.values():
-            declare(connection, topology)
-            declare_destination(connection, topology, waiting.quorum_queue(END))
-        publisher = Publisher(Connection(broker.url))
-        rating = partial(rate, connection, publisher, window)
-        measures: dict[str, Callable[[], float]] = {}
-        for kind, seconds in delays.items():
-            for each in contestants(seconds[:100]).values():
-                rating(each)
-            for name, each in contestants(seconds).items():
-                measures[f"{name}, {kind}"] = partial(rating, each)
-        figures = measure.in_turn(measures, rounds)
+def levels(*, rounds: int = 3, messages: int = 10_000, window: int = 1000) -> None:
+    """Confirmed publishing into the clock and our 28 binary levels, beside Celery's 28 levels.
+
+    The shorter a delay, the more of Celery's levels are zeros that a message passes before it lies
+    in a queue.
+    """
+    with private_broker() as broker, Connection(broker.url) as connection:
+        publisher, every = Publisher(Connection(broker.url)), ways(connection, 1)
+
+        def rate(way: Way, shortest: int, longest: int) -> float:
+            delays = random.choices(range(shortest, longest), k=messages)
+            places = [way.place(int(now_ms() + delay * 1000)) for delay in delays]
+            began = time.monotonic()
+            publish(publisher, places, window)
+            taken = time.monotonic() - began
+            measure.purge(connection, way.queues, messages)
+            return messages / taken
+
+        drawn: dict[str, list[float]] = {}
+        kinds = {"a minute to an hour": (60, HOUR), "an hour to a week": (HOUR, WEEK)}
+        for kind, between in kinds.items():
+            contestants = {name: partial(rate, way, *between) for name, way in every.items()}
+            figures = measure.in_turn(contestants, rounds)
+            measure.show(kind, "messages/s", figures, NATIVE, {("clock", NATIVE): 5})
+            drawn |= {f"{name}, {kind}": found for name, found in figures.items()}
+        measure.draw("levels", "messages/s", drawn, measure.about(broker))
         publisher.close()
-    title, unit = "Confirmed sends into delay levels", "messages/s"
-    targets = []
-    for kind in DELAYS:
-        ours, peer = f"{CLOCK}, {kind}", f"{NATIVE}, {kind}"
-        of_kind = {name: seen for name, seen in figures.items() if name.endswith(kind)}
-        measure.show(f"{title}: {kind}", unit, of_kind, peer)
-        targets.append(Target(f"{ours} / {NATIVE}", measure.ratios(of_kind, peer)[ours], 5))
-    results = {
-        "unit": unit,
-        "messages": messages,
-        "window": window,
-        "body_bytes": SIZE,
-        "figures": figures,
-        "targets": measure.judge(targets),
-    }
-    measure.save("levels", broker, results)
-    footnote = (
-        f"RabbitMQ {measure.version_of(broker)}, quorum queues, a window of {window}; medians "
-        f"of {rounds} rounds of {messages:,} messages."
-    )
-    measure.bars("levels", title, unit, figures, footnote)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.levels")
-    parser.add_argument("--rounds", type=int, default=3, help="(3)")
-    parser.add_argument("--messages", type=int, default=10_000, help="a round (10000)")
-    parser.add_argument("--window", type=int, default=1000, help="messages in flight (1000)")
-    options = parser.parse_args(arguments)
-    with private_broker() as broker:
-        compare(broker, options.messages, options.rounds, options.window)
-    return 0
+def arrivals(url: str, queue: str, count: int) -> list[float]:
+    """Consume messages; return how late each came, in milliseconds."""
+    late: list[float] = []
+    deadline = time.monotonic() + measure.PATIENCE
+    gc.disable()
+    with Connection(url) as connection:
+        channel: Any = connection.default_channel
+
+        def arrived(message: Any) -> None:
+            late.append(now_ms() - message.headers[DUE])
+
+        channel.basic_consume(queue, no_ack=True, callback=arrived)
+        while len(late) < count:
+            assert time.monotonic() < deadline, f"{len(late)} of {count} messages came"
+            with suppress(TimeoutError):
+                connection.drain_events(timeout=1.0)
+    return late
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def lateness(
+    *,
+    rounds: int = 3,
+    rates: tuple[int, ...] = (200, 500, 1000, 2000, 3000, 5000),
+    seconds: float = 10.0,
+    lead: float = 60.0,
+    scale: int = 100,
+) -> None:
+    """How late messages come, beside Celery's native delayed delivery and tasks held for an eta.
+
+    All are sent in ``--lead`` seconds, at the same pace: who sends ten times as fast puts ten times
+    as many messages into the queue of one digit, which then leave it as fast. Then so many come due
+    a second, at random instants, for ``--seconds``. A consumer in a process of its own takes the
+    time. Each time to live is divided by ``--scale``, 1, 10 or 100, of all alike: with 100, 36 s
+    are what an hour is in use, with the same digits and stops. The lateness is not scaled.
+    """
+    with (
+        private_broker() as broker,
+        RedisServer() as redis,
+        Connection(broker.url) as connection,
+        ProcessPoolExecutor(1, get_context("spawn")) as pool,
+    ):
+        publisher, every = Publisher(Connection(broker.url)), ways(connection, scale)
+        channel: Any = connection.default_channel
+        # It holds tasks as a worker of plain Celery does.
+        shop = measure.Shop.at(broker.url, redis.url, rabbitdelay_takeover=False)
+
+        def paced(way: Way, due_ms: list[int]) -> bool:
+            """Publish; return whether all were confirmed before the first was due."""
+            began, first_ms, number = time.monotonic(), float("inf"), len(due_ms)
+            # With more at a time, messages would enter their queues later than they were placed.
+            for start in range(0, number, BATCH):
+                time.sleep(max(began + 0.8 * lead * start / number - time.monotonic(), 0))
+                places = map(way.place, due_ms[start : start + BATCH])
+                first_ms = min(first_ms, publish(publisher, places, BATCH))
+            return now_ms() < first_ms
+
+        def in_levels(way: Way, due_ms: list[int]) -> list[float]:
+            end = way.queues[-1]
+            late = pool.submit(arrivals, broker.url, end, len(due_ms))
+            consumers = partial(channel.queue_declare, end, passive=True)
+            wait_for(lambda: consumers().consumer_count, "the consumer")
+            in_time = paced(way, due_ms)
+            return late.result() if in_time else late.result()[:0]
+
+        def held(due_ms: list[int]) -> list[float]:
+            key = uuid4().hex
+
+            def place(each: int) -> Place:
+                eta = datetime.fromtimestamp(each / 1000, UTC)
+                task = shop.app.amqp.as_task_v2(
+                    str(uuid4()), "note", (each,), {"key": key}, eta=eta
+                )
+                made = amqp.Message(
+                    dumps(task.body),
+                    application_headers=task.headers,
+                    content_type="application/json",
+                    content_encoding="utf-8",
+                    **task.properties,
+                )
+                return Place("", shop.queue, each, made)
+
+            options = ("-P", "threads", "-c", "2", "--prefetch-multiplier=0")
+            with Worker(shop.settings, [shop.queue], *options):
+                in_time = paced(Way(place, []), due_ms)
+                late = shop.late(key, len(due_ms))
+            return late if in_time else []
+
+        measures = {name: partial(in_levels, way) for name, way in every.items()} | {ETA: held}
+        found: dict[tuple[str, int], list[list[float]]] = defaultdict(list)
+        for rate, (name, late_of) in [
+            (rate, each) for rate in [*rates] * rounds for each in measures.items()
+        ]:
+            if name == ETA and rate > 500:
+                continue  # it has fallen behind before
+            begin = int(now_ms() + lead * 1000)
+            instants = range(begin, begin + int(seconds * 1000))
+            late = late_of(random.choices(instants, k=int(rate * seconds)))
+            if late:
+                cuts = quantiles(late, n=100, method="inclusive")
+                found[name, rate].append([cuts[49], cuts[98], max(late)])
+                assert name == NATIVE or min(late) >= 0, f"{name}: {-min(late)} ms early"
+            print(
+                f"  {name}, {rate}/s: {found[name, rate][-1:] or 'due before it is in'}", flush=True
+            )
+        about = f"{measure.about(broker)}, times to live divided by {scale}"
+        publisher.close()
+        shop.app.close()
+    by_rate: dict[str, dict[int, float]] = defaultdict(dict)
+    print("\nlateness in ms, median of the rounds: p50, p99, max")
+    for (name, rate), figures in sorted(found.items()):
+        p50, p99, latest = (median(each) for each in zip(*figures, strict=True))
+        print(f"  {name:34} {rate:5}/s {p50:8,.0f} {p99:8,.0f} {latest:8,.0f}")
+        by_rate[name][rate] = p99
+    measure.draw("lateness-p99", "99 of 100 are no later than so many ms", by_rate, about)

@@ -1,193 +1,225 @@
 # ruff: noqa: T201  # a program at the terminal prints
-"""What all benchmarks share: contestants in turn, medians and ratios, results and pictures.
-
-A figure of one machine says little; so every one stands beside a peer's, measured in the same run
-on the same broker, the contestants in turn, round by round.
-"""
+"""What benchmarks share: rounds in turn, tables, pictures, and what the servers hold and spend."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
+from uuid import uuid4
 
-from celery_rabbitdelay.testing import RabbitMQServer
+from kombu import Connection, Exchange, Queue
+from kombu.transport.native_delayed_delivery import (
+    MAX_LEVEL,
+    bind_queue_to_native_delayed_delivery_exchange,
+    declare_native_delayed_delivery_exchanges_and_queues,
+    level_name,
+)
 
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
+from celery_rabbitdelay.publishing.declaration import declare, queue_counts
+from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from tests.integration.shop import make_app
+from tests.integration.worker import Worker
 
-#: Where results and pictures are written to.
-RESULTS: Final = REPOSITORY / "build" / "benchmarks"
+#: Where pictures are written to.
+PICTURES: Final = Path(__file__).resolve().parents[2] / "build" / "benchmarks"
 
-#: The colors of the contestants' lines.
-COLORS: Final = ("#1f6fb4", "#7fb3dc", "#d1495b", "#8d99ae")
+#: Seconds until all that was sent has to be there.
+PATIENCE: Final = 300.0
 
-LIBRARIES: Final = ("celery", "kombu", "amqp", "celery-rabbitdelay")
+#: Celery's exchange of the highest level, where every delayed message enters; and its queues.
+NATIVE_ENTRANCE: Final = level_name(MAX_LEVEL)
+NATIVE_QUEUES: Final = tuple(level_name(level) for level in range(MAX_LEVEL + 1))
 
-
-class Target(NamedTuple):
-    """A figure, and what it is meant to be at least."""
-
-    claim: str
-    figure: float
-    bound: float
-
-    @property
-    def met(self) -> bool:
-        """Whether the figure is what it is meant to be."""
-        return self.figure >= self.bound
-
-
-def judge(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Print which targets are met; return them for :func:`save`."""
-    print("\ntargets")
-    for target in targets:
-        verdict = "met" if target.met else "NOT MET"
-        print(f"  {target.claim}: {target.figure:,.2f} >= {target.bound:,g}: {verdict}")
-    return [{**target._asdict(), "met": target.met} for target in targets]
-
-
-def version_of(broker: RabbitMQServer) -> str:
-    """The version of RabbitMQ."""
-    return broker.ctl("version").strip()
-
-
-def environment(broker: RabbitMQServer) -> dict[str, Any]:
-    """The machine and the versions that figures belong to."""
-    return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "rabbitmq": version_of(broker),
-        **{name: version(name) for name in LIBRARIES},
-    }
+#: The figures of each contestant, one for each round.
+Figures = Mapping[str, Sequence[float]]
 
 
 def in_turn(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Measure each contestant once a round; return their figures, a list for each."""
+    """Measure each contestant once a round."""
     figures: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds):
         for name, measure in contestants.items():
             figures[name].append(measure())
-            print(f"  round {number + 1}, {name}: {figures[name][-1]:,.1f}", flush=True)
+            found = f"  round {number + 1}, {name}: {figures[name][-1]:,.1f}"
+            print(found, file=sys.stderr, flush=True)
     return figures
 
 
-def medians(figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each contestant's figures."""
-    return {name: median(rounds) for name, rounds in figures.items()}
-
-
-def ratios(figures: Mapping[str, Sequence[float]], peer: str) -> dict[str, float]:
-    """The median of each contestant's figure as a multiple of the peer's of the same round."""
-    return {
-        name: median(own / other for own, other in zip(rounds, figures[peer], strict=True))
-        for name, rounds in figures.items()
-    }
+def ratio(figures: Figures, name: str, peer: str) -> float:
+    """Return the median of a contestant's figure as a multiple of the peer's of the same round."""
+    pairs = zip(figures[name], figures[peer], strict=True)
+    return median(own / other for own, other in pairs)
 
 
 def show(
-    title: str, unit: str, figures: Mapping[str, Sequence[float]], peer: str | None = None
+    title: str,
+    unit: str,
+    figures: Figures,
+    peer: str | None = None,
+    goals: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
-    """Print medians and spread; and ratios, if there is a peer."""
+    """Print medians and spread, ratios to a peer, and goals: the least ratio of one to another."""
     print(f"\n{title} ({unit})")
-    compared = ratios(figures, peer) if peer else {}
     for name, rounds in figures.items():
-        ratio = f"  {compared[name]:8.2f} x {peer}" if peer else ""
+        compared = f"  {ratio(figures, name, peer):8.2f} x {peer}" if peer else ""
         print(
             f"  {name:44} median {median(rounds):12,.1f}  from {min(rounds):12,.1f} "
-            f"to {max(rounds):12,.1f}{ratio}"
+            f"to {max(rounds):12,.1f}{compared}"
         )
+    for (name, other), least in (goals or {}).items():
+        found = ratio(figures, name, other)
+        verdict = "met" if found >= least else "NOT MET"
+        print(f"  goal: {name} / {other} is {found:.2f}, at least {least:g}: {verdict}")
 
 
-def save(name: str, broker: RabbitMQServer, results: Mapping[str, Any]) -> Path:
-    """Write results as JSON, with the machine and the versions; return the file."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(broker), **results}, indent=2) + "\n")
-    print(f"written: {path.relative_to(REPOSITORY)}")
-    return path
+def about(broker: RabbitMQServer) -> str:
+    """Return the versions that figures belong to."""
+    rabbitmq = broker.ctl("version").strip()
+    return f"RabbitMQ {rabbitmq}, Celery {version('celery')}, py-amqp {version('amqp')}"
 
 
-def bars(
-    name: str, title: str, unit: str, figures: Mapping[str, Sequence[float]], footnote: str
-) -> Path:
-    """Draw the medians as bars, with their spread; return the picture."""
+def draw(name: str, unit: str, points: Mapping[str, Any], footnote: str) -> None:
+    """Draw a bar for each contestant, or a line for one whose figures are by their rates."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.5 * len(figures)))
-    middles, spread = _middles(figures.values())
-    drawn = axes.barh(list(figures), middles, xerr=spread, color="#4c72b0")
-    axes.bar_label(drawn, labels=[f"{middle:,.0f}" for middle in middles], padding=6)
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel=unit)
-    axes.margins(x=0.15)
+    figure, axes = plt.subplots(figsize=(9, 5))
+    for contestant, found in points.items():
+        if isinstance(found, Mapping):
+            axes.loglog(list(found), list(found.values()), marker="o", label=contestant)
+        else:
+            axes.barh(contestant, median(found), color="#4c72b0")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    axes.set(title=unit, xlabel=footnote)
+    PICTURES.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
-    return _drawn(figure, name, footnote)
+    figure.savefig(PICTURES / f"{name}.png", dpi=120)
 
 
-def _middles(figures: Iterable[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """Return medians, and how far the lowest and the highest are from each."""
-    triples = [(min(rounds), median(rounds), max(rounds)) for rounds in figures]
-    spread = [[m - low for low, m, _ in triples], [high - m for _, m, high in triples]]
-    return [middle for _, middle, _ in triples], spread
+def a_name() -> str:
+    """Return a prefix that nobody else has."""
+    return f"bench-{uuid4().hex[:8]}"
 
 
-def _drawn(figure: Any, name: str, footnote: str) -> Path:
-    import matplotlib.pyplot as plt
-
-    figure.text(0.01, 0.01, footnote, fontsize=7, color="#555555")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+def quorum_queue(name: str) -> Queue:
+    """Return a quorum queue on a topic exchange of its own, which native delayed delivery needs."""
+    return Queue(
+        name, Exchange(name, type="topic"), name, queue_arguments={"x-queue-type": "quorum"}
+    )
 
 
-def lines_over_rate(
-    name: str,
-    title: str,
-    rate: str,
-    unit: str,
-    figures: Mapping[str, Mapping[int, Sequence[float]]],
-    footnote: str,
-) -> Path:
-    """Draw a line for each contestant over the rate, both axes logarithmic; return the picture.
+def declare_native(connection: Connection, queue: Queue, levels_by: Any = None) -> None:
+    """Declare Celery's 28 levels, and a queue behind them, as its workers do."""
+    declare_native_delayed_delivery_exchanges_and_queues(levels_by or connection, "quorum")
+    queue(connection.default_channel).declare()
+    bind_queue_to_native_delayed_delivery_exchange(connection, queue)
 
-    Args:
-        name: The picture's file name without suffix.
-        title: What the picture shows.
-        rate: What the lower axis counts.
-        unit: What the left axis counts.
-        figures: For each contestant, what was measured at each rate, a figure for each round.
-        footnote: Versions and conditions.
-    """
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullLocator
 
-    figure, axes = plt.subplots(figsize=(8, 5.4))
-    for color, (contestant, by_rate) in zip(COLORS, figures.items(), strict=False):
-        rates = sorted(by_rate)
-        middles, spread = _middles(by_rate[each] for each in rates)
-        axes.errorbar(
-            rates, middles, yerr=spread, color=color, marker="o", capsize=3, label=contestant
-        )
-        style: Any = {"textcoords": "offset points", "va": "center", "color": color}
-        axes.annotate(f"{middles[-1]:,.0f}", (rates[-1], middles[-1]), xytext=(8, 0), **style)
-    axes.set(title=title, xlabel=rate, ylabel=unit, xscale="log", yscale="log")
-    every_rate = sorted({each for by_rate in figures.values() for each in by_rate})
-    axes.set_xticks(every_rate, [f"{each:,}" for each in every_rate])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.margins(x=0.1)
-    axes.grid(visible=True, which="major", color="#dddddd")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
-    figure.tight_layout(rect=(0, 0.02, 1, 1))
-    return _drawn(figure, name, footnote)
+def count(connection: Connection, queues: Iterable[str]) -> int:
+    """Return how many messages are ready in the queues."""
+    counts = queue_counts(connection, [Queue(name) for name in queues]).values()
+    return sum(each.messages for each in counts if each is not None)
+
+
+def purge(connection: Connection, queues: Sequence[str], expected: int) -> None:
+    """Empty queues of exactly so many messages, and give the broker a moment."""
+    channel: Any = connection.default_channel
+    wait_for(lambda: count(connection, queues) >= expected, "all messages", PATIENCE)
+    # Purging writes to the queue's log, also when it is empty; looking does not.
+    full = [name for name in queues if count(connection, [name])]
+    purged = sum(int(channel.queue_purge(name)) for name in full)
+    assert purged == expected, f"{purged} messages, not {expected}"
+    time.sleep(1)
+
+
+def cpu(pid: int) -> float:
+    """Return the seconds of processor time of a process and its descendants, by proc(5)."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return own + sum(map(cpu, children))
+
+
+def registered(registry: Registry, registrations: Iterator[Registration]) -> str:
+    """Register tasks in the registry; return how fast that was, and what each takes."""
+    began, number, before = time.monotonic(), 0, bytes_of_redis(registry)
+    while chunk := list(islice(registrations, 1000)):
+        registry.register(chunk)
+        number += len(chunk)
+    rate, size = number / (time.monotonic() - began), bytes_of_redis(registry) - before
+    return f"registered {number:,}: {rate:,.0f} a second, {size / number:,.0f} bytes each"
+
+
+def bytes_of_redis(registry: Registry) -> int:
+    """Return the bytes that the Redis of a registry uses."""
+    (found,) = registry.store.commands(lambda pipe: pipe.info("memory"))
+    return int(found["used_memory"])
+
+
+class Shop(NamedTuple):
+    """An application of the integration tests, and what makes it in a worker."""
+
+    app: Any
+    settings: dict[str, Any]
+
+    @classmethod
+    def at(cls, broker_url: str, redis_url: str, **settings: Any) -> Shop:
+        """Make it, and declare its levels."""
+        prefix = a_name()
+        given = {
+            "prefix": prefix,
+            "broker_url": broker_url,
+            "result_backend": redis_url,
+            "task_ignore_result": True,
+            "rabbitdelay_prefix": prefix,
+            **settings,
+        }
+        app: Any = make_app(given)
+        with Connection(broker_url) as connection:
+            declare(connection, app.rabbitdelay.topology)
+        return cls(app, given)
+
+    @property
+    def queue(self) -> str:
+        """The name of its default queue."""
+        return str(self.app.conf.task_default_queue)
+
+    def drained(self, tasks: int, *options: str) -> float:
+        """Return how many tasks a second a worker takes that wait in the queue."""
+        with Connection(self.settings["broker_url"]) as connection:
+            waiting = partial(count, connection, [self.queue])
+            wait_for(lambda: waiting() >= tasks, "the tasks", PATIENCE)
+            with Worker(self.settings, [self.queue], *options):
+                return growth(lambda: -waiting(), -waiting(), 0)
+
+    def late(self, key: str, tasks: int) -> list[float]:
+        """Wait for tasks ``note`` that were given when they are due; return how late they ran.
+
+        Args:
+            key: Where in Redis they note it.
+            tasks: How many.
+        """
+        redis = self.app.backend.client
+        wait_for(lambda: redis.llen(key) >= tasks, "the tasks", PATIENCE, 0.5)
+        notes = map(json.loads, redis.lrange(key, 0, -1))
+        return [each["at"] * 1000 - each["given"][0] for each in notes]
+
+
+def growth(count: Callable[[], int], before: int, last: int) -> float:
+    """Return by how much a count grows a second, from its first step until it is at its last."""
+    assert before < last, "all were taken before the worker was ready: take more"
+    wait_for(lambda: count() > before, "the first", PATIENCE, 0.005)
+    began, first = time.monotonic(), count()
+    wait_for(lambda: count() >= last, "the last", PATIENCE)
+    return (last - first) / (time.monotonic() - began)

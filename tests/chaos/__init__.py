@@ -4,14 +4,13 @@
 starts a private RabbitMQ, a cluster if it needs one, and keeps a ledger of every task. In the order
 in which to read the files:
 
-- ``ledger.py``: what was sent and what was started, as values; ``notes.py``: the files in which the
-  processes note it.
+- ``ledger.py``: what was sent and what was started, and the files in which the processes note it.
 - ``verdict.py``: what is lost, early, twice or late, told from the ledger alone.
-- ``application.py``, ``producing.py``, ``consuming.py``: the programs that run as processes, and
-  ``processes.py``, which starts them.
-- ``cluster.py``: the brokers. ``network.py``, ``proxy.py``, ``clocks.py`` and ``certificates.py``:
-  what can be put between them, or done to them.
+- ``programs.py``: the programs that run as processes.
+- ``cluster.py``: the brokers. ``network.py``, ``proxy.py`` and ``clocks.py``: what can be put
+  between them, or done to them.
 - ``whereabouts.py``: in which queue a message is at the end.
-- ``stage.py``: all of these together; ``scenario.py``: what a scenario is.
-- ``scenarios/``: the scenarios.
+- ``stage.py``: all of these together.
+- ``scenarios.py``: the scenarios; ``schedules.py`` is one that has a verdict of its own,
+  ``instants.py``.
 """

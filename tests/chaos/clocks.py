@@ -18,9 +18,6 @@ from tests.brokers import NotPossibleHere
 SOURCE: Final = Path(__file__).with_name("wrong_clock.c")
 BUILT: Final = SOURCE.parents[2] / "build" / "chaos" / "wrong_clock.so"
 
-#: What brings a compiler on Debian and Ubuntu.
-PACKAGES: Final = ("gcc", "libc6-dev")
-
 
 def off_by(seconds: int, preloaded: Path | str | None = None) -> dict[str, str]:
     """Return the environment variables of a process whose clock is off.
@@ -39,16 +36,12 @@ def library() -> Path:
         NotPossibleHere: There is no compiler, and none can be installed.
     """
     if not BUILT.exists() or BUILT.stat().st_mtime < SOURCE.stat().st_mtime:
-        _require_compiler()
+        if shutil.which("gcc") is None:
+            install = ["apt-get", "install", "--yes", "gcc", "libc6-dev"]
+            if os.geteuid() != 0 or shutil.which("apt-get") is None:
+                raise NotPossibleHere(f"gcc is missing: as root, {' '.join(install)}")
+            subprocess.run(install, check=True)
         BUILT.parent.mkdir(parents=True, exist_ok=True)
         command = ["gcc", "-shared", "-fPIC", "-O2", "-o", str(BUILT), str(SOURCE), "-ldl"]
         subprocess.run(command, check=True)
     return BUILT
-
-
-def _require_compiler() -> None:
-    if shutil.which("gcc") is not None:
-        return
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise NotPossibleHere(f"gcc is missing: as root, apt-get install {' '.join(PACKAGES)}")
-    subprocess.run(["apt-get", "install", "--yes", *PACKAGES], check=True)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import signal
+import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from kombu import Connection, Queue
+from kombu import Connection
 
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
+from tests.chaos.clocks import library, off_by
 from tests.private_broker import QUIET
 from tests.set_up import SetUp
-
-#: Seconds that the nodes have to join at their first start.
-TO_JOIN: Final = 60.0
 
 #: How many nodes that node sees which sees the fewest, itself apart.
 FEWEST_SEEN: Final = (
@@ -32,48 +31,30 @@ def root_of(version: str) -> Path | None:
     Raises:
         NotPossibleHere: There is none and none can be made.
     """
-    try:
+    with suppress(subprocess.CalledProcessError):  # none is installed
         if packaged_version(Path("/")).startswith(version):
             return None
-    except subprocess.CalledProcessError:
-        pass  # none is installed
-    (broker,) = (each for each in BROKERS if each.version == version)
-    return system_with(broker)
+    return system_with(next(each for each in BROKERS if each.version == version))
 
 
 class Node(RabbitMQServer):
     """A node of a cluster.
-
-    Args:
-        root: As :class:`RabbitMQServer` takes it.
-        settings: Lines for ``rabbitmq.conf``.
-        cluster_with: The node whose cluster this one joins.
-        certificates: As :class:`RabbitMQServer` takes it.
 
     Attributes:
         further: Further environment variables.
         while_waiting: Called while the node starts, for what has to go on meanwhile.
     """
 
-    def __init__(
-        self,
-        root: Path | None = None,
-        settings: Sequence[str] = (),
-        cluster_with: RabbitMQServer | None = None,
-        certificates: Certificates | None = None,
-    ) -> None:
-        super().__init__(root, settings, cluster_with, certificates=certificates)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self.further: dict[str, str] = {}
         self.while_waiting: Callable[[], object] = lambda: None
 
-    @property
-    def home(self) -> str:
-        """The node's folder as the node sees it."""
-        return self._home
-
-    def shut_down(self) -> None:
-        """End the node in order; its data stays for the next start."""
-        self._end(signal.SIGTERM)
+    def have_wrong_clock(self, seconds: int) -> None:
+        """Have a clock that is ahead, or behind, from the next start on."""
+        # The node sees its folder, but perhaps not this machine's libraries.
+        shutil.copy(library(), self.folder)
+        self.further |= off_by(seconds, f"{self._home}/{library().name}")
 
     def _answers(self) -> bool:
         self.while_waiting()
@@ -89,35 +70,42 @@ class Cluster(SetUp):
     Args:
         version: The version of RabbitMQ, for example "4.3".
         count: How many nodes.
-        settings: Lines for each node's ``rabbitmq.conf``.
+        tls: Whether it is reached over TLS only; nodes and clients check each other.
+        clocks: By the number of a node, the seconds that its clock is ahead.
 
     Attributes:
         nodes: The nodes.
     """
 
-    def __init__(self, version: str, count: int = 1, settings: Sequence[str] = ()) -> None:
-        self.version = version
-        root = root_of(version)
-        every = (*QUIET, *settings)
-        first = self._node(0, root, every, None)
-        self.nodes = [first, *(self._node(at, root, every, first) for at in range(1, count))]
+    def __init__(
+        self,
+        version: str,
+        count: int = 1,
+        *,
+        tls: bool = False,
+        clocks: Mapping[int, int] | None = None,
+    ) -> None:
+        self._root, self._made = root_of(version), ExitStack()
+        self._certificates = None
+        if tls:
+            folder = self._made.enter_context(tempfile.TemporaryDirectory())
+            self._certificates = Certificates.make(Path(folder))
+        self.nodes: list[Node] = []
+        for number in range(count):
+            self.nodes.append(self._node(number, QUIET, self.nodes[0] if number else None))
+        for number, seconds in (clocks or {}).items():
+            self.nodes[number].have_wrong_clock(seconds)
 
-    def _node(
-        self, number: int, root: Path | None, settings: Sequence[str], first: Node | None
-    ) -> Node:
-        return Node(root, settings, first)
+    def _node(self, number: int, settings: Sequence[str], first: Node | None) -> Node:
+        return Node(self._root, settings, first, certificates=self._certificates)
 
     def _set_up(self, stack: ExitStack) -> None:
+        stack.push(self._made)
         for node in self.nodes:
             stack.callback(node.stop)
         for node in self.nodes:
             node.start()
-        wait_for(self.is_together, "the whole cluster", TO_JOIN, interval=1.0)
-
-    @property
-    def reported(self) -> str:
-        """The version that the first node reports."""
-        return self.nodes[0].ctl("version").strip()
+        wait_for(self.is_together, "the whole cluster", 60, interval=1.0)
 
     def url(self, first: int = 0) -> str:
         """Return all nodes as kombu takes them, beginning with one of them."""
@@ -136,28 +124,9 @@ class Cluster(SetUp):
         """The first node that runs."""
         return next(node for node in self.nodes if node.running)
 
-    def declare(self, queue: Queue, node: Node | None = None) -> None:
-        """Declare a queue by a connection to a node, so that its leader is there."""
-        with self.connection(node) as connection:
-            queue(connection.default_channel).declare()
-
-    def leader(self, queue: str) -> Node:
-        """Return the node that leads a quorum queue, or holds a classic one."""
-        column = "leader" if self._is_quorum(queue) else "pid"
-        for line in self.running.ctl("list_queues", "name", column).splitlines():
-            name, _, where = line.partition("\t")
-            if name == queue:
-                return next(node for node in self.nodes if node.node in where)
-        raise LookupError(queue)
-
-    def _is_quorum(self, queue: str) -> bool:
-        lines = self.running.ctl("list_queues", "name", "type").splitlines()
-        return f"{queue}\tquorum" in lines
-
     def is_together(self) -> bool:
         """Return whether all nodes run and each sees all others."""
-        if not all(node.running for node in self.nodes):
-            return False
         with suppress(subprocess.CalledProcessError):
-            return int(self.running.ctl("eval", FEWEST_SEEN)) == len(self.nodes) - 1
+            everybody = all(node.running for node in self.nodes)
+            return everybody and int(self.running.ctl("eval", FEWEST_SEEN)) == len(self.nodes) - 1
         return False

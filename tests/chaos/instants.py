@@ -6,7 +6,7 @@ milliseconds of the machine's monotonic clock; instants are those of the time of
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,9 +36,6 @@ SLACK_MS: Final = 500.0
 
 #: What a schedule promises of instants that come late: one for all, each, or those within seconds.
 CatchUp: TypeAlias = Literal["last", "all"] | float
-
-#: How many of each complaint are said in full.
-SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,8 @@ class Planned:
     def has(self, instant: int) -> bool:
         """Return whether it is due at an instant."""
         is_over = instant > self.end_ms and not self.is_open
-        return instant >= self.begin_ms and not is_over and not self._off(instant)
-
-    def _off(self, instant: int) -> int:
-        return (instant - self.begin_ms) % (self.seconds * 1000)
+        is_off = (instant - self.begin_ms) % (self.seconds * 1000)
+        return instant >= self.begin_ms and not is_over and not is_off
 
 
 class Edit(NamedTuple):
@@ -102,32 +97,27 @@ class Found:
     """What was found.
 
     Attributes:
-        ran: How many instants ran, by group.
-        twice: How many runs there were beyond the first of an instant, by cause.
-        left_out: How many instants did not run, by group and reason.
-        decided_before: How many runs had arguments that an edit had replaced, by cause.
-        longest_gap: By group, the longest time without a run beyond the interval, in seconds.
+        counts: By what and what of it: how many instants of a group ``ran``, were ``left_out`` for
+            a reason, ran ``twice`` by a cause, or had arguments that an edit had replaced
+            (``decided_before``); and of a group the ``longest_gap``: the longest time without a run
+            beyond the interval, in seconds.
         complaints: What is wrong, in words.
     """
 
-    ran: Counter[str] = field(default_factory=Counter)
-    twice: Counter[str] = field(default_factory=Counter)
-    left_out: Counter[str] = field(default_factory=Counter)
-    decided_before: Counter[str] = field(default_factory=Counter)
-    longest_gap: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    counts: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     complaints: list[str] = field(default_factory=list)
 
     def complain(self, what: str, cases: Sequence[object]) -> None:
         """Note that something is wrong, if it is."""
         if cases:
-            shown = "; ".join(map(str, cases[:SHOWN]))
+            shown = "; ".join(map(str, cases[:5]))
             self.complaints.append(f"{len(cases)} {what}: {shown}")
 
     def lines(self) -> Iterator[str]:
         """Yield the figures in words."""
-        for name in ("ran", "left_out", "twice", "decided_before", "longest_gap"):
-            values = getattr(self, name).items()
-            yield f"{name}: " + (", ".join(f"{key} {value:g}" for key, value in values) or "0")
+        for what in ("ran", "left_out", "twice", "decided_before", "longest_gap"):
+            own = [f"{of} {value:g}" for (name, of), value in self.counts.items() if name == what]
+            yield f"{what}: {', '.join(own) or 0}"
 
 
 @dataclass(frozen=True)
@@ -150,6 +140,15 @@ class Instants:
     shift_ms: float
     until_ms: float
 
+    @cached_property
+    def runs(self) -> dict[str, dict[int, list[Start]]]:
+        """The runs of each instant of each schedule, in the order in which they began."""
+        found: dict[str, dict[int, list[Start]]] = {each.name: {} for each in self.plans}
+        for start in sorted(self.starts, key=lambda each: each.at_ms):
+            name, instant, _ = start.id.rsplit(":", 2)
+            found[name].setdefault(int(instant), []).append(start)
+        return found
+
     def missing(self) -> list[str]:
         """Return the instants that have to run and have not, as their tasks' ids begin."""
         return [
@@ -161,6 +160,34 @@ class Instants:
             and not self._edited_after_loss(plan, instant + self.shift_ms)
         ]
 
+    def judge(self) -> Found:
+        """Return what was found."""
+        found = Found()
+        found.complain("instants did not run", self.missing())
+        for plan in self.plans:
+            runs = self.runs[plan.name]
+            every = sorted(chain(*runs.values()), key=lambda each: each.at_ms)
+            found.counts["ran", plan.group] += len(runs)
+            found.complain(
+                f"instants of {plan.name} were never due",
+                [each for each in runs if not plan.has(each)],
+            )
+            self._judge_gaps(plan, [each.at_ms for each in every], found)
+            self._judge_left_out(plan, found)
+            self._judge_twice(runs.values(), found)
+            self._judge_arguments(plan, every, found)
+            found.complain(
+                "runs in the queue of another application",
+                [
+                    f"{each.id} in {each.place}, by {each.taken_from}"
+                    for each in every
+                    if {each.place, each.taken_from, each.args[0]} != {plan.queue}
+                ],
+            )
+            if plan.overlap != "allow":
+                self._judge_overlaps(plan, every, found)
+        return found
+
     def _edited_after_loss(self, plan: Planned, at_ms: float) -> bool:
         """Return whether an edit has replaced what was due before, and Redis did not know that."""
         return any(
@@ -168,65 +195,31 @@ class Instants:
             and each.begin_ms <= edited_ms <= each.end_ms + AFTER_MS
             for each in self.troubles
             if each.what == EMPTY
-            for edited_ms in self._edited[plan.name]
+            for edited_ms in self._edited(plan)
         )
 
-    @cached_property
-    def _edited(self) -> dict[str, list[float]]:
-        """When the first put of each revision of each schedule has returned, but for the first."""
-        found: dict[str, list[float]] = {each.name: [] for each in self.plans}
-        known: set[tuple[str, int]] = set()
+    def _edited(self, plan: Planned) -> list[float]:
+        """Return when the first put of each revision has returned, but for the first revision."""
+        returned: dict[int, float] = {}
         for edit in self.edits:
-            if edit.revision and edit[:2] not in known:
-                known.add(edit[:2])
-                found[edit.name].append(edit.returned_ms)
-        return found
+            if edit.name == plan.name and edit.revision:
+                returned.setdefault(edit.revision, edit.returned_ms)
+        return list(returned.values())
 
-    @cached_property
-    def runs(self) -> dict[str, dict[int, list[Start]]]:
-        """The runs of each instant of each schedule, in the order in which they began."""
-        found: dict[str, dict[int, list[Start]]] = {each.name: {} for each in self.plans}
-        for start in sorted(self.starts, key=lambda each: each.at_ms):
-            name, instant, _ = start.id.rsplit(":", 2)
-            found[name].setdefault(int(instant), []).append(start)
-        return found
-
-    def judge(self) -> Found:
-        """Return what was found."""
-        found = Found()
-        for plan in self.plans:
-            runs = self.runs[plan.name]
-            found.ran[plan.group] += sum(len(runs[each]) > 0 for each in runs)
-            found.complain(
-                f"instants of {plan.name} were never due",
-                [each for each in runs if not plan.has(each)],
-            )
-            self._judge_gaps(plan, found)
-        found.complain("instants did not run", self.missing())
-        self._judge_left_out(found)
-        self._judge_twice(found)
-        self._judge_places(found)
-        self._judge_arguments(found)
-        self._judge_overlaps(found)
-        return found
-
-    def _judge_left_out(self, found: Found) -> None:
+    def _judge_left_out(self, plan: Planned, found: Found) -> None:
         """Complain of instants that did not run and may be left out, without a reason."""
-        without: list[str] = []
-        for plan in self.plans:
-            last_ms = 0.0
-            for instant in plan.instants:
-                if starts := self.runs[plan.name].get(instant):
-                    last_ms = max(last_ms, starts[-1].at_ms)
-                    continue
-                if plan.catch_up == "all":
-                    is_excused = self._edited_after_loss(plan, instant + self.shift_ms)
-                    found.left_out["all (edited after Redis had lost it)"] += is_excused
-                    continue
-                reason = self._reason(plan, instant + self.shift_ms, last_ms)
-                found.left_out[f"{plan.group} ({reason})"] += 1
-                if not reason:
-                    without.append(f"{plan.name}:{instant:015d}")
+        without, last_ms = [], 0.0
+        for instant in plan.instants:
+            at_ms = instant + self.shift_ms
+            if starts := self.runs[plan.name].get(instant):
+                last_ms = max(last_ms, starts[-1].at_ms)
+            elif plan.catch_up == "all":
+                is_excused = self._edited_after_loss(plan, at_ms)
+                found.counts["left_out", "all (edited after Redis had lost it)"] += is_excused
+            else:
+                reason = self._reason(plan, at_ms, last_ms)
+                found.counts["left_out", f"{plan.group} ({reason})"] += 1
+                without += [f"{plan.name}:{instant:015d}"] if not reason else []
         found.complain("instants were left out without a reason", without)
 
     def _reason(self, plan: Planned, at_ms: float, last_ms: float) -> str:
@@ -244,17 +237,14 @@ class Instants:
         ]
         return min(around)[-1] if around else ""  # the longest of those that it is in
 
-    def _judge_twice(self, found: Found) -> None:
+    def _judge_twice(self, runs: Iterable[Sequence[Start]], found: Found) -> None:
         """Complain of runs beyond the first that neither a killed worker nor Redis explains."""
-        without: list[str] = []
-        for runs in self.runs.values():
-            for starts in runs.values():
-                for first, again in pairwise(starts):
-                    cause = "the worker was killed, or its connection" if again.redelivered else ""
-                    cause = cause or self._forgot(first.at_ms, again.at_ms)
-                    found.twice[cause or "no cause"] += 1
-                    if not cause:
-                        without.append(f"{again.id} after {again.at_ms - first.at_ms:.0f} ms")
+        without = []
+        for first, again in chain.from_iterable(map(pairwise, runs)):
+            cause = "the worker was killed, or its connection" if again.redelivered else ""
+            cause = cause or self._forgot(first.at_ms, again.at_ms)
+            found.counts["twice", cause or "no cause"] += 1
+            without += [f"{again.id} after {again.at_ms - first.at_ms:.0f} ms"] if not cause else []
         found.complain("ran twice without a cause", without)
 
     def _forgot(self, begin_ms: float, end_ms: float) -> str:
@@ -266,59 +256,44 @@ class Instants:
                 return each.what
         return ""
 
-    def _judge_places(self, found: Found) -> None:
-        wrong: list[str] = []
-        for plan in self.plans:
-            for starts in self.runs[plan.name].values():
-                for each in starts:
-                    if {each.place, each.taken_from, each.args[0]} != {plan.queue}:
-                        wrong.append(f"{each.id} in {each.place}, by {each.taken_from}")
-        found.complain("runs in the queue of another application", wrong)
-
-    def _judge_arguments(self, found: Found) -> None:
+    def _judge_arguments(self, plan: Planned, starts: Sequence[Start], found: Found) -> None:
         """Complain of runs with arguments that an edit had replaced before they were decided."""
-        replaced = {(each.name, each.revision - 1): each.returned_ms for each in self.edits[::-1]}
-        wrong: list[str] = []
-        for name, runs in self.runs.items():
-            for start in (each for starts in runs.values() for each in starts):
-                since_ms = start.at_ms - replaced.get((name, start.args[1]), start.at_ms)
-                if since_ms <= 0:
-                    continue
+        own = [each for each in self.edits[::-1] if each.name == plan.name]
+        replaced = {each.revision - 1: each.returned_ms for each in own}
+        wrong = []
+        for start in starts:
+            since_ms = start.at_ms - replaced.get(start.args[1], start.at_ms)
+            if since_ms > 0:
                 cause = "before" if since_ms <= DECIDED_BEFORE_MS else ""
                 cause = cause or self._forgot(start.at_ms - since_ms, start.at_ms)
-                found.decided_before[cause or "no cause"] += 1
-                if not cause:
-                    wrong.append(f"{start.id}, {since_ms / 1000:.1f} s after the edit")
+                found.counts["decided_before", cause or "no cause"] += 1
+                wrong += (
+                    [f"{start.id}, {since_ms / 1000:.1f} s after the edit"] if not cause else []
+                )
         found.complain("runs had arguments that were replaced before", wrong)
 
-    def _judge_overlaps(self, found: Found) -> None:
+    def _judge_overlaps(self, plan: Planned, starts: Sequence[Start], found: Found) -> None:
         """Complain of runs that began while another one of their schedule went on."""
-        wrong: list[str] = []
-        for plan in self.plans:
-            if plan.overlap == "allow":
-                continue
-            starts = sorted(chain(*self.runs[plan.name].values()), key=lambda each: each.at_ms)
-            for first, then in pairwise(starts):
-                end_ms = first.at_ms + plan.lasts * 1000
-                if then.at_ms < end_ms and then.id != first.id and not self._redis_at(then.at_ms):
-                    wrong.append(f"{then.id}, {end_ms - then.at_ms:.0f} ms too early")
+        wrong = []
+        for first, then in pairwise(starts):
+            # A lease goes on for as long after a trouble of Redis.
+            in_trouble = any(
+                "Redis" in each.what and each.begin_ms <= then.at_ms <= each.end_ms + AFTER_MS
+                for each in self.troubles
+            )
+            early_ms = first.at_ms + plan.lasts * 1000 - then.at_ms
+            if early_ms > 0 and then.id != first.id and not in_trouble:
+                wrong.append(f"{then.id}, {early_ms:.0f} ms too early")
         found.complain("runs overlapped", wrong)
 
-    def _redis_at(self, at_ms: float) -> bool:
-        """Return whether Redis was in trouble, as a lease knows it, up to a time."""
-        return any(
-            "Redis" in each.what and each.begin_ms <= at_ms <= each.end_ms + AFTER_MS
-            for each in self.troubles
-        )
-
-    def _judge_gaps(self, plan: Planned, found: Found) -> None:
+    def _judge_gaps(self, plan: Planned, at: Sequence[float], found: Found) -> None:
         """Complain if a chain did not go on in time after the troubles."""
-        at = sorted(each.at_ms for starts in self.runs[plan.name].values() for each in starts)
+        first_ms = plan.begin_ms + self.shift_ms
         last_ms = min(plan.instants[-1] + self.shift_ms, self.until_ms)
-        points = [plan.begin_ms + self.shift_ms, *at, last_ms]
-        for begin_ms, end_ms in pairwise(points):
+        for begin_ms, end_ms in pairwise([first_ms, *at, last_ms]):
             gap_ms = end_ms - begin_ms - plan.seconds * 1000
-            found.longest_gap[plan.group] = max(found.longest_gap[plan.group], gap_ms / 1000)
+            longest = found.counts["longest_gap", plan.group]
+            found.counts["longest_gap", plan.group] = max(longest, gap_ms / 1000)
             spans = ((each.begin_ms, each.end_ms) for each in self.troubles)
             within = (min(end, end_ms) - max(begin, begin_ms) for begin, end in spans)
             if gap_ms - sum(each for each in within if each > 0) > GOES_ON_MS:

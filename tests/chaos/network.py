@@ -18,148 +18,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import permutations
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.brokers import NotPossibleHere
 from tests.chaos.cluster import Cluster, Node
-from tests.set_up import SetUp
 
 #: The addresses of the nodes; 198.18.0.0/15 is for tests of networks (RFC 2544).
 NODE: Final = "198.18.{}.2"
 ROUTER: Final = "198.18.{}.1"
-ALL: Final = "198.18.0.0/15"
 
-#: The number of this machine's own subnet.
+#: The number of this machine's own subnet; nodes are counted from 1.
 MACHINE: Final = 0
 
 #: The port of AMQP in each namespace.
 AMQP_PORT: Final = 5672
 
 
-def ip(*arguments: str, namespace: str | None = None) -> None:
+def ip(arguments: str, inside: str | None = None, *, must: bool = True) -> None:
     """Run ``ip``, in a namespace if one is given."""
-    inside = ["-n", namespace] if namespace else []
-    subprocess.run(["ip", *inside, *arguments], check=True, capture_output=True, text=True)
-
-
-class Network(SetUp):
-    """A router, and one subnet for each node.
-
-    Args:
-        count: How many nodes.
-
-    Raises:
-        NotPossibleHere: The user is not root, or ``ip`` is missing.
-    """
-
-    def __init__(self, count: int) -> None:
-        if os.geteuid() != 0:
-            raise NotPossibleHere("only root can make network namespaces: run this as root")
-        if shutil.which("ip") is None:
-            raise NotPossibleHere("ip is missing: apt-get install iproute2")
-        self._name = f"rd{os.getpid()}"
-        self._count = count
-
-    def _set_up(self, stack: ExitStack) -> None:
-        stack.callback(self._remove)
-        self._make()
-
-    def namespace(self, number: int) -> str:
-        """Return the name of a node's namespace; nodes are counted from 1."""
-        return f"{self._name}-{number}"
-
-    @staticmethod
-    def address(number: int) -> str:
-        """Return the address of a node, or of this machine."""
-        return NODE.format(number)
-
-    @contextmanager
-    def cut(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Drop every packet from the first to the second of each pair, until the block ends."""
-        rules = [
-            (*("from", NODE.format(source), "to", NODE.format(target)), "blackhole")
-            for source, target in pairs
-        ]
-        try:
-            for rule in rules:
-                ip("rule", "add", *rule, namespace=self._router)
-            yield
-        finally:
-            for rule in rules:
-                with suppress(subprocess.CalledProcessError):
-                    ip("rule", "del", *rule, namespace=self._router)
-
-    @property
-    def _router(self) -> str:
-        return f"{self._name}-router"
-
-    def _make(self) -> None:
-        _remove_what_a_killed_run_has_left()
-        ip("netns", "add", self._router)
-        forwarding = "echo 1 > /proc/sys/net/ipv4/ip_forward"
-        ip("netns", "exec", self._router, "sh", "-c", forwarding)
-        ip("link", "set", "lo", "up", namespace=self._router)
-        self._connect(MACHINE, None)
-        for number in range(1, self._count + 1):
-            ip("netns", "add", self.namespace(number))
-            ip("link", "set", "lo", "up", namespace=self.namespace(number))
-            self._connect(number, self.namespace(number))
-
-    def _connect(self, number: int, namespace: str | None) -> None:
-        here, there = f"{self._name}-{number}", f"to{number}"
-        ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", self._router)
-        if namespace is not None:
-            ip("link", "set", here, "netns", namespace)
-        ip("addr", "add", f"{NODE.format(number)}/24", "dev", here, namespace=namespace)
-        ip("addr", "add", f"{ROUTER.format(number)}/24", "dev", there, namespace=self._router)
-        ip("link", "set", there, "up", namespace=self._router)
-        ip("link", "set", here, "up", namespace=namespace)
-        ip("route", "add", ALL, "via", ROUTER.format(number), namespace=namespace)
-
-    def _remove(self) -> None:
-        for number in range(1, self._count + 1):
-            _try("netns", "del", self.namespace(number))
-        # This machine's end of the wire goes with the router's, and its route with that.
-        _try("link", "del", f"{self._name}-{MACHINE}")
-        _try("netns", "del", self._router)
-
-
-def _remove_what_a_killed_run_has_left() -> None:
-    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
-    for line in listed.stdout.splitlines():
-        found = re.match(r"rd(\d+)-(\d+|router)\b", line)
-        if found and not Path("/proc", found[1]).exists():
-            _try("netns", "del", found[0])
-
-
-def _try(*arguments: str) -> None:
-    with suppress(subprocess.CalledProcessError):
-        ip(*arguments)
+    where = ["-n", inside] if inside else []
+    subprocess.run(["ip", *where, *arguments.split()], check=must, capture_output=True)
 
 
 class NetworkedNode(Node):
-    """A node in a namespace of its own.
+    """A node with an address, in a namespace of its own."""
 
-    Args:
-        root: As :class:`RabbitMQServer` takes it.
-        settings: Lines for ``rabbitmq.conf``.
-        cluster_with: The node whose cluster this one joins.
-        network: The network.
-        number: Which of its namespaces, from 1.
-    """
-
-    def __init__(
-        self,
-        root: Path | None,
-        settings: Sequence[str],
-        cluster_with: Node | None,
-        network: Network,
-        number: int,
-    ) -> None:
-        self._address = network.address(number)
-        listener = f"listeners.tcp.2 = {self._address}:{AMQP_PORT}"
-        super().__init__(root, (*settings, listener), cluster_with)
-        self._namespace = network.namespace(number)
+    def __init__(self, address: str, namespace: str, root: Any, settings: Any, first: Any) -> None:
+        self._address, self._namespace = address, namespace
+        listener = f"listeners.tcp.2 = {address}:{AMQP_PORT}"
+        super().__init__(root, (*settings, listener), first)
 
     @property
     def url(self) -> str:
@@ -177,8 +64,8 @@ class NetworkedNode(Node):
         super().start()
 
     def _mapper_listens(self) -> bool:
-        address = (self._address, self._mapper_port)
-        with suppress(OSError), socket.create_connection(address, timeout=1.0):
+        with suppress(OSError):
+            socket.create_connection((self._address, self._mapper_port), timeout=1.0).close()
             return True
         return False
 
@@ -204,37 +91,76 @@ class NetworkedNode(Node):
 class NetworkedCluster(Cluster):
     """A cluster between whose nodes packets can be dropped.
 
-    Args:
-        version: The version of RabbitMQ.
-        count: How many nodes.
-        settings: Lines for each node's ``rabbitmq.conf``.
+    Raises:
+        NotPossibleHere: The user is not root, or ``ip`` is missing.
     """
 
-    def __init__(self, version: str, count: int, settings: Sequence[str] = ()) -> None:
-        self.network = Network(count)
-        super().__init__(version, count, settings)
+    def __init__(self, version: str, count: int) -> None:
+        if os.geteuid() != 0 or shutil.which("ip") is None:
+            raise NotPossibleHere("network namespaces take root, and the package iproute2")
+        self._name, self._count = f"rd{os.getpid()}", count
+        self._router = f"{self._name}-router"
+        super().__init__(version, count)
+
+    def _node(self, number: int, settings: Sequence[str], first: Node | None) -> Node:
+        address, namespace = NODE.format(number + 1), f"{self._name}-{number + 1}"
+        return NetworkedNode(address, namespace, self._root, settings, first)
 
     def _set_up(self, stack: ExitStack) -> None:
-        stack.enter_context(self.network)
+        listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+        for name, process in re.findall(r"^(rd(\d+)-\S+)", listed.stdout, re.MULTILINE):
+            if not Path("/proc", process).exists():  # a killed run has left it
+                ip(f"netns del {name}", must=False)
+        stack.callback(self._remove)
+        ip(f"netns add {self._router}")
+        forwarding = "netns exec {} sysctl -qw net.ipv4.ip_forward=1"
+        ip(forwarding.format(self._router))
+        for number in range(MACHINE, self._count + 1):
+            self._connect(number)
         super()._set_up(stack)
 
-    def _node(
-        self, number: int, root: Path | None, settings: Sequence[str], first: Node | None
-    ) -> Node:
-        return NetworkedNode(root, settings, first, self.network, number + 1)
+    def _connect(self, number: int) -> None:
+        """Connect a node's namespace, or this machine, with the router."""
+        here, there, router = f"{self._name}-{number}", f"to{number}", self._router
+        namespace = None if number == MACHINE else here
+        ip(f"link add {here} type veth peer name {there} netns {router}")
+        if namespace is not None:
+            ip(f"netns add {namespace}")
+            ip("link set lo up", namespace)
+            ip(f"link set {here} netns {namespace}")
+        ip(f"addr add {NODE.format(number)}/24 dev {here}", namespace)
+        ip(f"addr add {ROUTER.format(number)}/24 dev {there}", router)
+        ip(f"link set {there} up", router)
+        ip(f"link set {here} up", namespace)
+        ip(f"route add 198.18.0.0/15 via {ROUTER.format(number)}", namespace)
+
+    def _remove(self) -> None:
+        for number in range(1, self._count + 1):
+            ip(f"netns del {self._name}-{number}", must=False)
+        # This machine's end of the wire goes with the router's, and its route with that.
+        ip(f"link del {self._name}-{MACHINE}", must=False)
+        ip(f"netns del {self._router}", must=False)
 
     @contextmanager
-    def parted(self, *sides: Sequence[int], clients: int | None = None) -> Iterator[None]:
+    def cut(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Drop every packet from the first to the second of each pair, until the block ends."""
+        rules = [
+            f"from {NODE.format(one)} to {NODE.format(other)} blackhole" for one, other in pairs
+        ]
+        try:
+            for rule in rules:
+                ip(f"rule add {rule}", self._router)
+            yield
+        finally:
+            for rule in rules:
+                ip(f"rule del {rule}", self._router, must=False)
+
+    @contextmanager
+    def parted(self, *sides: Sequence[int]) -> Iterator[None]:
         """Drop every packet between nodes of different sides, until the block ends.
 
-        Args:
-            *sides: The numbers of the nodes on each side, from 1.
-            clients: The number of the side on which the clients are; None if they reach all nodes.
+        This machine, :data:`MACHINE`, reaches all nodes if it is on no side.
         """
-        placed = [list(side) for side in sides]
-        if clients is not None:
-            placed[clients].append(MACHINE)
-        with self.network.cut(
-            (one, other) for near, far in permutations(placed, 2) for one in near for other in far
-        ):
+        between = permutations(sides, 2)
+        with self.cut((one, other) for near, far in between for one in near for other in far):
             yield

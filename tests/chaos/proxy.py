@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import ExitStack, suppress
-from typing import Final
+from typing import Any, Final
 
 from tests.chaos.cluster import Cluster
 from tests.set_up import SetUp
@@ -30,14 +30,17 @@ class Proxy(SetUp):
         self.port = 0
         self.delay = 0.0
         self._generation = 0
+        # Nothing else refers to the tasks of forgotten connections.
+        self._passing: set[asyncio.Task[Any] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
     def _set_up(self, stack: ExitStack) -> None:
         self._thread.start()
         stack.callback(self._tear_down)
-        server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result()
-        self.port = server.sockets[0].getsockname()[1]
+        listening = asyncio.start_server(self._pass, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
+        self.port = self._server.sockets[0].getsockname()[1]
 
     def _tear_down(self) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
@@ -49,10 +52,8 @@ class Proxy(SetUp):
         """Forget all present connections: what is written to them is lost, and nobody is told."""
         self._generation += 1
 
-    async def _listen(self) -> asyncio.Server:
-        return await asyncio.start_server(self._pass, "127.0.0.1", 0)
-
     async def _end(self) -> None:
+        self._server.close()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
@@ -60,6 +61,7 @@ class Proxy(SetUp):
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         born = self._generation
+        self._passing.add(asyncio.current_task())
         # A task of asyncio's own server that ends as cancelled is reported as an error.
         with suppress(OSError, asyncio.CancelledError):
             there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -19,7 +18,6 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH
@@ -48,6 +46,8 @@ from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests
 from tests.fuzz.consumer import on_task_received
+from tests.hostile.kinds import ALLOWED as ALLOWED_QUEUE
+from tests.hostile.kinds import TASKS, hostile_messages
 from tests.unit.waiting import waiting
 
 TOPOLOGY: Final = Topology("f", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
@@ -58,8 +58,16 @@ FRAME_MAX: Final = 131_072
 #: Bytes of a body that is read; the fuzzer's own are below it.
 MAX_MESSAGE_BYTES: Final = 2**16
 
+#: Bytes of the largest input.
+LARGEST: Final = 8192
+
+#: The exchanges that a message may have been published to; each target takes one or two.
+CHECKED_IN: Final = (MODULES.checkin.exchange.name, MODULES.meditated.name)
+DELIVERED: Final = (TOPOLOGY.delivery.name, MODULES.unrouted.name)
+
 #: Where messages may go, besides the levels and ``undeliverable``.
-ALLOWED: Final = AllowedDestinations(frozenset({"allowed"}), frozenset({"news"}))
+QUEUES: Final = frozenset(f"{TOPOLOGY.prefix}.{name}" for name in (ALLOWED_QUEUE, TASKS))
+ALLOWED: Final = AllowedDestinations(QUEUES, frozenset({"news"}))
 OWN: Final = frozenset(each.name for each in TOPOLOGY.exchanges)
 
 #: Checks tasks as a worker does that serves check-in.
@@ -146,7 +154,7 @@ def _refused(message: amqp.Message, reason: str) -> None:
 def check_in(given: bytes) -> None:
     """Whatever a client checks in, or comes back from meditation."""
     module = CheckIn(TOPOLOGY, ALLOWED.includes, check_task=CELERY.check)
-    message = received(given, (MODULES.checkin.exchange.name, MODULES.meditated.name))
+    message = received(given, CHECKED_IN)
     if message is None or cast(Any, message).rabbitdelay_seen.skipped_bytes is not None:
         return
     is_client = message.delivery_info["exchange"] == MODULES.checkin.exchange.name
@@ -227,7 +235,7 @@ def distribution(given: bytes) -> None:
         reach=DistributionReach(ALLOWED, is_list=True),
         max_message_bytes=MAX_MESSAGE_BYTES,
     )
-    message = received(given, (TOPOLOGY.delivery.name, MODULES.unrouted.name))
+    message = received(given, DELIVERED)
     if message is None or cast(Any, message).rabbitdelay_seen.skipped_bytes is not None:
         return
     try:
@@ -267,7 +275,7 @@ def undeliverable(given: bytes) -> None:
     if message.properties.get("content_type") != ENVELOPE:
         exchange, key = headers["rabbitdelay-exchange"], headers["rabbitdelay-routing-key"]
         assert ALLOWED.includes(exchange, key)
-        assert headers.get("rabbitdelay-queue", "allowed") == "allowed"
+        assert headers.get("rabbitdelay-queue", min(QUEUES)) in QUEUES
 
 
 def wire(given: bytes) -> None:
@@ -298,92 +306,19 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
 }
 
 
-def _written(message: amqp.Message, key: str = "allowed", which: int = 0) -> bytes:
-    content = Content.of(message)
-    start = bytes((which, len(key))) + key.encode() + pack(">H", len(content.properties))
-    return start + content.properties + content.body
-
-
-def _message(body: bytes = b"x", **headers: Any) -> amqp.Message:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return amqp.Message(body, application_headers=named)
-
-
-def _tasks() -> Iterator[bytes]:
-    """Tasks that a client checks in, plain ones and those after which a worker publishes."""
-    evil = '{"task": "t", "options": {"exchange": "celery.pidbox"}}'
-    bodies = [
-        *(f'[[], {{}}, {{"{name}": {what}}}]' for name in CANVAS for what in ("null", f"[{evil}]")),
-        *(f'{{"task": "t", "id": "1", "{name}": [{evil}]}}' for name in CANVAS),
-        '{"\\u0074ask": "t", "callbacks": [1]}',
-    ]
-    for body in bodies:
-        for encoding in ("utf-8", "utf-16", "unicode_escape"):
-            message = _message(
-                body.encode(encoding), x_delay=5, **({"task": "t"} if body[0] == "[" else {})
-            )
-            message.properties.update(content_type=JSON, content_encoding=encoding, reply_to="r")
-            yield _written(message)
-    for name, value in {
-        "stamped_headers": [[]],
-        "expires": "",
-        "eta": "2027-01-01T00:00:00",
-        "shadow": {},
-        "timelimit": [1, 2],
-        "stamps": {"a": 1},
-        "get": 1,
-        "argsrepr": "()",
-    }.items():
-        headers: dict[str, Any] = {"task": "t", "id": "1", name: value}
-        for body, told in (
-            ("[[], {}, {}]", headers),
-            (json.dumps({"args": [], "kwargs": {}, **headers}), {}),
-            (json.dumps({"args": [], "kwargs": {}}), headers),
-        ):
-            message = amqp.Message(body.encode(), application_headers=told, content_type=JSON)
-            yield _written(message)
-    yield _written(_message(compress(b"x" * 2**16, "zlib")[0], compression="application/x-gzip"))
-
-
-def _seeds() -> list[bytes]:
-    told: dict[str, Any] = {"rabbitdelay_exchange": "", "rabbitdelay_routing_key": "allowed"}
-    packed = Envelope(
-        (Item(b"body", {"id": "a"}, {"priority": 1}),), {"lang": "py"}, {"type": "t"}
-    ).pack()
-    bound = _message(packed, **told)
-    bound.properties["content_type"] = ENVELOPE
-    death = {
-        "queue": MODULES.checkin.name,
-        "exchange": MODULES.checkin.exchange.name,
-        "reason": "expired",
-        "routing-keys": ["allowed"],
-        "count": 1,
-    }
-    nested: Any = {}
-    for _ in range(40):
-        nested = {"headers": nested, "a": [nested]}
-        nested["a"] = []
-    key = TOPOLOGY.route(0, DISTRIBUTION).routing_key
+def _seeds() -> Iterator[bytes]:
+    """A hostile message of each kind, of some with many faces several; and bodies of their own."""
+    for each in hostile_messages(TOPOLOGY, 300, seed=1):
+        if len(each.body) + len(each.properties) <= LARGEST:
+            which = int(each.exchange in (CHECKED_IN[1], DELIVERED[1]))
+            size = pack(">H", len(each.properties))
+            yield bytes((which, len(each.key))) + each.key + size + each.properties + each.body
     blocks = length_prefixed(b'{"headers":{"a":1},"copies":{"headers":{"b":"a"}}}')
     blocks += length_prefixed(b'{"properties":{"priority":1}}') + length_prefixed(b"body")
-    return [
-        _written(_message(x_delay=1500)),
-        _written(_message(x_delay="27000", rabbitdelay_exchange="news", own=1.5)),
-        _written(_message(x_delay=1, headers=nested)),
-        _written(_message(rabbitdelay_due=2**62, **told), which=1),
-        _written(_message(**told, rabbitdelay_priority=9, rabbitdelay_expiration="5"), key),
-        _written(_message(rabbitdelay_queue="allowed", rabbitdelay_due=5, **told), key),
-        _written(_message(x_death=[death], rabbitdelay_reason="why", rabbitdelay_redriven=1)),
-        _written(_message(rabbitdelay_early={"times": 1, "exchange": "", "routing-key": "k"})),
-        _written(bound, key),
-        _written(_message(rabbitdelay_exchange="", rabbitdelay_routing_key="\ud800"), key),
-        _written(amqp.Message(b"x", priority=5, expiration="7", message_id="m", timestamp=5)),
-        packed,
-        blocks,
-        *_tasks(),
-        *(compress(bytes(2**12), name)[0] for name in encoders()),
-    ]
+    item = Item(b"body", {"id": "a"}, {"priority": 1})
+    yield from (blocks, Envelope((item,), {"lang": "py"}, {"type": "t"}).pack())
+    yield from (compress(bytes(2**12), name)[0] for name in encoders())
 
 
-#: What the fuzzer begins with: a message, or an envelope, of each kind.
-SEEDS: Final = _seeds()
+#: What the fuzzer begins with: messages and envelopes.
+SEEDS: Final = [*_seeds()]

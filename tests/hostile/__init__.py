@@ -2,6 +2,5 @@
 
 ``python -m tests.hostile`` publishes 100,000 of them, byte by byte, while an honest client sends
 tasks to the same worker. ``fields`` writes AMQP's field values, ``kinds`` is the table of what is
-published, ``client`` publishes it, ``honest`` sends tasks, ``campaign`` brings all together and
-accounts for every message.
+published, ``malformed`` the tasks among it, ``campaign`` publishes and accounts for every message.
 """

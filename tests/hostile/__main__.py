@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with private_broker() as broker:
         for number, pool in enumerate(itertools.cycle(POOLS)):
             account = attack(broker.url, f"hostile{number}", count, options.seed + number, pool)
-            print(f"{pool}: {account}\n{'good' if account.is_good else 'NOT GOOD'}\n", flush=True)
+            print(f"{pool}: {account}\n", flush=True)
             is_good &= account.is_good
             if time.monotonic() >= until:
                 break

@@ -1,4 +1,4 @@
-"""The Celery application that is under attack: its worker, and the honest client of it.
+"""The Celery application that is under attack, and its worker.
 
 A worker is started with ``-A tests.hostile.application`` and gets its settings as JSON in the
 environment variable ``HOSTILE``.
@@ -23,23 +23,31 @@ from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
 #: How a message says which one it is.
 MARK: Final = re.compile(r"#(\d{8})")
 
+#: The tasks that strangers name.
+HOSTILE: Final[dict[str, dict[str, Any]]] = {
+    "hostile": {},
+    "hostile-limited": {"rate_limit": "200/s"},
+    "hostile-held": {"rabbitdelay": False},
+}
+
 
 def make_app(settings: dict[str, Any]) -> Celery:
     """Create the application.
 
     Args:
         settings: ``broker_url``, ``prefix``, and ``journal``: the file that each task that runs is
-            noted in; ``pool``: the pool of the worker.
+            noted in; ``pool``: the pool of the worker; ``rabbitdelay``: further settings.
     """
     prefix = settings["prefix"]
     app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
     quorum = {"x-queue-type": "quorum"}
-    expires = {"x-dead-letter-exchange": f"{prefix}.{EXPIRED}"}
+    expires = {**quorum, "x-dead-letter-exchange": f"{prefix}.{EXPIRED}"}
+    tasks, allowed = f"{prefix}.{TASKS}", f"{prefix}.{ALLOWED}"
     app.conf.update(
-        task_default_queue=f"{prefix}.{TASKS}",
+        task_default_queue=tasks,
         task_queues=[
-            Queue(name, routing_key=name, queue_arguments={**quorum, **further})
-            for name, further in ((f"{prefix}.{TASKS}", {}), (f"{prefix}.{ALLOWED}", expires))
+            Queue(tasks, routing_key=tasks, queue_arguments=quorum),
+            Queue(allowed, routing_key=allowed, queue_arguments=expires),
         ],
         task_ignore_result=True,
         worker_hijack_root_logger=False,
@@ -47,8 +55,8 @@ def make_app(settings: dict[str, Any]) -> Celery:
         rabbitdelay_prefix=prefix,
         rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)],
         rabbitdelay_retry_for=0,
-        **settings.get("rabbitdelay", {"rabbitdelay_max_message_bytes": MAX_BODY}),
     )
+    app.conf.update(settings["rabbitdelay"] or {"rabbitdelay_max_message_bytes": MAX_BODY})
 
     def note(*line: Any) -> None:
         with Path(settings["journal"]).open("a") as journal:
@@ -62,13 +70,8 @@ def make_app(settings: dict[str, Any]) -> Celery:
         (mark,) = MARK.findall(f"{args} {(task.request.properties or {}).get('message_id')}")
         note("hostile", int(mark))
 
-    for name, options in (
-        ("hostile", {}),
-        ("hostile-limited", {"rate_limit": "200/s"}),
-        ("hostile-held", {"rabbitdelay": False}),
-    ):
+    for name, options in HOSTILE.items():
         app.task(hostile, name=name, bind=True, shared=False, **options)
-
     return app
 
 
@@ -79,12 +82,10 @@ class AttackedWorker(CeleryProcess):
     variable = "HOSTILE"
 
     def _command(self) -> list[str]:
-        queue = f"{self._settings['prefix']}.{TASKS}"
-        pool = self._settings.get("pool", "prefork")
-        name = f"attacked-{self.port}@localhost"
+        queue, pool = f"{self._settings['prefix']}.{TASKS}", self._settings["pool"]
         # With a connection for events, Celery's loop of gevent takes ten messages a second at most.
-        silent = "--without-gossip --without-heartbeat"
-        return self.celery(f"worker -P {pool} -c 1 -l INFO -n {name} -Q {queue} {silent}")
+        silent = f"-n attacked-{self.port}@localhost --without-gossip --without-heartbeat"
+        return self.celery(f"worker -P {pool} -c 1 -l INFO -Q {queue} {silent}")
 
     def _ready(self) -> bool:
         return " ready." in self.log and self.log.count("serving the queue") == len(MODULES)

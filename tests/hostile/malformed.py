@@ -34,8 +34,16 @@ INSTANTS: Final = (
     *("2999-01-01T00:00:00+00:00", "\ud800", "20270101T000000", "24:00", "2027-W01-1"),
 )
 
-_NUMBERS: Final = (0, 1, -1, 0.2, 2**63 - 1, -(2**63), 1e308, -1e308, 5e-324)
-_NOT_FINITE: Final = (float("nan"), float("inf"), -float("inf"))
+#: Makes a value that both AMQP and JSON have.
+_VALUES: Final[tuple[Callable[[Random], Any], ...]] = (
+    lambda random: random.choice(INSTANTS),
+    lambda random: random.choice((0, 1, -1, 0.2, 2**63 - 1, -(2**63), 1e308, -1e308, 5e-324)),
+    lambda random: random.choice((float("nan"), float("inf"), -float("inf"))),
+    lambda random: random.choice((None, True, False)),
+    lambda random: random.choice(("a", "ab", "abc", "#", "args", "5")),
+    lambda random: [value(random) for _ in range(random.randint(0, 3))],
+    lambda random: {key: value(random) for key in "ab"[: random.randint(0, 2)]},
+)
 
 #: Values of JSON, beside what AMQP has: what kombu decodes, and integers without end.
 _OF_JSON: Final = (
@@ -43,7 +51,6 @@ _OF_JSON: Final = (
     *({"__type__": "unknown", "__value__": 1}, {"__type__": "bytes", "__value__": "x"}),
     *(10**400, -(10**400), "x" * 3000),
 )
-
 
 #: Bodies of protocol 2 that have no parts.
 _BODIES: Final = (b"", b"5", b"null", b'"args"', b'["args",{},{}]', b"[", b"{}", b"\xff")
@@ -57,17 +64,6 @@ def value(random: Random) -> Any:
     return random.choice(_VALUES)(random)
 
 
-_VALUES: Final[tuple[Callable[[Random], Any], ...]] = (
-    lambda random: random.choice(INSTANTS),
-    lambda random: random.choice(_NUMBERS),
-    lambda random: random.choice(_NOT_FINITE),
-    lambda random: random.choice((None, True, False)),
-    lambda random: random.choice(("a", "ab", "abc", "#", "args", "5")),
-    lambda random: [value(random) for _ in range(random.randint(0, 3))],
-    lambda random: {key: value(random) for key in "ab"[: random.randint(0, 2)]},
-)
-
-
 def field(value: Any) -> bytes:
     """A value as AMQP's field."""
     match value:
@@ -79,27 +75,17 @@ def field(value: Any) -> bytes:
             return integer(value)
         case float() if math.isfinite(value):  # RabbitMQ takes no others
             return double(value)
-        case float():
-            return field_text(str(value).encode())
-        case str():
-            return field_text(value.encode("utf-8", "surrogatepass"))
         case list():
             return array([field(each) for each in value])
-    return table({name.encode(): field(each) for name, each in value.items()})
-
-
-def _changes(random: Random) -> dict[str, Any]:
-    """One to three fields, with any value."""
-    return {name: value(random) for name in random.sample(FIELDS, random.randint(1, 3))}
+        case dict():
+            return table({name.encode(): field(each) for name, each in value.items()})
+    return field_text(str(value).encode("utf-8", "surrogatepass"))
 
 
 def malformed(random: Random) -> tuple[dict[bytes, bytes], bytes]:
     """Headers and body of a task with something wrong in it, or not."""
-    task: dict[str, Any] = {
-        "task": random.choice(NAMES),
-        "id": f"{random.getrandbits(64):x}",
-    }
-    changes = _changes(random)
+    task: dict[str, Any] = {"task": random.choice(NAMES), "id": f"{random.getrandbits(64):x}"}
+    changes = {name: value(random) for name in random.sample(FIELDS, random.randint(1, 3))}
     if random.random() < 0.01:
         soon = datetime.now(UTC) + timedelta(seconds=1)
         task |= {"task": HELD, "eta": soon.isoformat()}
@@ -129,33 +115,22 @@ def _body(random: Random) -> bytes:
     """The body of protocol 2, with parts that are missing, or too many, or of any type."""
     parts: list[Any] = [[], {}, dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))]
     choice = random.random()
-    if choice < 0.4:
-        return _written(random, parts)
-    if choice < 0.7:
-        parts[random.randrange(3)] = _json(random)
-    elif choice < 0.9:
+    if choice > 0.9:
+        return random.choice(_BODIES)
+    if choice > 0.7:
         parts = random.choice((parts[:1], parts[:2], [*parts, {}], [*parts, parts[2]], []))
-    else:
-        return random.choice(
-            (b"", b"5", b"null", b'"args"', b'["args",{},{}]', b"[", b"{}", b"\xff")
-        )
+    elif choice > 0.4:
+        parts[random.randrange(3)] = _json(random)
     return _written(random, parts)
 
 
 def _json(random: Random) -> Any:
-    choice = random.random()
-    if choice < 0.2:
-        return random.choice(_OF_JSON)
-    if choice < 0.3:
-        return _DEEP
-    return value(random)
+    of_json, deep = random.choice(_OF_JSON), _DEEP
+    return random.choice((of_json, of_json, deep, *(value(random) for _ in range(7))))
 
 
 def _written(random: Random, body: Any) -> bytes:
     separators = random.choice(((",", ":"), (", ", ": ")))
-    # About as deep as Python reads, and the pool writes.
-    depth = random.randint(100, 1000)
+    depth = random.randint(100, 1000)  # about as deep as Python reads, and the pool writes
     deep = b"[" * depth + b"]" * depth
-    return (
-        json.dumps(body, separators=separators).encode().replace(b'"' + _DEEP.encode() + b'"', deep)
-    )
+    return json.dumps(body, separators=separators).encode().replace(f'"{_DEEP}"'.encode(), deep)

@@ -1,6 +1,6 @@
 """Forty schedules, in real levels, against a walk of the clock: travelled in moments.
 
-``make travel`` travels a year, with both changes of each clock, and each minute of its first week;
+``make travel`` travels a year, with both changes of each clock, and each minute of its first day;
 ``make test`` a fortnight with a leap day and one change, and the hours and minutes of less.
 """
 
@@ -109,7 +109,7 @@ def test_each_instant_of_forty_schedules_comes_once(
         put(name, note, timedelta(hours=hours), (name,), start=BEGIN + timedelta(days=1))
         instants = (BEGIN + timedelta(days=1, hours=hours * n) for n in range(9_000 // hours))
         expect(name, instants)
-    until = BEGIN + (timedelta(days=7) if WHOLE else timedelta(minutes=30))
+    until = BEGIN + (timedelta(days=1) if WHOLE else timedelta(minutes=30))
     put("minutely", note, "* * * * *", ("minutely",), end=until)
     expect("minutely", (at for at in each(1) if at <= until))
     put("sunrise", note, solar("sunrise", 52.52, 13.4), ("sunrise",))

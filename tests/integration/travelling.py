@@ -18,7 +18,8 @@ NOTES = "notes-of-travelling"
 app = Celery("travelling", broker="amqp://", backend="redis://", set_as_current=False)
 app.conf.update(
     rabbitdelay_registry_url="redis://",
-    rabbitdelay_track="all",
+    # Each step of a travel ages all records one by one: those of a year's tasks are too many.
+    rabbitdelay_track="none" if os.environ.get("RABBITDELAY_WHOLE_YEAR") else "all",
     rabbitdelay_early_tolerance=0.001,
     rabbitdelay_modules=("check-in", "distribution"),
     task_default_queue="travelling",

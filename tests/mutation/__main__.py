@@ -11,24 +11,20 @@ places, ``--places`` another number of them.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import re
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from tests.mutation.operators import Mutant, mutants, unbroken
+from tests.project_copy import NO_TESTS, PASSED, REPOSITORY, project_copy, run_tests
 
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
+PACKAGE: Final = Path("celery_rabbitdelay")
 
 #: The files that are pure: they are tested without a broker.
 ROOMS: Final = ("levels", "modules")
@@ -54,13 +50,6 @@ SLOWER: Final = 5
 #: Seconds after which the tests without a mutant have to be over.
 UNBROKEN_TIMEOUT: Final = 3600.0
 
-#: What pytest returns if all tests passed, and if there were no tests.
-PASSED: Final = (0, 5)
-
-#: How pytest is run, unbroken and with a mutant.
-PYTEST: Final = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider")
-PYTEST_OF_A_MUTANT: Final = (*PYTEST, "--hypothesis-profile=mutation")
-
 #: The documentation and the upstream libraries have nothing to say about a mutant.
 IGNORED: Final = ("--ignore-glob=*test_doc*", "--ignore-glob=*test_upstream*")
 
@@ -77,18 +66,6 @@ class Result(NamedTuple):
     noticed_by: str | None
 
 
-class Copy(NamedTuple):
-    """A copy of the project, in which one mutant at a time is tested.
-
-    Attributes:
-        folder: Where it is.
-        timeout: Seconds that the tests may take.
-    """
-
-    folder: Path
-    timeout: float
-
-
 def main() -> int:
     """Run everything; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
@@ -99,125 +76,89 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--verbose", action="store_true", help="say which test noticed a mutant")
     given = parser.parse_args()
-    files = given.files or pure_files()
-    chosen = {file: _choose(file, given.places, given.seed) for file in files}
-    with tempfile.TemporaryDirectory(prefix="rabbitdelay-mutation-") as folder:
-        first = _copy(REPOSITORY, Path(folder, "0"))
+    files, survived, is_enough = given.files or pure_files(), [], True
+    with ExitStack() as stack, ThreadPoolExecutor(given.jobs) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for _ in range(given.jobs):
+            copies.put(stack.enter_context(_copy()))
+        first = copies.get()
         started = time.monotonic()
-        failed = _failure(Copy(first, UNBROKEN_TIMEOUT), ["tests/unit"], write_bytecode=True)
+        failed = _failure(first, UNBROKEN_TIMEOUT, "tests/unit")
         if failed:
             print(f"the tests fail already without a mutant: {failed}", file=sys.stderr)
             return 2
         timeout = _timeout_since(started)
-        # Those of one file are over sooner: so is a mutant that does not end.
-        of_own = {}
-        for file in files:
-            started = time.monotonic()
-            _failure(Copy(first, timeout), [_own_tests(file)])
-            of_own[file] = _timeout_since(started)
-        copies: SimpleQueue[Copy] = SimpleQueue()
-        for number in range(given.jobs):
-            here = first if number == 0 else _copy(first, Path(folder, str(number)))
-            copies.put(Copy(here, timeout))
-        with ThreadPoolExecutor(given.jobs) as pool:
-            running = {
-                file: [
-                    pool.submit(_result, copies, file, mutant, of_own[file])
-                    for mutant in chosen[file]
-                ]
-                for file in files
-            }
-            results = {}
-            try:
-                for file in files:
-                    results[file] = [future.result() for future in running[file]]
-                    _print_row(file, results[file], given.verbose)
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
-    for file in files:
-        for mutant, noticed_by in results[file]:
-            if noticed_by is None:
-                print(f"survived: {file}:{mutant.line} {mutant.what}")
-    return 0 if all(map(_is_enough, results.values())) else 1
+        copies.put(first)
+        running = {
+            file: [
+                pool.submit(_result, copies, file, mutant, timeout)
+                for mutant in _choose(file, given.places, given.seed)
+            ]
+            for file in files
+        }
+        try:
+            for file in files:
+                results = [future.result() for future in running[file]]
+                _print_row(file, results, given.verbose)
+                own = [each.mutant for each in results if each.noticed_by is None]
+                is_enough &= len(own) <= len(results) * (1 - WANTED) + 1e-9
+                survived += [f"survived: {file}:{each.line} {each.what}" for each in own]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    print(*survived, sep="\n")
+    return 0 if is_enough else 1
 
 
 def pure_files() -> list[str]:
     """Return the files that are broken, as paths below the package."""
-    package = REPOSITORY / "celery_rabbitdelay"
+    package = REPOSITORY / PACKAGE
     paths = [path.relative_to(package) for room in ROOMS for path in (package / room).glob("*.py")]
     names = sorted(str(path) for path in paths if path.name != "__init__.py")
     return [*(name for name in names if name not in NOT_PURE), *ELSEWHERE]
 
 
 def _choose(file: str, places: int, seed: int) -> list[Mutant]:
-    source = (REPOSITORY / "celery_rabbitdelay" / file).read_text()
+    source = (REPOSITORY / PACKAGE / file).read_text()
     every = mutants(source)
     return random.Random(f"{seed}/{file}").sample(every, min(places, len(every)))
 
 
-def _copy(origin: Path, folder: Path) -> Path:
+@contextmanager
+def _copy() -> Iterator[Path]:
     """Copy the project, with its pure files laid out like their mutants."""
-    leave_out = shutil.ignore_patterns(".*", "_build")
-    shutil.copytree(origin, folder, ignore=leave_out)
-    if origin == REPOSITORY:
+    with project_copy() as folder:
         for file in pure_files():
-            path = folder / "celery_rabbitdelay" / file
+            path = folder / PACKAGE / file
             path.write_text(unbroken(path.read_text()))
-    return folder
-
-
-def _own_tests(file: str) -> str:
-    return f"tests/unit/test_{Path(file).stem}.py"
+        yield folder
 
 
 def _timeout_since(started: float) -> float:
     return max(MIN_TIMEOUT, SLOWER * (time.monotonic() - started))
 
 
-def _result(copies: SimpleQueue[Copy], file: str, mutant: Mutant, of_own: float) -> Result:
-    copy = copies.get()
-    target = copy.folder / "celery_rabbitdelay" / file
+def _result(copies: SimpleQueue[Path], file: str, mutant: Mutant, timeout: float) -> Result:
+    folder = copies.get()
+    target = folder / PACKAGE / file
     original = target.read_text()
     try:
         target.write_text(mutant.source)
         # First the file's own tests, which notice most; then all others.
-        own, noticed_by = _own_tests(file), None
-        if (copy.folder / own).exists():
-            noticed_by = _failure(copy._replace(timeout=of_own), [own])
-        return Result(mutant, noticed_by or _failure(copy, ["tests/unit", f"--ignore={own}"]))
+        own, noticed_by = f"tests/unit/test_{Path(file).stem}.py", None
+        if (folder / own).exists():
+            noticed_by = _failure(folder, timeout, own)
+        others = "tests/unit", f"--ignore={own}"
+        return Result(mutant, noticed_by or _failure(folder, timeout, *others))
     finally:
         target.write_text(original)
-        copies.put(copy)
+        copies.put(folder)
 
 
-def _failure(copy: Copy, tests: Sequence[str], *, write_bytecode: bool = False) -> str | None:
+def _failure(folder: Path, timeout: float, *tests: str) -> str | None:
     """Return which test fails first; None if all pass."""
-    # Two mutants that are equally long and written in one second would share their bytecode.
-    command = [*(PYTEST if write_bytecode else PYTEST_OF_A_MUTANT), *tests, *IGNORED]
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "" if write_bytecode else "1"}
-    with tempfile.TemporaryFile("w+") as output:
-        # A session of its own, so that nothing that a test started is left after a time-out.
-        run = subprocess.Popen(
-            command,
-            cwd=copy.folder,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = run.wait(copy.timeout)
-        except subprocess.TimeoutExpired:
-            return f"a time-out of {copy.timeout:.0f} s"
-        finally:
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
-                run.wait()
-        if code in PASSED:
-            return None
-        output.seek(0)
-        named = re.search(r"^(?:FAILED|ERROR) (\S+)", output.read(), re.MULTILINE)
-    return named[1] if named else f"the exit code {code} of pytest"
+    profile = "--hypothesis-profile=mutation"
+    run = run_tests(folder, profile, *tests, *IGNORED, timeout=timeout)
+    return None if run.code in (PASSED, NO_TESTS) else run.failed
 
 
 def _print_row(file: str, results: Sequence[Result], verbose: bool) -> None:
@@ -226,11 +167,6 @@ def _print_row(file: str, results: Sequence[Result], verbose: bool) -> None:
     for mutant, noticed_by in results:
         if noticed_by and (verbose or "tests/" not in noticed_by):
             print(f"    {mutant.line}: {mutant.what}: {noticed_by}", flush=True)
-
-
-def _is_enough(results: Sequence[Result]) -> bool:
-    noticed = sum(result.noticed_by is not None for result in results)
-    return noticed >= len(results) * WANTED - 1e-9
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ schedules, on one Redis until one fails. Names of scripts as arguments choose so
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
+from tests.project_copy import PASSED, REPOSITORY, project_copy, run_tests
+
 PACKAGE: Final = Path("celery_rabbitdelay")
 
 #: The packages that have scripts, and the tests that have to notice, the fastest ones first.
@@ -73,29 +71,11 @@ def mutants(script: Path) -> Iterator[Mutant]:
 
 def is_noticed(mutant: Mutant) -> bool:
     """Return whether the tests notice a mutant."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in (str(PACKAGE), "tests"):
-            shutil.copytree(
-                REPOSITORY / name, Path(folder, name), ignore=shutil.ignore_patterns("__pycache__")
-            )
-        shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    with project_copy() as folder:
         Path(folder, PACKAGE, mutant.script).write_text(mutant.text)
-        options = ["-m", "pytest", "-q", "-x", "-k", "single", "-p", "no:cacheprovider"]
-        environment = {
-            "PYTHONPATH": folder,
-            "RABBITDELAY_SEQUENCES": "300",
-            "RABBITDELAY_SEED": "1",
-            "PATH": "/usr/bin:/bin",
-            "HOME": folder,
-        }
-        run = subprocess.run(
-            [sys.executable, *options, *TESTS[mutant.script.parts[0]]],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            check=False,
-        )
-    return run.returncode != 0
+        tests = TESTS[mutant.script.parts[0]]
+        how = {"RABBITDELAY_SEQUENCES": "300", "RABBITDELAY_SEED": "1"}
+        return run_tests(folder, "-k", "single", *tests, environment=how).code != PASSED
 
 
 def main(chosen: Sequence[str]) -> int:

@@ -6,50 +6,28 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from tests.planted.faults import REPOSITORY, Fault, faults
+from tests.planted.faults import Fault, faults
+from tests.project_copy import FAILED, PASSED, project_copy, run_tests
 
 #: Seconds after which a test has failed.
 TIMEOUT: Final = 120
 
-#: What pytest returns if a test has failed.
-FAILED: Final = 1
-
-#: What the tests need of the project.
-NEEDED: Final = ("celery_rabbitdelay", "pyspark_rabbitdelay", "tests", "example_project", "docs")
-
 
 def what_tests_say(fault: Fault) -> str | None:
     """Return why a fault counts as overlooked; None if a test notices it."""
-    with tempfile.TemporaryDirectory(prefix="rabbitdelay-planted-") as folder:
-        for name in NEEDED:
-            ignored = shutil.ignore_patterns("__pycache__", "_build")
-            shutil.copytree(REPOSITORY / name, Path(folder, name), ignore=ignored)
-        for path in [REPOSITORY / "pyproject.toml", *REPOSITORY.glob("*.md")]:
-            shutil.copy(path, folder)
+    with project_copy() as folder:
         Path(folder, "celery_rabbitdelay", fault.file).write_text(fault.planted())
-        pytest = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT}"]
-        run = subprocess.run(
-            [sys.executable, *pytest, *shlex.split(fault.tests)],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": folder},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if run.returncode == FAILED:
+        run = run_tests(folder, f"--timeout={TIMEOUT}", *shlex.split(fault.tests))
+    if run.code == FAILED:
         return None
-    return run.stdout[-2000:] if run.returncode else "all passed"
+    return "all passed" if run.code == PASSED else run.printed[-2000:]
 
 
 def main(rooms: Sequence[str]) -> int:

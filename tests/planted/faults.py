@@ -16,7 +16,8 @@ import tomllib
 from pathlib import Path
 from typing import Final, NamedTuple
 
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
+from tests.project_copy import REPOSITORY
+
 PACKAGE: Final = REPOSITORY / "celery_rabbitdelay"
 
 
