@@ -47,10 +47,17 @@ def _delete_queue(container: RabbitMQContainer) -> None:
         channel.queue_delete(QUEUE)
 
 
+@pytest.fixture(scope="session")
+def own_redis() -> Iterator[RedisServer]:
+    """A Redis that is a process of this one's own, as a container is."""
+    with RedisServer() as server:
+        yield server
+
+
 @pytest.fixture
-def default_redis_backend(private_redis: RedisServer) -> Iterator[RedisContainer]:
+def default_redis_backend(own_redis: RedisServer) -> Iterator[RedisContainer]:
     """The result backend: a server of our own."""
-    container = RedisProcess(_node_of_the_session(private_redis, "redis", "6379/tcp"))
+    container = RedisProcess(_node_of_the_session(own_redis, "redis", "6379/tcp"))
     with Redis.from_url(container.url) as client:
         client.delete(JOURNAL)
         yield container
