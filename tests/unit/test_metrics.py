@@ -186,7 +186,7 @@ def test_a_broker_that_does_not_answer_holds_up_no_scrape(monkeypatch: pytest.Mo
     monkeypatch.setattr(worker_metrics, "PATIENCE", 0.01)
     monkeypatch.setattr(worker_metrics, "connect", lambda connection: answers.wait(30))
     reader = worker_metrics.BacklogReader(Connection("amqp://"), Topology())
-    assert [reader.read(), reader.read()] == [None, None]
+    assert reader.read() is None
     asking = reader._asking
     assert asking is not None
     assert asking.is_alive()
