@@ -425,6 +425,21 @@ def test_a_broker_that_falls_silent_is_a_timeout_of_all_and_its_connection_is_no
     assert_it_still_works(publisher)
 
 
+def test_a_connection_of_our_own_is_kept_while_it_is_blocked_and_late_answers_count_for_no_other(
+    broker: FrameBroker,
+) -> None:
+    """RabbitMQ keeps each connection until the alarm is over, even if it was closed."""
+    publisher = Publisher(broker.connection(), is_alone=True)
+    with pytest.raises(ConnectionBlocked):
+        publisher.publish_all(batch("block for an hour"))
+    (session,) = broker.sessions
+    session.unblock()
+    session.ack()
+    assert_it_still_works(publisher)
+    assert broker.sessions == [session]
+    publisher.discard()
+
+
 def test_a_broker_that_reads_nothing_is_an_error_in_time(
     broker: FrameBroker, publisher: Publisher
 ) -> None:
@@ -600,6 +615,13 @@ def test_a_message_that_waits_for_the_end_of_a_block_has_not_arrived(sent: Sent)
     sent.loop.fail_all(caught.value)
     assert sent.done == sent.messages
     assert sent.may_have_arrived() == [True, True, False]
+
+
+def test_what_a_blocked_channel_has_not_written_is_not_counted(sent: Sent) -> None:
+    """The broker counts what it gets, and its answers name messages by that number."""
+    sent.channel.give_up()
+    sent.channel.send(message("ack"), 1.0)
+    assert [*sent.channel.unconfirmed] == [3]
 
 
 def test_a_message_that_was_returned_has_not_arrived_although_its_ack_is_missing(
