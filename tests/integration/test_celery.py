@@ -191,6 +191,5 @@ def test_a_worker_declares_once_at_its_start_and_once_after_all_its_connections_
 @pytest.fixture
 def own_host(session_rabbitmq: RabbitMQServer, prefix: str) -> Iterator[str]:
     """The URL of a virtual host of the test's own."""
-    node: Any = session_rabbitmq  # a virtual host of it
-    with virtual_host(node._server, prefix) as url:
+    with virtual_host(session_rabbitmq, prefix) as url:
         yield url

@@ -61,8 +61,6 @@ def _is_run(page: Path) -> bool:
 @pytest.fixture(scope="module")
 def virtual_host(session_rabbitmq: RabbitMQServer) -> Iterator[str]:
     """The URL of a virtual host of the pages' own: they use the default names."""
-    if not session_rabbitmq.running:
-        session_rabbitmq.start()
     with trouble.virtual_host(session_rabbitmq, VIRTUAL_HOST) as url:
         yield url
 

@@ -170,8 +170,7 @@ class Shop:
 
 @pytest.fixture
 def shop(session_rabbitmq: RabbitMQServer, redis: RedisServer, tmp_path: Path) -> Iterator[Shop]:
-    node: Any = session_rabbitmq  # a virtual host of it
-    with trouble.virtual_host(node._server, f"leaving-{uuid4().hex[:8]}") as url:
+    with trouble.virtual_host(session_rabbitmq, f"leaving-{uuid4().hex[:8]}") as url:
         made = Shop(tmp_path, url, redis)
         yield made
         gc.collect()  # results give their channels up, while Redis is there

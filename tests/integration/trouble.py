@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from celery_rabbitdelay.testing import RabbitMQServer
 from celery_rabbitdelay.testing.servers import Server
@@ -61,5 +62,5 @@ def user(
 def virtual_host(broker: RabbitMQServer, name: str) -> Iterator[str]:
     """The URL of an empty virtual host, which is deleted at the end."""
     node_control.add_virtual_host(broker, name)
-    yield f"{broker.url.removesuffix('/')}{name}"
+    yield urlsplit(broker.url)._replace(path=f"/{name}").geturl()
     node_control.delete_virtual_host(broker, name)
