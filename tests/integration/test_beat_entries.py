@@ -35,7 +35,7 @@ GIVEN: list[Any] = [
 ARGUMENTS = {f"argument-{at}": each for at, each in enumerate(GIVEN)}
 
 SIGNATURE = ("task", "args", "kwargs", "options", "subtask_type")
-LOOK: dict[str, Any] = dict(zip(SIGNATURE, ("look", [], {}, {}, None), strict=True))
+LOOK: Any = dict(zip(SIGNATURE, ("look", [], {}, {}, None), strict=True))
 NAMED: list[tuple[str, Any]] = [
     *(("priority", 3), ("headers", {"tenant": "x"}), ("shadow", "another-name")),
     *(("time_limit", 30), ("soft_time_limit", 20), ("expires", 60), ("ignore_result", True)),

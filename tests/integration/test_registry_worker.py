@@ -263,23 +263,18 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
         shop.worker.stop()
 
 
-@pytest.mark.parametrize("why", ["pause", "no answer"])
 def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
-    serve: Any, noted: Notes, redis: RedisServer, connection: Connection, why: str
+    serve: Any, noted: Notes, redis: RedisServer, connection: Connection
 ) -> None:
     noted.shop = shop = serve(rabbitdelay_registry_options=IMPATIENT)
     worker, queue = shop.worker, Queue(shop.conf.task_default_queue, no_declare=True)
-    if why == "pause":
-        shop.rabbitdelay.pause(task="note")
     noted.send("once", delay=1, once=True)
-    if why == "no answer":
-        redis.suspend()
-        wait_for(lambda: "go back into the levels" in worker.log, "the warning", PATIENCE)
+    redis.suspend()
+    wait_for(lambda: "go back into the levels" in worker.log, "the warning", PATIENCE)
     levels = shop.rabbitdelay.topology.queues
     with connection.channel() as opened:
         channel: Any = opened
-        paused = shop.rabbitdelay.topology.module_queues.paused
-        asked = (paused if why == "pause" else queue)(channel)
+        asked = queue(channel)
 
         def is_put_back() -> bool:
             counts = queue_counts(connection, levels)
@@ -301,8 +296,6 @@ def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
             properties = {**message.properties, "application_headers": message.headers}
             channel.basic_publish(Message(message.body, **properties), routing_key=queue.name)
         message.ack()
-    if why == "pause":
-        shop.rabbitdelay.resume(task="note")
     worker.start()
     assert noted.until(1) == ["once"]
 

@@ -194,7 +194,8 @@ def test_another_route_of_the_task_is_an_edit(stage: Stage, connection: Connecti
         queue(connection.default_channel).declare()
     changed = make_app({**stage.settings, "task_routes": {"note": {"queue": queues[1].name}}})
     apps: list[Any] = [stage.shop, stage.shop, changed, changed]
-    puts = [each.rabbitdelay.schedules.put("a", "note", SECOND, ("a",)) for each in apps]
+    given = ("a", "note", SECOND, ("a",), {"key": "none"})
+    puts = [each.rabbitdelay.schedules.put(*given) for each in apps]
     first, same, edited, same_again = (each.next_id for each in puts)
     changed.close()
     assert first == same != edited == same_again
