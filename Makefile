@@ -8,7 +8,7 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
+.PHONY: help demo test test-security test-operations test-schedules test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
         bench bench-beside journeys lint types docs pictures tox coverage clean
 
 help:  ## List the targets
@@ -26,25 +26,38 @@ $(VENV)/check.done: pyproject.toml set_up.sh
 demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is killed (about a minute)
 	$(BIN)/python -m example_project
 
+INTEGRATION = $(wildcard $(patsubst %,tests/integration/test_%.py,$(1)))
+
 # What starts Spark. All files but the first ones share a session, which ends where one needs its own.
 OWN_SPARK = example_project/tests/test_pipelines.py tests/integration/test_spark_speculation.py
-SPARK_TESTS = $(OWN_SPARK) $(filter-out $(OWN_SPARK),$(wildcard tests/integration/test_spark_*.py))
+SPARK_TESTS = $(OWN_SPARK) $(filter-out $(OWN_SPARK),$(call INTEGRATION,spark_*))
 
-# The operator's commands against real servers, the code of the documentation, probes, pauses, and metrics.
-OPERATIONS_TESTS = $(wildcard $(patsubst %,tests/integration/test_%.py,adopt command* documentation flower health leaving metrics migrate pause \
-        probe prometheus redrive* undeliverable verify* web web_mounted web_pages))
+# The operator's commands against real servers, the code of the documentation, probes, pauses, metrics and the page.
+OPERATIONS_TESTS = $(call INTEGRATION,adopt command* documentation flower health leaving metrics migrate pause \
+        probe prometheus redrive* undeliverable verify* web web_mounted web_pages web_requests)
 
 # What strangers, other users and other versions may do, and TLS.
-SECURITY_TESTS = tests/upgrade $(patsubst %,tests/integration/test_%.py,dangerous_bodies hostile modules_bounds \
-        permissions reach sealed secrets signing tls versions)
+SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bodies hostile modules_bounds permissions \
+        reach sealed secrets signing tls versions)
+
+# Schedules, time travel and what records sends.
+SCHEDULES_TESTS = $(call INTEGRATION,beat_entries pause_travel recorded_sequences schedule* testing_plugin travel)
 
 # Brokers, workers and Redis servers that are killed or stop answering, and clusters.
-TROUBLE_TESTS = tests/acceptance/test_kill.py $(wildcard $(patsubst %,tests/integration/test_%.py,cluster* \
-        may_have_arrived modules_trouble publish_retry publisher_trouble *_resends registry_kills registry_trouble \
-        send_many_trouble unaware))
+TROUBLE_TESTS = tests/acceptance/test_kill.py $(call INTEGRATION,cluster* modules_trouble publish_retry publisher_trouble \
+        registry_kills registry_trouble send_many_trouble unaware)
 
 # The page in a real browser, also while its servers are killed.
-BROWSER_TESTS = $(wildcard tests/integration/test_web_browser*.py)
+BROWSER_TESTS = $(call INTEGRATION,web_browser*)
+
+# One test of each of these rooms.
+SMOKE_TESTS = $(patsubst %,tests/integration/test_%,\
+        schedules.py::test_each_instant_runs_once_and_edits_and_deletes_end_what_waits \
+        travel.py::test_all_ways_to_send_travel \
+        spark_write.py::test_each_row_becomes_a_task_whatever_the_types_of_its_columns \
+        redrive.py::test_messages_come_to_their_queue_and_the_others_stay_in_their_order \
+        metrics.py::test_each_verdict_of_the_registry_is_counted \
+        web.py::test_an_action_does_what_it_says_for_each_task_and_is_logged)
 
 # How many processes test at the same time; most tests wait most of the time.
 PROCESSES ?= 4
@@ -52,10 +65,11 @@ PROCESSES ?= 4
 # Files in their order: unit tests, of which each file is quick, come last and fill the gaps.
 AT_ONCE = --dist=loadfile --no-loadscope-reorder --numprocesses
 
-TEST = -m pytest $(AT_ONCE)=$(PROCESSES) \
-        $(foreach each,$(SPARK_TESTS) $(OPERATIONS_TESTS) $(SECURITY_TESTS) $(TROUBLE_TESTS) $(BROWSER_TESTS),--ignore=$(each))
+TEST = -m pytest $(AT_ONCE)=$(PROCESSES) $(SMOKE_TESTS) $(filter-out $(SPARK_TESTS) $(OPERATIONS_TESTS) \
+        $(SECURITY_TESTS) $(SCHEDULES_TESTS) $(TROUBLE_TESTS) $(BROWSER_TESTS), \
+        $(wildcard $(addsuffix /test_*.py,tests/acceptance tests/integration example_project/tests))) tests/unit
 
-test: $(VENV)/test.done  ## All tests but those of the other targets test-*, on private RabbitMQ and Redis servers
+test: $(VENV)/test.done  ## The tests of levels, publishing, modules, app, worker and registry, and one of each other room
 	$(BIN)/python $(TEST)
 
 coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half as long again)
@@ -67,7 +81,10 @@ coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half
 test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SECURITY_TESTS)
 
-test-operations: $(VENV)/test.done  ## The tests of the operator's commands, the documentation and metrics, likewise
+test-schedules: $(VENV)/test.done  ## The tests of schedules, time travel and what records sends, likewise
+	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SCHEDULES_TESTS)
+
+test-operations: $(VENV)/test.done  ## The tests of the operator's commands, the documentation, metrics and the page, likewise
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(OPERATIONS_TESTS)
 
 test-trouble: $(VENV)/test.done  ## The tests whose servers are killed, freeze or are full, likewise (ten minutes)
@@ -80,7 +97,7 @@ test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
 	$(BIN)/pytest $(AT_ONCE)=2 $(SPARK_TESTS)
 
 unit: $(VENV)/test.done  ## The tests that need no server
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest $(AT_ONCE)=2 tests/unit
 
 integration: $(VENV)/test.done  ## The tests of the lower rooms and of Celery against real servers
 	$(BIN)/pytest tests/integration
