@@ -132,6 +132,12 @@ def test_what_no_client_may_say_is_removed_where_its_message_enters() -> None:
         **told,
         "headers": {"mine": 1, "headers": {}},
     }
+    # Whatever has an exchange is told from what has left check-in.
+    undelayed = [message(application_headers={name: "x"}) for name in (headers.EXCHANGE, "mine")]
+    for each in undelayed:
+        module.admit(each)
+    admitted = [each.properties["application_headers"] for each in undelayed]
+    assert admitted == [{headers.EXCHANGE: "x", "x-delay": 0}, {"mine": "x"}]
     # What comes from meditation was written by producers, or by check-in itself.
     returning = message("t.meditated", application_headers=dict(FORGED))
     module.admit(returning)
@@ -148,6 +154,16 @@ def test_after_meditation_part_of_a_millisecond_counts(monkeypatch: pytest.Monke
 
 #: What is no header of a message, in the table below.
 OPTIONS = ("exchange", "key", "content_type")
+
+
+def test_a_task_with_callbacks_is_let_in_only_from_a_trusted_client(receive: Any) -> None:
+    told = {"task": "t", "id": "1", "callbacks": ["evil"]}
+    task = message(application_headers=told, content_type="application/json")
+    with pytest.raises(UnprocessableMessage, match="rabbitdelay_checkin_trusted"):
+        receive(task)
+    trusting = CheckIn(TOPOLOGY, lambda exchange, key: True, trusts_clients=True)
+    (outgoing,) = trusting.receive(task)
+    assert outgoing.message.headers.others == told
 
 
 @pytest.mark.parametrize(
