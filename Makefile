@@ -34,7 +34,7 @@ SPARK_TESTS = $(OWN_SPARK) $(filter-out $(OWN_SPARK),$(call INTEGRATION,spark_*)
 
 # The operator's commands against real servers, the code of the documentation, probes, pauses, metrics and the page.
 OPERATIONS_TESTS = $(call INTEGRATION,adopt command* documentation flower health leaving metrics migrate pause \
-        probe prometheus redrive* undeliverable verify* web web_mounted web_pages web_requests)
+        probe prometheus redrive* undeliverable verify* web web_mounted web_pages)
 
 # What strangers, other users and other versions may do, and TLS.
 SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bodies hostile modules_bounds permissions \
