@@ -64,6 +64,12 @@ def free(registry: Registry, name: str = JOB) -> None:
     registry.store.commands(lambda pipe: pipe.hset(record, "free", 0))
 
 
+def listed_in_redis(registry: Registry) -> int:
+    """Return how many jobs the list of open ones takes room for."""
+    names = registry.names.open_jobs()
+    return sum(registry.store.commands(lambda pipe: [pipe.zcard(each) for each in names]))
+
+
 def closed(call: Callable[[], object]) -> str:
     """Return the state of which a call complains."""
     with pytest.raises(JobClosed) as raised:
@@ -105,6 +111,7 @@ def test_open_jobs_are_listed_by_when_they_expire(registry: Registry, others: Jo
     registry.jobs.end(committed, COMMITTED)
     registry.jobs.end(aborted, ABORTED)
     registry.jobs.confirm(confirmed, registry.jobs.join(confirmed, 0)[1])
+    assert listed_in_redis(registry) == 17, "what has ended takes no room"
     record = registry.names.of("job", of_earlier_version)
     registry.store.commands(lambda pipe: pipe.hset(record, "state", "committed"))
     assert others.opened(registry.now_ms(), 100) == listed[4:]
@@ -117,10 +124,7 @@ def test_a_job_that_has_expired_is_not_listed_as_open(registry: Registry) -> Non
     another = next(each for each in names if shard_of(each) == shard_of(JOB))
     registry.jobs.open(another, MINUTE_MS)
     assert [name for name, _ in registry.jobs.opened(registry.now_ms(), 100)] == [another]
-    lists = registry.store.commands(
-        lambda pipe: [pipe.zcard(each) for each in registry.names.open_jobs()]
-    )
-    assert sum(lists) == 1, "what has expired takes no room"
+    assert listed_in_redis(registry) == 1, "what has expired takes no room"
 
 
 def test_a_job_that_is_not_committed_in_time_turns_aborted_once_with_a_warning(
