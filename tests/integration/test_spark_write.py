@@ -19,6 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from celery_rabbitdelay.app.sending.rows import MAX_ERRORS
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.spark import dispatch, grouped, task_id
 from celery_rabbitdelay.spark.columns import Columns
@@ -193,16 +194,27 @@ def test_refused_rows_are_collected_with_their_types_mended_and_written_again(
     assert sorted(noted()) == [*range(6)]
 
 
+def test_no_task_of_a_write_that_fails_runs_although_other_partitions_were_sent(
+    spark: SparkSession, noted: Notes
+) -> None:
+    bad = notes(spark, noted, 1, "double('nan')", partitions=1)
+    with pytest.raises(PySparkException, match="nan"):
+        write(notes(spark, noted, 20, partitions=2).union(bad))
+    assert noted.until(DELAY) == []
+
+
 def test_rows_behind_many_refused_ones_are_sent(
     spark: SparkSession, driver: None, noted: Notes, tmp_path: Path
 ) -> None:
-    frame = notes(spark, noted, 300, "if(id < 250, double('nan'), 3D)", partitions=1)
+    # More than send_many refuses before it takes no more.
+    bad = MAX_ERRORS + 100
+    rows = notes(spark, noted, bad + 50, f"if(id < {bad}, double('nan'), 3D)", partitions=1)
     errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
-    report = dispatch(frame, "note", app=APP, **errors)
-    assert (report.rows, report.confirmed, report.refused) == (300, 50, {"InvalidDelay": 250})
-    assert spark.read.parquet(str(tmp_path)).count() == 250
+    report = dispatch(rows, "note", app=APP, **errors)
+    assert (report.confirmed, report.refused) == (50, {"InvalidDelay": bad})
+    assert spark.read.parquet(str(tmp_path)).count() == bad
     noted.wait(50)
-    assert sorted(noted()) == [*range(250, 300)]
+    assert sorted(noted()) == [*range(bad, bad + 50)]
 
 
 def test_refused_rows_keep_the_types_of_their_columns(
