@@ -126,8 +126,12 @@ def own_rabbitmq(
 
 
 @pytest.fixture
-def private_rabbitmq(own_rabbitmq: RabbitMQServer) -> Iterator[RabbitMQServer]:
+def private_rabbitmq(
+    request: pytest.FixtureRequest, own_rabbitmq: RabbitMQServer
+) -> Iterator[RabbitMQServer]:
     """A RabbitMQ node that a test may kill, as long as the next test finds it in working order."""
+    others = {"session_rabbitmq", "module_broker_url"}.intersection(request.fixturenames)
+    assert not others, "the test would kill one broker, and look at another one"
     if not own_rabbitmq.running:
         own_rabbitmq.start()
     process = own_rabbitmq.pid

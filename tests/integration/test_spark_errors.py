@@ -40,15 +40,15 @@ def redis() -> Iterator[ConfiguredRedis]:
 
 @pytest.fixture(scope="module")
 def settings(
-    session_rabbitmq: RabbitMQServer, redis: ConfiguredRedis, redis_url: str
+    own_rabbitmq: RabbitMQServer, redis: ConfiguredRedis, redis_url: str
 ) -> dict[str, dict[str, Any]]:
     """The applications, by name."""
     prefix = f"test-{uuid4().hex[:8]}"
-    good = small_configuration(session_rabbitmq.url, redis_url, prefix)
+    good = small_configuration(own_rabbitmq.url, redis_url, prefix)
     away = {**good, "rabbitdelay_confirm_timeout": 1.0}
     # The broker takes its time to refuse a login.
     stranger = {**good, "rabbitdelay_confirm_timeout": 10}
-    stranger["broker_url"] = session_rabbitmq.url.replace(":guest@", ":wrong@")
+    stranger["broker_url"] = own_rabbitmq.url.replace(":guest@", ":wrong@")
     registry = f"@127.0.0.1:{redis.port}/0"
     return {
         "no_broker": {**away, "broker_url": "amqp://guest:opensesame@127.0.0.1:1//"},

@@ -492,12 +492,18 @@ def test_hostile_texts_do_nothing_wherever_they_are_shown(
 
 
 def test_a_frozen_broker_holds_up_no_other_page(
-    tracked: Any, browser: Browser, private_rabbitmq: RabbitMQServer
+    make_shop: Callable[..., Any], redis_url: str, private_rabbitmq: RabbitMQServer
 ) -> None:
-    (task_id,) = send(tracked)
+    shop = make_shop(
+        rabbitdelay_registry_url=redis_url,
+        rabbitdelay_layout=HOURS,
+        rabbitdelay_track="all",
+    )
+    browser = Browser(application(shop))
+    (task_id,) = send(shop)
     wait_for(lambda: browser.json("/now")["total"] == 1, "the counts")
     with ThreadPoolExecutor(1) as pool, suspended(private_rabbitmq):
-        looking = pool.submit(Browser(application(tracked)).json, "/now")
+        looking = pool.submit(Browser(application(shop)).json, "/now")
         while not looking.done():
             assert ids_of(browser.json("/waiting")) == [task_id]
     assert looking.result()["broker_error"]
