@@ -11,7 +11,6 @@ from celery_rabbitdelay.command import (  # noqa: F401
     moving,
     pausing,
     route,
-    send,
     status,
     undeliverable,
     waiting,

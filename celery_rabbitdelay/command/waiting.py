@@ -7,7 +7,6 @@ from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -25,7 +24,7 @@ from celery_rabbitdelay.registry.index import Pending
 #: The characters of the longest bar.
 BAR_LENGTH: Final = 50
 
-#: The most steps that are printed as bars; ``--plot`` and ``--json`` have all of them.
+#: The most steps that are printed as bars; ``--json`` has all of them.
 MAX_BARS: Final = 60
 
 
@@ -120,15 +119,10 @@ def _facts(found: KnownTask) -> Iterator[str]:
     show_default=True,
     help="The length of each step.",
 )
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG)."
-)
-def forecast(step: float, plot: Path | None, **filters: Any) -> None:
+def forecast(step: float, **filters: Any) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
     with shared.with_registry() as delays:
         steps = list(delays.forecast(step, **filters))
-    if plot is not None:
-        _draw(steps, step, plot)
     told = [{"start": at, "tasks": count} for at, count in steps]
     total = sum(count for _, count in steps)
     shared.answer({"tasks": total, "steps": told}, _bars(steps, total))
@@ -140,26 +134,8 @@ def _bars(steps: Sequence[tuple[datetime, int]], total: int) -> Iterator[str]:
         bar = "#" * max(round(count / most * BAR_LENGTH), 1)
         yield f"{shared.local(at)}  {bar} {count:,}"
     if len(steps) > MAX_BARS:
-        yield f"... and {len(steps) - MAX_BARS:,} further steps; see --plot and --json"
+        yield f"... and {len(steps) - MAX_BARS:,} further steps; see --json"
     yield f"{total:,} tracked tasks wait"
-
-
-def _draw(steps: Sequence[tuple[datetime, int]], step: float, path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure  # an extra that only this option needs
-    except ImportError as missing:
-        raise click.UsageError("--plot needs matplotlib: pip install matplotlib") from missing
-    figure = Figure(figsize=(10, 4))
-    axes: Any = figure.subplots()
-    axes.bar(
-        [at.astimezone() for at, _ in steps],
-        [count for _, count in steps],
-        width=timedelta(seconds=step),
-        align="edge",
-    )
-    axes.set_ylabel(f"tasks due in {step:g} s")
-    figure.autofmt_xdate()
-    figure.savefig(path, bbox_inches="tight")
 
 
 def _brief(length: timedelta) -> str:
