@@ -11,9 +11,8 @@ the tokens of forms), ``access`` (the ways to know a user) and ``shield`` (what 
 every answer has to have). ``reading`` shares one look at a server among all viewers, ``site`` holds
 these readings, ``asked`` is what a view gets. Each view returns what its page and its JSON show:
 ``now``, ``waiting``, ``deciding`` (cancel, postpone, run now; ``work`` is what takes long),
-``workers``, ``health`` and others. ``pages`` is the table of them, ``openapi`` describes it,
-``shown`` renders texts that anybody may have written, and ``asgi`` makes the application, which
-``serve`` serves.
+``workers``, ``health`` and others. ``pages`` is the table of them, ``shown`` renders
+texts that anybody may have written, and ``asgi`` makes the application, which ``serve`` serves.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from celery_rabbitdelay import __version__
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.access import PAUSE, Access, NotSignedIn, TooManyAttempts, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
-from celery_rabbitdelay.web.openapi import TOKEN_HEADER, openapi
 from celery_rabbitdelay.web.pages import PAGES, Page
 from celery_rabbitdelay.web.polled import Polled
 from celery_rabbitdelay.web.sessions import (
@@ -38,6 +37,9 @@ from celery_rabbitdelay.web.site import Site
 logger = logging.getLogger(__name__)
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
+
+#: The header of an action's token; ``/api/session`` returns the token.
+TOKEN_HEADER: Final = "X-Rabbitdelay-Token"  # noqa: S105 - a name
 
 #: What visitors read whom the page does not know.
 NOBODY: Final = (
@@ -94,7 +96,6 @@ class Server:
             Route("/sign-in", self._sign_in, methods=["POST"]),
             Route("/sign-out", self._sign_out, methods=["POST"]),
             Route("/api/session", self._session),
-            Route("/api/openapi.json", self._openapi),
             Mount("/static", StaticFiles(packages=[("celery_rabbitdelay.web", "static")])),
         ]
         for page in PAGES:
@@ -154,12 +155,6 @@ class Server:
             return self._unknown(request)
         told = {"user": visitor.user.name, "role": visitor.user.role, "token": visitor.token}
         return self._with_session(request, visitor, _json(told))
-
-    async def _openapi(self, request: Request) -> Response:
-        visitor = await self._access.visitor(request)
-        if visitor.user is None:
-            return self._unknown(request)
-        return _json(openapi(PAGES, base_of(request)))
 
     async def _sign_in(self, request: Request) -> Response:
         if not self._access.has_sign_in:
