@@ -44,17 +44,6 @@ def registered_task(app: celery.Celery, name: str) -> Any:
     return app._tasks.get(name)  # type: ignore[attr-defined]
 
 
-def own_changes(app: celery.Celery, word: str) -> tuple[object, int, dict[str, Any]]:
-    """Return what differs as soon as a setting has been changed whose key has a word.
-
-    To read all keys is slow. Those that are set one by one are in ``changes``; a further source is
-    a further mapping, or makes another configuration.
-    """
-    conf: Any = app.conf
-    changes = {key: conf.changes[key] for key in list(conf.changes) if word in str(key).lower()}
-    return conf, len(conf.maps), changes
-
-
 @contextmanager
 def results_kept_in(app: celery.Celery, backend: Backend) -> Iterator[None]:
     """Keep the application's results in another backend for the time of a block, in all threads.

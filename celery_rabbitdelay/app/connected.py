@@ -15,13 +15,13 @@ from kombu import Connection
 from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections, own_changes
+from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.sending.pipelines import current_pipeline
 from celery_rabbitdelay.app.sending.task_producer import StandIn
-from celery_rabbitdelay.app.settings import PREFIX, Settings
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
@@ -55,32 +55,12 @@ class Connected:
 
     @cached_property
     def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings, as they are when they are first used.
+        """The application's ``rabbitdelay_*`` settings, read on first use; see :meth:`reset`.
 
         Raises:
             InvalidSetting: One of them is wrong.
         """
-        settings = Settings.of(self.app.conf, self._namespace)
-        # Of a bound method, nothing shows a password.
-        self._is_unchanged = own_changes(self.app, PREFIX).__eq__
-        return settings
-
-    def check_settings(self) -> None:
-        """Refuse settings that were changed since they were first used; every send does so.
-
-        Raises:
-            InvalidSetting: One of them is wrong, or was changed.
-        """
-        settings = self.settings
-        changes = own_changes(self.app, PREFIX)
-        if not self._is_unchanged(changes):
-            settings.check_unchanged(Settings.of(self.app.conf, self._namespace), self._namespace)
-            self._is_unchanged = changes.__eq__
-
-    @property
-    def _namespace(self) -> str | None:
-        namespace: str | None = getattr(self.app, "namespace", None)
-        return namespace
+        return Settings.of(self.app.conf, getattr(self.app, "namespace", None))
 
     @property
     def topology(self) -> Topology:

@@ -288,7 +288,6 @@ class RabbitDelay(WaitingTasks, Pausing):
         for name, reason in _REFUSED.items():
             if given.get(name) is not None:
                 raise exceptions.UnknownOption(name, given[name], reason)
-        self.check_settings()
         checked_registry_options(given, self.app)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules

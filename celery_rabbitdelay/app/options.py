@@ -212,7 +212,6 @@ def checked_registry_options(options: Mapping[str, Any], app: Any) -> dict[str, 
             raise UnknownOption(name, value, takes.format(name=name))
     for name, value in given.items():
         if value is not False and app.rabbitdelay.settings.registry_url is None:
-            app.rabbitdelay.check_settings()
             raise RegistryRequired(f"{name} = {value!r}")
     return given
 

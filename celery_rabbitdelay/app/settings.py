@@ -392,24 +392,6 @@ class Settings:
             "max_message_bytes": self.max_message_bytes,
         }
 
-    def check_unchanged(self, other: Settings, namespace: str | None = None) -> None:
-        """Refuse a change of the configuration, which would count in some places only.
-
-        Args:
-            other: The settings as they stand in the configuration now.
-            namespace: As for :meth:`of`.
-
-        Raises:
-            InvalidSetting: A setting differs.
-        """
-        for name, kind in _KINDS.items():
-            value, used = getattr(other, name), getattr(self, name)
-            if value != used:
-                takes = (
-                    f"is set too late, {kind.shown(used)!r} is in use; set it before the first send"
-                )
-                raise InvalidSetting(_key_of(name, namespace), kind.shown(value), takes)
-
     def check_delay(self, due: Due) -> None:
         """Refuse a delay that is too long for what workers serve.
 

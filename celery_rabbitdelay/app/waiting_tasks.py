@@ -266,7 +266,6 @@ class WaitingTasks(Jobs):
         """
         if delay is None and eta is None:
             raise TypeError("takes a delay or an eta, such as delay=60; neither was given")
-        self.check_settings()
         due = self.due(delay, None, eta)
         check_max_delay(due)
         ids = self._meant(task, key)

@@ -112,7 +112,6 @@ class TaskSending:
         if not self.app.rabbitdelay.is_available(self._callers_connection):
             self._refuse_registry_options("the broker is not RabbitMQ")
             return self._send_to_other_broker()
-        self.app.rabbitdelay.check_settings()
         wanted = RegistryOptions.of(
             self.app.rabbitdelay.settings, self._task, self.registry_options, self.former
         )

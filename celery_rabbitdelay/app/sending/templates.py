@@ -265,7 +265,6 @@ class Templates:
         delays = self._delays
         if not delays.available:
             return False
-        delays.check_settings()
         return (
             getattr(known, "rabbitdelay", True)
             and (delays.settings.takeover or not is_countdown)
