@@ -128,6 +128,7 @@ class Celery(celery.Celery):
         Raises:
             TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
             ValueError: A delay that is not finite, or an ``eta`` that is not ISO 8601.
+            InvalidSetting: A ``rabbitdelay_*`` setting is wrong, or ``task_protocol`` is 1.
             DelayTooLong: The delay is above the layout's capacity, and ``rabbitdelay_modules``
                 lacks check-in.
             NeedsDistribution: Not exactly one known queue gets the task, or its priority is above 4

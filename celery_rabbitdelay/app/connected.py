@@ -126,6 +126,17 @@ class Connected:
         """
         return self.available if connection is None else _is_rabbitmq(connection)
 
+    def check_protocol(self) -> None:
+        """Refuse Celery's message protocol 1: only its plain sends, and its arrivals, are known.
+
+        Raises:
+            InvalidSetting: The application sends it.
+        """
+        protocol = self.app.conf.task_protocol
+        if protocol == 1:
+            takes = "delayed tasks need Celery's message protocol 2, its default"
+            raise exceptions.InvalidSetting("task_protocol", protocol, takes)
+
     @contextmanager
     def publisher(
         self, connection: Connection | None = None, timeout: float | None = None

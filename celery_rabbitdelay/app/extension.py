@@ -257,8 +257,8 @@ class RabbitDelay(WaitingTasks, Pausing):
 
         Every row is confirmed when this returns. Rows that are due in the same tick travel in one
         message, an envelope, which distribution unpacks. Tasks that do not wait in the levels
-        (``rabbitdelay=False``, another broker, ``task_always_eager``), and those of Celery's
-        message protocol 1, are sent one by one with ``apply_async``.
+        (``rabbitdelay=False``, another broker, ``task_always_eager``) are sent one by one with
+        ``apply_async``.
 
         Args:
             task: The task, or its name.
@@ -296,13 +296,12 @@ class RabbitDelay(WaitingTasks, Pausing):
         if (
             not self.is_available(connection)
             or self.app.conf.task_always_eager
-            or self.app.conf.task_protocol == 1
             or not getattr(registered, "rabbitdelay", True)
         ):
             if connection is not None:
                 options["connection"] = connection
             return send_one_by_one(self.app, task, rows, progress, tolerance, options)
-
+        self.check_protocol()
         sender = RowSender(self, connection, task, tolerance_ms, envelopes, progress, options)
         return sender.send(rows)
 

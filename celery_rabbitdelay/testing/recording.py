@@ -22,7 +22,6 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import results_kept_in
 from celery_rabbitdelay.app.sending.task_producer import StandIn
-from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
 from celery_rabbitdelay.levels.headers import DUE
@@ -75,12 +74,9 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
 
     Raises:
         TypeError: The application is another one.
-        NotRecorded: The application uses Celery's message protocol 1.
     """
     if not isinstance(app, Celery):
         raise TypeError(f"takes a celery_rabbitdelay.Celery, or an installed application: {app!r}")
-    if app.conf.task_protocol == 1:
-        raise NotRecorded("Celery's message protocol 1")
     recording = Recording(app)
     with ExitStack() as stack:
         stack.enter_context(app.rabbitdelay.replaced_by(recording.stand_in))

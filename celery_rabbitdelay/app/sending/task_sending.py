@@ -188,6 +188,7 @@ class TaskSending:
 
     def _send_into_levels(self, due: Due, wanted: RegistryOptions) -> AsyncResult[Any]:
         delays = self.app.rabbitdelay
+        delays.check_protocol()
         delays.settings.check_delay(due)
         timeout = self.options.get("confirm_timeout")
         if timeout is not None:
