@@ -23,10 +23,9 @@ from celery_rabbitdelay.exceptions import __all__ as _errors
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
-    from celery_rabbitdelay.app.application import Celery, install
+    from celery_rabbitdelay.app.application import Celery, Task, install, shared_task
     from celery_rabbitdelay.app.known_task import KnownTask
     from celery_rabbitdelay.app.sending.rows import Report, Row
-    from celery_rabbitdelay.app.task import Task, shared_task
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
     from celery_rabbitdelay.registry.pauses import Paused
@@ -56,8 +55,8 @@ _IMPORTED_ON_FIRST_USE: Final = {
     "KnownTask": "celery_rabbitdelay.app.known_task",
     "Report": "celery_rabbitdelay.app.sending.rows",
     "Row": "celery_rabbitdelay.app.sending.rows",
-    "Task": "celery_rabbitdelay.app.task",
-    "shared_task": "celery_rabbitdelay.app.task",
+    "Task": "celery_rabbitdelay.app.application",
+    "shared_task": "celery_rabbitdelay.app.application",
     "Outcome": "celery_rabbitdelay.registry.decision",
     "Paused": "celery_rabbitdelay.registry.pauses",
     "Pending": "celery_rabbitdelay.registry.index",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, Protocol, TypeVar, overload
 
 import celery
 import celery.result
@@ -22,6 +22,7 @@ from kombu import Producer
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
     checked_registry_options,
@@ -31,7 +32,7 @@ from celery_rabbitdelay.app.options import (
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.sending.task_sending import TaskSending, given_producer
-from celery_rabbitdelay.app.task import Task, TaskDecorator
+from celery_rabbitdelay.app.task import DelayingTask, P, ResultT_co
 from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
@@ -67,7 +68,67 @@ METRICS_PORT_OPTION = click.Option(
 )
 
 
-class Celery(celery.Celery):
+ResultT = TypeVar("ResultT")
+TaskT = TypeVar("TaskT", bound="celery.Task[Any, Any]")
+
+
+class Task(DelayingTask[P, ResultT_co]):
+    """The base class of the application's tasks, mixed into the one that the user chose.
+
+    A :class:`celery.Task`, to be named where a type is: as a ``base``, or as that of ``self``.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def app(self) -> Celery:
+            """The application."""
+
+
+class TaskDecorator(Protocol):
+    """``app.task`` and ``shared_task``, for type checkers: their tasks take our options."""
+
+    @overload
+    def __call__(self, fun: Callable[P, ResultT], /, **options: Any) -> Task[P, ResultT]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        base: type[TaskT],
+        rabbitdelay: bool = True,
+        once: bool = False,
+        track: bool | None = None,
+        **options: Any,
+    ) -> Callable[[Callable[..., Any]], TaskT]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        bind: Literal[True],
+        rabbitdelay: bool = True,
+        once: bool = False,
+        track: bool | None = None,
+        **options: Any,
+    ) -> Callable[[Callable[Concatenate[Any, P], ResultT]], Task[P, ResultT]]: ...
+    @overload
+    def __call__(
+        self,
+        *,
+        bind: Literal[False] = False,
+        rabbitdelay: bool = True,
+        once: bool = False,
+        track: bool | None = None,
+        **options: Any,
+    ) -> Callable[[Callable[P, ResultT]], Task[P, ResultT]]: ...
+
+
+_shared_task: Any = celery.shared_task
+
+#: Celery's own, known to type checkers with the options that this package adds.
+shared_task: TaskDecorator = _shared_task
+
+
+class Celery(DelayingCelery):
     """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
 
     Tasks with ``countdown``, ``eta`` or ``delay`` wait in the levels, wherever Celery accepts these

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kombu import Queue
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 
 #: Names of queues and exchanges that never get a message: those of the broker, those by which
@@ -29,7 +29,7 @@ _UUID: Final = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 _ANY_UUID: Final = "-".join("?" * length for length in (8, 4, 4, 4, 12))
 
 
-def checkin_destinations(app: Celery) -> AllowedDestinations:
+def checkin_destinations(app: DelayingCelery) -> AllowedDestinations:
     """Return where check-in may publish: the setting, or the queues of ``task_queues``.
 
     Args:
@@ -43,7 +43,7 @@ def checkin_destinations(app: Celery) -> AllowedDestinations:
     return _never(AllowedDestinations.of_queues(queues.values()), app)
 
 
-def distribution_reach(app: Celery) -> DistributionReach:
+def distribution_reach(app: DelayingCelery) -> DistributionReach:
     """Return where distribution may publish, by the setting or by what the application names.
 
     Args:
@@ -69,7 +69,7 @@ def distribution_reach(app: Celery) -> DistributionReach:
     )
 
 
-def configured_destinations(app: Celery) -> AllowedDestinations:
+def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
     """Return what the configuration names.
 
     These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
@@ -84,7 +84,7 @@ def configured_destinations(app: Celery) -> AllowedDestinations:
     )
 
 
-def configured_queues(app: Celery) -> Mapping[str, Queue]:
+def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues that the configuration names, by their names."""
     queues: Any = app.amqp.Queues(app.conf.task_queues)
     for name in {app.conf.task_default_queue, *_routed(app.conf.task_routes), *_of_tasks(app)}:
@@ -95,7 +95,7 @@ def configured_queues(app: Celery) -> Mapping[str, Queue]:
     return made
 
 
-def _never(allowed: AllowedDestinations, app: Celery) -> AllowedDestinations:
+def _never(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinations:
     """Return the same without what no module ever publishes to.
 
     It publishes neither to the levels and their modules, nor to what the broker has of its own, nor
@@ -129,7 +129,7 @@ def _is_pair(route: object) -> bool:
     return isinstance(route, list | tuple) and len(route) == 2 and isinstance(route[0], str)
 
 
-def _of_tasks(app: Celery) -> Iterator[str]:
+def _of_tasks(app: DelayingCelery) -> Iterator[str]:
     for task in app.tasks.values():
         queue = getattr(task, "queue", None)
         if isinstance(queue, str) and queue:

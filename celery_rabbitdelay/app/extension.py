@@ -28,7 +28,7 @@ from celery_rabbitdelay.app.options import (
     without_stamps,
 )
 from celery_rabbitdelay.app.pausing import Pausing
-from celery_rabbitdelay.app.sending.pipelines import open_pipeline
+from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipeline
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
@@ -38,8 +38,9 @@ from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
-from celery_rabbitdelay.publishing.declaration import check_complete, declare, on_declared
+from celery_rabbitdelay.publishing.declaration import check_complete, on_declared
 from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
+from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.schedules.schedules import Schedules
@@ -67,10 +68,6 @@ class RabbitDelay(WaitingTasks, Pausing):
         app: The application; its configuration is read when it is first needed.
     """
 
-    def __init__(self, app: celery.Celery) -> None:
-        super().__init__(app)
-        self._has_warned = self._has_warned_of_loop = False
-
     @property
     def schedules(self) -> Schedules:
         """Tasks that run again and again: ``put``, ``get``, ``all``, ``delete`` and more."""
@@ -82,46 +79,26 @@ class RabbitDelay(WaitingTasks, Pausing):
         """The messages that plain sends are written from."""
         return Templates(self)
 
-    def warn_treated_as_countdown(self, why: str) -> None:
-        """Log once that a delay does not wait in the levels, but is treated as a countdown.
+    @contextmanager
+    def publisher(
+        self, connection: Connection | None = None, timeout: float | None = None
+    ) -> Iterator[Publisher]:
+        """Borrow a confirmed publisher: that of the block that a send belongs to, if there is one.
 
         Args:
-            why: The reason, and what happens to the task.
-        """
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("A delay is treated as Celery's own countdown: %s.", why)
-
-    def warn_blocked_loop(self, seconds: float) -> None:
-        """Log once that a send has blocked this thread's event loop, if there is one, for long.
-
-        Args:
-            seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
-        """
-        with suppress(RuntimeError):
-            loop = asyncio.get_running_loop()
-            if not self._has_warned_of_loop and seconds >= loop.slow_callback_duration:
-                self._has_warned_of_loop = True
-                logger.warning(
-                    "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
-                    "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
-                    seconds,
-                )
-
-    def declare(self, connection: Connection) -> None:
-        """Declare the levels on a broker, as a worker does at its start.
-
-        Declares all of them again (about 50 ms), which restores those that somebody deleted by
-        hand. With ``rabbitdelay_declare = "never"`` they are only checked.
+            connection: As for :meth:`.Delays.publisher`.
+            timeout: As there.
 
         Raises:
-            LayoutConflict: Another layout is declared under the prefix.
-            TopologyIncomplete: Something is missing, and the settings forbid to declare it.
+            NoPublisherFree: As there.
         """
-        if self.settings.declare == "auto":
-            declare(connection, self.topology)
+        pipeline = current_pipeline(self, connection)
+        if pipeline is not None and pipeline.has_publisher:
+            lent = pipeline.lent()
         else:
-            check_complete(connection, self.topology)
+            lent = super().publisher(connection, timeout)
+        with lent as publisher:
+            yield publisher
 
     def check(self, timeout: float = 1.0) -> None:
         """Raise if a delayed task could not be sent now, for the readiness of a web server.
@@ -302,8 +279,8 @@ class RabbitDelay(WaitingTasks, Pausing):
                 options["connection"] = connection
             return send_one_by_one(self.app, task, rows, progress, tolerance, options)
         self.check_protocol()
-        sender = RowSender(self, connection, task, tolerance_ms, envelopes, progress, options)
-        return sender.send(rows)
+        wanted = connection, task, tolerance_ms, envelopes, progress, options
+        return RowSender(self, self.templates, *wanted).send(rows)
 
     def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Bind a queue that was just declared to the levels: kombu's ``on_declared``.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from celery_rabbitdelay.app.connected import Connected
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import PublishError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
@@ -27,7 +27,7 @@ NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
 
-class Jobs(Connected):
+class Jobs(Delays):
     """Open, commit and abort jobs: a part of :class:`.RabbitDelay`."""
 
     def open_job(self, job: str, *, expires: Delay) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from celery_rabbitdelay.app.connected import Connected
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.registry.pauses import Paused
 
 
-class Pausing(Connected):
+class Pausing(Delays):
     """Pause and resume due tasks: a part of :class:`.RabbitDelay`.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and

@@ -12,15 +12,11 @@ from datetime import datetime
 from typing import (
     TYPE_CHECKING,
     Any,
-    Concatenate,
     Final,
     Generic,
-    Literal,
     ParamSpec,
-    Protocol,
     TypeVar,
     Unpack,
-    overload,
 )
 
 import celery
@@ -30,6 +26,7 @@ from celery.result import AsyncResult
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.celery_internals import as_given, retries_by_itself
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     OWN_OPTIONS,
@@ -42,13 +39,8 @@ from celery_rabbitdelay.app.options import (
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.plain_times import plain
 
-if TYPE_CHECKING:
-    from celery_rabbitdelay.app.application import Celery
-
 P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
-TaskT = TypeVar("TaskT", bound="celery.Task[Any, Any]")
 
 #: Errors of publishing after which another attempt may succeed.
 TEMPORARY_ERRORS: Final = (
@@ -76,16 +68,13 @@ class TaskAttributes:
     track: bool | None = None
 
 
-class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore[type-arg]
-    """The base class of the application's tasks, mixed into the one that the user chose.
-
-    A :class:`celery.Task`, to be named where a type is: as a ``base``, or as that of ``self``.
-    """
+class DelayingTask(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore[type-arg]
+    """What a task of the application does in another way than in Celery."""
 
     if TYPE_CHECKING:
 
         @property
-        def app(self) -> Celery:
+        def app(self) -> DelayingCelery:
             """The application."""
 
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:
@@ -224,46 +213,3 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
                 time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
                 raise Reject(unsent, requeue=True) from unsent
             raise unsent from None
-
-
-class TaskDecorator(Protocol):
-    """``app.task`` and ``shared_task``, for type checkers: their tasks take our options."""
-
-    @overload
-    def __call__(self, fun: Callable[P, ResultT], /, **options: Any) -> Task[P, ResultT]: ...
-    @overload
-    def __call__(
-        self,
-        *,
-        base: type[TaskT],
-        rabbitdelay: bool = True,
-        once: bool = False,
-        track: bool | None = None,
-        **options: Any,
-    ) -> Callable[[Callable[..., Any]], TaskT]: ...
-    @overload
-    def __call__(
-        self,
-        *,
-        bind: Literal[True],
-        rabbitdelay: bool = True,
-        once: bool = False,
-        track: bool | None = None,
-        **options: Any,
-    ) -> Callable[[Callable[Concatenate[Any, P], ResultT]], Task[P, ResultT]]: ...
-    @overload
-    def __call__(
-        self,
-        *,
-        bind: Literal[False] = False,
-        rabbitdelay: bool = True,
-        once: bool = False,
-        track: bool | None = None,
-        **options: Any,
-    ) -> Callable[[Callable[P, ResultT]], Task[P, ResultT]]: ...
-
-
-_shared_task: Any = celery.shared_task
-
-#: Celery's own, known to type checkers with the options that this package adds.
-shared_task: TaskDecorator = _shared_task

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware, maybe_timedelta
 
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -113,7 +114,7 @@ def end_beat(schedules: Schedules, kept: Container[str] = ()) -> None:
         schedules.delete(name)
 
 
-def _puts(app: Any) -> dict[str, Put]:
+def _puts(app: DelayingCelery) -> dict[str, Put]:
     """Return what an application's entries put, by the names of their schedules."""
     # As a worker has done: entries may be added when the application is finalized.
     app.loader.import_default_modules()
@@ -130,7 +131,7 @@ def _digest(puts: Mapping[str, Put]) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 
 
-def _prefix(app: Any) -> str:
+def _prefix(app: DelayingCelery) -> str:
     """Return what the names of an application's entries begin with."""
     return f"beat:{app.main or ''}:"
 
@@ -175,7 +176,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Mapping[str, Any]) -> None:
         plan.put(name, entry["task"], when, args, kwargs, **options)
 
 
-def _entries_of_celery(app: Any) -> dict[str, Any]:
+def _entries_of_celery(app: DelayingCelery) -> dict[str, Any]:
     """Return what beat adds by itself, in ``celery.beat.Scheduler``."""
     if not app.conf.result_expires or app.backend.supports_autoexpire:
         return {}

@@ -12,6 +12,7 @@ from kombu import serialization
 from kombu.compression import decompress
 from kombu.exceptions import EncodeError
 
+from celery_rabbitdelay.app.delays import DelayingCelery, Delays
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.task_messages import Call, capture_message, restored, stored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
@@ -79,7 +80,9 @@ def task_of(delayed: Delayed) -> str:
     return str(delayed.message.headers.others.get("task", ""))
 
 
-def captured(app: Any, made: Occurrence, task: Any, args: Any, kwargs: Any) -> tuple[Delayed, str]:
+def captured(
+    app: DelayingCelery, made: Occurrence, task: Any, args: Any, kwargs: Any
+) -> tuple[Delayed, str]:
     """Return the message that Celery would send, and what stands for all of a schedule.
 
     Args:
@@ -94,8 +97,9 @@ def captured(app: Any, made: Occurrence, task: Any, args: Any, kwargs: Any) -> t
     """
     name = task if isinstance(task, str) else str(task.name)
     known = app.tasks.get(name)
-    # An eager task would run.
-    is_by_name = known is None or app.conf.task_always_eager
+    send: Any = partial(app.send_task, name)
+    if known is not None and not app.conf.task_always_eager:  # an eager task would run
+        send = known.apply_async
     says = {}
     if RegistryOptions.of(app.rabbitdelay.settings, known, {}, {}).track:
         says[TRACKED] = True
@@ -108,7 +112,7 @@ def captured(app: Any, made: Occurrence, task: Any, args: Any, kwargs: Any) -> t
             call,
             {**made.options, "expires": None},
             says,
-            partial(app.send_task, name) if is_by_name else known.apply_async,
+            send,
         ).delayed
     except EncodeError as error:
         takes = f"takes arguments that can be written: {error}"
@@ -161,7 +165,7 @@ def filled(producer: DelayedProducer, send: Send) -> Delayed:
     return send.pattern._replace(message=producer.sign(message), task_id=send.task_id)
 
 
-def send_all(delays: Any, sends: Sequence[Send]) -> None:
+def send_all(delays: Delays, sends: Sequence[Send]) -> None:
     """Send messages, and register those that are tracked.
 
     Args:

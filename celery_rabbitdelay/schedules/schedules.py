@@ -17,6 +17,7 @@ from uuid import uuid4
 from celery.result import AsyncResult
 from celery.utils.time import LocalTimezone
 
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.instruments import OCCURRENCES
 from celery_rabbitdelay.app.sending.task_messages import restored, stored
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
@@ -181,7 +182,7 @@ class Schedules:
         app: The application.
     """
 
-    app: Any
+    app: DelayingCelery
 
     def put(
         self,

@@ -25,6 +25,7 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.sending.rows import Report, Row, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidEnvelope,
@@ -134,7 +135,7 @@ class PartitionSender:
 
     def __init__(
         self,
-        app: Any,
+        app: Celery,
         columns: Columns | GroupedColumns,
         options: WriteOptions,
         ids: TaskIds,

@@ -12,6 +12,7 @@ from typing import Any, Final
 from amqp.exceptions import AMQPError
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.undeliverable.messages import (
@@ -60,13 +61,13 @@ class _Reader(DataSourceReader):
             raise error from None
 
     @abstractmethod
-    def _rows(self, app: Any, partition: InputPartition) -> Iterator[Any]: ...
+    def _rows(self, app: Celery, partition: InputPartition) -> Iterator[Any]: ...
 
 
 class UndeliverableReader(_Reader):
     """Reads the undeliverable messages, in one partition, as a queue has only one end."""
 
-    def _rows(self, app: Any, partition: InputPartition) -> Iterator[Any]:
+    def _rows(self, app: Celery, partition: InputPartition) -> Iterator[Any]:
         """Yield the messages in batches of Arrow, oldest first."""
         limit = LIMIT if self._options.limit is None else self._options.limit
         with closing(app.connection_for_read()) as connection:
@@ -175,14 +176,14 @@ class PendingReader(_Reader):
             for after, before in pairwise(edges)
         ]
 
-    def _rows(self, app: Any, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, app: Celery, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the tasks of a part in the order in which they are due."""
         try:
             registry = app.rabbitdelay.registry
             for part in registry.index.parts(partition.value):
                 states = registry.jobs.states({(each.job, "") for each in part.tasks if each.job})
                 for each in part.tasks:
-                    state = states.get((each.job, ""))
+                    state = states.get((each.job or "", ""))
                     shown = state.value if isinstance(state, JobState) else None
                     yield (each.task_id, each.task, each.due, each.key, each.job, shown)
         finally:
@@ -192,7 +193,7 @@ class PendingReader(_Reader):
 class LevelsReader(_Reader):
     """Reads how many messages wait in each queue of the levels."""
 
-    def _rows(self, app: Any, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, app: Celery, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
         """Yield the queues from the longest wait to the shortest."""
         queues = app.rabbitdelay.topology.digit_queues
         with closing(app.connection_for_write()) as connection:
@@ -200,7 +201,7 @@ class LevelsReader(_Reader):
         for queue in queues:
             found = counts[queue.name]
             level, _, _ = queue.name.rpartition(".")
-            wait_ms = queue.queue_arguments["x-message-ttl"]
+            wait_ms = (queue.queue_arguments or {})["x-message-ttl"]
             yield (level, queue.name, wait_ms, None if found is None else found.messages)
 
 

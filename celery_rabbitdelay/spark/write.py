@@ -23,6 +23,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.jobs import JobState
@@ -280,7 +281,7 @@ class _Write:
         finally:
             app.rabbitdelay.close()
 
-    def _open(self, app: Any, job: str) -> None:
+    def _open(self, app: Celery, job: str) -> None:
         """Open the job, unless another executor has.
 
         Raises:

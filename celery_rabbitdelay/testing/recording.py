@@ -21,7 +21,7 @@ from celery.worker.request import Request
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import results_kept_in
-from celery_rabbitdelay.app.sending.task_producer import StandIn
+from celery_rabbitdelay.app.delays import StandIn
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
 from celery_rabbitdelay.levels.headers import DUE

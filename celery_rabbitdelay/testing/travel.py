@@ -26,6 +26,7 @@ from uuid import uuid4
 
 from kombu import Connection, Producer
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
     NS_PER_MS,
@@ -83,7 +84,7 @@ class Travel:
 
     def __init__(
         self,
-        app: Any,
+        app: Celery,
         folder: Path,
         timeout: float = TIMEOUT,
         why_ended: Callable[[], str | None] = lambda: None,

@@ -23,6 +23,7 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from celery.worker import state
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
@@ -137,14 +138,14 @@ class Rest(RabbitMQStep):
         return [each for each in services if hasattr(each, "statistics")]
 
 
-def confirm_all(app: Any) -> None:
+def confirm_all(app: Celery) -> None:
     """Let what a task sends without a delay be on the broker before the task ends."""
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {**options, "confirm_publish": True}
 
 
 @contextmanager
-def taking_part(app: Any, folder: Path) -> Iterator[None]:
+def taking_part(app: Celery, folder: Path) -> Iterator[None]:
     """Let an application's workers in this process, and its forks, take part in travels.
 
     Args:
@@ -161,7 +162,7 @@ def taking_part(app: Any, folder: Path) -> Iterator[None]:
     def end(**_: Any) -> None:
         seen.close()
 
-    def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Any:
+    def strategy(task: Any, app: Celery, consumer: Any, **options: Any) -> Any:
         def look(message: Any, body: Any, ack: Any, *args: Any) -> None:
             ack(logger, consumer.connection_errors)
             consumer.rabbitdelay_rest.look(message.headers[NUMBER])

@@ -17,6 +17,7 @@ from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Message
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked
@@ -71,7 +72,7 @@ class WorkerDeclaration:
         wait: Waits for a number of seconds.
     """
 
-    def __init__(self, app: Any, wait: Callable[[float], object] = time.sleep) -> None:
+    def __init__(self, app: DelayingCelery, wait: Callable[[float], object] = time.sleep) -> None:
         self._app = app
         self._wait = wait
         self._lock = Lock()
@@ -312,7 +313,7 @@ class Modules(RabbitMQStep):
             self._resumes.stop()
 
 
-def _probe(app: Any, declaration: WorkerDeclaration) -> ProbeService:
+def _probe(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
 
@@ -326,7 +327,7 @@ def _probe(app: Any, declaration: WorkerDeclaration) -> ProbeService:
     return ProbeService(topology, connection, declare, on_lost, timeout)
 
 
-def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleService:
+def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> ModuleService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
     on_lost = declaration.connection_lost
@@ -380,7 +381,7 @@ def _service(app: Any, name: str, declaration: WorkerDeclaration) -> ModuleServi
     return ModuleService(module, connection, declaration.declare, on_lost)
 
 
-def _look(app: Any) -> Callable[[Sequence[Arrival]], list[Decision]]:
+def _look(app: DelayingCelery) -> Callable[[Sequence[Arrival]], list[Decision]]:
     """Return what asks the registry for distribution, which never waits long for it."""
     breaker, registry = Breaker(), app.rabbitdelay.registry
     return lambda arrivals: breaker.call(lambda: registry.look(arrivals))

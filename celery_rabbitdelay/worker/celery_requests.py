@@ -30,6 +30,7 @@ from kombu import Connection, Message
 from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.utils import json
 
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.modules.client_tasks import is_read, may_be_version_1
@@ -70,7 +71,7 @@ class CeleryRequests:
         app: The application, whose request class is used; its tasks need not be known.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: DelayingCelery) -> None:
         task, self._pool = app.Task(), _IdlePool()
         task.name, task.ignore_result = "any", True
         base = symbol_by_name(task.Request)

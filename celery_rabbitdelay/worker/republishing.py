@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import amqp
 from kombu import Message, Queue
 
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
@@ -20,7 +21,7 @@ ToPublish: TypeAlias = tuple[Queue | None, amqp.Message, Address]
 
 
 def publish_each(
-    delays: Any,
+    delays: Delays,
     items: Sequence[ItemT],
     made: Callable[[DelayedProducer, ItemT], ToPublish],
     settled: Callable[[ItemT, Exception | None], None],

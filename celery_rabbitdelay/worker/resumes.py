@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from threading import Event, Thread
-from typing import Any, Final
+from typing import Final
 
 import amqp
 from celery.utils.log import get_logger
 
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import QUEUE, ROUTING_KEY
 from celery_rabbitdelay.levels.routing_key import (
@@ -48,7 +49,7 @@ class Resumes:
         delays: The ``app.rabbitdelay``.
     """
 
-    def __init__(self, delays: Any) -> None:
+    def __init__(self, delays: Delays) -> None:
         self._delays = delays
         self._queue = delays.topology.module_queues.paused.name
         self._stopping = Event()

@@ -23,6 +23,7 @@ from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS, COMMAND
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.known_task import Said
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import RegistryUnavailable
@@ -142,7 +143,7 @@ def rabbitdelay_status(
     return status
 
 
-def _about(app: Any) -> dict[str, Any]:
+def _about(app: DelayingCelery) -> dict[str, Any]:
     """Return the versions of a worker, and its settings as text, without secrets."""
     versions = {
         "celery_rabbitdelay": __version__,

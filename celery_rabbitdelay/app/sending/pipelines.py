@@ -22,6 +22,7 @@ from celery.exceptions import Ignore, Reject
 from kombu import Connection, Exchange, Producer, Queue
 
 from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
@@ -64,7 +65,7 @@ class TaskPipeline:
     """
 
     def __init__(
-        self, delays: Any, producer: Producer | None, outer: TaskPipeline | None = None
+        self, delays: Delays, producer: Producer | None, outer: TaskPipeline | None = None
     ) -> None:
         self.delays = delays
         self.outer = outer
@@ -82,7 +83,7 @@ class TaskPipeline:
         #: The failed sends whose error was raised by the send itself, by identity.
         self._raised: dict[int, Sent] = {}
 
-    def takes(self, delays: Any, connection: Connection | None) -> bool:
+    def takes(self, delays: Delays, connection: Connection | None) -> bool:
         """Return whether a send over a connection goes through this block.
 
         Args:
@@ -291,7 +292,7 @@ class PipelinedProducer(DelayedTaskProducer):
 _innermost: Final[ContextVar[TaskPipeline | None]] = ContextVar("pipeline", default=None)
 
 
-def current_pipeline(delays: Any, connection: Connection | None = None) -> TaskPipeline | None:
+def current_pipeline(delays: Delays, connection: Connection | None = None) -> TaskPipeline | None:
     """Return the block that a send goes through; None if it is confirmed by itself.
 
     Args:
@@ -305,7 +306,7 @@ def current_pipeline(delays: Any, connection: Connection | None = None) -> TaskP
 
 
 @contextmanager
-def open_pipeline(delays: Any) -> Iterator[None]:
+def open_pipeline(delays: Delays) -> Iterator[None]:
     """Open a block, or join the one that is open.
 
     Args:
@@ -323,7 +324,7 @@ def open_pipeline(delays: Any) -> Iterator[None]:
 
 @contextmanager
 def group_pipeline(
-    delays: Any, acquiring: AbstractContextManager[Producer], is_given: bool
+    delays: Delays, acquiring: AbstractContextManager[Producer], is_given: bool
 ) -> Iterator[Producer]:
     """Acquire the producer of a group, whose delayed members are sent through a pipeline.
 

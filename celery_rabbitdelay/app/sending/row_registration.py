@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.task_messages import Call, stored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
@@ -45,7 +46,7 @@ class RowRegistration:
 
     def __init__(
         self,
-        delays: Any,
+        delays: Delays,
         wanted: RegistryOptions,
         task_name: str,
         fail: Callable[[Sequence[int], Exception], None],

@@ -21,6 +21,7 @@ from kombu.exceptions import EncodeError
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import instruments
 from celery_rabbitdelay.app.celery_internals import argument_check, is_publishing_watched
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.options import (
     REGISTRY_OPTIONS,
@@ -44,8 +45,7 @@ from celery_rabbitdelay.app.sending.task_messages import (
     Call,
     capture_message,
 )
-from celery_rabbitdelay.app.sending.templates import Template
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.sending.templates import Template, Templates
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import KEY
@@ -70,6 +70,7 @@ class RowSender(Sending):
 
     Args:
         delays: The application's ``app.rabbitdelay``.
+        templates: The messages of former sends.
         connection: The caller's own connection; None for one of the pool's.
         task: The task, or its name.
         tolerance_ms: How many milliseconds later each may start.
@@ -82,7 +83,8 @@ class RowSender(Sending):
 
     def __init__(
         self,
-        delays: Any,
+        delays: Delays,
+        templates: Templates,
         connection: Connection | None,
         task: celery.Task[Any, Any] | str,
         tolerance_ms: int,
@@ -92,8 +94,9 @@ class RowSender(Sending):
     ) -> None:
         super().__init__(progress)
         self._delays = delays
-        self._app: celery.Celery = delays.app
-        self._settings: Settings = delays.settings
+        self._templates = templates
+        self._app = delays.app
+        self._settings = delays.settings
         if envelopes and DISTRIBUTE not in self._settings.modules:
             raise exceptions.NeedsDistribution("an envelope")
         self._connection = connection
@@ -173,7 +176,7 @@ class RowSender(Sending):
     def _template_of(self, publisher: Publisher, first: Call) -> Template:
         """Return the template of the rows: one that is kept, or one that the first row makes."""
         if self._connection is None:
-            kept: Template | None = self._delays.templates.of_rows(self._task, first, self._options)
+            kept = self._templates.of_rows(self._task, first, self._options)
             if kept is not None:
                 return kept
         registration = self._registration

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import celery
 from kombu import Exchange, Queue
 
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
@@ -128,7 +129,7 @@ class CapturingProducer(DelayedTaskProducer):
 
 
 def capture_message(
-    app: celery.Celery,
+    app: DelayingCelery,
     publisher: Publisher,
     task: celery.Task[Any, Any] | str,
     call: Call,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import celery
 from celery.app.amqp import AMQP
@@ -13,6 +13,7 @@ from celery.app.defaults import DEFAULTS
 from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.app.celery_internals import sends_a_callback
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
@@ -20,7 +21,6 @@ from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.registry.connection import Store
 
 
 def publish_policy(
@@ -91,7 +91,7 @@ class DelayedTaskProducer(DelayedProducer):
     def __init__(
         self,
         publisher: Publisher,
-        app: Any,
+        app: DelayingCelery,
         due: Due,
         options: Mapping[str, Any] = {},
         came_from: str | None = None,
@@ -152,22 +152,6 @@ class DelayedTaskProducer(DelayedProducer):
         # A retry is sent to where the task came from.
         consumed = queues.consume_from if self._given.get("retries") else ()
         return resolve(name, routing_key or "", known, consumed, self._came_from)
-
-
-class StandIn(NamedTuple):
-    """What takes the messages of an application instead of its broker, in tests.
-
-    Attributes:
-        publisher: Takes those that would wait in the levels.
-        producer: Takes all others.
-        broadcast: Takes the name and the arguments of each command to the workers.
-        store: What the registry keeps its notes in, instead of Redis.
-    """
-
-    publisher: Publisher
-    producer: Producer
-    broadcast: Callable[[str, Mapping[str, Any]], None]
-    store: Store
 
 
 class EtaProducer:

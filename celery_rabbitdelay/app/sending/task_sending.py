@@ -20,6 +20,7 @@ from celery_rabbitdelay.app.celery_internals import (
     is_sent_by_celery,
     registered_task,
 )
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.metrics import Metrics, queue_label
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions
 from celery_rabbitdelay.app.sending.pipelines import (
@@ -76,7 +77,7 @@ class TaskSending:
         former: The headers of this package that the task had which this one retries or replaces.
     """
 
-    app: Any
+    app: DelayingCelery
     by_celery: Callable[..., AsyncResult[Any]]
     name: str
     delay: Delay | None

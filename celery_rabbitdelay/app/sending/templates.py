@@ -28,6 +28,7 @@ from celery_rabbitdelay.app.celery_internals import (
     makes_messages_alone,
     registered_task,
 )
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.metrics import queue_label
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.message_template import Writer
@@ -39,7 +40,7 @@ from celery_rabbitdelay.app.sending.task_messages import (
     capture_message,
 )
 from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
-from celery_rabbitdelay.app.task import Task
+from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 from celery_rabbitdelay.publishing.publication import Publication
@@ -52,7 +53,7 @@ SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
 PLAIN_TYPES: Final = (str, int, NoneType)
 
 #: The functions that send a task, as they are before anybody wraps them.
-_SENDS: Final = (Task.apply_async, celery.Task.apply_async)
+_SENDS: Final = (DelayingTask.apply_async, celery.Task.apply_async)
 
 #: All options of a plain send.
 PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
@@ -118,7 +119,7 @@ class Templates:
         delays: The application's ``app.rabbitdelay``.
     """
 
-    def __init__(self, delays: Any) -> None:
+    def __init__(self, delays: Delays) -> None:
         self._delays = delays
         #: With what each was made from. None: such sends go through Celery.
         self._templates: dict[object, tuple[object, Template | None]] = {}
@@ -197,7 +198,7 @@ class Templates:
         delays.warn_blocked_loop(time.monotonic() - began)
         result: AsyncResult[Any]
         result = app.AsyncResult(task_id) if isinstance(task, str) else task.AsyncResult(task_id)
-        result.ignored = template.ignores_result
+        result.ignored = bool(template.ignores_result)
         return result
 
     def of_rows(
@@ -269,7 +270,7 @@ class Templates:
             getattr(known, "rabbitdelay", True)
             and (delays.settings.takeover or not is_countdown)
             and not any(RegistryOptions.of(delays.settings, known, {}, {}))
-            and makes_messages_alone(delays.app, known, Task)
+            and makes_messages_alone(delays.app, known, DelayingTask)
         )
 
     def _publish(self, producer: CapturingProducer, publication: Publication, sent: Sent) -> None:

@@ -1,17 +1,24 @@
-"""``app.rabbitdelay``: the settings and the connections of one Celery application."""
+"""The floor of ``app.rabbitdelay``: the settings and the connections of one application.
+
+Everything that sends or receives stands on it. :class:`.RabbitDelay`, with the methods that users
+call, stands on top.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import Any, Final, NamedTuple, Protocol
 
 import celery
-from kombu import Connection
+from celery.result import AsyncResult
+from kombu import Connection, Producer
 from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
@@ -19,24 +26,60 @@ from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
 from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_two_times
-from celery_rabbitdelay.app.sending.pipelines import current_pipeline
-from celery_rabbitdelay.app.sending.task_producer import StandIn
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
+from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 #: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
 #: for which it is tried again if its queue does not take it.
 REGISTRY_MARGIN: Final = 3600.0
 
 
-class Connected:
-    """The settings and the connections of one application: a part of :class:`.RabbitDelay`.
+class DelayingCelery(celery.Celery):
+    """What everything below :class:`celery_rabbitdelay.Celery` knows of it."""
+
+    @property
+    def rabbitdelay(self) -> Delays:
+        """The application's delay levels."""
+        raise NotImplementedError
+
+
+class Copies(Protocol):
+    """Sends tasks as copies of former messages; see :class:`.Templates`."""
+
+    def send(
+        self, task: celery.Task[Any, Any] | str, args: Any, kwargs: Any, options: Mapping[str, Any]
+    ) -> AsyncResult[Any] | None:
+        """Send a task; return None if it has to go through Celery."""
+
+
+class StandIn(NamedTuple):
+    """What takes the messages of an application instead of its broker, in tests.
+
+    Attributes:
+        publisher: Takes those that would wait in the levels.
+        producer: Takes all others.
+        broadcast: Takes the name and the arguments of each command to the workers.
+        store: What the registry keeps its notes in, instead of Redis.
+    """
+
+    publisher: Publisher
+    producer: Producer
+    broadcast: Callable[[str, Mapping[str, Any]], None]
+    store: Store
+
+
+class Delays:
+    """The settings and the connections of one application.
 
     Args:
         app: The application; its configuration is read when it is first needed.
@@ -46,10 +89,11 @@ class Connected:
         stand_in: What takes the messages instead of the broker, in tests; None outside of them.
     """
 
-    def __init__(self, app: celery.Celery) -> None:
+    def __init__(self, app: DelayingCelery) -> None:
         self.app = app
         self.recorder = Metrics()
         self.stand_in: StandIn | None = None
+        self._has_warned = self._has_warned_of_loop = False
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
@@ -61,6 +105,11 @@ class Connected:
             InvalidSetting: One of them is wrong.
         """
         return Settings.of(self.app.conf, getattr(self.app, "namespace", None))
+
+    @property
+    def templates(self) -> Copies:
+        """The messages that plain sends are written from."""
+        raise NotImplementedError
 
     @property
     def topology(self) -> Topology:
@@ -151,12 +200,8 @@ class Connected:
         Raises:
             NoPublisherFree: All publishers of the pool were in use for that long.
         """
-        pipeline = current_pipeline(self, connection)
         if self.stand_in is not None:
             yield self.stand_in.publisher
-        elif pipeline is not None and pipeline.has_publisher:
-            with pipeline.lent() as publisher:
-                yield publisher
         elif connection is None:
             with self.pool.acquire(timeout or self.settings.confirm_timeout) as publisher:
                 yield publisher
@@ -166,6 +211,21 @@ class Connected:
                 yield publisher
             finally:
                 publisher.close_channel()
+
+    def declare(self, connection: Connection) -> None:
+        """Declare the levels on a broker, as a worker does at its start.
+
+        Declares all of them again (about 50 ms), which restores those that somebody deleted by
+        hand. With ``rabbitdelay_declare = "never"`` they are only checked.
+
+        Raises:
+            LayoutConflict: Another layout is declared under the prefix.
+            TopologyIncomplete: Something is missing, and the settings forbid to declare it.
+        """
+        if self.settings.declare == "auto":
+            declare(connection, self.topology)
+        else:
+            check_complete(connection, self.topology)
 
     def due(
         self,
@@ -192,6 +252,32 @@ class Connected:
             error = exceptions.InvalidDelay if isinstance(eta, str) else exceptions.InvalidDelayType
             raise error(eta, TAKES_INSTANT, "eta")
         return Due.at(instant, tolerance_ms)
+
+    def warn_treated_as_countdown(self, why: str) -> None:
+        """Log once that a delay does not wait in the levels, but is treated as a countdown.
+
+        Args:
+            why: The reason, and what happens to the task.
+        """
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("A delay is treated as Celery's own countdown: %s.", why)
+
+    def warn_blocked_loop(self, seconds: float) -> None:
+        """Log once that a send has blocked this thread's event loop, if there is one, for long.
+
+        Args:
+            seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
+        """
+        with suppress(RuntimeError):
+            loop = asyncio.get_running_loop()
+            if not self._has_warned_of_loop and seconds >= loop.slow_callback_duration:
+                self._has_warned_of_loop = True
+                logger.warning(
+                    "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
+                    "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
+                    seconds,
+                )
 
     def close(self) -> None:
         """Close the connections of this process, and end its threads."""
