@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.moving.mover import Place
 from celery_rabbitdelay.operations.undeliverable import messages as read
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
 from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
@@ -227,13 +229,14 @@ def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     matches = read.UndeliverableFilter(**filters).matches
     with _broker() as (connection, topology):
+        remove = partial(removing.redrive, Place(connection, topology), None, matches)
         if not (yes or dry_run):
-            found = removing.purge(connection, topology, matches, limit=limit, dry_run=True)
+            found = remove(limit=limit, dry_run=True)
             limit = found.removed
             if not limit:
                 _tell_removal(found, "deleted", False)
             click.confirm(f"Delete {limit:,} undeliverable messages?", abort=True)
-        report = removing.purge(connection, topology, matches, limit=limit, dry_run=dry_run)
+        report = remove(limit=limit, dry_run=dry_run)
     _tell_removal(report, "deleted", dry_run)
 
 

@@ -7,5 +7,5 @@ It knows nothing of Spark and of terminals.
 * To decide: ``waiting`` (search the tracked tasks, and decide about all that match).
 * To lay out: ``export`` (the topology in other formats) and ``permissions`` (what each user needs).
 * ``moving`` moves messages to other levels, ``undeliverable`` is about those that could not be
-  delivered. Both read on a ``consumer_connection``.
+  delivered. Both take messages with its ``source`` and ``mover``.
 """

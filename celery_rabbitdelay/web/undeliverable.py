@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
 from typing import Any, Final
 
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
+from celery_rabbitdelay.operations.moving.mover import Place
 from celery_rabbitdelay.operations.undeliverable import messages as read
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
 from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
@@ -158,8 +158,12 @@ def _remove(
     """
     site = asked.site
     if action == "purge":
-        purge = partial(removing.purge, limit=limit, dry_run=dry_run, report=report)
-        return ask_once(site.app, lambda found: purge(found, site.delays.topology, matches))
+        options: dict[str, Any] = {"limit": limit, "dry_run": dry_run, "report": report}
+        topology = site.delays.topology
+        return ask_once(
+            site.app,
+            lambda found: removing.redrive(Place(found, topology), None, matches, **options),
+        )
     delay = asked.duration("delay")
     try:
         redriving = ApplicationRedrive(

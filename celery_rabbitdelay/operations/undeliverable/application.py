@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from amqp.exceptions import NotFound
 from kombu import Connection
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.exceptions import InvalidDestination
 from celery_rabbitdelay.operations.moving.mover import Destinations, Place
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
+from celery_rabbitdelay.operations.undeliverable.messages import check_exists
 from celery_rabbitdelay.operations.undeliverable.redrive import Matches, RemovalReport
-from celery_rabbitdelay.publishing.publication import PublishPolicy
 
 
 class ApplicationRedrive:
@@ -61,21 +63,22 @@ class ApplicationRedrive:
         Raises:
             InvalidDestination: The queue that all of them are to go to does not exist.
         """
-        delays, settings = self._delays, self._delays.settings
-        if self._redriving.to is not None:
-            removing.check_exists(connection, self._redriving.to)
+        delays, to = self._delays, self._redriving.to
+        if to is not None:
+            try:
+                check_exists(connection, to)
+            except NotFound as missing:
+                raise InvalidDestination(to, "does not exist: declare it first") from missing
         return removing.redrive(
-            connection,
-            delays.topology,
+            Place(connection, delays.topology, self._may_declare),
             self._redriving,
             matches,
+            report=report,
             limit=limit,
             rate=rate,
             dry_run=self._dry_run,
-            policy=PublishPolicy(timeout=settings.confirm_timeout, window=settings.max_unconfirmed),
-            declare=delays.declare,
+            timeout=delays.settings.confirm_timeout,
             redeclare=delays.declare if self._may_declare else None,
-            report=report,
         )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import IO, Any, Final, NamedTuple, TextIO
 
 import amqp
+from amqp.exceptions import ResourceLocked
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import FileNotWritten
@@ -28,7 +29,9 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
-from celery_rabbitdelay.operations.undeliverable.reader import Reader
+from celery_rabbitdelay.operations.moving.mover import counted_as
+from celery_rabbitdelay.operations.moving.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source
+from celery_rabbitdelay.publishing.declaration import connect, opened_channel
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -74,9 +77,23 @@ def undeliverable_messages(
         amqp.exceptions.NotFound: The queue does not exist.
         OSError: The broker cannot be reached, or the connection was lost.
     """
-    with Reader(connection, topology) as reader:
-        for message in reader.messages(limit):
+    name = topology.module_queues.undeliverable.name
+    check_exists(connection, name)
+    with Source(connection, ANSWER_TIMEOUT, READERS_PRIORITY) as source:
+        for message in source.messages(name, limit):
             yield copy_of(message, topology)
+
+
+def check_exists(connection: Connection, queue: str) -> None:
+    """Check that a queue exists.
+
+    Raises:
+        amqp.exceptions.NotFound: It does not.
+    """
+    with connection.clone(heartbeat=0) as own:
+        connect(own)
+        with opened_channel(own) as channel, suppress(ResourceLocked):  # another connection's
+            channel.queue_declare(queue, passive=True)
 
 
 def copy_of(message: amqp.Message, topology: Topology) -> UndeliverableMessage:
@@ -227,19 +244,8 @@ def _matches(text: str, pattern: str) -> bool:
     return fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
-#: How many reasons are counted each for itself: anybody can make up reasons.
-MOST_REASONS: Final = 200
-
-#: Stands for all further ones.
-OTHER_REASONS: Final = "other reasons"
-
 #: What differs from message to message in the reason of one that was tried for too long.
 _ATTEMPTS: Final = re.compile(r" \(\d+ attempts since [^;)]*(?:; the first time: .*)?\)")
-
-
-def counted_as(reason: str, known: Collection[str]) -> str:
-    """Return the name under which a reason is counted: its own, if there are not too many yet."""
-    return reason if reason in known or len(known) < MOST_REASONS else OTHER_REASONS
 
 
 @dataclass

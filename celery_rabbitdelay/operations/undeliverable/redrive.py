@@ -1,53 +1,33 @@
-"""Redrives messages: publishes them into the levels, and removes them from ``undeliverable``.
+"""Takes messages out of ``undeliverable``: publishes them into the levels, or deletes them.
 
-A message is acknowledged only after the broker has confirmed it in the levels. If the process dies
-in between, the broker has the message twice, but never loses it. The messages that stay keep their
-order. :func:`redriving_for` says where an application lets them go.
+A message is acknowledged only after the broker has confirmed it in the levels; see :class:`.Mover`.
+:func:`redriving_for` says where an application lets them go.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import amqp
-from amqp.exceptions import ResourceLocked
-from kombu import Connection, Queue
+from kombu import Queue
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import destinations
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.entities import CHECK_IN
-from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
-from celery_rabbitdelay.modules.forwarding import encoded
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay
 from celery_rabbitdelay.operations.undeliverable import messages as undeliverable
-from celery_rabbitdelay.operations.undeliverable.reader import Reader
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS, Redriving
-from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
-from celery_rabbitdelay.publishing.publication import (
-    DEFAULT_POLICY,
-    Declaration,
-    Publication,
-    PublishPolicy,
-)
-from celery_rabbitdelay.publishing.publisher import Publisher
-
-logger = logging.getLogger(__name__)
-
-#: The longest delay of a slow broker that a limited rate makes up for, in seconds.
-MOST_BEHIND: Final = 1.0
 
 #: Names of queues and exchanges for replies. They get no message unless the application has a queue
 #: or an exchange of such a name.
@@ -135,18 +115,6 @@ def redrive_destinations(app: Celery, allow: Iterable[str] = ()) -> AllowedDesti
     )
 
 
-def check_exists(connection: Connection, queue: str) -> None:
-    """Check that a queue exists before messages are redirected to it.
-
-    Raises:
-        InvalidDestination: It does not.
-    """
-    # If it is an exclusive queue of another connection, it exists.
-    with suppress(ResourceLocked):
-        if queue_counts(connection, [Queue(queue)])[queue] is None:
-            raise exceptions.InvalidDestination(queue, "does not exist: declare it first")
-
-
 def _check_name(queue: str, allowed: AllowedDestinations) -> None:
     size = len(queue.encode(errors="surrogatepass"))
     if not 0 < size <= MAX_SHORTSTR_BYTES:
@@ -164,7 +132,7 @@ class RemovalReport:
     """The result of a removal.
 
     Attributes:
-        present: The number of messages at the start; None if the user may not ask.
+        present: The number of messages at the start.
         examined: How many of them were read.
         matched: How many of the read messages were chosen.
         removed: How many messages have left the queue: published again and confirmed, or deleted.
@@ -172,11 +140,12 @@ class RemovalReport:
         left: How many of the chosen messages stay, by the reason.
         uncertain: How many messages may be published and still be in the queue, because a
             connection was lost; each of them may come twice.
-        stopped: The reason for ending before the last message; None at a regular end.
+        stopped: The reason for ending before the last message; None at a regular end. A text that
+            is set meanwhile ends the removal before the next message.
         seconds: The duration.
     """
 
-    present: int | None = None
+    present: int = 0
     examined: int = 0
     matched: int = 0
     removed: int = 0
@@ -190,166 +159,32 @@ class RemovalReport:
         """Whether all chosen messages have left the queue, or would have left it."""
         return self.stopped is None and not self.left
 
-    def leave(self, reason: str) -> None:
-        """Count a message that stays."""
-        self.left[undeliverable.counted_as(reason, self.left)] += 1
-
 
 #: Returns whether a message is chosen; see :class:`.UndeliverableFilter`.
 Matches: TypeAlias = Callable[[undeliverable.UndeliverableMessage], bool]
 
 
-@dataclass
-class Removal:
-    """Removes chosen messages from ``undeliverable``.
-
-    Attributes:
-        reader: Reads the messages, and acknowledges those that leave.
-        topology: The topology.
-        matches: Returns whether a message is chosen.
-        report: The report.
-        in_flight: How many messages are published and not confirmed.
-    """
-
-    reader: Reader
-    topology: Topology
-    matches: Matches
-    report: RemovalReport = field(default_factory=RemovalReport)
-    in_flight: int = 0
-
-    def matching(self) -> Iterator[amqp.Message]:
-        """Yield the chosen messages among those that were in the queue at the start.
-
-        If the broker goes away or reading takes too long, it ends early and notes the reason.
-        """
-        present = self.report.present
-        most = undeliverable.LIMIT if present is None else min(present, undeliverable.LIMIT)
-        messages = self.reader.messages(most)
-        errors: tuple[type[BaseException], ...] = (*self.reader.errors, exceptions.ReadTooLong)
-        while self.report.stopped is None:
-            try:
-                message = next(messages, None)
-            except errors as error:
-                self.stop(f"the messages cannot be read further: {error}")
-                return
-            if message is None:
-                return
-            self.report.examined += 1
-            if self.matches(undeliverable.copy_of(message, self.topology)):
-                self.report.matched += 1
-                yield message
-
-    def publications(
-        self, redriving: Redriving, rate: float | None = None
-    ) -> Iterator[Publication]:
-        """Yield a publication for each message that may leave; count those that stay.
-
-        Args:
-            redriving: Converts each message.
-            rate: At most so many a second.
-        """
-        next_at = time.monotonic()
-        for message in self.matching():
-            try:
-                outgoing = redriving.redriven(message)
-                content = encoded(outgoing, self.reader.frame_max)
-            except exceptions.UnprocessableMessage as stays:
-                self.report.leave(stays.reason)
-                continue
-            except Exception as error:
-                logger.debug("A message cannot be redriven.", exc_info=True)
-                self.report.leave(f"it cannot be read: {shortened(error)}")
-                continue
-            if rate is not None:
-                time.sleep(max(next_at - time.monotonic(), 0))
-                next_at = max(next_at, time.monotonic() - MOST_BEHIND) + 1 / rate
-            self.in_flight += 1
-            assert outgoing.reroute is not None
-            yield Publication(content, outgoing.reroute, message)
-
-    def done(self, publication: Publication) -> None:
-        """Remove a message from the queue once it is confirmed."""
-        self.in_flight -= 1
-        error = publication.error
-        if error is None:
-            self.settle(publication.context)
-            return
-        self.report.leave(error.reason)
-        self.report.uncertain += error.may_have_arrived
-
-    def settle(self, message: amqp.Message) -> None:
-        """Let a message leave the queue; nothing else may still need it."""
-        self.report.removed += 1
-        try:
-            self.reader.acknowledge(message)
-        except self.reader.errors as error:
-            # The report counts it at the end.
-            self.stop(f"the messages cannot be acknowledged: {error}")
-
-    def stop(self, why: str) -> None:
-        """Read no further messages."""
-        self.report.stopped = self.report.stopped or why
-
-
-@contextmanager
-def _removal(
-    connection: Connection,
-    topology: Topology,
-    matches: Matches,
-    rate: float | None = None,
-    report: RemovalReport | None = None,
-) -> Iterator[Removal]:
-    """At the end of the block, write the last acknowledgements and report, even on an error."""
-    with Reader(connection, topology, is_removing=True, rate=rate) as reader:
-        report = RemovalReport() if report is None else report
-        removal, began = Removal(reader, topology, matches, report), time.monotonic()
-        report.present = reader.ready()
-        try:
-            yield removal
-        finally:
-            try:
-                reader.finish()
-            except reader.errors as error:
-                report.uncertain += len(reader.to_acknowledge)
-                removal.stop(f"the messages cannot be acknowledged: {error}")
-            report.seconds = time.monotonic() - began
-
-
 def redrive(
-    connection: Connection,
-    topology: Topology,
-    redriving: Redriving,
+    place: Place,
+    redriving: Redriving | None,
     matches: Matches = lambda message: True,
     *,
-    limit: int | None = None,
-    rate: float | None = None,
-    dry_run: bool = False,
-    policy: PublishPolicy = DEFAULT_POLICY,
-    declare: Declaration | None = None,
-    redeclare: Declaration | None = None,
     report: RemovalReport | None = None,
+    **options: Any,
 ) -> RemovalReport:
-    """Publish undeliverable messages into the levels, and remove them from ``undeliverable``.
+    """Publish undeliverable messages into the levels, or delete them; they leave ``undeliverable``.
 
-    Only messages that are in the queue at the start are read, so that a message that comes back at
-    once is not redriven twice. Messages that another consumer holds at this moment are left out.
-    With a limit, messages that were read and stay stand behind the others afterwards.
+    Only as many messages as are in the queue at the start are read, so that a message that comes
+    back at once is not redriven twice. Messages that another consumer holds are left out.
 
     Args:
-        connection: A connection to the broker; others like it are opened to read and to publish.
-        topology: The topology whose messages are redriven.
-        redriving: Converts each message.
+        place: The topology whose messages are redriven; other connections to its broker are opened
+            to read and to publish.
+        redriving: Converts each message; None to delete it.
         matches: Returns whether a message is chosen.
-        limit: The most messages that are published; None for all.
-        rate: The most messages that are published in a second; an envelope counts as one. None for
-            no limit.
-        dry_run: Whether to report only, and publish nothing.
-        policy: How long and how often to try each message, and how many are in flight.
-        declare: Called with each new connection that publishes, to declare missing exchanges and
-            queues.
-        redeclare: Called if the levels do not take a message, which is then published once more.
-        report: What is counted in; None for a new report. A text in its ``stopped`` ends the
-            removal before the next message.
+        report: What is counted in; None for a new report.
+        **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
+            one message), ``dry_run`` and ``redeclare``.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.
@@ -357,62 +192,36 @@ def redrive(
     Raises:
         amqp.exceptions.NotFound: The queue does not exist.
         OSError: The broker cannot be reached.
-        RabbitDelayError: What ``declare`` raises.
     """
-    with _removal(connection, topology, matches, rate, report) as removal:
-        report = removal.report
-        if dry_run:
-            report.removed = sum(1 for _ in islice(removal.publications(redriving), limit))
-            return report
-        # Without heartbeats: nothing is published while messages are read and not chosen.
-        publisher = Publisher(connection.clone(heartbeat=0))
+    report = report or RemovalReport()
+    queue = place.topology.module_queues.undeliverable.name
+    undeliverable.check_exists(place.connection, queue)
+
+    def convert(message: amqp.Message, _: str) -> Outgoing | None:
+        report.removed = mover.result.moved
+        chosen = matches(undeliverable.copy_of(message, place.topology))
+        if report.stopped is not None:
+            mover.stopping.set()
+            raise Stay
+        report.examined += 1
+        if not chosen:
+            raise Stay
+        report.matched += 1
         try:
-            publisher.publish_all(
-                islice(removal.publications(redriving, rate), limit),
-                policy,
-                declare=declare,
-                redeclare=redeclare,
-                done=removal.done,
-            )
-        except exceptions.PublishError as error:
-            removal.stop(f"nothing more can be published: {error}")
-        finally:
-            # After an interrupt, the broker may have these.
-            report.uncertain += removal.in_flight
-            publisher.close()
+            return None if redriving is None else redriving.redriven(message)
+        except exceptions.UnprocessableMessage as stays:
+            raise Stay(stays.reason) from stays
+
+    mover = Mover(place.connection, [queue], place, convert, is_once=True, **options)
+    report.present = sum(mover.waiting().values())
+    try:
+        mover.move()
+    except exceptions.PublishError as error:
+        report.stopped = f"nothing more can be published: {error}"
+    except (OSError, amqp.AMQPError) as error:
+        report.stopped = f"the messages cannot be read further: {error}"
+    finally:
+        result = mover.result
+        report.removed, report.left, report.uncertain = result.moved, result.left, result.copies
+        report.seconds = result.seconds
     return report
-
-
-def purge(
-    connection: Connection,
-    topology: Topology,
-    matches: Matches = lambda message: True,
-    *,
-    limit: int | None = None,
-    dry_run: bool = False,
-    report: RemovalReport | None = None,
-) -> RemovalReport:
-    """Delete undeliverable messages.
-
-    Args:
-        connection: A connection to the broker; another one like it is opened.
-        topology: The topology whose messages are deleted.
-        matches: Returns whether a message is chosen.
-        limit: The most messages that are deleted; None for all.
-        dry_run: Whether to count the messages only.
-        report: As for :func:`redrive`.
-
-    Returns:
-        The report. If the broker goes away after the start, the report says so.
-
-    Raises:
-        amqp.exceptions.NotFound: The queue does not exist.
-        OSError: The broker cannot be reached.
-    """
-    with _removal(connection, topology, matches, report=report) as removal:
-        for message in islice(removal.matching(), limit):
-            if dry_run:
-                removal.report.removed += 1
-            else:
-                removal.settle(message)
-    return removal.report
