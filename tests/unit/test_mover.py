@@ -88,14 +88,9 @@ def make_mover(patch: pytest.MonkeyPatch, looks: deque[Found], source: Any = Sou
 def test_a_message_that_the_target_refuses_stays_in_its_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[Source] = []
-
-    def source(looks: deque[Found]) -> Source:
-        made.append(Source(looks))
-        return made[0]
-
-    moved = make_mover(monkeypatch, deque([9, 0, 0]), source).move()
-    assert sorted(made[0].acknowledged) == [0, 1, 2, 3, 4, 5, 6, 8]
+    source = Source(deque([9, 0, 0]))
+    moved = make_mover(monkeypatch, source.looks, lambda _: source).move()
+    assert sorted(source.acknowledged) == [0, 1, 2, 3, 4, 5, 6, 8]
     assert (moved.moved, moved.copies) == (8, 0)
     assert moved.left == {"the target does not take it (MessageNacked)": 1}
 
@@ -106,17 +101,3 @@ def test_queues_are_looked_at_twice_again_after_a_loss(monkeypatch: pytest.Monke
     moved = make_mover(monkeypatch, looks).move()
     assert not looks
     assert (moved.finished, moved.moved, moved.copies) == (True, 3, 1)
-
-
-def test_a_move_that_is_stopped_when_its_source_is_lost_says_what_it_has_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Stopping(Source):
-        def acknowledge(self) -> None:
-            if self.is_lost:
-                mover.stopping.set()
-            super().acknowledge()
-
-    mover = make_mover(monkeypatch, deque([2, SourceLost]), Stopping)
-    moved = mover.move()
-    assert (moved.finished, moved.moved, moved.copies) == (False, 3, 1)
