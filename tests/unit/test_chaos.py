@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.chaos.instants import BACK, EMPTY, Edit, Instants, Planned
-from tests.chaos.ledger import Ledger, Notes, NotesReader, Sent, Start, Trouble
+from tests.chaos.ledger import Ledger, Sent, Start, Trouble
 from tests.chaos.verdict import REDELIVERED, RESOLUTION_MS, judge
 
 #: A task that was confirmed, sent at 1 s and due at 6 s.
@@ -73,22 +72,6 @@ def test_a_trouble_explains_only_a_copy_that_was_on_its_way_meanwhile() -> None:
     assert judge(Ledger.of([A], again)).copies == {REDELIVERED: 1}
     early = Ledger.of([A], [start(late_ms=-900)])
     assert judge(early, tolerated_early=1.0).complaints == []
-
-
-def test_the_notes_of_killed_processes_are_read(tmp_path: Path) -> None:
-    notes, reader = Notes(str(tmp_path)), NotesReader(tmp_path)
-    notes.begin(replace(A, outcome="unknown"))
-    assert reader.ledger().sent["a"].outcome == "unknown"
-    notes.end("a")
-    assert reader.ledger().sent["a"].outcome == "confirmed"
-    notes.start(start())
-    (file,) = tmp_path.glob("*.notes")
-    whole = file.read_bytes()
-    # A line that is half written is read when it is whole.
-    file.write_bytes(whole[:-5])
-    assert reader.unfinished() == 1
-    file.write_bytes(whole)
-    assert (reader.unfinished(), reader.ledger().starts["a"]) == (0, [start()])
 
 
 def ran(second: int, late: float = 0.1, revision: int = 0, **more: Any) -> Start:

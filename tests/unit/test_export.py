@@ -134,18 +134,13 @@ def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
 
 @pytest.mark.parametrize("layout", SOME)
 def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> None:
-    topology = Topology("shop", layout)
-    front, title, end, kind, *lines = export.as_mermaid(topology).splitlines()
-    assert (front, end, kind) == ("---", "---", "flowchart LR")
-    assert title.startswith('title: "shop: ')
-    node = re.compile(r'  (\w+)(?:\(\[|\{\{|\[\[|\[\()"[^"]+"(?:\]\)|\}\}|\]\]|\)\])')
-    arrow = re.compile(r'  (\w+) (-->|==>|-\.->)(?:\|"([^"|]+)"\|)? (\w+)')
-    nodes = [found[1] for line in lines if (found := node.fullmatch(line))]
-    arrows = [found.groups() for line in lines if (found := arrow.fullmatch(line))]
-    assert len(nodes) + len(arrows) == len(lines)
-    assert {name for source, _, _, target in arrows for name in (source, target)} == set(nodes)
+    text = export.as_mermaid(Topology("shop", layout))
+    assert "flowchart LR" in text.splitlines()
+    nodes = re.findall(r"^  (\w+)[({\[]", text, re.M)
+    arrows = re.findall(r"^  (\w+) (?:-->|==>|-\.->)(?:\|.*\|)? (\w+)$", text, re.M)
     # Each level has an exchange and queues; seven nodes stand around them.
-    assert len(set(nodes)) == len(nodes) == 2 * len(layout.levels) + 7
+    assert {name for ends in arrows for name in ends} == {*nodes}
+    assert len({*nodes}) == len(nodes) == 2 * len(layout.levels) + 7
 
 
 def test_the_command_writes_every_format(offline: Callable[..., Result], tmp_path: Path) -> None:

@@ -281,43 +281,27 @@ def test_a_failure_says_what_was_sent_and_what_differs(sent: Recording, app: Any
 # What is run.
 
 
-def test_due_tasks_run_in_the_order_in_which_they_are_due(app: Any) -> None:
-    remind = app.tasks["shop.remind"]
-    with recorded(app) as sent:
-        for number, delay in ((3, 3 * DAYS), (1, DAYS), (2, 2 * DAYS), (4, 4 * DAYS)):
-            remind.apply_async((number,), delay=delay)
-        remind.delay(0)
-        app.send_task("another.service", ())
-        assert [one.args for one in sent.run_due(within=3 * DAYS)] == [[0], [1], [2], [3]]
-        assert done == [0, 1, 2, 3]
-        assert sent.run_due(within=DAYS / 2) == []
-        assert [one.args for one in sent.run_due(within=DAYS / 2)] == [[4]]
-
-
-def test_delays_of_what_a_task_sends_count_from_when_it_was_due(
-    app: Any, monkeypatch: pytest.MonkeyPatch
+def test_what_a_task_sends_is_due_from_when_it_was_due_and_what_was_cancelled_does_not_run(
+    shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with recorded(app) as sent:
-        app.tasks["shop.hourly"].delay()
-        assert len(sent.run_due(within=timedelta(hours=24))) == 25
-        first, *_, last = sent.all()
-        # The first one ran a little later than it was due.
-        late = last.due - first.due - timedelta(hours=25)
-        assert timedelta(0) <= late < timedelta(minutes=1)
+    remind = shop.tasks["shop.remind"]
+    with recorded(shop) as sent:
+        remind.apply_async((1,), delay=DAYS, expires=3600)
+        remind.apply_async((2,), delay=60).revoke()
+        tracked = remind.apply_async((3,), delay=60, track=True)
+        assert shop.rabbitdelay.cancel(tracked) is Outcome.DONE
+        assert shop.control.ping() is None
+        with pytest.raises(NotRecorded, match=r"testing\.travel"):
+            shop.rabbitdelay.schedules.all()
+        shop.tasks["shop.hourly"].delay()
+        assert {one.task for one in sent.run_due(within=2 * DAYS)} == {"shop.hourly"}
+        *_, first, last = sent.all("shop.hourly")
+        assert last.due - first.due >= timedelta(hours=1)
+        assert len(sent.all("shop.hourly")) == 50
         monkeypatch.setattr("celery_rabbitdelay.testing.recording.MAX_RUNS", 50)
         with pytest.raises(RuntimeError, match="50 tasks have run"):
             sent.run_due()
-
-
-def test_a_task_that_was_revoked_or_has_expired_does_not_run(app: Any) -> None:
-    remind = app.tasks["shop.remind"]
-    with recorded(app) as sent:
-        remind.apply_async((1,), delay=2 * DAYS, expires=86_400)
-        remind.apply_async((2,), delay=2 * DAYS, expires=3 * 86_400)
-        remind.apply_async((3,), delay=60).revoke()
-        assert app.control.ping() is None
-        sent.run_due()
-    assert done == [2]
+    assert done == ["hourly"] * len(done)
 
 
 def test_chains_and_results_need_no_server(shop: Any) -> None:
@@ -339,18 +323,3 @@ def test_chains_and_results_need_no_server(shop: Any) -> None:
         wait.delay()
         with pytest.raises(RuntimeError, match="Never call result"):
             sent.run_due()
-
-
-def test_the_registry_decides_in_memory(shop: Any) -> None:
-    remind, delays = shop.tasks["shop.remind"], shop.rabbitdelay
-    with recorded(shop) as sent:
-        for number in (1, 2):
-            remind.apply_async((number,), delay=number * DAYS, key="order:1")  # the newest runs
-        tracked = remind.apply_async((3,), delay=60, track=True)
-        assert [each.task_id for each in delays.pending(task="shop.remind")] == [tracked.id]
-        assert delays.cancel(tracked) is Outcome.DONE
-        assert tracked.state == "REVOKED"
-        with pytest.raises(NotRecorded, match=r"testing\.travel"):
-            delays.schedules.all()
-        sent.run_due()
-    assert done == [2]

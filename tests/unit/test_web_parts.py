@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from threading import Barrier, Event
+from threading import Event
 from typing import Any
 from unittest.mock import ANY
 
@@ -19,11 +19,10 @@ from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, due_at_least
-from celery_rabbitdelay.operations.waiting import Place, each_by
+from celery_rabbitdelay.operations.waiting import Place
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import application, shown
@@ -41,7 +40,7 @@ ADA = User("ada", "operator")
 
 
 def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_before() -> None:
-    looks, may_end, asking = [], Event(), Barrier(6)
+    looks, may_end = [], Event()
 
     def look() -> int:
         looks.append(1)
@@ -49,17 +48,11 @@ def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_befor
         return len(looks)
 
     readings = Readings(look, period=60)
-
-    def ask(_: int) -> int | None:
-        asking.wait(10)
-        return readings.latest().value
-
     with ThreadPoolExecutor(5) as pool:
-        answers = pool.map(ask, range(5))
-        asking.wait(10)
+        asked = [pool.submit(readings.latest) for _ in range(5)]
         wait_for(lambda: looks, "the look")
         may_end.set()
-        assert list(answers) == [1] * 5
+        assert [each.result(10).value for each in asked] == [1] * 5
         may_end.clear()
         readings.outdate()
         second = pool.submit(readings.latest)
@@ -88,19 +81,6 @@ def test_a_look_in_the_background_keeps_nobody_waiting_and_a_failed_one_ends_not
     assert readings.latest().value == 1, "the one before"
     readings.outdate()
     wait_for(lambda: readings.latest() == (3, ANY, None), "the third look")
-
-
-def test_all_that_are_postponed_by_as_much_move_once() -> None:
-    start, hour = wall_clock.now() + timedelta(days=1), timedelta(hours=1)
-    until = each_by(hour)
-    for number in range(5):
-        due = start + number * hour
-        assert until(f"{number}", due) == due + hour
-        assert until(f"{number}", due) is None, "an old page"
-        assert until(f"{number - 1}", due) is None or not number, "at its new place"
-    before, moved = wall_clock.now(), until("late", wall_clock.now() - timedelta(days=1))
-    assert moved is not None
-    assert before <= moved - hour <= wall_clock.now()
 
 
 @given(st.text(st.characters()))
@@ -158,21 +138,17 @@ def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
         assert not is_password("a word", str(wrong))
 
 
-def test_tokens_and_cookies_are_of_one_session_user_and_secret_and_end(
+def test_a_token_is_of_one_session_user_and_secret_and_a_cookie_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sessions, session = Sessions("s" * 32), Session.new()
-    token = sessions.token(session, "ada")
+    token, cookie = sessions.token(session, "ada"), sessions.written(session)
     assert sessions.is_token(token, session, "ada")
     assert not sessions.is_token(token, session, "vera")
-    assert not sessions.is_token(token, Session.new(), "ada")
-    assert not Sessions("t" * 32).is_token(token, session, "ada")
     # No two lists of words have the same token.
     joined = session._replace(key=f"{session.key}a")
     assert sessions.token(joined, "da") != token
-    cookie = sessions.written(session)
-    assert sessions.read(cookie) == session
-    assert Sessions().read(cookie) is None
+    assert (sessions.read(cookie), Sessions().read(cookie)) == (session, None)
     monkeypatch.setitem(LASTS, COOKIE, -1)
     assert sessions.read(cookie) is None
 
@@ -183,28 +159,8 @@ def until_ended(work: Work) -> Work:
     return work
 
 
-def test_work_counts_what_is_done_says_why_it_fails_and_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def failing() -> Iterator[int]:
-        yield 2
-        raise OperationalError("redis://:secret@host is away")
-
-    with caplog.at_level(logging.INFO, "celery_rabbitdelay.web"):
-        done, failed = (
-            until_ended(Works().begin(ADA, "cancelled all", 5, in_batches(batches)))
-            for batches in (iter([2, 3]), failing())
-        )
-    assert (done.done, done.state) == (5, "done")
-    assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
-    assert [each.getMessage() for each in caplog.records] == [
-        "'ada' has cancelled all (done, of 5): 5",
-        "'ada' has cancelled all (failed, of 5): 2",
-    ]
-
-
-def test_so_much_work_goes_on_at_a_time_stops_between_batches_and_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
+def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("celery_rabbitdelay.web.work.REMEMBERED", 6)
     works, may_go_on = Works(), Event()
@@ -215,6 +171,10 @@ def test_so_much_work_goes_on_at_a_time_stops_between_batches_and_is_forgotten(
         yield 2
         yield 4
 
+    def failing() -> Iterator[int]:
+        yield 2
+        raise OperationalError("redis://:secret@host is away")
+
     going = [works.begin(ADA, "x", 7, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
     with pytest.raises(HTTPException, match="503: So much"):
         works.begin(ADA, "x", 1, in_batches(iter([1])))
@@ -224,6 +184,10 @@ def test_so_much_work_goes_on_at_a_time_stops_between_batches_and_is_forgotten(
     for each in going:
         until_ended(each)
         assert (each.state, each.error, each.done in (1, 3)) == ("stopped", None, True)
+    caplog.set_level(logging.INFO, "celery_rabbitdelay.web")
+    failed = until_ended(works.begin(ADA, "cancelled all", 5, in_batches(failing())))
+    assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
+    assert caplog.messages == ["'ada' has cancelled all (failed, of 5): 2"]
     for _ in range(10):
         until_ended(works.begin(ADA, "x", 1, in_batches(iter([1]))))
     assert len(works.all()) <= 6
