@@ -25,24 +25,10 @@ DOCS = ROOT / "docs"
 NAMES = DOCS / "reference" / "names.md"
 API = DOCS / "reference" / "api.md"
 EXCEPTIONS = DOCS / "reference" / "exceptions.md"
-LAYOUT = DOCS / "how-to" / "layout.md"
 SETTINGS = DOCS / "reference" / "settings.md"
 
 #: How the reference calls the queues of a topology.
 KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "paused", "probe")
-
-
-def test_the_table_of_layouts_counts_queues_levels_and_days() -> None:
-    tables = re.findall(
-        r"^\| (`.*) \| (\d+) \| (\d+) \| ([\d,]+) days \|$", LAYOUT.read_text(), re.M
-    )
-    assert len(tables) == 6
-    for setting, levels, queues, days in tables:
-        layout, *tick = re.findall(r"`(?:rabbitdelay_tick = )?(.+?)`", setting)
-        own = {"tick": ast.literal_eval(tick[0])} if tick else {}
-        found = Settings(layout=ast.literal_eval(layout), **own).topology
-        assert (len(found.layout.levels), len(found.digit_queues)) == (int(levels), int(queues))
-        assert int(found.layout.capacity_ms / 86_400_000 + 0.001) == int(days.replace(",", ""))
 
 
 def test_the_reference_has_every_queue_and_its_arguments() -> None:

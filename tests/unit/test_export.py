@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import hcl2  # type: ignore[import-untyped,unused-ignore]
@@ -16,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.command.declare import FORMATS
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.layout import Zeros
 from celery_rabbitdelay.operations.export import definitions as export
@@ -141,17 +139,6 @@ def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> 
     # Each level has an exchange and queues; seven nodes stand around them.
     assert {name for ends in arrows for name in ends} == {*nodes}
     assert len({*nodes}) == len(nodes) == 2 * len(layout.levels) + 7
-
-
-def test_the_command_writes_every_format(offline: Callable[..., Result], tmp_path: Path) -> None:
-    for name in FORMATS:
-        told = offline("export", "--format", name, "--prefix", "shop", "--layout", "binary")
-        assert told.stdout == FORMATS[name](Topology("shop", binary()), "/")
-        path = tmp_path / name
-        options = ("-f", name, "-o", str(path), "--prefix", "shop", "--layout", "binary", "-j")
-        found = checked("export", offline("export", *options).stdout)
-        assert (path.read_text(), found["output"]) == (told.stdout, str(path))
-        assert found["text"] is None
 
 
 def test_the_command_leaves_out_levels_that_no_delay_needs(offline: Callable[..., Result]) -> None:

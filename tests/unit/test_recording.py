@@ -261,7 +261,7 @@ def test_a_send_is_found_by_any_of_its_fields(sent: Recording, app: Any) -> None
         sent.none(dealy=3)
 
 
-def test_a_failure_says_what_was_sent_and_what_differs(sent: Recording, app: Any) -> None:
+def test_a_failure_says_what_was_sent_and_what_differs(sent: Recording) -> None:
     with pytest.raises(AssertionError) as failed:
         sent.one("shop.remind", args=[7], delay=3 * DAYS)
     first, *lines = str(failed.value).splitlines()
@@ -269,13 +269,8 @@ def test_a_failure_says_what_was_sent_and_what_differs(sent: Recording, app: Any
     assert lines[:2] == ["  shop.remind(7) after 2 days", "    ! delay is 2 days, not 3 days"]
     with pytest.raises(AssertionError, match="2 were recorded"):
         sent.one("shop.remind")
-    with pytest.raises(AssertionError, match=r"Expected no send of shop.note. Sent:\n  shop.note"):
+    with pytest.raises(AssertionError, match=r"Expected no send of shop\.note"):
         sent.none("shop.note")
-    with recorded(app) as many:
-        for number in range(30):
-            app.tasks["shop.remind"].delay(number)
-    with pytest.raises(AssertionError, match="and 10 more"):
-        many.one("shop.note")
 
 
 # What is run.

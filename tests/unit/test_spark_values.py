@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
-from uuid import uuid4, uuid5
+from uuid import uuid5
 from zoneinfo import ZoneInfo
 
 import pyarrow as pa
@@ -17,7 +16,6 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay import Celery, InvalidColumn, InvalidOption, InvalidRow, Row
-from celery_rabbitdelay.spark.application import find_task
 from celery_rabbitdelay.spark.columns import (
     Columns,
     Shared,
@@ -289,23 +287,6 @@ def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_n
     (some,) = taken(otherwise, idColumn="Key, ARGS")
     assert some.identity == ["[1]", "k"]
     assert task_id("june", {"KEY": "k", "Args": "[1]"}) == TaskIds("june").of(some.identity)
-
-
-def test_an_application_knows_the_tasks_of_the_modules_that_its_workers_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = f"tasks_{uuid4().hex}"
-    source = f"import celery\n@celery.shared_task(name='{module}.late')\ndef late(): ...\n"
-    (tmp_path / f"{module}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    app = Celery("shop", include=[module], set_as_current=False)
-    assert find_task(app, f"{module}.late", False).name == f"{module}.late"
-    with pytest.raises(InvalidOption, match=rf"did you mean {module}\.late\?; set allowUnknown"):
-        find_task(app, f"{module}.lat", False)
-    assert find_task(app, "another.service.task", True) is None
-    broken = Celery("shop", include=[f"{module}.no"], set_as_current=False)
-    with pytest.raises(InvalidOption, match=r"importing the modules of tasks here, on the driver"):
-        find_task(broken, "remind", False)
 
 
 def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:

@@ -113,13 +113,6 @@ def test_replicas_are_counted(members: str, online: str, nodes: str, codes: list
     assert [code for code, *_ in checks.check_replicas(inventory, [HOURS])] == codes
 
 
-def test_replicas_are_added_on_nodes_that_run() -> None:
-    nodes = {"a": True, "b": False, "c": True, "d": True, "e": True}
-    inventory = EMPTY._replace(queues={HOURS: queue_of(HOURS)}, nodes=nodes)
-    ((_, _, told),) = checks.check_replicas(inventory, [HOURS])
-    assert told["commands"] == "`rabbitmq-queues grow c all`, `rabbitmq-queues grow d all`"
-
-
 def test_of_several_policies_some_are_in_effect() -> None:
     # The highest priority alone; of one priority, each may be in effect.
     assert in_effect(policy({"expires": 1}, 5), policy({"length": 2}, 6)) == [{"length": 2}]
@@ -184,17 +177,6 @@ def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None
         ("orphan", "queue rabbitdelay.weeks.1"),
         ("orphan-empty", "queue rabbitdelay.weeks.2"),
     ]
-
-
-def test_clocks_that_differ_by_more_than_workers_tolerate() -> None:
-    def found(ahead: float) -> list[str]:
-        inventory = EMPTY._replace(clock_ahead=ahead)
-        settings = Settings(early_tolerance=1.0)
-        return [each.what for each in findings_of(checks.check_broker(settings, inventory))]
-
-    assert found(0.9) == []
-    for ahead, text in ((3.4, "at least 3 s ahead of"), (-3.4, "at least 3 s behind")):
-        assert [text in what for what in found(ahead)] == [True]
 
 
 def test_by_default_the_api_is_at_the_broker_s_host() -> None:

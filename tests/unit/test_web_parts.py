@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
 from threading import Event
 from typing import Any
 from unittest.mock import ANY
@@ -22,15 +21,13 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.status import Status, due_at_least
-from celery_rabbitdelay.operations.waiting import Place
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import application, shown
-from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, Wrong, fields_of
+from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.reading import Reading, Readings
-from celery_rabbitdelay.web.schedules import written
 from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.site import Glance, Site, Workers
 from celery_rabbitdelay.web.work import MOST_AT_ONCE, Work, Works, in_batches
@@ -109,20 +106,6 @@ def test_any_query_is_read_or_refused(query: bytes) -> None:
         found = fields_of(query)
         assert len(found.pairs) <= MOST_FIELDS
         json.dumps(shown.plain(found.pairs))
-
-
-def test_numbers_places_and_rules_are_read_and_shown() -> None:
-    for value in ("0", "-1", "501", "1.5", "x", "٣", "9" * 5000):
-        with pytest.raises(Wrong, match="400: limit: takes a number"):
-            Fields([("limit", value)]).number("limit", 50, 500)
-    place = Place(7, "a:b")
-    assert Place.of(str(place)) == place
-    assert {Place.of(each) for each in ("", "x", "x:y", ":y", "-1:y", "9" * 20 + ":y")} == {None}
-    rules = {"every 90061001": "every 1d1h1m1s1ms", "0 9 * * 1-5": "0 9 * * 1-5"}
-    assert {rule: written(rule) for rule in rules} == rules
-    values = {1: {"a"}, "at": datetime(2030, 1, 2, tzinfo=UTC), "for": (timedelta(hours=1), None)}
-    plain = {"1": ["a"], "at": "2030-01-02T00:00:00+00:00", "for": [3600.0, None]}
-    assert json.loads(json.dumps(shown.plain(values))) == plain
 
 
 def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
