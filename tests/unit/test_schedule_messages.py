@@ -1,4 +1,4 @@
-"""The messages that schedules send: made by Celery once, and filled in for each occurrence."""
+"""The messages that schedules send, made by Celery once; and the digest of beat's entries."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
-from kombu import Exchange
+from celery.schedules import crontab, schedule
+from django_celery_beat.tzcrontab import TzAwareCrontab
+from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
+from celery_rabbitdelay.schedules.beat import _digest, _puts
 from celery_rabbitdelay.schedules.messages import Send, canonical, captured, read
 from celery_rabbitdelay.schedules.occurrence import LAST, Occurrence
 from celery_rabbitdelay.schedules.recurrence import Recurrence
@@ -159,3 +163,61 @@ def test_equal_values_are_written_alike_by_all_processes_and_others_differently(
     ]
     assert len({canonical(each) for each in values}) == len(values)
     assert canonical([1, {2}]) == canonical((1, {2}))
+
+
+# Equal entries of beat have the same digest, and others have not.
+
+
+class Point:
+    """An argument that only pickle writes."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+ENTRY: dict[str, Any] = {"task": "note", "schedule": 60}
+
+
+def app_of(**entries: dict[str, Any]) -> Any:
+    app = Celery("shop", broker="amqp://127.0.0.1:1//", set_as_current=False)
+    app.conf.update(
+        accept_content=["json", "pickle"],
+        beat_schedule={name: {**ENTRY, **entry} for name, entry in entries.items()},
+        rabbitdelay_registry_url="redis://127.0.0.1:1/0",
+        result_expires=None,
+        task_default_queue="mine",
+        task_queues=[Queue("mine"), Queue("other")],
+        task_serializer="pickle",
+        timezone="Europe/Berlin",
+    )
+    return app
+
+
+def digest_of(**entries: dict[str, Any]) -> str:
+    puts = _puts(app_of(**entries))
+    assert len(puts) == len(entries), "none is refused"
+    return _digest(puts)
+
+
+def test_it_is_the_same_for_entries_that_are_equal() -> None:
+    tokyo = TzAwareCrontab(0, 3, tz=ZoneInfo("Asia/Tokyo"))
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"schedule": crontab(hour="3")}, {"schedule": crontab(hour=[3])}),
+        ({"schedule": 60}, {"schedule": schedule(timedelta(minutes=1))}),
+        ({"args": ()}, {"kwargs": {}}),
+        ({"args": (Point(1),)}, {"args": [Point(1)]}),
+        ({"options": {"countdown": 3}}, {}),
+        ({"schedule": tokyo}, {"schedule": crontab(0, 3), "options": {"timezone": "Asia/Tokyo"}}),
+    ]
+    for one, other in pairs:
+        assert digest_of(a=one) == digest_of(a=other)
+
+
+def test_it_is_another_one_for_other_entries() -> None:
+    others: list[dict[str, Any]] = [
+        *({"args": (1,)}, {"kwargs": {"a": None}}, {"task": "other"}, {"schedule": crontab()}),
+        *({"options": each} for each in ({"expires": 60}, {"paused": True}, {"queue": "other"})),
+    ]
+    for other in others:
+        assert digest_of(a=other) != digest_of(a={})
+        assert digest_of(a={}, b=other) != digest_of(a={})

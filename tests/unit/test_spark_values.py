@@ -1,21 +1,26 @@
-"""Options, columns and ids of Spark's format ``rabbitdelay``, without a Java machine."""
+"""Options, columns, ids and groups of Spark's format ``rabbitdelay``, without a Java machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from itertools import pairwise
 from typing import Any
 from uuid import uuid5
 from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kombu import Queue
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay import Celery, InvalidColumn, InvalidOption, InvalidRow, Row
+from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
+from celery_rabbitdelay.app.sending.rows import WrittenRows
 from celery_rabbitdelay.spark.columns import (
     Columns,
     Shared,
@@ -24,6 +29,7 @@ from celery_rabbitdelay.spark.columns import (
     numbers_taken,
     task_id,
 )
+from celery_rabbitdelay.spark.grouped_columns import Cutter
 from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
 from tests.given_times import KINDS
 
@@ -172,8 +178,8 @@ def test_a_duration_is_written_as_ours_or_as_sparks() -> None:
     }
     length = timedelta(days=3, minutes=5)
     lengths = [(kind.length(length), 259_500) for kind in KINDS.values()]
-    for given, seconds in (*texts.items(), *lengths):
-        found = WriteOptions.of_call({**LEAST, "tolerance": given, "jobExpires": given})
+    for written, seconds in (*texts.items(), *lengths):
+        found = WriteOptions.of_call({**LEAST, "tolerance": written, "jobExpires": written})
         assert (found.tolerance, found.job_expires) == (seconds, seconds)
 
 
@@ -298,3 +304,51 @@ def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
     read = Columns(kind, options(kwargsFromColumns="true"))
     found = [each.row for each in read.taken(spark_rows, in_batches=False)]
     assert found == [Row([{"a": 1}], {"n": 7}, eta=instant), Row((), {"n": None}, eta=instant)]
+
+
+# Cutting a sorted column of items into groups.
+
+
+def cut(*batches: list[tuple[int, bytes]], kind: Any = None) -> list[tuple[int, int, bytes]]:
+    """The due time, number and bytes of each group."""
+    cutter = Cutter()
+    found: list[WrittenRows] = []
+    for batch in batches:
+        dues, items = ([row[0] for row in batch], [row[1] for row in batch])
+        arrays = pa.array(dues, pa.int64()), pa.array(items, kind or pa.binary())
+        found += cutter.cut(*arrays)
+    found += cutter.rest()
+    return [(each.due_ms, each.count, each.items) for each in found]
+
+
+def test_a_slice_of_a_batch_has_its_own_items() -> None:
+    dues, items = pa.array([1, 2, 2, 3]), pa.array([b"a", b"b", b"c", b"d"])
+    cutter = Cutter()
+    found = [*cutter.cut(dues[1:3], items[1:3]), *cutter.rest()]
+    assert [(each.due_ms, each.items) for each in found] == [(2, b"bc")]
+
+
+def test_a_group_holds_so_many_messages_and_bytes_and_a_larger_item_is_alone() -> None:
+    found = cut([(7, b"x")] * (MAX_GROUP_MESSAGES - 1), [(7, b"y")] * (MAX_GROUP_MESSAGES + 2))
+    assert [count for _, count, _ in found] == [MAX_GROUP_MESSAGES, MAX_GROUP_MESSAGES, 1]
+    half, large = b"h" * (MAX_GROUP_BYTES // 2), b"l" * (MAX_GROUP_BYTES + 1)
+    found = cut([(7, half)] * 3 + [(7, large)] * 2 + [(7, b"s"), (7, half)])
+    assert [count for _, count, _ in found] == [2, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=5)), max_size=50),
+    st.lists(st.integers(0, 50), max_size=3),
+)
+def test_what_is_due_together_comes_together_nothing_is_lost_and_order_stays(
+    kind: Any, rows: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    rows.sort(key=lambda row: row[0])
+    edges = [0, *sorted(cuts), len(rows)]
+    batches = [rows[begin:end] for begin, end in pairwise(edges)]
+    found = cut(*batches, kind=kind)
+    assert [due for due, *_ in found] == sorted({due for due, _ in rows})
+    for due, count, items in found:
+        mine = [item for other, item in rows if other == due]
+        assert (count, items) == (len(mine), b"".join(mine))
