@@ -25,6 +25,7 @@ class Probing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, layout: Layout = LAYOUT) -> None:
         self.channel, self.clock, self.waiting = mock.Mock(), Clock(), dict[str, int]()
         monkeypatch.setattr(probe, "time", self.clock)
+        monkeypatch.setattr(probe.random, "choice", lambda empty: empty[0])
         monkeypatch.setattr(
             probe,
             "find_queues",

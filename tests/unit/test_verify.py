@@ -119,9 +119,10 @@ def test_of_several_policies_some_are_in_effect() -> None:
     both = [{"expires": 1}, {"length": 2}]
     assert in_effect(*map(policy, both)) == both
     # The smaller bound, and the overflow of the operator.
-    users = policy({"max-length": 2, "overflow": "reject-publish"})
-    operators = policy({"max-length": 3, "overflow": "drop-head"}, kind="operator policy")
-    assert in_effect(users, operators) == [{"max-length": 2, "overflow": "drop-head"}]
+    users = policy({"max-length": 2, "overflow": "reject-publish", "expires": 9})
+    operators = {"max-length": 3, "overflow": "drop-head", "expires": 1}
+    expected = [{**operators, "max-length": 2}]
+    assert in_effect(users, policy(operators, kind="operator policy")) == expected
 
 
 def test_a_policy_matches_by_name_and_type() -> None:
