@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from celery_rabbitdelay.command.status import status_lines
 from celery_rabbitdelay.kombu import Topology, custom
-from celery_rabbitdelay.operations.status import Status, _printable, due_within, rates_between
+from celery_rabbitdelay.operations.status import (
+    Status,
+    _printable,
+    due_at_least,
+    due_within,
+    rates_between,
+)
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.publishing.declaration import Counts
 
@@ -30,6 +36,9 @@ def test_the_shortest_long_wait_counts() -> None:
         ({"hours.x1": {1: 1}, "minutes.x1": {5: 9}}, 5 * minute),
     ):
         assert due_within(TOPOLOGY, backlog(waiting)) == bound
+    waiting = backlog({"hours.x1": {1: 5, 3: 7}, "minutes.x1": {1: 3}})
+    for within, count in ((minute - 1, 0), (minute, 3), (119 * minute, 8), (1440 * minute, 15)):
+        assert due_at_least(TOPOLOGY, waiting, within) == count
     # What meditates is due after the loop and the levels at the latest.
     others = backlog({}, meditation=1, undeliverable=5)
     assert due_within(TOPOLOGY, others) == 2 * LAYOUT.capacity_ms

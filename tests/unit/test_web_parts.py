@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event
-from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -17,21 +16,14 @@ from hypothesis import strategies as st
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay import Celery
-from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.status import Status, due_at_least
-from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.testing import wait_for
-from celery_rabbitdelay.web import application, shown
+from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.reading import Reading, Readings
 from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session, Sessions
-from celery_rabbitdelay.web.site import Glance, Site, Workers
 from celery_rabbitdelay.web.work import MOST_AT_ONCE, Work, Works, in_batches
-from tests.browser import Browser, assert_harmless, read
 
 ADA = User("ada", "operator")
 
@@ -174,40 +166,3 @@ def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
     for _ in range(10):
         until_ended(works.begin(ADA, "x", 1, in_batches(iter([1]))))
     assert len(works.all()) <= 6
-
-
-def test_at_least_as_many_are_due_as_cannot_wait_longer() -> None:
-    topology = Topology(layout=custom([("hours", 24, 3600), ("minutes", 60, 60)]))
-    backlog = Backlog({}, {"hours.x1": {1: 5, 23: 7}, "minutes.x1": {1: 3}}, {}, ())
-    minute = 60_000
-    for within_ms, count in ((minute - 1, 0), (minute, 3), (119 * minute, 8), (1440 * minute, 15)):
-        assert due_at_least(topology, backlog, within_ms) == count
-
-
-#: A worker's answer that anybody who reaches the broker may have written.
-HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J"
-
-
-def test_what_workers_answer_does_nothing_on_the_pages_that_show_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    app = Celery("shop", broker="amqp://guest:guest@127.0.0.1:1//", set_as_current=False)
-    levels = app.rabbitdelay.topology.layout.levels
-    nothing = Backlog({each.name: 0 for each in levels}, {each.name: {} for each in levels}, {}, ())
-    about = {"versions": {"python": HOSTILE}, "settings": {HOSTILE: HOSTILE}}
-    arrivals = {"received": 1, "latest": 3.0, "by_minute": [None, 3.5, 0.0]}
-    answers: dict[str, dict[str, Any]] = {
-        HOSTILE: {"about": about, "tasks": arrivals, HOSTILE: {}},
-        "plain": {"error": HOSTILE},
-        "wrong": {"about": [HOSTILE]},
-    }
-    monkeypatch.setattr(Site, "_look", lambda _: Glance(Status(0.0, nothing, {}), {}))
-    monkeypatch.setattr(Site, "_look_at_workers", lambda _: Workers(answers, 1.0))
-    browser = Browser(application(app))
-    for path in ("/now", "/workers"):
-        page = browser.get(path)
-        assert page.status_code == 200
-        assert_harmless(page.text)
-        assert browser.json(path)
-    now = " ".join(read(browser.get("/now").text).text.split())
-    assert "this minute none came 1 min ago 3.5 s 2 min ago 0.0 s" in now
