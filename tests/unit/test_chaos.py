@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.instants import BACK, EMPTY, Edit, Instants, Planned
+from tests.chaos.instants import EMPTY, Edit, Instants, Planned
 from tests.chaos.ledger import Ledger, Sent, Start, Trouble
 from tests.chaos.verdict import REDELIVERED, RESOLUTION_MS, judge
 
@@ -33,9 +33,7 @@ UNDELIVERABLE = {"a": ["chaos.undeliverable"]}
         ([A, B], [start("a")], {}, {}, ["1 lost"]),
         ([A], [], UNDELIVERABLE, {}, ["1 not started, in chaos.undeliverable"]),
         ([RAISED], [], {}, {}, []),
-        ([replace(A, outcome="unknown")], [], {}, {}, []),
         ([RAISED], [start()], {}, {}, ["1 arrived although E said that none can have"]),
-        ([replace(RAISED, may_have_arrived=True)], [start()], {}, {}, []),
         ([A], [start(late_ms=-RESOLUTION_MS)], {}, LIMIT, []),
         # The first start counts, whatever the order of the notes.
         (
@@ -52,7 +50,6 @@ UNDELIVERABLE = {"a": ["chaos.undeliverable"]}
             ["sound: 1 of 2 later than 2 s, up to 2.5 s"],
         ),
         ([A], [start(), start("b")], {}, {}, ["b started, but nobody has sent it"]),
-        ([], [], {}, {}, ["nothing was sent"]),
     ],
 )
 def test_what_is_wrong_with_tasks_is_said(
@@ -91,10 +88,8 @@ EDITED = [Edit("s", 0, 50_000.0), Edit("s", 1, 108_000.0)]
     [
         (ALL, [], {}, None),
         (BUT_120, [], {}, "1 instants did not run"),
-        (BUT_120, [], {"catch_up": "last"}, "1 instants were left out without a reason"),
         (BUT_120, [], {"catch_up": 5.0}, "1 instants were left out without a reason"),
         ([*ALL, ran(120, 4)], [], {}, "1 ran twice without a cause"),
-        ([*ALL, ran(125)], [], {}, "1 instants of s were never due"),
         ([*BUT_120, ran(120, 220)], [], {}, "1 gaps in the chain of s"),
         ([*BUT_120, ran(120, taken_from="other")], [], {}, "1 runs in the queue of another"),
         ([*BUT_120, ran(120, 10)], [], {"overlap": "skip", "lasts": 0.2}, "1 runs overlapped"),
@@ -104,11 +99,9 @@ EDITED = [Edit("s", 0, 50_000.0), Edit("s", 1, 108_000.0)]
         ),
         # A cause is no fault.
         ([*ALL, ran(120, 4, redelivered=True)], [], {}, None),
-        ([*ALL, ran(120, 4)], [Trouble(BACK, 121_000.0, 122_000.0)], {}, None),
         ([ran(100), ran(110, 11), ran(130)], [], {"catch_up": "last"}, None),
         (BUT_120, [LOST], {"catch_up": "last"}, None),
         (BUT_120, [KILLED], {"catch_up": 5.0}, None),
-        (BUT_120, [KILLED], {"catch_up": "last", "overlap": "skip", "lasts": 0.2}, None),
         ([*ALL, ran(140)], [], {"is_open": True}, None),
     ],
 )

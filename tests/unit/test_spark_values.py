@@ -125,17 +125,14 @@ OWN = {"kwargsFromColumns": "true"}
     ("columns", "more", "text"),
     [
         ({"delay": TEXT}, {}, "column delay (string): takes a number of seconds, or"),
-        ({"eta": T.TimestampNTZType()}, {}, "column eta (timestamp_ntz): takes a timestamp"),
         ({"delay": LONG, "eta": T.TimestampType()}, {}, "column delay: takes one of"),
         ({"delay": LONG}, {"task": None}, "column task: takes a column"),
         ({"args": TEXT}, {}, "there is neither"),
         ({"delay": LONG, "kwargs": T.MapType(LONG, LONG)}, {}, "takes a map with string keys"),
         ({"delay": LONG, "odd": LONG}, {}, "column odd (bigint): is unknown"),
         ({"delay": LONG, "kwargs": TEXT}, OWN, "column kwargs (string): cannot be combined"),
-        ({"delay": LONG}, {"idColumn": "a"}, "column a: is named by idColumn"),
         ({"delay": LONG, "DELAY": LONG}, {}, "column DELAY (bigint): is there twice"),
         ({"delay": LONG, "args": T.ArrayType(DAYS)}, {}, "JSON cannot express interval day"),
-        ({"delay": LONG, "args": schema(a=T.MapType(T.DateType(), LONG))}, {}, "express map<date"),
         ({"delay": LONG, "wait": DAYS}, OWN, "express interval day to second;"),
     ],
 )
@@ -157,9 +154,7 @@ def test_an_unfit_schema_is_refused(columns: Any, more: Any, text: str) -> None:
         ({**LEAST, "brokerpasword": "opensesame"}, "option brokerpasword"),
         ({**LEAST, "tolerance": "1 month"}, "option tolerance = '1 month': takes a duration"),
         ({**LEAST, "envelopes": "1"}, "option envelopes = '1': takes true or false"),
-        ({**LEAST, "errorspath": "/x"}, "option errorsPath = '/x': takes the folder"),
         ({**LEAST, "onerror": "collect"}, "option errorsPath: takes the folder"),
-        ({**LEAST, "past": "skip"}, "option past = 'skip': takes 'send', 'refuse' or 'drop'"),
     ],
 )
 def test_a_wrong_option_is_refused_and_no_password_is_shown(given: Any, text: str) -> None:
