@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import click
@@ -39,7 +39,7 @@ def test_each_broker_s_certificate_is_for_its_own_host(
         # kombu decides it when it connects.
         monkeypatch.setattr(connection.transport, "Connection", mock.Mock())
         connection.transport.establish_connection()
-        names.append(connection.ssl["server_hostname"])
+        names.append(cast("dict[str, Any]", connection.ssl)["server_hostname"])
     assert names == ["here.example.com", "there.example.com"] * 2
 
 

@@ -100,7 +100,7 @@ def test_a_page_on_the_code_names_files_that_exist(page: str) -> None:
 def test_the_containers_of_the_page_ask_for_what_a_worker_serves() -> None:
     page = (DOCS / "how-to" / "deployment.md").read_text()
     [given] = re.findall(r'rabbitdelay_metrics_port = "(.+)"', page)
-    port = (Settings(metrics_port=given).metrics_port or "").partition(":")[2]
+    port = f"{Settings(metrics_port=given).metrics_port}".partition(":")[2]
     compose, deployment = map(
         yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)[:2]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, timedelta
 from typing import Any
 
@@ -81,11 +81,12 @@ def in_seconds(seconds: float) -> str:
 
 
 def due_in(outgoing: Outgoing) -> float:
-    return (headers_of(outgoing)[header_names.DUE] - wall_clock.ms()) / 1000
+    return float(headers_of(outgoing)[header_names.DUE] - wall_clock.ms()) / 1000
 
 
 def test_a_native_task_waits_until_its_eta_and_then_goes_where_it_was_sent() -> None:
-    outgoing = native(calculate_routing_key(40, "paper.daily"), eta=in_seconds(39), **{ONCE: True})
+    given: dict[str, Any] = {"eta": in_seconds(39), ONCE: True}
+    outgoing = native(calculate_routing_key(40, "paper.daily"), **given)
     assert due_in(outgoing) == 39
     told = (header_names.EXCHANGE, header_names.QUEUE, header_names.ROUTING_KEY, "eta", ONCE)
     found = [headers_of(outgoing)[name] for name in told]
@@ -157,10 +158,11 @@ def test_a_message_of_nservicebus_ends_where_its_chain_ends() -> None:
 
 def test_without_a_valid_time_nservicebus_waits_as_long_as_its_chain() -> None:
     sent, delay = "NServiceBus.TimeSent", "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
-    for told in (
+    wrong: tuple[dict[str, Any], ...] = (
         *({sent: "yesterday"}, {sent: "9999-12-31 23:59:59:999999 Z"}),
         *({delay: "-1"}, {delay: str(2**28)}),
-    ):
+    )
+    for told in wrong:
         assert due_in(nservicebus(40, 5, **told)) == 40
 
 
@@ -195,12 +197,12 @@ def convert(
     headers: dict[str, Any],
     *,
     target: Topology = TARGET,
-    ensured: list[str] | None = None,
+    ensured: Callable[[str], None] = lambda name: None,
     exchange: str = "old.x",
     **properties: Any,
 ) -> Outgoing:
     """Convert a message that was in a queue of the source."""
-    migration = Migration(SOURCE, target, [].append if ensured is None else ensured.append)
+    migration = Migration(SOURCE, target, ensured)
     message = amqp.Message("body", application_headers=headers, **properties)
     message.delivery_info = {"exchange": exchange, "routing_key": key, "delivery_tag": 1}
     return migration.convert(message, queue)
@@ -227,10 +229,11 @@ def test_what_waits_goes_on_for_the_rest(destination: str) -> None:
     key = key_of(SOURCE, destination)
     # What the broker has added goes, and the users' own stays.
     deaths = {"x-death": [{"queue": "old.seconds.1"}], "x-delivery-count": 2}
-    given, more = task(**{"x-mine": "kept"}), {"priority": 3, "expiration": "5000"}
+    given = task(**{"x-mine": "kept"})
+    more: dict[str, Any] = {"priority": 3, "expiration": "5000"}
     outgoing = convert(OLD.meditation.name, destination, {**given, **deaths}, **more)
     assert outgoing.routing_key == key_of(TARGET, destination)
-    outgoing = convert("old.s.1", key, {**given, **deaths}, ensured=ensured, **more)
+    outgoing = convert("old.s.1", key, {**given, **deaths}, ensured=ensured.append, **more)
     assert outgoing.routing_key == key_of(TARGET, destination)
     assert ensured == ([destination] if destination else [])
     assert headers_of(outgoing) == given
@@ -267,7 +270,7 @@ def test_what_no_level_holds_stays_what_it_is() -> None:
 def test_a_long_name_is_hashed_in_the_key() -> None:
     name, ensured = "q" * 200, list[str]()
     named = task(**{header_names.QUEUE: name})
-    convert("old.s.1", key_of(SOURCE, name), named, ensured=ensured)
+    convert("old.s.1", key_of(SOURCE, name), named, ensured=ensured.append)
     assert ensured == [name]
     with pytest.raises(UnprocessableMessage, match="hash"):
         convert("old.s.1", key_of(SOURCE, name), task())

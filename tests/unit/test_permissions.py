@@ -51,7 +51,7 @@ def test_a_reply_is_read() -> None:
     ):
         reply = f"{access} in vhost '{permission[4]}' refused for user '{permission[0]}'"
         found = missing_permission(refused(reply, method))
-        assert found == exceptions.MissingPermission(*permission)  # type: ignore[arg-type]
+        assert found == exceptions.MissingPermission(*permission)
     # A reply has 255 bytes at most.
     for other in (
         refused("Login was refused using authentication mechanism PLAIN."),

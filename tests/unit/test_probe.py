@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ class Probing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, layout: Layout = LAYOUT) -> None:
         self.channel, self.clock, self.waiting = mock.Mock(), Clock(), dict[str, int]()
         monkeypatch.setattr(probe, "time", self.clock)
-        monkeypatch.setattr(probe.random, "choice", lambda empty: empty[0])
+        monkeypatch.setattr(random, "choice", lambda empty: empty[0])
         monkeypatch.setattr(
             probe,
             "find_queues",

@@ -304,7 +304,7 @@ def test_no_search_goes_beyond_a_century_and_its_bound_is_an_error_and_no_end(
 
 def test_the_sun_rises_when_celery_says_so() -> None:
     """Celery asks ephem too, and has a table of horizons of its own."""
-    of_events = ("sunrise", 52.52, 13.4), ("solar_noon", 0.0, 0.0), ("dusk_civil", 59.6, 18.9)
+    of_events: Any = ("sunrise", 52.52, 13.4), ("solar_noon", 0.0, 0.0), ("dusk_civil", 59.6, 18.9)
     for event, latitude, longitude in of_events:
         at = datetime(2026, 1, 1, tzinfo=UTC)
         recurrence = Recurrence.of(solar(event, latitude, longitude), "UTC")

@@ -74,7 +74,10 @@ def test_a_url_of_a_cluster_is_taken() -> None:
 
 
 def test_a_wrong_option_or_an_answer_without_an_end_is_refused() -> None:
-    wrong = [{"socket_timeot": 1}, *({"socket_timeout": each} for each in (None, 0, -1, "1"))]
+    wrong: list[dict[str, Any]] = [
+        {"socket_timeot": 1},
+        *({"socket_timeout": each} for each in (None, 0, -1, "1")),
+    ]
     for options in wrong:
         with pytest.raises(InvalidSetting, match="socket_timeo") as raised:
             connect("redis://host", options)

@@ -75,13 +75,13 @@ def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
         Row((7, "x"), {"a": 3}, 1.5, key="order:1"),
         Row((), {"a": None}, 2.5, task_id="mine"),
     ]
-    written = {"args": (TEXT, ['[1, {"a": 2}]']), "kwargs": (TEXT, ['{"b": null}'])}
-    at = {"eta": (T.TimestampType(), [INSTANT])}
-    assert rows({**written, **at}) == [Row([1, {"a": 2}], {"b": None}, eta=INSTANT)]
+    columns = {"args": (TEXT, ['[1, {"a": 2}]']), "kwargs": (TEXT, ['{"b": null}'])}
+    columns["eta"] = (T.TimestampType(), [INSTANT])
+    assert rows(columns) == [Row([1, {"a": 2}], {"b": None}, eta=INSTANT)]
     # Those without a meaning are keyword arguments, if asked for.
-    own = {"day": (T.DateType(), [date(2030, 1, 2)]), "delay": (DAYS, [timedelta(days=-1)])}
+    columns = {"day": (T.DateType(), [date(2030, 1, 2)]), "delay": (DAYS, [timedelta(days=-1)])}
     expected = Row((), {"day": date(2030, 1, 2)}, timedelta(days=-1))
-    assert rows(own, kwargsFromColumns="true") == [expected]
+    assert rows(columns, kwargsFromColumns="true") == [expected]
 
 
 @pytest.mark.parametrize(

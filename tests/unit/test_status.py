@@ -36,9 +36,9 @@ def test_the_shortest_long_wait_counts() -> None:
         ({"hours.x1": {1: 1}, "minutes.x1": {5: 9}}, 5 * minute),
     ):
         assert due_within(TOPOLOGY, backlog(waiting)) == bound
-    waiting = backlog({"hours.x1": {1: 5, 3: 7}, "minutes.x1": {1: 3}})
+    found = backlog({"hours.x1": {1: 5, 3: 7}, "minutes.x1": {1: 3}})
     for within, count in ((minute - 1, 0), (minute, 3), (119 * minute, 8), (1440 * minute, 15)):
-        assert due_at_least(TOPOLOGY, waiting, within) == count
+        assert due_at_least(TOPOLOGY, found, within) == count
     # What meditates is due after the loop and the levels at the latest.
     others = backlog({}, meditation=1, undeliverable=5)
     assert due_within(TOPOLOGY, others) == 2 * LAYOUT.capacity_ms

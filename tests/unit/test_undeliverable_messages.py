@@ -63,8 +63,11 @@ def test_a_filter_means_all_its_conditions() -> None:
     ]
     for options, is_meant in conditions:
         assert messages.UndeliverableFilter(**options).matches(copy()) is is_meant, options
-    for timed in ({"older_than": timedelta(0)}, {"newer_than": timedelta(days=9999)}):
-        assert not messages.UndeliverableFilter(**timed).matches(copy(minutes=None))
+    for timed in (
+        messages.UndeliverableFilter(older_than=timedelta(0)),
+        messages.UndeliverableFilter(newer_than=timedelta(days=9999)),
+    ):
+        assert not timed.matches(copy(minutes=None))
 
 
 def test_an_envelope_is_meant_by_each_of_its_tasks() -> None:
