@@ -31,6 +31,13 @@ SETTINGS = DOCS / "reference" / "settings.md"
 KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "paused", "probe")
 
 
+def test_the_table_of_senders_names_files_of_tests() -> None:
+    page = (DOCS / "reference" / "senders.md").read_text()
+    files = re.findall(r"`((?:integration|unit)/test_\w+\.py)` \|$", page, re.MULTILINE)
+    assert len(files) > 30
+    assert [file for file in files if not (TESTS / file).is_file()] == []
+
+
 def test_the_reference_has_every_queue_and_its_arguments() -> None:
     topology, page = Topology(), NAMES.read_text()
     [total, digits] = re.findall(r"declare (\d+) queues: (\d+) digit queues", page)[0]
