@@ -24,6 +24,7 @@ from celery_rabbitdelay import (
     ConnectionLost,
     DelayTooLong,
     InvalidDelay,
+    JobClosed,
     NotRecorded,
     Outcome,
     RegistryRequired,
@@ -314,3 +315,22 @@ def test_chains_and_results_need_no_server(shop: Any) -> None:
         wait.delay()
         with pytest.raises(RuntimeError, match="Never call result"):
             sent.run_due()
+
+
+def test_the_registry_decides_in_memory(shop: Any) -> None:
+    remind, delays = shop.tasks["shop.remind"], shop.rabbitdelay
+    with recorded(shop) as sent:
+        for number in (1, 2):
+            remind.apply_async((number,), delay=number * DAYS, key="order:1")  # the newest runs
+        unique = {"delay": 60, "key": "order:4", "unique": "first"}
+        assert remind.apply_async((4,), **unique).id == remind.apply_async((5,), **unique).id
+        tracked = remind.apply_async((6,), delay=9 * DAYS, key="order:6", track=True)
+        assert [each.task_id for each in delays.pending(task="shop.remind")] == [tracked.id]
+        assert delays.postpone(key="order:6", delay=3 * DAYS) is Outcome.DONE
+        with delays.job("import", expires=3600):
+            remind.apply_async((7,), job="import")
+            assert sent.run_due(within=0) == []
+        with pytest.raises(JobClosed):
+            remind.apply_async((8,), job="import")
+        sent.run_due()
+    assert done == [7, 4, 2, 6]
