@@ -118,11 +118,12 @@ registry-sequences: $(VENV)/test.done  ## 100,000 random sequences: the registry
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_registry_rule.py
 	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
 
-schedule-sequences: $(VENV)/test.done  ## 50,000 random sequences: the scripts of schedules beside their rule (20 minutes)
+schedule-sequences: $(VENV)/test.done  ## 50,000 random sequences: the scripts of schedules beside their rule; and each interleaving, deeper (20 minutes)
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_schedule_sequences.py
+	RABBITDELAY_DEPTH=2 $(BIN)/pytest -q tests/unit/test_schedule_rule.py
 
 travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, 1,000 random tasks beside a model, and 200 sequences of calls on the real and the recorded system (an hour)
-	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py
+	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py tests/unit/test_recurrence.py
 	RABBITDELAY_TRAVELLERS=1000 $(BIN)/pytest -q tests/integration/test_travel.py -k random
 	RABBITDELAY_SEQUENCES=200 $(BIN)/pytest -q --timeout=3600 tests/integration/test_recorded_sequences.py
 

@@ -117,7 +117,7 @@ def test_messages_in_a_queue_of_nservicebus_reach_the_end_of_its_chain_on_time(
     for name in (end, level):
         Exchange(name, "topic")(channel).declare()
     channel.queue_bind(target.name, end, f"#.{target.name}")
-    # Without its TTL of 16 s; tests/unit/test_adoption.py has more of the chain.
+    # Without its TTL of 16 s; tests/unit/test_moving.py has more of the chain.
     Queue(level, queue_arguments={"x-queue-type": "quorum"})(channel).queue_declare()
     channel.queue_bind(level, level, "#")
     sent = datetime.now(UTC)

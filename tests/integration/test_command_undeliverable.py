@@ -94,7 +94,7 @@ def test_messages_are_listed_by_reason_one_by_one_and_in_full(
 
 
 def test_options_choose_messages(configuration: dict[str, Any], name: str) -> None:
-    """Each option chooses another one of the four; tests/unit/test_undeliverable_filter.py."""
+    """Each option chooses another one of the four; tests/unit/test_undeliverable_messages.py."""
     chosen = {
         "--task n?te --task inner --reason full": [2],
         "--id id-inner --queue elsewhere": [4],

@@ -6,16 +6,15 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
+import hcl2  # type: ignore[import-untyped,unused-ignore]
 import pytest
 from click.testing import Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.command.declare import FORMATS
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.layout import Zeros
 from celery_rabbitdelay.operations.export import definitions as export
@@ -23,7 +22,6 @@ from celery_rabbitdelay.operations.export.terraform import as_terraform
 from tests.json_schemas import checked
 from tests.unit.declaring_model import DeclaringModel
 from tests.unit.strategies import layouts
-from tests.unit.terraform_model import Module
 
 LAYOUTS: dict[str, Callable[..., Layout]] = {
     "clock": clock,
@@ -39,127 +37,108 @@ SOME = [
 ]
 
 
-def declared(exchanges: Any, queues: Any, bindings: Any) -> tuple[Any, ...]:
-    """What an export has, as the model notes what ``declare`` makes; none of it twice."""
-    keys = ("source", "routing_key", "destination", "destination_type")
-    found: tuple[Any, ...] = (
-        {each["name"]: (each["type"], *_flags(each), each["arguments"]) for each in exchanges},
-        {each["name"]: (*_flags(each), each["arguments"]) for each in queues},
-        {tuple(each[key] for key in keys) for each in bindings},
-    )
-    assert [*map(len, found)] == [len(exchanges), len(queues), len(bindings)]
-    return found
-
-
-def _flags(each: dict[str, Any]) -> tuple[bool, bool]:
-    return each["durable"], each["auto_delete"]
-
-
-@pytest.mark.parametrize("layout", SOME)
-def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
-    topology = Topology("shop.delay", layout)
-    module = Module(as_terraform(topology), name="other")
-    made = DeclaringModel(replace(topology, prefix="other"))
-    exchanges, queues = (
-        [
-            {**each, **setting}
-            for each in module.resources(f"rabbitmq_{kind}")
-            for setting in each["settings"]
-        ]
-        for kind in ("exchange", "queue")
-    )
-    assert {each["vhost"] for each in exchanges} == {"/"}
-    queues = [{**each, "arguments": json.loads(each["arguments_json"])} for each in queues]
-    found = declared(exchanges, queues, module.resources("rabbitmq_binding"))
-    assert found == (made.exchanges, made.queues, made.bindings)
+BINDING = ("source", "routing_key", "destination", "destination_type")
 
 
 @pytest.mark.parametrize("layout", SOME)
 def test_the_definitions_have_what_declare_makes(layout: Layout) -> None:
     topology = Topology("shop", layout, "classic", 2)
     found, made = export.definitions(topology, "v"), DeclaringModel(topology)
-    kinds = (found[kind] for kind in ("exchanges", "queues", "bindings"))
-    assert declared(*kinds) == (made.exchanges, made.queues, made.bindings)
     assert {each["vhost"] for kind in found.values() for each in kind} == {"v"}
+
+    def named(kind: str, *keys: str) -> dict[str, Any]:
+        keys = (*keys, "durable", "auto_delete", "arguments")
+        return {each["name"]: tuple(each[key] for key in keys) for each in found[kind]}
+
+    assert (named("exchanges", "type"), named("queues")) == (made.exchanges, made.queues)
+    assert {tuple(each[key] for key in BINDING) for each in found["bindings"]} == made.bindings
+    expected = [made.exchanges, made.queues, made.bindings]
+    assert [*map(len, found.values())] == [*map(len, expected)], "none of it twice"
+
+
+def local(text: str, table: str) -> Any:
+    """A table of a module of Terraform; it is written like JSON."""
+    (found,) = re.findall(rf"^  {table} += (\{{ .*?\}}$|\{{\n.*?^  \}}$)", text, re.M | re.S)
+    return json.loads(re.sub(r"\n +(?=\})", "", re.sub(r'" +=', '":', found)).replace("}\n", "},"))
+
+
+@pytest.mark.parametrize("layout", SOME)
+def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
+    topology = Topology("shop.delay", layout)
+    module = as_terraform(topology).replace("${var.name}", "other")
+    made = DeclaringModel(replace(topology, prefix="other"))
+    around = [local(module, each) for each in ("guard", "marker")]
+    exchanges = {**local(module, "exchanges"), **{each.pop("name"): each for each in around}}
+    assert {
+        f"other.{name}": (each["type"], True, False, each["arguments"])
+        for name, each in exchanges.items()
+    } == made.exchanges
+    queues = local(module, "queues")
+    assert {f"other.{name}": (True, False, each) for name, each in queues.items()} == made.queues
+    prefixed = {"source", "destination"}
+    assert {
+        tuple(f"other.{each[key]}" if key in prefixed else each[key] for key in BINDING)
+        for each in local(module, "bindings").values()
+    } == made.bindings
 
 
 def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
     text = as_terraform(Topology(layout=binary(levels=2)))
-    order = Module(text).order()
-    assert order["rabbitmq_exchange.all"] == ["rabbitmq_exchange.guard"]
-    assert order["rabbitmq_queue.all"] == ["rabbitmq_exchange.all"]
-    assert order["rabbitmq_binding.all"] == ["rabbitmq_exchange.all", "rabbitmq_queue.all"]
-    assert order["rabbitmq_exchange.marker"] == ["rabbitmq_queue.all", "rabbitmq_binding.all"]
-    (lifecycle,) = [each["lifecycle"] for each in Module(text).resources("rabbitmq_queue")[:1]]
-    assert lifecycle == [{"prevent_destroy": True}]
+    assert hcl2.loads(text).keys() >= {"terraform", "variable", "output", "locals", "resource"}
+    assert re.findall(r'^resource "rabbitmq_(\w+)" "(\w+)"', text, re.M) == [
+        *(("exchange", "guard"), ("exchange", "all"), ("queue", "all"), ("binding", "all")),
+        ("exchange", "marker"),
+    ]
+    assert re.findall(r"depends_on = \[(.*)\]", text) == [
+        *("rabbitmq_exchange.guard", "rabbitmq_exchange.all"),
+        "rabbitmq_exchange.all, rabbitmq_queue.all",
+        "rabbitmq_queue.all, rabbitmq_binding.all",
+    ]
+    assert text.count("prevent_destroy = true") == 1
 
 
 def test_the_module_says_its_inputs_and_the_setting_of_the_applications() -> None:
     topology = Topology("shop", geometric(factor=60, levels=4, tick=1))
-    module = Module(as_terraform(topology, 'a"${b}'))
-    defaults = {name: each["default"] for name, each in module.variables.items()}
-    assert defaults == {"name": "shop", "vhost": 'a"$${b}', "max_delay": 60**4 - 1}
-    (condition,) = module.variables["max_delay"]["validation"]
-    assert condition["condition"] == f"${{var.max_delay <= {60**4 - 1}}}"
-    (provider,) = module.settings["required_providers"]
-    assert provider["rabbitmq"]["source"] == "cyrilgdn/rabbitmq"
-    assert Settings(layout=module.output["layout"]["value"]).topology.layout == topology.layout
+    text = as_terraform(topology, 'a"${b}')
+    defaults = re.findall(r"^  default += (.*)$", text, re.M)
+    assert defaults == ['"shop"', r'"a\"$${b}"', str(60**4 - 1)]
+    assert f"condition     = var.max_delay <= {60**4 - 1}\n" in text
+    assert Settings(layout=local(text, "value")).topology.layout == topology.layout
 
 
-@given(layouts)
-def test_a_layout_is_made_again_from_its_setting(layout: Layout) -> None:
+@given(layouts, st.data())
+@settings(max_examples=50)
+def test_a_layout_is_made_again_from_its_setting_and_cut_down_to_a_delay(
+    layout: Layout, data: Any
+) -> None:
     setting = json.loads(json.dumps(export.as_setting(layout)))
     assert Settings(layout=setting).topology.layout == layout
+    max_ms = data.draw(st.integers(0, layout.capacity_ms))
+    shorter = export.cut(layout, max_ms / 1000)
+    assert shorter.levels == layout.levels[len(layout.levels) - len(shorter.levels) :]
+    assert shorter.zeros == layout.zeros
+    assert shorter.capacity_ms >= max_ms
+    # It is the smallest.
+    fewer = [(each.unit, each.base, each.place_ms / 1000) for each in shorter.levels[1:]]
+    assert not fewer or custom(fewer).capacity_ms < max_ms
 
 
 def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
     odd = Layout("mine", binary(levels=2).levels)
     assert export.as_setting(odd) is None
     assert export.as_setting(Layout("clock", clock().levels[1:])) is None
-    assert Module(as_terraform(Topology(layout=odd))).output["layout"]["value"] is None
-
-
-@given(layouts, st.data())
-@settings(max_examples=50)
-def test_a_cut_layout_is_the_smallest_that_holds_the_delay(layout: Layout, data: Any) -> None:
-    max_ms = data.draw(st.integers(0, layout.capacity_ms))
-    shorter = export.cut(layout, max_ms / 1000)
-    assert shorter.levels == layout.levels[len(layout.levels) - len(shorter.levels) :]
-    assert shorter.zeros == layout.zeros
-    assert shorter.capacity_ms >= max_ms
-    if len(shorter.levels) > 1:
-        assert custom(as_setting_levels(shorter)[1:]).capacity_ms < max_ms
-
-
-def as_setting_levels(layout: Layout) -> list[Any]:
-    return [(each.unit, each.base, each.place_ms / 1000) for each in layout.levels]
+    assert "  value = null\n" in as_terraform(Topology(layout=odd))
 
 
 @pytest.mark.parametrize("layout", SOME)
 def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> None:
-    topology = Topology("shop", layout)
-    front, title, end, kind, *lines = export.as_mermaid(topology).splitlines()
-    assert (front, end, kind) == ("---", "---", "flowchart LR")
-    assert title.startswith('title: "shop: ')
-    node = re.compile(r'  (\w+)(?:\(\[|\{\{|\[\[|\[\()"[^"]+"(?:\]\)|\}\}|\]\]|\)\])')
-    arrow = re.compile(r'  (\w+) (-->|==>|-\.->)(?:\|"([^"|]+)"\|)? (\w+)')
-    nodes = [found[1] for line in lines if (found := node.fullmatch(line))]
-    arrows = [found.groups() for line in lines if (found := arrow.fullmatch(line))]
-    assert len(nodes) + len(arrows) == len(lines)
-    assert {name for source, _, _, target in arrows for name in (source, target)} == set(nodes)
+    text = export.as_mermaid(Topology("shop", layout))
+    assert "flowchart LR" in text.splitlines()
+    nodes = re.findall(r"^  (\w+)[({\[]", text, re.M)
+    arrows = re.findall(r"^  (\w+) (?:-->|==>|-\.->)(?:\|.*\|)? (\w+)$", text, re.M)
     # Each level has an exchange and queues; seven nodes stand around them.
-    assert len(set(nodes)) == len(nodes) == 2 * len(layout.levels) + 7
-
-
-def test_the_command_writes_every_format(offline: Callable[..., Result], tmp_path: Path) -> None:
-    for name in FORMATS:
-        told = offline("export", "--format", name, "--prefix", "shop", "--layout", "binary")
-        assert told.stdout == FORMATS[name](Topology("shop", binary()), "/")
-        path = tmp_path / name
-        options = ("-f", name, "-o", str(path), "--prefix", "shop", "--layout", "binary", "-j")
-        found = checked("export", offline("export", *options).stdout)
-        assert (path.read_text(), found["output"]) == (told.stdout, str(path))
-        assert found["text"] is None
+    assert {name for ends in arrows for name in ends} == {*nodes}
+    assert len({*nodes}) == len(nodes) == 2 * len(layout.levels) + 7
 
 
 def test_the_command_leaves_out_levels_that_no_delay_needs(offline: Callable[..., Result]) -> None:

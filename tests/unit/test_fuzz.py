@@ -38,7 +38,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(given=mutated())
 @example(given=b"")
 def test_nothing_but_a_refusal_comes_of_what_anybody_writes(name: str, given: bytes) -> None:

@@ -1,17 +1,16 @@
-"""The table of metrics, what Prometheus reads, and how counts travel from a child to its parent."""
+"""The table of metrics, how counts travel from a child to its parent, and a worker's health."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest import mock
 
 import pytest
 from kombu import Connection
@@ -23,10 +22,10 @@ from celery_rabbitdelay.app.metrics import (
     OTHER,
     ChildCounts,
     Metrics,
-    opentelemetry_is_set_up,
 )
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.kombu import Topology
-from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.worker import health
 from celery_rabbitdelay.worker import metrics as worker_metrics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
@@ -47,10 +46,6 @@ def metrics() -> Metrics:
     return metrics
 
 
-def by_name(metrics: Metrics) -> dict[str, Any]:
-    return {family.name: family for family in metrics.collect()}
-
-
 def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
     rows = re.findall(r"^\| `(celery_rabbitdelay_\w+)` \| (.+?) \| (.*?) \| (.+?) \|$",
                       PAGE.read_text(), re.MULTILINE)  # fmt: skip
@@ -60,62 +55,38 @@ def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
     ]
 
 
-def test_the_source_is_asked_each_time(metrics: Metrics) -> None:
-    waiting = [5.0]
-    metrics.observe(lambda: [(instruments.PENDING, ("hours.x1",), waiting[0])])
-    for expected in (5.0, 7.0):
-        waiting[0] = expected
-        (sample,) = by_name(metrics)["celery_rabbitdelay_pending"].samples
-        assert (sample.labels, sample.value) == ({"level": "hours.x1"}, expected)
-    metrics.observe()
-    assert by_name(metrics)["celery_rabbitdelay_pending"].samples == []
+def samples(metrics: Metrics, name: str = "sent") -> dict[tuple[str, ...], float]:
+    """Return the values of a metric, by labels."""
+    families = {family.name: family for family in metrics.collect()}
+    found = families[f"celery_rabbitdelay_{name}"].samples
+    return {tuple(sample.labels.values()): sample.value for sample in found}
 
 
-def test_labels_are_bounded_in_number(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_are_bounded_in_number_and_what_waits_is_read_each_time(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recording, "MAX_SERIES", 2)
     for queue in ("a", "b", "c", "d", "a"):
         metrics.record({instruments.SENT: 1}, "remind", queue)
-    metrics.record({instruments.JOBS_EXPIRED: 1})
-    assert totals(metrics) == {("remind", "a"): 2, ("remind", "b"): 1, (OTHER, OTHER): 2}
-
-
-def totals(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Return the values of ``sent``, by labels."""
-    samples = by_name(metrics)["celery_rabbitdelay_sent"].samples
-    return {tuple(sample.labels.values()): sample.value for sample in samples}
-
-
-@pytest.fixture
-def children(metrics: Metrics) -> Iterator[ChildCounts]:
-    """The pipe by which forked processes send their counts to ``metrics``."""
-    metrics.children = ChildCounts(metrics.count)
-    yield metrics.children
-    metrics.children.stop()
-
-
-def unread(children: ChildCounts) -> int:
-    """Return how many bytes are in the pipe."""
-    number = fcntl.ioctl(children._reading.fileno(), termios.FIONREAD, bytes(4))
-    return int.from_bytes(number, sys.byteorder)
-
-
-def wait_for_total(metrics: Metrics, number: int) -> None:
-    wait_for(lambda: sum(totals(metrics).values()) == number, f"{number} counts")
+    assert samples(metrics) == {("remind", "a"): 2, ("remind", "b"): 1, (OTHER, OTHER): 2}
+    waiting = [5.0]
+    metrics.observe(lambda: [(instruments.PENDING, ("hours.x1",), waiting[0])])
+    assert samples(metrics, "pending") == {("hours.x1",): 5.0}
+    waiting[0] = 7.0
+    assert samples(metrics, "pending") == {("hours.x1",): 7.0}
+    metrics.observe()
+    assert samples(metrics, "pending") == {}
 
 
 def test_counts_survive_the_pipe_and_labels_that_are_too_long_become_others() -> None:
     counted: list[Any] = []
     children = ChildCounts(lambda values, labels: counted.append((dict(values), labels)))
     children.start()
-    sent: list[tuple[dict[instruments.Instrument, float], tuple[str, ...]]] = [
-        ({instruments.SENT: 1.0, instruments.LATENESS: 2**40 / 8}, ("remind\n\ud800", "é")),
-        ({instruments.JOBS_EXPIRED: 1.0}, ()),
-        ({instruments.SENT: 3.0}, ("x" * MAX_BYTES, "mail")),
-    ]
-    for values, labels in sent:
+    values = {instruments.SENT: 1.0, instruments.LATENESS: 2**40 / 8}
+    for labels in (("remind\n\ud800", "é"), (), ("x" * MAX_BYTES, "mail")):
         children.send(values, labels)
     children.stop()
-    assert counted == [*sent[:2], (sent[2][0], (OTHER, OTHER))]
+    assert counted == [(values, each) for each in (("remind\n\ud800", "é"), (), (OTHER, OTHER))]
 
 
 def forked(work: Callable[[], object]) -> int:
@@ -131,38 +102,25 @@ def forked(work: Callable[[], object]) -> int:
     return child
 
 
-def record(metrics: Metrics, times: int, task: str, *queues: str) -> None:
-    for number in range(times):
-        metrics.record({instruments.SENT: 1}, task, queues[number % len(queues)])
-
-
-def test_a_full_pipe_waits_until_the_parent_reads(metrics: Metrics, children: ChildCounts) -> None:
-    queues = [f"queue-{number}" for number in range(10)]
-    child = forked(lambda: record(metrics, 5000, "remind", *queues))
-    # Nobody reads yet, and the pipe has no room for all of them.
-    wait_for(lambda: unread(children) > 60_000, "a full pipe")
-    assert os.waitpid(child, os.WNOHANG) == (0, 0)
-    children.start()
-    assert os.waitpid(child, 0)[1] == 0
-    wait_for_total(metrics, 5000)
-
-
 def test_what_was_written_is_read_and_a_child_goes_on_without_a_parent(metrics: Metrics) -> None:
     children = metrics.children = ChildCounts(metrics.count)
     told, go_on = os.pipe(), os.pipe()
+    # More than the pipe has room for: it waits until they are read.
+    before = 5000
 
     def work() -> None:
         os.close(go_on[1])  # it ends with its parent
-        record(metrics, 3, "remind", "mail")
+        for _ in range(before):
+            metrics.record({instruments.SENT: 1}, "remind", "mail")
         os.write(told[1], b"x")
         os.read(go_on[0], 1)
-        record(metrics, 1, "remind", "mail")
+        metrics.record({instruments.SENT: 1}, "remind", "mail")
 
     child = forked(work)
-    os.read(told[0], 1)
     children.start()
+    os.read(told[0], 1)
     children.stop()
-    assert totals(metrics) == {("remind", "mail"): 3}
+    assert samples(metrics) == {("remind", "mail"): before}
     os.write(go_on[1], b"x")
     assert os.waitpid(child, 0)[1] == 0
     for descriptor in (*told, *go_on):
@@ -170,15 +128,15 @@ def test_what_was_written_is_read_and_a_child_goes_on_without_a_parent(metrics: 
 
 
 def test_a_forked_process_counts_for_itself_and_begins_with_nothing(metrics: Metrics) -> None:
-    record(metrics, 5, "remind", "mail")
+    metrics.record({instruments.SENT: 5}, "remind", "mail")
 
     def work() -> None:
-        assert totals(metrics) == {}
-        record(metrics, 1, "remind", "mail")
-        assert totals(metrics) == {("remind", "mail"): 1}
+        assert samples(metrics) == {}
+        metrics.record({instruments.SENT: 1}, "remind", "mail")
+        assert samples(metrics) == {("remind", "mail"): 1}
 
     assert os.waitpid(forked(work), 0)[1] == 0
-    assert totals(metrics) == {("remind", "mail"): 5}
+    assert samples(metrics) == {("remind", "mail"): 5}
 
 
 def test_a_broker_that_does_not_answer_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +183,39 @@ print(registry.get_sample_value("celery_rabbitdelay_sent_total", labels))
     assert (run.stdout, run.stderr) == ("12.0\n", "")
 
 
-def test_opentelemetry_counts_as_set_up_only_with_a_provider_of_its_sdk() -> None:
-    import opentelemetry.sdk.metrics  # noqa: F401 - redis-py imports it as well
+# What ``/healthz`` and ``/readyz`` answer, and why a worker is not ready.
 
-    assert not opentelemetry_is_set_up()
+
+@pytest.mark.parametrize(
+    ("consuming", "is_blocked", "registry", "answer"),
+    [
+        ("", False, None, "ok\n"),
+        ("not connected to the broker", True, None, "not connected to the broker\n"),
+        ("", True, None, "RabbitMQ blocks publishers"),
+        ("", False, RegistryUnavailable("Redis is\naway"), "the registry cannot be used: "),
+    ],
+)
+def test_a_worker_is_alive_as_long_as_it_answers_and_ready_if_it_takes_and_sends_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+    consuming: str,
+    is_blocked: bool,
+    registry: Exception | None,
+    answer: str,
+) -> None:
+    monkeypatch.setattr(health, "why_not_consuming", lambda worker: consuming)
+    worker = mock.Mock()
+    worker.app.rabbitdelay.is_blocked.return_value = is_blocked
+    worker.app.rabbitdelay.registry.store.commands.side_effect = registry
+    application = health.with_health(lambda *_: [b"metrics"], worker)
+
+    def ask(path: str) -> tuple[str, str | None]:
+        started: Any = mock.Mock()
+        (body,) = application({"PATH_INFO": path}, started)
+        return body.decode(), started.call_args and started.call_args.args[0]
+
+    said, status = ask("/readyz")
+    assert said.startswith(answer)
+    assert said.count("\n") == 1
+    assert status == ("200 OK" if answer == "ok\n" else "503 Service Unavailable")
+    assert ask("/healthz") == ("ok\n", "200 OK")
+    assert ask("/metrics") == ("metrics", None)

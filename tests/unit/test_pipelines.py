@@ -21,9 +21,7 @@ def test_a_cause_stands_at_the_end_and_never_makes_a_circle() -> None:
     alone = ValueError("order")
     _with_last_cause(alone, first)
     assert _chain(alone) == [alone, first, shared, end]
-
-
-def test_a_circle_that_somebody_else_has_made_is_walked_once() -> None:
+    # A circle that somebody else has made is walked once.
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert _chain(one) == [one, other]

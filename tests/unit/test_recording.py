@@ -25,13 +25,10 @@ from celery_rabbitdelay import (
     DelayTooLong,
     InvalidDelay,
     JobClosed,
-    NeedsDistribution,
     NotRecorded,
     Outcome,
     RegistryRequired,
-    RowsNotConfirmed,
     install,
-    signals,
 )
 from celery_rabbitdelay.testing import Recording, recorded
 
@@ -130,59 +127,39 @@ def test_all_of_celerys_ways_to_send_are_recorded(app: Any) -> None:
     with recorded(app) as sent:
         remind.delay(1)
         remind.apply_async((2,), countdown=delay)
-        app.send_task("shop.remind", (3,), delay=delay)
-        app.send_task("another.service", (4,))
-        remind.s(5).set(delay=delay).apply_async()
-        remind.apply_async((6,), eta=datetime.now(UTC) + timedelta(seconds=delay))
-        group(remind.s(number) for number in (7, 8)).apply_async(delay=delay)
-        chain(remind.si(9), remind.si(10).set(delay=delay)).apply_async()
-        app.rabbitdelay.send_many(remind, [{"args": [11], "delay": delay}, {"args": [12]}])
+        app.send_task("another.service", (3,))
+        remind.s(4).set(delay=delay).apply_async()
+        remind.apply_async((5,), eta=datetime.now(UTC) + timedelta(seconds=delay))
+        group(remind.s(number) for number in (6, 7)).apply_async(delay=delay)
+        chain(remind.si(8), remind.si(20).set(delay=delay)).apply_async()
+        app.rabbitdelay.send_many(remind, [{"args": [9], "delay": delay}, {"args": [10]}])
         with app.rabbitdelay.pipeline():
-            remind.apply_async((13,), delay=delay)
-            remind.apply_async((14,), delay=delay)
-            remind.delay(15)
-        asyncio.run(app.rabbitdelay.send(remind, (16,), delay=delay))
+            remind.apply_async((11,), delay=delay)
+            remind.delay(12)
+        asyncio.run(app.rabbitdelay.send(remind, (13,), delay=delay))
         with Connection(BROKER) as connection:
-            remind.apply_async((17,), connection=connection)
-            remind.apply_async((18,), delay=delay, connection=connection)
-            remind.apply_async((19,), producer=connection.Producer(auto_declare=False))
-        alone = sent.all()
+            remind.apply_async((14,), delay=delay, connection=connection)
+            remind.apply_async((15,), producer=connection.Producer(auto_declare=False))
+        assert [one.args[0] for one in sent.all()] == [*range(1, 16)]
+        assert [one.args[0] for one in sent.all(delay=0)] == [1, 3, 8, 10, 12, 15]
         sent.run_due(within=0)
-    # 10 follows 9 when that has run.
-    numbers = [number for number in range(1, 20) if number != 10]
-    assert [one.args[0] for one in alone] == numbers
-    without_delay = [one.args[0] for one in sent.all(delay=0)]
-    assert without_delay == [1, 4, 9, 12, 15, 17, 19]
-    assert len(sent.all(delay=delay)) == len(numbers) + 1 - len(without_delay)
+        assert sent.one(args=[20], delay=delay), "8 has run"
 
 
 def test_tasks_of_every_kind_of_application_are_recorded(app: Any) -> None:
     plain: Any = make(celery.Celery("shop", broker=BROKER, set_as_current=False))
-    elsewhere = make(Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False))
-    eager = new(task_always_eager=True)
+    with pytest.raises(TypeError, match="installed"), recorded(plain):
+        pass
     install(plain)
-    for each in (plain, elsewhere):
+    for each in (plain, make(Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False))):
         with recorded(each) as sent:
             each.tasks["shop.remind"].apply_async((1,), delay=60)
             each.tasks["shop.remind"].delay(2)
             assert [one.args for one in sent.run_due()] == [[2], [1]]
+    eager = new(task_always_eager=True)
     with recorded(eager) as sent:
         eager.tasks["shop.remind"].apply_async((7,), delay=60)
     assert (done[-1], sent.all()) == (7, [])
-
-    @app.task(name="shop.held", rabbitdelay=False, shared=False)
-    def held(*args: Any) -> None: ...
-
-    with recorded(app) as sent:
-        pickled = (("x" * 500,),)
-        held.apply_async(pickled, countdown=60, serializer="pickle", compression="zlib")
-    assert sent.one(held, delay=60, queue="celery", args=pickled).has_eta
-
-
-def test_what_cannot_be_recorded_is_refused() -> None:
-    plain = celery.Celery("shop", broker=BROKER, set_as_current=False)
-    with pytest.raises(TypeError, match="installed"), recorded(plain):
-        pass
     with pytest.raises(NotRecorded, match="protocol 1"), recorded(new(task_protocol=1)):
         pass
 
@@ -197,21 +174,21 @@ def test_everything_is_restored_at_the_end_also_after_an_error(
         replaced = shop.rabbitdelay.registry
     backend, registry = shop.backend, shop.rabbitdelay.registry
     assert registry is not replaced
-    for error in (ValueError("order"), None):
-        try:
-            with recorded(shop):
-                assert shop.backend is not backend
-                assert shop.rabbitdelay.registry is not registry
-                if error is not None:
-                    raise error
-        except ValueError:
-            assert error is not None
-        assert shop.backend is backend
-        assert shop.rabbitdelay.registry is registry
-        with pytest.raises(ConnectionLost):
-            shop.rabbitdelay.check(timeout=0.2)
-        assert connections
-        connections.clear()
+
+    def fail() -> None:
+        with recorded(shop):
+            assert shop.backend is not backend
+            assert shop.rabbitdelay.registry is not registry
+            raise ValueError("order")
+
+    with pytest.raises(ValueError, match="order"):
+        fail()
+    assert shop.backend is backend
+    assert shop.rabbitdelay.registry is registry
+    with pytest.raises(ConnectionLost):
+        shop.rabbitdelay.check(timeout=0.2)
+    assert connections
+    connections.clear()
 
 
 def test_a_block_within_a_block_records_alone(app: Any) -> None:
@@ -233,26 +210,21 @@ def test_a_block_within_a_block_records_alone(app: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "error"),
+    ("options", "error"),
     [
-        ((1,), {"delay": float("nan")}, InvalidDelay),
-        ((1,), {"delay": 60, "countdown": 60}, TypeError),
-        ((1,), {"delay": 60, "queue": "mials"}, QueueNotFound),
-        ((1,), {"queue": "mials"}, QueueNotFound),
-        ((1,), {"delay": 5000 * DAYS}, DelayTooLong),
-        ((1,), {"delay": 60, "priority": 9}, NeedsDistribution),
-        ((1,), {"delay": 60, "key": "order:7"}, RegistryRequired),
-        ((), {"delay": 60}, TypeError),
-        *(((object(),), delay, Exception) for delay in ({}, {"delay": 60})),
+        ({"delay": float("nan")}, InvalidDelay),
+        ({"delay": 60, "countdown": 60}, TypeError),
+        ({"queue": "mials"}, QueueNotFound),
+        ({"delay": 5000 * DAYS}, DelayTooLong),
+        ({"delay": 60, "key": "order:7"}, RegistryRequired),
+        ({"delay": 60, "args": ()}, TypeError),
+        ({"args": (object(),)}, Exception),
     ],
 )
-def test_a_send_is_checked_as_a_real_one(args: Any, options: Any, error: Any) -> None:
+def test_a_send_is_checked_as_a_real_one(options: Any, error: Any) -> None:
     app = new(task_create_missing_queues=False, rabbitdelay_modules=[])
-    with recorded(app) as sent:
-        with pytest.raises(error):
-            app.tasks["shop.remind"].apply_async(args, **options)
-        with pytest.raises(RowsNotConfirmed):
-            app.rabbitdelay.send_many("shop.remind", [{"args": [1], "delay": float("nan")}])
+    with recorded(app) as sent, pytest.raises(error):
+        app.tasks["shop.remind"].apply_async(**{"args": (1,), **options})
     assert sent.all() == []
 
 
@@ -271,12 +243,11 @@ def sent(app: Any) -> Recording:
 
 def test_a_send_is_found_by_any_of_its_fields(sent: Recording, app: Any) -> None:
     seven, eight, note = sent.all()
+    second = timedelta(seconds=1)
     assert sent.one("shop.remind", delay=172_800) is seven
     assert sent.one(app.tasks["shop.remind"], args=(8,)) is eight
+    assert sent.one("shop.remind", delay=3 * DAYS) is eight
     # Only an eta may have become shorter.
-    second = timedelta(seconds=1)
-    for delay in (3 * DAYS, 3 * DAYS + second):
-        assert sent.one("shop.remind", delay=delay) is eight
     for wrong in (2 * DAYS + second, 2 * DAYS - second, 3 * DAYS - second, 3 * DAYS + 9 * second):
         sent.none("shop.remind", delay=wrong)
     assert sent.one(due=datetime.now(UTC) + 3 * DAYS) is eight
@@ -287,65 +258,51 @@ def test_a_send_is_found_by_any_of_its_fields(sent: Recording, app: Any) -> None
         sent.none(dealy=3)
 
 
-def test_a_failure_says_what_was_sent_and_what_differs(sent: Recording, app: Any) -> None:
+def test_a_failure_says_what_was_sent_and_what_differs(sent: Recording) -> None:
     with pytest.raises(AssertionError) as failed:
         sent.one("shop.remind", args=[7], delay=3 * DAYS)
-    lines = str(failed.value).splitlines()
-    assert lines[0] == (
-        "Expected one send of shop.remind with args = [7] and delay = 3 days; none was recorded. "
-        "3 sent, the most alike first:"
-    )
-    assert lines[1:3] == ["  shop.remind(7) after 2 days", "    ! delay is 2 days, not 3 days"]
-    with pytest.raises(AssertionError, match=r"! headers is \{'tenant': 'a'\}, not"):
-        sent.one(headers={"tenant": "b"})
-    with pytest.raises(AssertionError, match="2 were recorded") as failed:
+    first, *lines = str(failed.value).splitlines()
+    assert first.startswith("Expected one send of shop.remind with args = [7] and delay = 3 days")
+    assert lines[:2] == ["  shop.remind(7) after 2 days", "    ! delay is 2 days, not 3 days"]
+    with pytest.raises(AssertionError, match="2 were recorded"):
         sent.one("shop.remind")
-    assert "shop.note" not in str(failed.value)
-    with pytest.raises(AssertionError) as failed:
+    with pytest.raises(AssertionError, match=r"Expected no send of shop\.note"):
         sent.none("shop.note")
-    assert str(failed.value) == (
-        "Expected no send of shop.note. Sent:\n  shop.note(['a', 'b']) without a delay"
-    )
-    with recorded(app) as many:
-        for number in range(30):
-            app.tasks["shop.remind"].delay(number)
-    with pytest.raises(AssertionError, match="and 10 more"):
-        many.one("shop.note")
 
 
 # What is run.
 
 
-def test_due_tasks_run_in_the_order_in_which_they_are_due(app: Any) -> None:
-    remind = app.tasks["shop.remind"]
-    with recorded(app) as sent:
-        for number, delay in ((3, 3 * DAYS), (1, DAYS), (2, 2 * DAYS), (4, 4 * DAYS)):
-            remind.apply_async((number,), delay=delay)
-        remind.delay(0)
-        app.send_task("another.service", ())
-        assert [one.args for one in sent.run_due(within=3 * DAYS)] == [[0], [1], [2], [3]]
-        assert done == [0, 1, 2, 3]
-        assert sent.run_due(within=DAYS / 2) == []
-        assert [one.args for one in sent.run_due(within=DAYS / 2)] == [[4]]
-
-
-def test_delays_of_what_a_task_sends_count_from_when_it_was_due(
-    app: Any, monkeypatch: pytest.MonkeyPatch
+def test_what_a_task_sends_is_due_from_when_it_was_due_and_what_was_cancelled_does_not_run(
+    shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with recorded(app) as sent:
-        app.tasks["shop.hourly"].delay()
-        assert len(sent.run_due(within=timedelta(hours=24))) == 25
-        first, *_, last = sent.all()
-        # The first one ran a little later than it was due.
-        late = last.due - first.due - timedelta(hours=25)
-        assert timedelta(0) <= late < timedelta(minutes=1)
+    remind = shop.tasks["shop.remind"]
+    with recorded(shop) as sent:
+        remind.apply_async((1,), delay=DAYS, expires=3600)
+        remind.apply_async((2,), delay=60).revoke()
+        tracked = remind.apply_async((3,), delay=60, track=True)
+        assert shop.rabbitdelay.cancel(tracked) is Outcome.DONE
+        assert shop.control.ping() is None
+        with pytest.raises(NotRecorded, match=r"testing\.travel"):
+            shop.rabbitdelay.schedules.all()
+        shop.tasks["shop.hourly"].delay()
+        assert {one.task for one in sent.run_due(within=2 * DAYS)} == {"shop.hourly"}
+        *_, first, last = sent.all("shop.hourly")
+        assert last.due - first.due >= timedelta(hours=1)
+        assert len(sent.all("shop.hourly")) == 50
         monkeypatch.setattr("celery_rabbitdelay.testing.recording.MAX_RUNS", 50)
         with pytest.raises(RuntimeError, match="50 tasks have run"):
             sent.run_due()
+    assert done == ["hourly"] * len(done)
 
 
 def test_chains_and_results_need_no_server(shop: Any) -> None:
     add, note = shop.tasks["shop.add"], shop.tasks["shop.note"]
+
+    @shop.task(name="shop.wait", shared=False)
+    def wait() -> None:
+        add.delay(1, 2).get()
+
     with recorded(shop) as sent:
         result = chain(add.s(1, 2), add.s(3).set(delay=60)).apply_async(link=note.si())
         with pytest.raises(NotRecorded, match="run_due"):
@@ -353,53 +310,22 @@ def test_chains_and_results_need_no_server(shop: Any) -> None:
         assert [one.task for one in sent.run_due(within=0)] == ["shop.add"]
         sent.run_due()
         assert (done, result.get()) == ([3, 6, "noted"], 6)
-    with recorded(shop):
-        assert add.apply_async((1, 1), task_id=result.id).state == "PENDING"
-
-
-def test_a_task_may_not_wait_for_another(shop: Any) -> None:
-    @shop.task(name="shop.wait", shared=False)
-    def wait() -> None:
-        shop.tasks["shop.add"].delay(1, 2).get()
-
     with recorded(shop) as sent:
+        assert add.apply_async((1, 1), task_id=result.id).state == "PENDING"
         wait.delay()
         with pytest.raises(RuntimeError, match="Never call result"):
             sent.run_due()
 
 
-def test_a_task_that_was_revoked_or_has_expired_does_not_run(app: Any) -> None:
-    remind = app.tasks["shop.remind"]
-    with recorded(app) as sent:
-        remind.apply_async((1,), delay=2 * DAYS, expires=86_400)
-        remind.apply_async((2,), delay=2 * DAYS, expires=3 * 86_400)
-        remind.apply_async((3,), delay=60).revoke()
-        assert app.control.ping() is None
-        sent.run_due()
-    assert done == [2]
-
-
-# The registry: an example of each decision.
-
-
 def test_the_registry_decides_in_memory(shop: Any) -> None:
-    remind, delays, cancelled = shop.tasks["shop.remind"], shop.rabbitdelay, []
-
-    def note(task_id: str, **_: Any) -> None:
-        cancelled.append(task_id)
-
-    signals.cancelled.connect(note)
+    remind, delays = shop.tasks["shop.remind"], shop.rabbitdelay
     with recorded(shop) as sent:
         for number in (1, 2):
             remind.apply_async((number,), delay=number * DAYS, key="order:1")  # the newest runs
-        tracked = remind.apply_async((3,), delay=60, track=True)
-        assert tracked.state == "DELAYED"
-        assert [each.task_id for each in delays.pending(task="shop.remind")] == [tracked.id]
-        assert delays.cancel(tracked) is Outcome.DONE
-        assert tracked.state == "REVOKED"
         unique = {"delay": 60, "key": "order:4", "unique": "first"}
         assert remind.apply_async((4,), **unique).id == remind.apply_async((5,), **unique).id
-        remind.apply_async((6,), delay=9 * DAYS, key="order:6", track=True)
+        tracked = remind.apply_async((6,), delay=9 * DAYS, key="order:6", track=True)
+        assert [each.task_id for each in delays.pending(task="shop.remind")] == [tracked.id]
         assert delays.postpone(key="order:6", delay=3 * DAYS) is Outcome.DONE
         with delays.job("import", expires=3600):
             remind.apply_async((7,), job="import")
@@ -407,7 +333,4 @@ def test_the_registry_decides_in_memory(shop: Any) -> None:
         with pytest.raises(JobClosed):
             remind.apply_async((8,), job="import")
         sent.run_due()
-        with pytest.raises(NotRecorded, match=r"testing\.travel"):
-            delays.schedules.all()
-    signals.cancelled.disconnect(note)
-    assert (done, set(cancelled)) == ([7, 4, 2, 6], {tracked.id})
+    assert done == [7, 4, 2, 6]

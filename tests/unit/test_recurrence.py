@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,9 @@ from celery_rabbitdelay.schedules.recurrence import Recurrence
 SECOND, MINUTE, HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
 DAY = timedelta(days=1)
 BERLIN, LORD_HOWE = "Europe/Berlin", "Australia/Lord_Howe"
+
+#: How many times as many random rules as usual.
+MORE = 8 if "RABBITDELAY_WHOLE_YEAR" in os.environ else 1
 
 NEVER = solar("sunset", 90, 0)
 #: Near the pole, the sun sets in some years only, and not in the year after this.
@@ -57,50 +61,44 @@ SPANS = {
 }
 
 
-def any_field(random: Random, name: str) -> Any:
-    """The numbers of a field; how Celery reads them from a text is its own concern."""
-    first, last = SPANS[name]
-    if random.random() < 0.4:
-        return "*"
-    return {random.randint(first, last) for _ in range(random.choice([1, 2, 4, 9]))}
-
-
 def crontabs(number: int) -> Iterator[Any]:
     """Yield random crontabs, the same ones each time."""
     app, random = Celery(set_as_current=False), Random(48)
+
+    def field(first: int, last: int) -> Any:
+        if random.random() < 0.4:
+            return "*"
+        return {random.randint(first, last) for _ in range(random.choice([1, 2, 4, 9]))}
+
     while number:
-        fields = {name: any_field(random, name) for name in SPANS}
         with suppress(ValueError):  # it is never due
-            yield crontab(**fields, app=app)
+            yield crontab(**{name: field(*span) for name, span in SPANS.items()}, app=app)
             number -= 1
 
 
-def test_a_thousand_crontabs_are_due_when_celery_says_so() -> None:
+def test_crontabs_are_due_when_celery_says_so() -> None:
     """From places all over a leap cycle, with each day of the week on the 29th of February."""
     random, begin = Random(49), datetime(2026, 1, 1, tzinfo=UTC)
-    for when in crontabs(1000):
+    for when in crontabs(250 * MORE):
         recurrence = Recurrence.of(when, "UTC")
         _, *written = recurrence.rules[0].split()
         again = crontab(**dict(zip(SPANS, written, strict=True)))
         assert [getattr(again, each) for each in SPANS] == [getattr(when, each) for each in SPANS]
+        at = begin + random.randrange(28 * 366 * 86_400) * SECOND
         for _ in range(3):
-            at = begin + random.randrange(28 * 366 * 86_400) * SECOND
-            for _ in range(3):
-                when.nowfun = lambda at=at: at
-                expected = at + when.remaining_estimate(at)
-                assert after(recurrence, at) == expected, (when, at)
-                at = expected
+            when.nowfun = lambda at=at: at
+            expected = at + when.remaining_estimate(at)
+            assert after(recurrence, at) == expected, (when, at)
+            at = expected
 
 
 @pytest.mark.parametrize(
     ("when", "rule"),
     [
-        (crontab(), "crontab * * * * *"),
         (crontab(0, "22-2,12"), "crontab 0 0-2,12,22-23 * * *"),
         (crontab("*/15", day_of_week="fri-mon"), "crontab 0,15,30,45 * * * 0-1,5-6"),
         ("crontab 0 * 1-7 * 1", "crontab 0 * 1-7 * 1"),  # as an export writes it
         (schedule(90), "every 90000"),
-        (SECOND, "every 1000"),
         (36_500 * DAY, "every 3153600000000"),
         (" 0  7 * * 1-5 ", "0 7 * * 1-5"),
         ("@midnight", "0 0 * * *"),
@@ -108,13 +106,10 @@ def test_a_thousand_crontabs_are_due_when_celery_says_so() -> None:
 )
 def test_what_celery_and_cron_write_is_a_rule(when: Any, rule: str) -> None:
     assert Recurrence.of(when, "UTC").rules == (rule,)
-
-
-def test_the_most_that_a_schedule_may_have_is_not_refused() -> None:
-    rules, excluded = ["@daily"] * 20, [date(2026, 1, 1)] * 100
-    made = Recurrence.of(rules, "UTC", exclude=excluded)
-    assert (len(made.rules), len(made.excluded)) == (20, 100)
-    assert Recurrence.read([*made]) == made
+    # As much as a schedule may have.
+    most = Recurrence.of([when] * 20, "UTC", exclude=[date(2026, 1, 1)] * 100)
+    assert (len(most.rules), len(most.excluded)) == (20, 100)
+    assert Recurrence.read([*most]) == most
 
 
 @pytest.mark.parametrize(
@@ -126,24 +121,17 @@ def test_the_most_that_a_schedule_may_have_is_not_refused() -> None:
         (7, "takes a timedelta"),
         ([], "1 to 20"),
         (["@daily"] * 21, "1 to 20"),
-        ("0 0 30 2 *", "day-of-month"),
         (["@daily", "0 0 31 2,4,6 *"], "never due"),
         ("crontab 0 0 30 2 1", "never due"),
         # Cron reads these otherwise than Celery.
         ("crontab 3-3/6 * * * *", "fields of numbers"),
         ("crontab * * * * mon", "fields of numbers"),
-        ("crontab * * * *", "fields of numbers"),
         ([NEVER, solar("sunrise", -90, 0)], "sunset 90 0' is never due within a year"),
     ],
 )
 def test_what_is_wrong_or_never_due_is_said_early(when: Any, reason: str) -> None:
     with pytest.raises(InvalidSchedule, match=f"(?i){reason}"):
         Recurrence.of(when, "UTC")
-
-
-def test_an_unknown_time_zone_is_refused() -> None:
-    with pytest.raises(InvalidSchedule, match="Nowhere"):
-        Recurrence.of("@daily", "Europe/Nowhere")
 
 
 @pytest.mark.parametrize(
@@ -158,16 +146,14 @@ def test_an_unknown_time_zone_is_refused() -> None:
 def test_what_cannot_be_excluded_is_said_early(exclude: Any, reason: str) -> None:
     with pytest.raises(InvalidSchedule, match=reason):
         Recurrence.of("* * * * *", "UTC", exclude=exclude)
+    with pytest.raises(InvalidSchedule, match="Nowhere"):
+        Recurrence.of("@daily", "Europe/Nowhere")
 
 
 @pytest.mark.parametrize(
     ("when", "zone", "begin", "instants"),
     [
-        # The clock goes from 02:00 to 03:00, and back from 03:00 to 02:00.
         ("9 15,30 2 * * *", BERLIN, "2026-03-29", "2026-03-29T03+02 2026-03-30T02:15:09+02"),
-        ("30 2 * * *", BERLIN, "2026-10-25", "2026-10-25T02:30+02 2026-10-26T02:30+01"),
-        # Lord Howe changes by half an hour.
-        ("15 2 * * *", LORD_HOWE, "2026-10-04", "2026-10-04T02:30+11 2026-10-05T02:15+11"),
         ("0 0 L * *", "UTC", "2028-01-15", "2028-01-31T00+00 2028-02-29T00+00"),
         ("*/20 * * * * *", "UTC", "2026-01-01", "2026-01-01T00:00:20+00 2026-01-01T00:00:40+00"),
         (["@daily", "0 9 * * *"], "UTC", "2026-03-01", "2026-03-01T09+00 2026-03-02T00+00"),
@@ -185,9 +171,8 @@ def test_clocks_that_change_and_days_that_are_rare(
 
 #: Where clocks change by an hour, by half of it or by two, at midnight, and backward in spring.
 ZONES = (
-    *(BERLIN, "America/New_York", LORD_HOWE, "Europe/Dublin", "America/Havana", "Asia/Beirut"),
-    *("Africa/Casablanca", "Antarctica/Troll", "America/St_Johns", "Pacific/Chatham"),
-    *("America/Scoresbysund", "UTC+05:30"),
+    *(BERLIN, LORD_HOWE, "Europe/Dublin", "America/Havana", "Africa/Casablanca"),
+    *("Antarctica/Troll", "UTC+05:30"),
 )
 
 
@@ -240,7 +225,7 @@ def any_rule(random: Random) -> tuple[Any, Any, Any]:
 def test_instants_are_those_of_the_clock_wherever_a_search_begins(zone: str) -> None:
     """A rule for all hours is due whenever the clock shows its minutes; others once a time."""
     random = Random(zone)
-    rules = [any_rule(random) for _ in range(8)]
+    rules = [any_rule(random) for _ in range(2 * MORE)]
     rules += [("*/20 2 * * *", {0, 20, 40}, {2}), ("*/20 * * * *", {0, 20, 40}, {*range(24)})]
     for change in changes(zone):
         walked = [*walk(zone, change - 30 * HOUR, change + 30 * HOUR)]
@@ -273,15 +258,12 @@ def test_instants_are_those_of_the_clock_wherever_a_search_begins(zone: str) -> 
             *("2026-12-23T10:00", "2026-12-28T05:00"),
             "23 16:30, 23 20:30, 28 00:30, 28 04:30",
         ),
-        # Where the clock changes, a time comes twice, or another one in its place.
-        ("0 3 * * *", "30 2 * * *", "2027-03-28T00:00", "2027-03-28T12:00", "28 03:00"),
         (
             timedelta(minutes=30),
             "30 2 * * *",
             *("2026-10-25T01:45", "2026-10-25T03:30"),
             "25 02:00, 25 02:00, 25 03:00, 25 03:30",
         ),
-        ("@hourly", "2026-10-25", "2026-10-24T23:00", "2026-10-26T00:00", "26 00:00"),
         # Each minute, but not at night, at weekends, and on holidays: over a long weekend.
         (
             MINUTE,
@@ -299,8 +281,9 @@ def test_days_and_minutes_are_excluded_in_the_time_zone(
     assert ", ".join(f"{each.astimezone(ZoneInfo(BERLIN)):%d %H:%M}" for each in found) == wanted
 
 
-@pytest.mark.parametrize("rules", [["0 0 29 2 *"] * 20, ["0 0 29 2 *", "0 0 28 2 *"]])
-def test_no_search_goes_beyond_a_century(rules: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_search_goes_beyond_a_century_and_its_bound_is_an_error_and_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     searches = []
 
     def nearest(*given: Any) -> int:
@@ -310,72 +293,44 @@ def test_no_search_goes_beyond_a_century(rules: list[str], monkeypatch: pytest.M
     known = recurrences._next
     monkeypatch.setattr(recurrences, "_next", nearest)
     with pytest.raises(InvalidSchedule, match="so much is excluded"):
-        Recurrence.of(rules, "UTC", exclude="* * * 2 *")
+        Recurrence.of(["0 0 29 2 *", "0 0 28 2 *"], "UTC", exclude="* * * 2 *")
     assert len(searches) < 300
-
-
-def test_a_bound_that_is_reached_is_an_error_and_no_end() -> None:
     end = milliseconds_of(BEGIN + 40_000 * DAY)
-    excluded = Recurrence(("0 0 29 2 *",), end_ms=end, excluded=("* * * 2 *",))
     with pytest.raises(ValueError, match="so much is excluded"):
-        after(excluded, BEGIN)
+        after(Recurrence(("0 0 29 2 *",), end_ms=end, excluded=("* * * 2 *",)), BEGIN)
     minutes = Recurrence(("* * * * *",), excluded=("* 0-22 * * *", "0-58 23 * 1-11 *"))
     assert after(minutes, BEGIN) == BEGIN + timedelta(hours=23, minutes=59)
-    with pytest.raises(ValueError, match="so much is excluded"):
-        after(minutes._replace(excluded=(*minutes.excluded, "59 23 * 1-11 *")), BEGIN - 200 * DAY)
 
 
-@pytest.mark.parametrize(
-    ("event", "latitude", "longitude"),
-    [
-        *(("sunrise", 52.52, 13.4), ("sunset", -33.9, 151.2), ("solar_noon", 0.0, 0.0)),
-        *(("dawn_astronomical", 60.0, 20.0), ("dusk_civil", 69.6, 18.9)),
-    ],
-)
-def test_the_sun_rises_when_celery_says_so(event: Any, latitude: float, longitude: float) -> None:
+def test_the_sun_rises_when_celery_says_so() -> None:
     """Celery asks ephem too, and has a table of horizons of its own."""
-    at = datetime(2026, 1, 1, tzinfo=UTC)
-    recurrence = Recurrence.of(solar(event, latitude, longitude), "UTC")
-    compared = 0
-    for _ in range(40):
-        of_celery = solar(
-            event, latitude, longitude, nowfun=partial(type(at).fromisoformat, f"{at}")
-        )
-        found = after(recurrence, at)
-        assert found is not None
-        # Celery before 5.7 fails on a day on which that does not happen.
-        with suppress(TypeError):
-            expected = at + of_celery.remaining_estimate(at)
+    of_events: Any = ("sunrise", 52.52, 13.4), ("solar_noon", 0.0, 0.0), ("dusk_civil", 59.6, 18.9)
+    for event, latitude, longitude in of_events:
+        at = datetime(2026, 1, 1, tzinfo=UTC)
+        recurrence = Recurrence.of(solar(event, latitude, longitude), "UTC")
+        for _ in range(20):
+            now = partial(type(at).fromisoformat, f"{at}")
+            of_celery = solar(event, latitude, longitude, nowfun=now)
+            found = after(recurrence, at)
+            assert found is not None
             # ephem finds another second from each start.
-            assert abs(expected - found) < timedelta(seconds=3)
-            compared += 1
-        assert after(recurrence, found - timedelta(milliseconds=1)) == found
-        at = found + timedelta(days=9, hours=5)
-    assert compared > 30
+            assert abs(at + of_celery.remaining_estimate(at) - found) < timedelta(seconds=3)
+            assert after(recurrence, found - timedelta(milliseconds=1)) == found
+            at = found + timedelta(days=18, hours=5)
 
 
-@pytest.mark.parametrize("others", [["0 12 * * *"], [DAY], [solar("sunset", 52.5, 13.4)]])
-def test_a_sun_that_is_away_hides_no_other_rule(others: list[Any]) -> None:
-    alone = Recurrence.of(others, "UTC")
-    for rules in ([NEVER, *others], [*others, NEVER]):
-        both = Recurrence.of(rules, "UTC")
-        assert Recurrence.read(list(both)) == both
-        for day in (0, 200):
-            assert after(both, BEGIN + day * DAY) == after(alone, BEGIN + day * DAY)
-
-
-def test_a_sun_that_is_away_until_the_end_ends_and_no_later_one_does() -> None:
-    """An end beyond the year that was searched is no end yet: the sun may set before it."""
-    for rules in ((RARELY,), (RARELY, "0 0 1 10 *")):
-        ends = milliseconds_of(BEGIN + 300 * DAY)
-        assert after(Recurrence(rules, end_ms=ends), BEGIN) is None
-    with pytest.raises(ValueError, match="never due within a year"):
-        after(Recurrence((RARELY,), end_ms=milliseconds_of(BEGIN + 400 * DAY)), BEGIN)
-    # This one is due on a Monday, in 2044.
-    rare, end = "crontab 0 0 29 2 1", milliseconds_of(BEGIN + 3000 * DAY)
+def test_a_sun_that_is_away_hides_no_other_rule() -> None:
+    for other in ("0 12 * * *", DAY, solar("sunset", 52.5, 13.4)):
+        alone = Recurrence.of(other, "UTC")
+        for rules in ([NEVER, other], [other, NEVER]):
+            both = Recurrence.of(rules, "UTC")
+            assert Recurrence.read(list(both)) == both
+            for begin in (BEGIN, BEGIN + 200 * DAY):
+                assert after(both, begin) == after(alone, begin)
+    # It ends with its schedule; an end beyond the year that is searched is no end yet.
+    assert after(Recurrence((RARELY,), end_ms=milliseconds_of(BEGIN + 300 * DAY)), BEGIN) is None
     with pytest.raises(ValueError, match=r"sunset 89\.9 10' is never due within a year"):
-        after(Recurrence((rare, RARELY), end_ms=end), BEGIN)
-    assert after(Recurrence((rare,), end_ms=end), BEGIN) is None
+        after(Recurrence((RARELY,), end_ms=milliseconds_of(BEGIN + 400 * DAY)), BEGIN)
 
 
 def test_an_interval_counts_from_its_start_and_stops_at_its_end() -> None:
@@ -385,28 +340,15 @@ def test_an_interval_counts_from_its_start_and_stops_at_its_end() -> None:
     assert due(recurrence, start - DAY, start + DAY) == wanted
 
 
-@pytest.mark.parametrize(
-    ("when", "start", "end", "exclude"),
-    [
-        ("0 12 * * *", 10, 10.1, ()),
-        (HOUR, 10, 9, ()),
-        ("0 0 * * *", 0, 5, [(wall_clock.now() + each * DAY).date() for each in range(7)]),
-        ("* * * * *", None, 5, "* * * * *"),
-    ],
-)
-def test_what_can_never_be_due_between_its_start_and_its_end_is_refused(
-    when: Any, start: float | None, end: float, exclude: Any
-) -> None:
-    midnight = datetime.combine(wall_clock.now(), datetime.min.time(), UTC)
-    begins = None if start is None else midnight + start * DAY
-    with pytest.raises(InvalidSchedule, match=r"from its start to its end|so much is excluded"):
-        Recurrence.of(when, "UTC", begins, midnight + end * DAY, exclude)
-
-
-def test_an_end_before_which_nothing_is_due_any_more_is_no_error() -> None:
-    """A program that puts it again on its last day, or after its end, goes on."""
+def test_only_what_can_never_be_due_between_its_start_and_its_end_is_refused() -> None:
     now = wall_clock.now()
+    midnight = datetime.combine(now, datetime.min.time(), UTC)
+    week = [(now + each * DAY).date() for each in range(7)]
+    never: list[Any] = [("0 12 * * *", 10, 10.1, ()), (HOUR, 10, 9, ()), ("@daily", 0, 5, week)]
+    for when, start, end, exclude in never:
+        with pytest.raises(InvalidSchedule, match=r"from its start to its end|so much is excluded"):
+            Recurrence.of(when, "UTC", midnight + start * DAY, midnight + end * DAY, exclude)
+    # A program that puts it again on its last day, or after its end, goes on.
     minute = (now - timedelta(minutes=2)).strftime("%M %H * * *")
-    for end in (now - DAY, now + HOUR):
-        assert after(Recurrence.of(minute, "UTC", now - 9 * DAY, end), now) is None
-    assert Recurrence.of(minute, "UTC", None, now + 2 * DAY, date.today() + DAY).end_ms is not None
+    for last in (now - DAY, now + HOUR):
+        assert after(Recurrence.of(minute, "UTC", now - 9 * DAY, last), now) is None

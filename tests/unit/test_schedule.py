@@ -67,31 +67,18 @@ def test_what_waits_runs_for_all_that_was_missed_and_the_next_is_still_ahead() -
     daily = Recurrence.of("0 9 * * *", BERLIN)
     occurrence = Occurrence("a", at_berlin("2026-03-20T09:00"), daily, LAST)
     # On time, and days late, over a change of the clock.
-    assert occurrence.at(occurrence.instant_ms) == (True, at_berlin("2026-03-21T09:00"))
-    assert occurrence.at(at_berlin("2026-03-30T08:59")) == (True, at_berlin("2026-03-30T09:00"))
-    assert occurrence.at(at_berlin("2026-03-30T09:00")) == (True, at_berlin("2026-03-31T09:00"))
+    for now, following in (
+        ("2026-03-20T09:00", "2026-03-21T09:00"),
+        ("2026-03-30T08:59", "2026-03-30T09:00"),
+        ("2026-03-30T09:00", "2026-03-31T09:00"),
+    ):
+        assert occurrence.at(at_berlin(now)) == (True, at_berlin(following))
     ended = occurrence._replace(recurrence=daily._replace(end_ms=at_berlin("2026-03-25T09:00")))
     assert ended.at(at_berlin("2026-03-30T09:00")) == (True, None)
     hourly = Occurrence("a", 3_600_000, Recurrence.of("@hourly", "UTC"), 1_800_000)
     assert hourly.at(5_400_000) == (True, 7_200_000)
     # The latest of those that are not too late follows, also if it is over.
     assert hourly.at(10_800_000 + 1_800_000) == (False, 10_800_000)
-
-
-def test_of_a_clock_that_changes_by_half_an_hour_no_occurrence_follows_itself() -> None:
-    lord_howe = Recurrence.of("* 23 * * *", "Australia/Lord_Howe")
-    at = milliseconds_of(datetime(2026, 4, 4, 12, 29, tzinfo=UTC))
-    _, following_ms = Occurrence("a", at, lord_howe, LAST).at(at + 10 * MINUTE_MS)
-    assert following_ms is not None
-    assert following_ms > at + 10 * MINUTE_MS
-
-
-def test_the_id_of_a_task_says_its_schedule_its_instant_and_the_edit() -> None:
-    occurrence = minutely("a:b", order=1_700_000_000_123_456)
-    assert occurrence.task_id == f"a:b:{NOW:015d}:1700000000123456"
-    # Messages of one occurrence are those of one task.
-    again = occurrence._replace(message="0b", turns=2, is_followed=True)
-    assert again.task_id == occurrence.task_id
 
 
 def test_jitter_spreads_within_its_bound_and_is_the_same_for_everybody() -> None:
@@ -103,35 +90,30 @@ def test_jitter_spreads_within_its_bound_and_is_the_same_for_everybody() -> None
 
 
 def test_an_occurrence_is_read_as_it_was_written() -> None:
-    recurrence = Recurrence.of(
-        [timedelta(hours=1), "0 7 * * *"], BERLIN, exclude=["2026-12-25", "* * 1 1 *"]
-    )
+    recurrence = Recurrence.of([timedelta(hours=1), "0 7 * * *"], BERLIN, exclude="* * 1 1 *")
     occurrence = Occurrence(
-        *("täglich", NOW, recurrence, LAST, 5000, "queue-one"),
+        *("täglich:b", NOW, recurrence, LAST, 5000, "queue-one"),
         {"priority": 3, "headers": {"tenant": "ü", "from": datetime(2030, 1, 2, tzinfo=UTC)}},
-        *(2**53 - 1, "0a", "b" * 32, 3, True),
+        *(1_700_000_000_123_456, "0a", "b" * 32, 3, True),
     )
     assert Occurrence.of(occurrence.text) == occurrence
-    # A later version may say more.
+    # Messages of one occurrence are those of one task.
+    assert occurrence.task_id == f"täglich:b:{NOW:015d}:1700000000123456"
+    assert occurrence._replace(message="0b", turns=2).task_id == occurrence.task_id
+    # A later version may say more, and an earlier one less.
     fields = json.loads(occurrence.text)
     assert Occurrence.of(json.dumps([*fields[:2], [*fields[2], "?"], *fields[3:], 1])) == occurrence
     short = Occurrence.of('["a",1,[["* * * * *"],"UTC",0,null,[]],-1]')
     assert short == Occurrence("a", 1, Recurrence(("* * * * *",)), LAST)
 
 
-#: What JSON can say.
+#: What JSON can say; values that kombu writes, and others that look like them.
+plain = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
+)
+kinds = st.sampled_from(["datetime", "date", "time", "decimal", "uuid", "bytes", "base64", "x"])
 anything = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(max_size=20)
-    # Values that kombu writes, and others that look like them.
-    | st.builds(
-        lambda kind, value: {"__type__": kind, "__value__": value},
-        st.sampled_from(["datetime", "date", "time", "decimal", "uuid", "bytes", "base64", "x"]),
-        st.none() | st.text(max_size=9) | st.integers(),
-    ),
+    plain | st.fixed_dictionaries({"__type__": kinds, "__value__": plain}),
     lambda each: (
         st.lists(each, max_size=4) | st.dictionaries(st.text(max_size=5), each, max_size=3)
     ),
@@ -169,15 +151,7 @@ def test_whatever_a_stranger_has_changed_an_occurrence_can_be_used_or_is_none(
             assert following_ms is None or following_ms > found.instant_ms
 
 
-@given(st.text(max_size=60), st.integers(0, 200), st.integers(0, 200))
-def test_a_header_that_was_cut_or_overwritten_raises_nothing(
-    text: str, begin: int, length: int
-) -> None:
-    written = json.dumps(WRITTEN)
-    Occurrence.of(written[:begin] + text + written[begin + length :])
-
-
-def ruled(*rules: str, zone: str = "UTC", end: Any = None, excluded: tuple[str, ...] = ()) -> Any:
+def ruled(*rules: str, zone: str = "UTC", end: Any = None, excluded: Any = ()) -> Any:
     return [rules, zone, 0, end, excluded]
 
 
@@ -186,11 +160,12 @@ def ruled(*rules: str, zone: str = "UTC", end: Any = None, excluded: tuple[str, 
     [
         *[(0, each) for each in (7, "\ud800")],
         *[(1, each) for each in (1.5, -1, True)],
-        *[(2, ruled(each)) for each in ("every 1", "every x", "* * *", "crontab * * * * MON")],
-        *[(2, ruled(each)) for each in ("crontab * * 30 2 1", "solar noon 0 0")],
+        *[(2, ruled(each)) for each in ("every 1", "* * *", "crontab * * 30 2 1", "solar x 0 0")],
         *[(2, ruled("@daily", zone=each)) for each in ("UTC+25:00", "../etc")],
-        *[(2, ruled("@daily", excluded=(each,))) for each in ("9999-99-99", "x")],
-        *[(2, each) for each in (ruled(), ruled("@daily", end=[]))],
+        *[
+            (2, each)
+            for each in (ruled(), ruled("@daily", end=[]), ruled("@daily", excluded=("x",)))
+        ],
         *[(3, -3), (4, 86_400_001), (4, -1), (5, "maybe"), (5, []), (6, [])],
         *[(7, each) for each in (-1, 2**53, "1")],
         # A record joins them with spaces and colons.
@@ -202,8 +177,7 @@ def test_what_a_stranger_writes_is_refused(at: int, value: Any) -> None:
     assert Occurrence.of(json.dumps([*WRITTEN[:at], value, *WRITTEN[at + 1 :]])) is None
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", '["a",1]', "[" * MAX_TEXT, json.dumps(WRITTEN) + " " * MAX_TEXT]
-)
-def test_a_text_that_is_no_list_too_short_or_too_long_is_no_occurrence(text: str | None) -> None:
-    assert Occurrence.of(text) is None
+def test_a_text_that_is_no_list_too_short_or_too_long_is_no_occurrence() -> None:
+    written = json.dumps(WRITTEN)
+    for text in (None, "", '["a",1]', "[" * MAX_TEXT, written[:-5], written + " " * MAX_TEXT):
+        assert Occurrence.of(text) is None

@@ -21,7 +21,7 @@ import pytest
 from tests import schedule_rule as rule
 from tests.schedule_rule import DROPPED, Decided, Message, Record, Winner
 
-DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "2"))
+DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "1"))
 
 #: The hours of each revision, and the last hour of the clock.
 HOURS, LAST = {"A": range(1, 20), "B": range(1, 20), "C": range(1, 20, 2), "E": range(1, 3)}, 4

@@ -1,23 +1,26 @@
-"""Options, columns and ids of Spark's format ``rabbitdelay``, without a Java machine."""
+"""Options, columns, ids and groups of Spark's format ``rabbitdelay``, without a Java machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
-from uuid import uuid4, uuid5
+from uuid import uuid5
 from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kombu import Queue
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay import Celery, InvalidColumn, InvalidOption, InvalidRow, Row
-from celery_rabbitdelay.spark.application import find_task
+from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
+from celery_rabbitdelay.app.sending.rows import WrittenRows
 from celery_rabbitdelay.spark.columns import (
     Columns,
     Shared,
@@ -26,6 +29,7 @@ from celery_rabbitdelay.spark.columns import (
     numbers_taken,
     task_id,
 )
+from celery_rabbitdelay.spark.grouped_columns import Cutter
 from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
 from tests.given_times import KINDS
 
@@ -52,55 +56,39 @@ def rows(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> li
     return [each.row for each in taken(columns, **more)]
 
 
+LONG, TEXT, DAYS = T.LongType(), T.StringType(), T.DayTimeIntervalType()
 DELAY: tuple[T.DataType, list[Any]] = (T.DoubleType(), [1.5])
 
 INSTANT = datetime(2030, 1, 2, 3, 4, 5, 678_000, UTC)
 
 
 def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
-    assert rows(
-        {
-            "args": (T.ArrayType(T.LongType()), [[1, 2], None]),
-            "kwargs": (T.StructType([T.StructField("a", T.LongType())]), [{"a": 3}, {"a": None}]),
-            "delay": (T.DoubleType(), [1.5, 2.5]),
-            "key": (T.StringType(), ["order:1", None]),
-            "task_id": (T.StringType(), [None, "mine"]),
-        }
-    ) == [Row([1, 2], {"a": 3}, 1.5, key="order:1"), Row((), {"a": None}, 2.5, task_id="mine")]
-
-
-BA = T.StructType([T.StructField("b", T.LongType()), T.StructField("a", T.StringType())])
-MAPS = T.ArrayType(T.StructType([T.StructField("m", T.MapType(T.StringType(), T.LongType()))]))
-
-
-@pytest.mark.parametrize(
-    ("column", "kind", "value", "expected"),
-    [
-        ("args", BA, {"b": 7, "a": "x"}, (7, "x")),
-        ("args", T.StringType(), '[1, {"a": 2}]', [1, {"a": 2}]),
-        ("kwargs", T.StringType(), '{"b": null}', {"b": None}),
-        ("delay", T.LongType(), 3, 3),
-        ("delay", T.DecimalType(8, 2), Decimal("1.50"), 1.5),
-        ("delay", T.DayTimeIntervalType(), timedelta(days=-1), timedelta(days=-1)),
-        ("eta", T.TimestampType(), INSTANT, INSTANT),
-    ],
-)
-def test_values_are_taken_as_tasks_take_them(
-    column: str, kind: T.DataType, value: Any, expected: Any
-) -> None:
-    time = {} if column in ("delay", "eta") else {"delay": DELAY}
-    (row,) = rows({column: (kind, [value]), **time})
-    assert row is not None
-    assert getattr(row, column) == expected
-    assert type(getattr(row, column)) is type(expected)
+    positions = T.StructType([T.StructField("b", LONG), T.StructField("a", TEXT)])
+    columns: dict[str, tuple[T.DataType, list[Any]]] = {
+        "args": (positions, [{"b": 7, "a": "x"}, None]),
+        "kwargs": (T.StructType([T.StructField("a", LONG)]), [{"a": 3}, {"a": None}]),
+        "delay": (T.DecimalType(8, 2), [Decimal("1.50"), Decimal("2.50")]),
+        "key": (TEXT, ["order:1", None]),
+        "task_id": (TEXT, [None, "mine"]),
+    }
+    assert rows(columns) == [
+        Row((7, "x"), {"a": 3}, 1.5, key="order:1"),
+        Row((), {"a": None}, 2.5, task_id="mine"),
+    ]
+    columns = {"args": (TEXT, ['[1, {"a": 2}]']), "kwargs": (TEXT, ['{"b": null}'])}
+    columns["eta"] = (T.TimestampType(), [INSTANT])
+    assert rows(columns) == [Row([1, {"a": 2}], {"b": None}, eta=INSTANT)]
+    # Those without a meaning are keyword arguments, if asked for.
+    columns = {"day": (T.DateType(), [date(2030, 1, 2)]), "delay": (DAYS, [timedelta(days=-1)])}
+    expected = Row((), {"day": date(2030, 1, 2)}, timedelta(days=-1))
+    assert rows(columns, kwargsFromColumns="true") == [expected]
 
 
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
         ({"args": (T.StringType(), ["{}"])}, "the JSON of its args is not a list"),
-        ({"kwargs": (T.StringType(), ["[]"])}, "the JSON of its kwargs is not an object"),
-        ({"args": (T.StringType(), ["[1"])}, "its args is no JSON"),
+        ({"kwargs": (T.StringType(), ["[1"])}, "its kwargs is no JSON"),
         ({"delay": (T.DoubleType(), [None])}, "its delay is null"),
     ],
 )
@@ -109,18 +97,6 @@ def test_a_row_that_is_no_task_is_its_own_error(columns: dict[str, Any], reason:
     assert found.row is None
     assert isinstance(found.error, InvalidRow)
     assert reason in str(found.error)
-
-
-def test_maps_become_mappings_wherever_they_are() -> None:
-    column = pa.array(
-        [[{"m": [("a", 1)]}, {"m": None}]],
-        pa.list_(pa.struct([("m", pa.map_(pa.string(), pa.int64()))])),
-    )
-    read = Columns(schema(args=MAPS, delay=T.DoubleType()), options())
-    batch = pa.RecordBatch.from_arrays([column, pa.array([1.0])], ["args", "delay"])
-    (found,) = read.taken([batch])
-    assert found.row is not None
-    assert found.row.args == [{"m": {"a": 1}}, {"m": None}]
 
 
 def test_rows_may_differ_in_what_send_many_takes_once() -> None:
@@ -142,15 +118,6 @@ def test_rows_may_differ_in_what_send_many_takes_once() -> None:
     assert "its task is null" in str(bad.error)
 
 
-def test_columns_without_a_meaning_are_keyword_arguments_if_asked_for() -> None:
-    (row,) = rows(
-        {"day": (T.DateType(), [date(2030, 1, 2)]), "n": (T.LongType(), [7]), "delay": DELAY},
-        kwargsFromColumns="true",
-    )
-    assert row == Row((), {"day": date(2030, 1, 2), "n": 7}, 1.5)
-
-
-LONG, TEXT, DAYS = T.LongType(), T.StringType(), T.DayTimeIntervalType()
 OWN = {"kwargsFromColumns": "true"}
 
 
@@ -158,31 +125,21 @@ OWN = {"kwargsFromColumns": "true"}
     ("columns", "more", "text"),
     [
         ({"delay": TEXT}, {}, "column delay (string): takes a number of seconds, or"),
-        ({"delay": T.YearMonthIntervalType()}, {}, "column delay (interval year to month)"),
-        ({"eta": T.TimestampNTZType()}, {}, "column eta (timestamp_ntz): takes a timestamp"),
         ({"delay": LONG, "eta": T.TimestampType()}, {}, "column delay: takes one of"),
         ({"delay": LONG}, {"task": None}, "column task: takes a column"),
         ({"args": TEXT}, {}, "there is neither"),
         ({"delay": LONG, "kwargs": T.MapType(LONG, LONG)}, {}, "takes a map with string keys"),
-        ({"delay": LONG, "priority": T.DoubleType()}, {}, "column priority (double)"),
         ({"delay": LONG, "odd": LONG}, {}, "column odd (bigint): is unknown"),
         ({"delay": LONG, "kwargs": TEXT}, OWN, "column kwargs (string): cannot be combined"),
-        ({"delay": LONG}, {"idColumn": "a"}, "column a: is named by idColumn"),
         ({"delay": LONG, "DELAY": LONG}, {}, "column DELAY (bigint): is there twice"),
-        ({"args": T.ArrayType(DAYS)}, {}, "JSON cannot express interval day to second; cast"),
-        ({"args": schema(a=LONG, b=T.ArrayType(T.CalendarIntervalType()))}, {}, "interval;"),
-        ({"kwargs": schema(a=T.VariantType())}, {}, "express variant;"),
-        ({"kwargs": T.MapType(TEXT, DAYS)}, {}, "express interval day to second;"),
-        ({"args": schema(a=T.MapType(T.DateType(), LONG))}, {}, "express map<date,bigint>;"),
-        ({"wait": DAYS}, OWN, "express interval day to second;"),
+        ({"delay": LONG, "args": T.ArrayType(DAYS)}, {}, "JSON cannot express interval day"),
+        ({"delay": LONG, "wait": DAYS}, OWN, "express interval day to second;"),
     ],
 )
 def test_an_unfit_schema_is_refused(columns: Any, more: Any, text: str) -> None:
-    is_about_values = "express" in text or text == "interval;"
-    time = {"delay": LONG} if is_about_values else {}
     given = {name.lower(): value for name, value in {**LEAST, **more}.items() if value}
     with pytest.raises(InvalidColumn) as raised:
-        Columns(schema(**time, **columns), WriteOptions.of(given))
+        Columns(schema(**columns), WriteOptions.of(given))
     assert text in str(raised.value)
 
 
@@ -190,20 +147,14 @@ def test_an_unfit_schema_is_refused(columns: Any, more: Any, text: str) -> None:
     ("given", "text"),
     [
         ({"task": "t"}, "option app: takes the import path"),
-        ({"app": "shop", "broker": "amqp://h"}, "option app = 'shop': takes the import path"),
         ({"app": "shop", "prefix": "x"}, "option prefix = 'x': is a setting of the application"),
         ({"broker": "amqp://h", "brokercafile": "/ca.pem"}, "amqps://"),
-        ({"app": "shop", "brokerkeyfile": "/key.pem"}, "is a setting of the application"),
         ({"broker": "amqp://me:opensesame@h/"}, "option broker = 'amqp://me:**@h/': takes a URL"),
         ({**LEAST, "jobbid": "x"}, "option jobbid: is unknown; did you mean jobId?"),
         ({**LEAST, "brokerpasword": "opensesame"}, "option brokerpasword"),
-        ({**LEAST, "tolerance": "soon"}, "option tolerance = 'soon': takes a duration from 0"),
-        ({**LEAST, "envelopes": "1"}, "option envelopes = '1': takes true or false"),
-        ({**LEAST, "onerror": "ignore"}, "option onError = 'ignore': takes 'fail' or 'collect'"),
-        ({**LEAST, "errorspath": "/x"}, "option errorsPath = '/x': takes the folder"),
-        ({**LEAST, "onerror": "collect"}, "option errorsPath: takes the folder"),
-        ({**LEAST, "past": "skip"}, "option past = 'skip': takes 'send', 'refuse' or 'drop'"),
         ({**LEAST, "tolerance": "1 month"}, "option tolerance = '1 month': takes a duration"),
+        ({**LEAST, "envelopes": "1"}, "option envelopes = '1': takes true or false"),
+        ({**LEAST, "onerror": "collect"}, "option errorsPath: takes the folder"),
     ],
 )
 def test_a_wrong_option_is_refused_and_no_password_is_shown(given: Any, text: str) -> None:
@@ -213,21 +164,18 @@ def test_a_wrong_option_is_refused_and_no_password_is_shown(given: Any, text: st
     assert "opensesame" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        ("90", 90),
-        ("1h30m", 5400),
-        ("1 minute", 60),
-        ("INTERVAL 1 day 2 Hours", 93_600),
-        ("interval '10' second", 10),
-        ("2 weeks 30 secs 250 milliseconds", 1_209_630.25),
-        *((KINDS[kind].length(timedelta(days=3, minutes=5)), 259_500) for kind in KINDS),
-    ],
-)
-def test_a_duration_is_written_as_ours_or_as_sparks(given: Any, seconds: float) -> None:
-    found = WriteOptions.of_call({**LEAST, "tolerance": given, "jobExpires": given})
-    assert (found.tolerance, found.job_expires) == (seconds, seconds)
+def test_a_duration_is_written_as_ours_or_as_sparks() -> None:
+    texts = {
+        "1h30m": 5400,
+        "INTERVAL 1 day 2 Hours": 93_600,
+        "interval '10' second": 10,
+        "2 weeks 30 secs 250 milliseconds": 1_209_630.25,
+    }
+    length = timedelta(days=3, minutes=5)
+    lengths = [(kind.length(length), 259_500) for kind in KINDS.values()]
+    for written, seconds in (*texts.items(), *lengths):
+        found = WriteOptions.of_call({**LEAST, "tolerance": written, "jobExpires": written})
+        assert (found.tolerance, found.job_expires) == (seconds, seconds)
 
 
 #: An application that executors would find.
@@ -252,14 +200,11 @@ def test_a_task_an_application_and_a_queue_stand_for_themselves() -> None:
 @pytest.mark.parametrize(
     ("columns", "from_columns", "taken"),
     [
-        ({"args": T.ArrayType(LONG)}, False, [1]),
         ({"args": schema(order=LONG), "kwargs": schema(by=TEXT)}, False, [1]),
         ({"order": LONG, "by": TEXT}, True, [0]),
-        ({"args": schema(order=LONG), "kwargs": TEXT}, False, [1]),
         ({"args": schema(order=LONG), "kwargs": schema(to=TEXT)}, False, "argument 'to'"),
         ({"args": schema(order=LONG, more=LONG)}, False, "2 were given"),
         ({"kwargs": schema(by=TEXT)}, False, "'order'"),
-        ({"order": LONG, "cat": TEXT}, True, "argument 'cat'"),
         ({"args": T.ArrayType(LONG), "order": LONG, "cat": TEXT}, True, "argument 'cat'"),
     ],
 )
@@ -293,31 +238,34 @@ def test_sparks_own_options_are_left_alone() -> None:
         WriteOptions.of({})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"what": "queues"},
-        {"partitions": "0"},
-        {"partitions": "2.5"},
-        {"partitions": "10001"},
-        {"queue": "x"},
-        {"limit": "5"},
-        {"what": "undeliverable", "limit": "0"},
+def test_what_is_read_is_checked() -> None:
+    wrong: list[dict[str, str]] = [
+        *({"what": "queues"}, {"partitions": "2.5"}, {"partitions": "10001"}, {"queue": "x"}),
+        *({"limit": "5"}, {"what": "undeliverable", "limit": "0"}),
         {"what": "undeliverable", "job": "x"},
-    ],
-)
-def test_what_is_read_is_checked(wrong: dict[str, str]) -> None:
-    with pytest.raises(InvalidOption):
-        ReadOptions.of({"app": "shop", **wrong})
+    ]
+    for each in wrong:
+        with pytest.raises(InvalidOption):
+            ReadOptions.of({"app": "shop", **each})
 
 
 def test_the_id_of_a_row_depends_on_the_row_and_on_the_job_alone() -> None:
-    values = [7, "x", Decimal("1.50"), INSTANT, timedelta(days=1), None]
+    inner = {"b": "x", "a": [{"c": 1}]}
+    june = TaskIds("june")
     # It must never change: the same job may be run again after an upgrade.
-    assert TaskIds("june").of([1, "a"]) == "68797b46-4d9b-5b6b-b0f5-c9b665b7e9ee"
-    assert TaskIds("june").of(values) == TaskIds("june").of(list(values))
-    assert TaskIds("june").of(values) != TaskIds("july").of(values)
-    assert TaskIds("june").of(values) != TaskIds("june").of([8, *values[1:]])
+    assert june.of([1, "a"]) == "68797b46-4d9b-5b6b-b0f5-c9b665b7e9ee"
+    assert len({june.of([7, inner]), june.of([8, inner]), TaskIds("july").of([7, inner])}) == 3
+    # It is found again from the values of the row.
+    spark_row = T.Row(b="x", a=[T.Row(c=1)])
+    named = {"order": inner, "number": 7}, T.Row(order=spark_row, number=7)
+    for values in ((7, inner), [7, spark_row], *named):
+        assert task_id("june", values) == june.of([7, inner])
+    no_values: list[Any] = ["order-7", [], {}, None, 7]
+    for wrong in no_values:
+        with pytest.raises(InvalidOption, match=r"idColumn.*takes the row's values"):
+            task_id("june", wrong)
+    with pytest.raises(InvalidOption, match=r"jobId.*takes a string"):
+        task_id(7, [7])  # type: ignore[arg-type]
 
 
 def test_the_id_of_a_row_depends_on_its_instants_and_not_on_their_time_zone() -> None:
@@ -331,25 +279,6 @@ def test_the_id_of_a_row_depends_on_its_instants_and_not_on_their_time_zone() ->
     assert task_id("june", [first]) != task_id("june", [first.replace(fold=1)])
 
 
-def test_the_id_of_a_task_is_found_again_from_the_values_of_its_row() -> None:
-    inner = {"b": "x", "a": [{"c": 1}]}
-    expected = TaskIds("june").of([7, inner])
-    spark_row = T.Row(b="x", a=[T.Row(c=1)])
-    for values in (
-        (7, inner),
-        [7, spark_row],
-        {"order": inner, "number": 7},
-        T.Row(order=spark_row, number=7),
-    ):
-        assert task_id("june", values) == expected
-    no_values: list[Any] = ["order-7", [], {}, None, 7]
-    for wrong in no_values:
-        with pytest.raises(InvalidOption, match=r"idColumn.*takes the row's values"):
-            task_id("june", wrong)
-    with pytest.raises(InvalidOption, match=r"jobId.*takes a string"):
-        task_id(7, [7])  # type: ignore[arg-type]
-
-
 def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_names() -> None:
     columns = {"key": (T.StringType(), ["k"]), "delay": DELAY, "args": (T.StringType(), ["[1]"])}
     (every,) = taken(columns)
@@ -361,23 +290,6 @@ def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_n
     assert task_id("june", {"KEY": "k", "Args": "[1]"}) == TaskIds("june").of(some.identity)
 
 
-def test_an_application_knows_the_tasks_of_the_modules_that_its_workers_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = f"tasks_{uuid4().hex}"
-    source = f"import celery\n@celery.shared_task(name='{module}.late')\ndef late(): ...\n"
-    (tmp_path / f"{module}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    app = Celery("shop", include=[module], set_as_current=False)
-    assert find_task(app, f"{module}.late", False).name == f"{module}.late"
-    with pytest.raises(InvalidOption, match=rf"did you mean {module}\.late\?; set allowUnknown"):
-        find_task(app, f"{module}.lat", False)
-    assert find_task(app, "another.service.task", True) is None
-    broken = Celery("shop", include=[f"{module}.no"], set_as_current=False)
-    with pytest.raises(InvalidOption, match=r"importing the modules of tasks here, on the driver"):
-        find_task(broken, "remind", False)
-
-
 def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
     kind = schema(args=T.ArrayType(T.MapType(TEXT, LONG)), eta=T.TimestampType(), n=LONG)
     instant = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -387,3 +299,51 @@ def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
     read = Columns(kind, options(kwargsFromColumns="true"))
     found = [each.row for each in read.taken(spark_rows, in_batches=False)]
     assert found == [Row([{"a": 1}], {"n": 7}, eta=instant), Row((), {"n": None}, eta=instant)]
+
+
+# Cutting a sorted column of items into groups.
+
+
+def cut(*batches: list[tuple[int, bytes]], kind: Any = None) -> list[tuple[int, int, bytes]]:
+    """The due time, number and bytes of each group."""
+    cutter = Cutter()
+    found: list[WrittenRows] = []
+    for batch in batches:
+        dues, items = ([row[0] for row in batch], [row[1] for row in batch])
+        arrays = pa.array(dues, pa.int64()), pa.array(items, kind or pa.binary())
+        found += cutter.cut(*arrays)
+    found += cutter.rest()
+    return [(each.due_ms, each.count, each.items) for each in found]
+
+
+def test_a_slice_of_a_batch_has_its_own_items() -> None:
+    dues, items = pa.array([1, 2, 2, 3]), pa.array([b"a", b"b", b"c", b"d"])
+    cutter = Cutter()
+    found = [*cutter.cut(dues[1:3], items[1:3]), *cutter.rest()]
+    assert [(each.due_ms, each.items) for each in found] == [(2, b"bc")]
+
+
+def test_a_group_holds_so_many_messages_and_bytes_and_a_larger_item_is_alone() -> None:
+    found = cut([(7, b"x")] * (MAX_GROUP_MESSAGES - 1), [(7, b"y")] * (MAX_GROUP_MESSAGES + 2))
+    assert [count for _, count, _ in found] == [MAX_GROUP_MESSAGES, MAX_GROUP_MESSAGES, 1]
+    half, large = b"h" * (MAX_GROUP_BYTES // 2), b"l" * (MAX_GROUP_BYTES + 1)
+    found = cut([(7, half)] * 3 + [(7, large)] * 2 + [(7, b"s"), (7, half)])
+    assert [count for _, count, _ in found] == [2, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=5)), max_size=50),
+    st.lists(st.integers(0, 50), max_size=3),
+)
+def test_what_is_due_together_comes_together_nothing_is_lost_and_order_stays(
+    kind: Any, rows: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    rows.sort(key=lambda row: row[0])
+    edges = [0, *sorted(cuts), len(rows)]
+    batches = [rows[begin:end] for begin, end in pairwise(edges)]
+    found = cut(*batches, kind=kind)
+    assert [due for due, *_ in found] == sorted({due for due, _ in rows})
+    for due, count, items in found:
+        mine = [item for other, item in rows if other == due]
+        assert (count, items) == (len(mine), b"".join(mine))

@@ -15,10 +15,16 @@ from tests.unit.strategies import layouts
 
 CLOCK = Topology()
 DAY_TO_SECOND = [("days", 10, 86400), ("hours", 24, 3600), ("minutes", 60, 60), ("seconds", 60, 1)]
-
+P, SKIP = (Topology("p", custom(DAY_TO_SECOND, zeros)) for zeros in ("bind", "skip"))
 
 #: When it was due.
 DUE = datetime(2030, 3, 17, 17, 46, 40, 123_000, tzinfo=UTC)
+
+BOUND = "no queue 'daily.reports' is bound to"
+NONE = ", or p.{}.x1 had none for digit 0, or p.{}.x1 had none for digit 0"
+DIGIT_7 = "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
+#: The routing key of a message that no level took; and of one that has waited for two hours.
+KEY, KEY_2 = "0.0.0.0.0.7.0.0.q", "0.0.0.0.2.7.0.0.q"
 
 
 def found(*stops: str, key: str = "", **more: Any) -> dict[str, Any]:
@@ -39,10 +45,11 @@ def found(*stops: str, key: str = "", **more: Any) -> dict[str, Any]:
     }
 
 
-def test_what_passed_all_levels_found_no_queue_bound() -> None:
+def test_what_is_known_of_a_message_is_read() -> None:
     key = "0.0.0.3.7.45.30.5.daily%2Ereports"
-    message = found("rabbitdelay.days.3", "rabbitdelay.seconds.30", "rabbitdelay.ms.500", key=key)
-    assert examine(message, CLOCK) == Undeliverable(
+    message = found("rabbitdelay.days.3", "rabbitdelay.ms.500", key=key)
+    seen = examine(message, CLOCK)
+    assert seen == Undeliverable(
         task_id="4d5e",
         task="shop.remind",
         queue="daily.reports",
@@ -50,16 +57,15 @@ def test_what_passed_all_levels_found_no_queue_bound() -> None:
         reason="no queue 'daily.reports' is bound to rabbitdelay.delivery",
         last_stop="rabbitdelay.ms.500",
     )
-
-
-P = Topology("p", custom(DAY_TO_SECOND))
-BOUND = "no queue 'daily.reports' is bound to"
-NONE = ", or p.{}.x1 had none for digit 0, or p.{}.x1 had none for digit 0"
-DIGIT_7 = "rabbitdelay.minutes.x1 had no binding for digit 7 (rabbitdelay.minutes.7)"
-#: The routing key of a message that no level took, and why.
-KEY = "0.0.0.0.0.7.0.0.q"
-#: That of one that has waited for two hours.
-KEY_2 = "0.0.0.0.2.7.0.0.q"
+    # It lies there since its first failure, or its last stop.
+    died = datetime(2030, 1, 2, 3, 4, 5)  # py-amqp's are naive, in UTC
+    message["x-death"][0]["time"] = died
+    assert examine(message, CLOCK).since == died.replace(tzinfo=UTC)
+    message[headers.FAILED_SINCE] = 1_900_000_000_123
+    assert examine(message, CLOCK).since == DUE
+    # All of it can be printed.
+    seen = examine(dict.fromkeys(("id", "task", headers.QUEUE, headers.REASON), "\ud800"), CLOCK)
+    assert (seen.task_id, seen.task, seen.queue, seen.reason) == ("\\ud800",) * 4
 
 
 @pytest.mark.parametrize(
@@ -74,8 +80,8 @@ KEY_2 = "0.0.0.0.2.7.0.0.q"
             + NONE.format("hours", "minutes"),
         ),
         (
-            *(found("p.days.1", key="1.0.0.7.q"), Topology("p", custom(DAY_TO_SECOND, "skip"))),
-            *(None, "p.hours.x1 had no binding for digits 0.0.7 (p.seconds.7)"),
+            *(found("p.days.1", key="1.0.0.7.q"), SKIP, None),
+            "p.hours.x1 had no binding for digits 0.0.7 (p.seconds.7)",
         ),
         (
             *(found("p.hours.1", key="0.1.0.0.q"), P, None),
@@ -85,12 +91,12 @@ KEY_2 = "0.0.0.0.2.7.0.0.q"
             *(found("rabbitdelay.meditation", key="q"), CLOCK, None),
             "rabbitdelay.meditated had no binding to rabbitdelay.checkin",
         ),
-        (found("p.days.1", **{headers.REASON: "no number"}, key="1.0.0.7.q"), P, None, "no number"),
-        ({UNREADABLE: "its key"}, CLOCK, "?", "its properties cannot be read: its key"),
         (
             *(found("rabbitdelay.ms.500", key="0.0.0.0.0.0.0.5.%distribution"), CLOCK, None),
             "rabbitdelay.delivery had no binding to rabbitdelay.distribution",
         ),
+        (found("p.days.1", **{headers.REASON: "no number"}, key="1.0.0.7.q"), P, None, "no number"),
+        ({UNREADABLE: "its key"}, CLOCK, "?", "its properties cannot be read: its key"),
         ({UNREADABLE: "x", headers.REASON: "a module's"}, CLOCK, None, "a module's"),
     ],
 )
@@ -111,41 +117,31 @@ def test_in_every_layout_the_stop_behind_each_stop_is_missed(layout: Layout) -> 
     assert arrived.last_stop == route.stops[-1]
 
 
-@pytest.mark.parametrize(
-    ("message", "key", "reason"),
-    [
-        ({}, None, "no routing key was given"),
-        (found("rabbitdelay.weeks.1", key="1.0.q"), None, "which is not a queue of this layout"),
-        *(
-            ({}, key, f"{key!r} does not belong to this layout")
-            for key in ("celery", "9.q", "0.0.0.0.0.7.0.0.0.q", "a.b.c.d.e.f.g.h.q")
-        ),
-    ],
-)
-def test_a_message_of_another_layout_is_said_to_be_one(message: Any, key: Any, reason: str) -> None:
-    assert reason in examine(message, CLOCK, key).reason
+def test_a_message_of_another_layout_is_said_to_be_one() -> None:
+    assert "no routing key was given" in examine({}, CLOCK).reason
+    weeks = found("rabbitdelay.weeks.1", key="1.0.q")
+    assert "which is not a queue of this layout" in examine(weeks, CLOCK).reason
+    for key in ("celery", "9.q", "0.0.0.0.0.7.0.0.0.q", "a.b.c.d.e.f.g.h.q"):
+        assert f"{key!r} does not belong to this layout" in examine({}, CLOCK, key).reason
 
 
 NOT_TABLES = "not a list of tables"
 NO_DEATH = "not a queue and its routing keys"
+NO_INSTANT = f"{headers.DUE} is {{!r}}, not an instant before the year 10000"
 
 
 @pytest.mark.parametrize(
     ("odd", "notes"),
     [
         *(
-            ({headers.DUE: due}, f"{headers.DUE} is {due!r}, not an instant before the year 10000")
+            ({headers.DUE: due}, NO_INSTANT.format(due))
             for due in ("soon", True, -1, 253_402_300_800_000, float("nan"), [1])
         ),
         *(({name: 5}, f"its header {name} is 5, not a text") for name in ("id", "task")),
-        *(({"x-death": death}, f"is {death!r}, {NOT_TABLES}") for death in ("x", 5, [5], ["x"])),
+        *(({"x-death": death}, f"is {death!r}, {NOT_TABLES}") for death in (5, [5], ["x"])),
         ({"x-death": [{"queue": 5}]}, "{'queue': 5}, " + NO_DEATH),
         ({"x-death": [{"queue": "q", "routing-keys": [5]}]}, NO_DEATH),
-        # More than AMQP carries.
-        (
-            {"x-death": [{"routing-keys": ["0." * 1_000_000]}]},
-            "not a routing key that AMQP can carry",
-        ),
+        ({"x-death": [{"routing-keys": ["0." * 10**6]}]}, "not a routing key that AMQP can carry"),
         ({"id": 5, headers.DUE: "soon"}, "before the year 10000; its header id is 5, not a text"),
     ],
 )
@@ -165,39 +161,18 @@ def test_the_first_of_several_routing_keys_counts_or_else_that_of_the_message(ke
     assert (message.last_stop, message.reason) == ("rabbitdelay.hours.2", DIGIT_7)
 
 
-@pytest.mark.parametrize(
-    ("cause", "reason"),
-    [
-        ("expired", "it expired in {}, before a worker took it: by its own expiration, or by a"),
-        ("rejected", "a worker rejected it unread from {}: it is larger than"),
-        ("maxlen", "{} was full, by a policy's max-length"),
-        ("delivery_limit", "delivery limit of {} exceeded: no worker acknowledged it"),
-        (b"\xff", "delivery limit of {} exceeded: no worker acknowledged it"),
-    ],
-)
-def test_why_it_left_a_modules_queue_says_the_broker(cause: object, reason: str) -> None:
-    stop = f"rabbitdelay.{'checkin' if cause == 'expired' else 'distribution'}"
-    dead = found(stop, key="q")
-    dead["x-death"][0]["reason"] = cause
+def test_why_it_left_a_modules_queue_says_the_broker() -> None:
+    stop = "rabbitdelay.distribution"
     forged = {headers.REASON: "all is well", UNREADABLE: "all is well"}
-    message = examine({**dead, **forged}, CLOCK)
-    assert message.reason.startswith(reason.format(stop))
-    assert message.last_stop == stop
-
-
-def test_what_is_told_of_a_message_can_be_printed() -> None:
-    half = "\ud800"
-    told = {"id": half, "task": half, headers.QUEUE: half, headers.REASON: half}
-    message = examine(told, CLOCK)
-    assert (message.task_id, message.task, message.queue) == ("\\ud800",) * 3
-    assert message.reason == "\\ud800"
-
-
-def test_a_message_lies_there_since_its_first_failure_or_its_last_stop() -> None:
-    died = datetime(2030, 1, 2, 3, 4, 5)  # py-amqp's are naive, in UTC
-    message = found("rabbitdelay.hours.2", key="0.0.0.0.2.0.0.0.q")
-    assert examine(message, CLOCK).since is None
-    message["x-death"][0]["time"] = died
-    assert examine(message, CLOCK).since == died.replace(tzinfo=UTC)
-    message[headers.FAILED_SINCE] = 1_900_000_000_123
-    assert examine(message, CLOCK).since == DUE
+    for cause, reason in (
+        ("rejected", f"a worker rejected it unread from {stop}: it is larger than"),
+        ("maxlen", f"{stop} was full, by a policy's max-length"),
+        ("delivery_limit", f"delivery limit of {stop} exceeded: no worker acknowledged it"),
+        ("expired", f"it expired in {stop}, before a worker took it: by its own expiration, or"),
+        (b"\xff", f"delivery limit of {stop} exceeded: no worker acknowledged it"),
+    ):
+        dead = found(stop, key="q", **forged)
+        dead["x-death"][0]["reason"] = cause
+        message = examine(dead, CLOCK)
+        assert message.reason.startswith(reason)
+        assert message.last_stop == stop

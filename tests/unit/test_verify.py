@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from kombu import Connection, Queue
+from kombu import Connection
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.entities import Binding
@@ -30,23 +30,6 @@ EMPTY = Inventory(version="4.0.5")
 def queue_of(name: str, **others: Any) -> dict[str, Any]:
     found = {"name": name, "type": "quorum", "durable": True, "auto_delete": False, "node": "a"}
     return {**found, "arguments": {}, "members": ["a"], "online": ["a"], **others}
-
-
-def sound(topology: Topology) -> Inventory:
-    """The inventory of a broker on which a topology is declared, and nothing else."""
-    flags = {"durable": True, "auto_delete": False, "internal": False}
-    queues = [queue_of(each.name, arguments=each.queue_arguments) for each in topology.queues]
-    exchanges = {
-        each.name: {
-            **flags,
-            "name": each.name,
-            "type": each.type,
-            "arguments": each.arguments or {},
-        }
-        for each in (*topology.exchanges, *topology.identity[1:])
-    }
-    bindings = frozenset(topology.bindings)
-    return Inventory("4.0.5", {each["name"]: each for each in queues}, exchanges, bindings)
 
 
 def policy(definition: dict[str, Any], priority: int = 0, **others: Any) -> dict[str, Any]:
@@ -76,15 +59,6 @@ def test_each_command_of_a_way_out_stands_in_backticks() -> None:
         assert not re.search("rabbitmqctl|rabbitmq-|celery ", text), code
 
 
-def test_nothing_is_wrong_with_a_sound_layout() -> None:
-    settings = Settings()
-    inventory = sound(settings.topology)
-    assert list(checks.check_broker(settings, inventory)) == []
-    assert list(checks.check_entities(settings, inventory)) == []
-    assert list(checks.check_bindings(settings.topology, inventory)) == []
-    assert list(checks.check_orphans(settings.topology, inventory, lambda _: 0)) == []
-
-
 @pytest.mark.parametrize(
     ("source", "pattern", "target", "is_found"),
     [
@@ -100,29 +74,25 @@ def test_nothing_is_wrong_with_a_sound_layout() -> None:
 def test_a_binding_that_lets_tasks_out_or_strangers_in_is_found(
     source: str, pattern: str, target: str, is_found: bool
 ) -> None:
-    inventory, topology = sound(Settings().topology), Settings().topology
-    more = inventory._replace(bindings=inventory.bindings | {Binding(source, pattern, target)})
-    found = [code for code, *_ in checks.check_bindings(topology, more)]
+    topology = Topology()
+    bindings = frozenset({*topology.bindings, Binding(source, pattern, target)})
+    found = [
+        code for code, *_ in checks.check_bindings(topology, EMPTY._replace(bindings=bindings))
+    ]
     assert found == ["binding-additional"] * is_found
 
 
-@pytest.mark.parametrize(
-    ("version", "codes"),
-    [
-        ("3.9.29", ["version-too-old"]),
-        ("3.10.0", []),
-        ("4.3.0", ["version-fault"]),
-        ("4.3.2+1.g1234567", ["version-fault"]),
-        ("4.3.3-rc.1", []),
-        ("5.0", []),
-    ],
-)
-def test_the_version_is_too_old_or_has_a_fault(version: str, codes: list[str]) -> None:
-    found = checks.check_broker(Settings(), Inventory(version=version))
-    assert [code for code, *_ in found] == codes
-    flagged = Inventory(version=version, disabled_flags=frozenset({"stream_queue", "others"}))
-    found = checks.check_broker(Settings(), flagged)
-    assert [code for code, *_ in found] == [*codes, "feature-flag-disabled"]
+def test_the_version_is_too_old_or_has_a_fault() -> None:
+    for version, codes in {
+        "3.9.29": ["version-too-old"],
+        "3.10.0": [],
+        "4.3.0": ["version-fault"],
+        "4.3.2+1.g1234567": ["version-fault"],
+        "4.3.3-rc.1": [],
+        "5.0": [],
+    }.items():
+        found = checks.check_broker(Settings(), Inventory(version=version))
+        assert [code for code, *_ in found] == codes, version
 
 
 @pytest.mark.parametrize(
@@ -143,59 +113,29 @@ def test_replicas_are_counted(members: str, online: str, nodes: str, codes: list
     assert [code for code, *_ in checks.check_replicas(inventory, [HOURS])] == codes
 
 
-def test_replicas_are_added_on_nodes_that_run() -> None:
-    inventory = EMPTY._replace(
-        queues={HOURS: queue_of(HOURS)},
-        nodes={"a": True, "b": False, "c": True, "d": True, "e": True},
-    )
-    ((_, _, told),) = checks.check_replicas(inventory, [HOURS])
-    assert told["commands"] == "`rabbitmq-queues grow c all`, `rabbitmq-queues grow d all`"
+def test_of_several_policies_some_are_in_effect() -> None:
+    # The highest priority alone; of one priority, each may be in effect.
+    assert in_effect(policy({"expires": 1}, 5), policy({"length": 2}, 6)) == [{"length": 2}]
+    both = [{"expires": 1}, {"length": 2}]
+    assert in_effect(*map(policy, both)) == both
+    # The smaller bound, and the overflow of the operator.
+    users = policy({"max-length": 2, "overflow": "reject-publish", "expires": 9})
+    operators = {"max-length": 3, "overflow": "drop-head", "expires": 1}
+    expected = [{**operators, "max-length": 2}]
+    assert in_effect(users, policy(operators, kind="operator policy")) == expected
 
 
-@pytest.mark.parametrize(
-    ("policies", "effective"),
-    [
-        ([], [{}]),
-        # The highest priority alone; of one priority, each may be in effect.
-        ([policy({"expires": 1}, 5), policy({"max-length": 2}, 6)], [{"max-length": 2}]),
-        ([policy({"expires": 1}), policy({"max-length": 2})], [{"expires": 1}, {"max-length": 2}]),
-        # The smaller bound, and the overflow of the operator.
-        (
-            [
-                policy({"max-length": 2, "overflow": "reject-publish", "expires": 9}),
-                policy(
-                    {"max-length": 3, "overflow": "drop-head", "expires": 1}, kind="operator policy"
-                ),
-            ],
-            [{"max-length": 2, "overflow": "drop-head", "expires": 1}],
-        ),
-    ],
-)
-def test_of_several_policies_some_are_in_effect(policies: Any, effective: Any) -> None:
-    assert in_effect(*policies) == effective
-
-
-@pytest.mark.parametrize(
-    ("apply_to", "pattern", "matches"),
-    [
+def test_a_policy_matches_by_name_and_type() -> None:
+    for apply_to, pattern, matches in (
         ("all", "^rabbitdelay", True),
         ("quorum_queues", r"hours\.7$", True),
         ("queues", "(?<name>unknown to Python", True),
         ("classic_queues", "", False),
         ("exchanges", "", False),
         ("queues", "^hours", False),
-    ],
-)
-def test_a_policy_matches_by_name_and_type(apply_to: str, pattern: str, matches: bool) -> None:
-    found = in_effect({**policy({"expires": 1}, pattern=pattern), "apply-to": apply_to})
-    assert found == [{"expires": 1} if matches else {}]
-
-
-def test_a_classic_queue_of_the_levels_may_have_any_overflow_and_delivery_limit() -> None:
-    queue = queue_of(HOURS, type="classic", arguments={"x-dead-letter-exchange": "x"})
-    bad = policy({"overflow": "drop-head", "delivery-limit": 1})
-    inventory = EMPTY._replace(queues={HOURS: queue}, policies=(bad,))
-    assert list(check_policies(Topology(), inventory, (), "/")) == []
+    ):
+        found = in_effect({**policy({"expires": 1}, pattern=pattern), "apply-to": apply_to})
+        assert found == [{"expires": 1} if matches else {}], (apply_to, pattern)
 
 
 def test_the_remedy_outranks_the_policy() -> None:
@@ -204,47 +144,6 @@ def test_the_remedy_outranks_the_policy() -> None:
     [(code, _, told)] = check_policies(Topology(), inventory, (), "/")
     assert code == "policy-expires"
     assert " --priority 5001 " in str(told["guard"])
-
-
-def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None:
-    waits = {"x-message-ttl": 1, "x-dead-letter-exchange": "rabbitdelay.days.x1"}
-    names = {
-        "rabbitdelay.weeks.1": waits,
-        "rabbitdelay.weeks.x1.0.s3": waits,
-        "rabbitdelay.weeks.2": waits,
-        "rabbitdelay.reports.2024": {"x-message-ttl": 1, "x-dead-letter-exchange": "mine"},
-        "rabbitdelay.eu.days.1": waits,
-        "other.weeks.1": waits,
-    }
-    queues = {name: queue_of(name, arguments=own) for name, own in names.items()}
-    counts = {"rabbitdelay.weeks.1": 5, "rabbitdelay.weeks.x1.0.s3": None, "rabbitdelay.weeks.2": 0}
-    found = list(
-        checks.check_orphans(Topology(), EMPTY._replace(queues=queues), counts.__getitem__)
-    )
-    assert [(code, subject.removeprefix("queue ")) for code, subject, _ in found] == [
-        ("orphan", "rabbitdelay.weeks.1"),
-        ("orphan", "rabbitdelay.weeks.x1.0.s3"),
-        ("orphan-empty", "rabbitdelay.weeks.2"),
-    ]
-
-
-def test_queues_that_differ_by_the_type_of_the_virtual_host_are_the_same() -> None:
-    inventory = EMPTY._replace(queues={"q": queue_of("q", arguments={"x-queue-type": "quorum"})})
-    settings = Settings()
-    assert list(checks.check_destinations(settings, [Queue("q")], inventory)) == []
-    [(code, *_)] = checks.check_destinations(settings, [Queue("q", max_length=5)], inventory)
-    assert code == "destination-differs"
-
-
-@pytest.mark.parametrize(
-    ("ahead", "text"),
-    [(0.9, None), (3.4, "at least 3 s ahead of"), (-3.4, "at least 3 s behind")],
-)
-def test_clocks_that_differ_by_more_than_workers_tolerate(ahead: float, text: str | None) -> None:
-    inventory = EMPTY._replace(clock_ahead=ahead)
-    found = findings_of(checks.check_broker(Settings(early_tolerance=1.0), inventory))
-    assert [text in each.what for each in found if text] == [True] * bool(text)
-    assert bool(found) == bool(text)
 
 
 def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_comes_first() -> None:
@@ -264,35 +163,39 @@ def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_come
     assert {fault.severity for fault in FAULTS.values()} == set(get_args(Severity))
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("amqp://u%40x:p%2F@host:5673/v", "http://host:15672"),
-        ("amqps://host", "https://host:15671"),
-        ("amqp://u:p@[::1]", "http://[::1]:15672"),
-    ],
-)
-def test_by_default_the_api_is_at_the_broker_s_host(url: str, expected: str) -> None:
-    assert management_api_of(Connection(url)).url == expected
-
-
-def test_the_probes_of_other_levels_say_nothing_about_these() -> None:
-    late = {"days.x1": 61.0, "hours.x1": -2.0, "route": 0.1}
-    workers: dict[str, dict[str, Any]] = {
-        "one": {"probe": {"prefix": "ours", "late": late}},
-        "two": {},
-        "three": {"probe": {"prefix": "others", "late": {"days.x10": 61.0}}},
+def test_orphans_are_told_from_other_queues_by_name_and_dead_lettering() -> None:
+    waits = {"x-message-ttl": 1, "x-dead-letter-exchange": "rabbitdelay.days.x1"}
+    ours = {f"rabbitdelay.weeks.{number}": waits for number in (1, 2)}
+    others = {
+        "rabbitdelay.reports.2024": {"x-message-ttl": 1, "x-dead-letter-exchange": "mine"},
+        **dict.fromkeys(("rabbitdelay.eu.days.1", "other.weeks.1"), waits),
     }
-    found = [subject for _, subject, _ in checks.check_probes(Settings(prefix="ours"), workers)]
-    assert found == ["level days.x1", "level hours.x1"]
-
-
-def test_that_no_worker_probes_is_said_where_one_should() -> None:
-    others: dict[str, dict[str, Any]] = {"one": {"probe": {"prefix": "others", "late": {}}}}
-    no_probes = Settings(prefix="ours", modules=("check-in",))
-
-    assert list(checks.check_probes(Settings(prefix="ours"), others)) == [
-        ("probe-unknown", "ours", {})
+    queues = {name: queue_of(name, arguments=own) for name, own in {**ours, **others}.items()}
+    counts = {"rabbitdelay.weeks.1": None, "rabbitdelay.weeks.2": 0}
+    inventory = EMPTY._replace(queues=queues)
+    found = checks.check_orphans(Topology(), inventory, counts.__getitem__)
+    assert [(code, subject) for code, subject, _ in found] == [
+        ("orphan", "queue rabbitdelay.weeks.1"),
+        ("orphan-empty", "queue rabbitdelay.weeks.2"),
     ]
-    assert not list(checks.check_probes(no_probes, others))
-    assert not list(checks.check_probes(Settings(prefix="ours"), None))
+
+
+def test_by_default_the_api_is_at_the_broker_s_host() -> None:
+    for url, expected in {
+        "amqp://u%40x:p%2F@host:5673/v": "http://host:15672",
+        "amqps://host": "https://host:15671",
+        "amqp://u:p@[::1]": "http://[::1]:15672",
+    }.items():
+        assert management_api_of(Connection(url)).url == expected
+
+
+def test_late_probes_of_these_levels_are_found_and_that_no_worker_probes() -> None:
+    other = {"probe": {"prefix": "others", "late": {"days.x10": 61.0}}}
+    late = {"days.x1": 61.0, "hours.x1": -2.0, "route": 0.1}
+    workers: dict[str, Any] = {"one": {"probe": {"prefix": "ours", "late": late}}, "two": other}
+    ours = Settings(prefix="ours")
+    found = [subject for _, subject, _ in checks.check_probes(ours, {**workers, "three": {}})]
+    assert found == ["level days.x1", "level hours.x1"]
+    assert list(checks.check_probes(ours, {"two": other})) == [("probe-unknown", "ours", {})]
+    no_probes = Settings(prefix="ours", modules=("check-in",))
+    assert not [*checks.check_probes(no_probes, {"two": other}), *checks.check_probes(ours, None)]

@@ -15,7 +15,6 @@ from fastapi import FastAPI
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import User, application
 from celery_rabbitdelay.web.access import MOST_WRONG, PAUSE
 from celery_rabbitdelay.web.sessions import COOKIE, KNOWN_COOKIE, Session, Sessions
@@ -56,41 +55,26 @@ def stop(browser: Browser, **options: Any) -> int:
     return browser.ask("POST", "/work/stop", data=data, **options).status_code
 
 
-@pytest.mark.parametrize(
-    ("client", "headers", "status"),
-    [
-        ("127.0.0.1", {}, 200),
-        ("::1", {}, 200),
-        *((each, {}, 403) for each in ("10.0.0.5", "::ffff:10.0.0.5", "2001:db8::1", None)),
-        *(
-            ("127.0.0.1", {header: "127.0.0.1"}, 403)
-            for header in ("Forwarded", "X-Forwarded-For", "X-Forwarded-Prefix", "Via", "X-Real-IP")
-        ),
-    ],
-)
-def test_without_users_only_this_machine_is_answered_and_not_through_a_proxy(
-    make: Make, client: str | None, headers: dict[str, str], status: int
-) -> None:
-    assert Browser(make(), client=client, headers=headers).get("/work").status_code == status
+def test_without_users_only_this_machine_is_answered_and_not_through_a_proxy(make: Make) -> None:
+    web = make()
+    for client in ("127.0.0.1", "::1"):
+        assert Browser(web, client=client).get("/work").status_code == 200
+    for other in ("10.0.0.5", "::ffff:10.0.0.5", None):
+        assert Browser(web, client=other).get("/work").status_code == 403, other
+    for header in ("Forwarded", "X-Forwarded-For", "X-Forwarded-Prefix", "Via", "X-Real-IP"):
+        assert Browser(web, headers={header: "127.0.0.1"}).get("/work").status_code == 403, header
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        *((each, 200) for each in ("localhost", "LOCALHOST:5556", "127.0.0.1:5556", "[::1]:5556")),
-        *((each, 421) for each in ("evil.example:5556", "localhost.evil.example", "10.0.0.1")),
-        *((each, 421) for each in ("", "[", "[::2]")),
-    ],
-)
-def test_a_foreign_name_that_points_to_this_machine_is_refused(
-    make: Make, host: str, status: int
-) -> None:
-    answer = Browser(make()).get("/work", headers={"Host": host})
-    assert answer.status_code == status
-    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-    named = Browser(make(hosts=["tasks.example"]))
+def test_a_foreign_name_that_points_to_this_machine_is_refused(make: Make) -> None:
+    browser, named = Browser(make()), Browser(make(hosts=["tasks.example"]))
+    for host in ("LOCALHOST:5556", "127.0.0.1:5556", "[::1]:5556"):
+        assert browser.get("/work", headers={"Host": host}).status_code == 200, host
+    for host in ("evil.example:5556", "localhost.evil.example", "10.0.0.1", "", "[", "[::2]"):
+        answer = browser.get("/work", headers={"Host": host})
+        assert answer.status_code == 421, host
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
     assert named.get("/work", headers={"Host": "Tasks.Example:443"}).status_code == 200
-    assert named.get("/work", headers={"Host": host}).status_code == 421
+    assert named.get("/work", headers={"Host": "localhost"}).status_code == 421
 
 
 def test_an_operator_acts_and_a_viewer_only_reads(make: Make) -> None:
@@ -108,30 +92,100 @@ def test_an_operator_acts_and_a_viewer_only_reads(make: Make) -> None:
     assert stop(Browser(make(loopback_role="operator"))) == LET_THROUGH
 
 
-def test_after_signing_out_nothing_is_shown(make: Make) -> None:
-    """Neither to a copy of the cookie, nor by a process that has not been told of it."""
-    browser = Browser(make(users=USERS, secret=SECRET))
-    browser.sign_in("ada", "ada's word")
-    assert browser.ask("POST", "/sign-out", data={"token": "none"}).status_code == 403
-    copy = browser.cookies[COOKIE]
-    assert browser.post("/sign-out").status_code == 303
-    assert browser.get("/work").status_code == 401
-    signed_out = int(time.time())
-    wait_for(lambda: int(time.time()) > signed_out, "the next second: cookies count in seconds")
-    for each in (browser, Browser(make(users=USERS, secret=SECRET))):
-        each.cookies.set(COOKIE, copy)
-        assert each.get("/work").status_code == 401
-
-
-@pytest.mark.parametrize(
-    ("name", "password"), [("ada", "vera's word"), ("nobody", "ada's word"), ("ada", ""), ("", "")]
-)
-def test_a_wrong_name_or_password_is_refused(make: Make, name: str, password: str) -> None:
+def test_a_wrong_name_or_password_is_refused(make: Make) -> None:
     browser = Browser(make(users=USERS))
-    assert browser.sign_in(name, password).status_code == 401
-    assert browser.get("/work").status_code == 401
+    for name, password in (("ada", "vera's word"), ("nobody", "ada's word"), ("ada", ""), ("", "")):
+        assert browser.sign_in(name, password).status_code == 401
+        assert browser.get("/work").status_code == 401
     forged = {"name": "ada", "password": "ada's word", "token": "forged"}
     assert browser.ask("POST", "/sign-in", data=forged).status_code == 401
+
+
+def test_signing_in_leads_to_the_page_that_was_asked_for_and_nowhere_else(make: Make) -> None:
+    web = make(users=USERS)
+    for where, goes_to in (
+        ("waiting?task=a%26b", "/waiting?task=a%26b"),
+        ("//evil.example/x", "/evil.example/x"),
+        ("/\\/evil.example", "/evil.example"),
+        ("https://evil.example", "/https://evil.example"),
+        ("x\r\nSet-Cookie: a=b", "/x%0D%0ASet-Cookie:%20a=b"),
+    ):
+        answer = Browser(web).sign_in("ada", "ada's word", next=where)
+        assert answer.headers["Location"] == goes_to
+        assert "a=b" not in answer.headers.get("Set-Cookie", "")
+    browser = Browser(web)
+    form = Form.of(browser.get("/waiting?task=a%26b").text, "/sign-in")
+    assert form["next"] == "waiting?task=a%26b"
+    acted = browser.ask("POST", "/waiting/cancel", data={"id": "x"})
+    assert (acted.status_code, Form.of(acted.text, "/sign-in")["next"]) == (401, "now")
+
+
+def test_an_action_takes_the_token_of_its_own_session(make: Make) -> None:
+    web = make(users={**USERS, "vera": {**USERS["vera"], "role": "operator"}})
+    ada, other, vera = (Browser(web) for _ in range(3))
+    for browser, name in ((ada, "ada"), (other, "ada"), (vera, "vera")):
+        browser.sign_in(name, f"{name}'s word")
+    for token in ("", "forged", "0" * 64, "\u00e9", other.token, vera.token):
+        assert stop(ada, token=token) == 403
+    # In the header, as programs send it.
+    assert stop(ada, token="", headers={"X-Rabbitdelay-Token": ada.token}) == LET_THROUGH
+
+
+def test_a_form_of_another_page_is_refused_in_spite_of_its_token(make: Make) -> None:
+    browser = Browser(make(loopback_role="operator"))
+    for headers, status in (
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost"}, 403),
+        ({"Sec-Fetch-Site": "none"}, 403),
+        ({"Origin": "http://localhost"}, LET_THROUGH),
+        ({"Origin": "null"}, LET_THROUGH),
+        ({"Origin": "https://behind.example", "Sec-Fetch-Site": "same-origin"}, LET_THROUGH),
+    ):
+        assert stop(browser, headers=headers) == status, headers
+
+
+def test_an_action_takes_a_form_and_nothing_else(make: Make) -> None:
+    browser = Browser(make(loopback_role="operator"))
+    for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS"):
+        answer = browser.ask(method, f"/work/stop?key=x&token={browser.token}")
+        assert answer.status_code == 405
+    form = "application/x-www-form-urlencoded"
+    for kind, body, status in (
+        ("application/json", b'{"key": "x"}', 415),
+        (form, b"a=" + b"b" * 2**20, 413),
+        (form, b"a=b&" * 3000, 400),
+        (form, b"a=%FF", 400),
+    ):
+        headers = {"Content-Type": kind, "X-Rabbitdelay-Token": browser.token}
+        answer = browser.ask("POST", "/work/stop", content=body, headers=headers)
+        assert answer.status_code == status, (kind, body[:10])
+
+
+def test_a_changed_or_foreign_cookie_is_worth_nothing(make: Make) -> None:
+    browser = Browser(make(users=USERS, secret=SECRET))
+    browser.sign_in("vera", "vera's word")
+    cookie = browser.cookies[COOKIE]
+    sessions, foreign = Sessions(SECRET), Sessions("t" * 32)
+    session = Session.new("ada", sessions.proof(HASHES["ada"]))
+    for each in (
+        # Not the last character: two of its bits mean nothing.
+        f"{cookie[:-9]}{'A' if cookie[-9] != 'A' else 'B'}{cookie[-8:]}",
+        foreign.written(Session.new("ada", foreign.proof(HASHES["ada"]))),
+        # After a change of the password, or of a user who is gone.
+        sessions.written(Session.new("ada", "another password's")),
+        sessions.written(Session.new("nobody", session.proof)),
+        sessions.written(session, KNOWN_COOKIE),
+        "." * 5000,
+    ):
+        browser.cookies.clear()
+        browser.cookies.set(COOKIE, each)
+        assert browser.get("/work").status_code == 401, each
+    # A role counts at once.
+    for role in ("operator", "viewer"):
+        other = Browser(make(users={"ada": {**USERS["ada"], "role": role}}, secret=SECRET))
+        other.cookies.set(COOKIE, sessions.written(session))
+        assert other.json("/session")["role"] == role
 
 
 def test_wrong_passwords_at_the_same_time_are_bounded_and_lock_out_nobody(
@@ -183,134 +237,6 @@ def test_wrong_passwords_at_the_same_time_are_bounded_and_lock_out_nobody(
     assert other.sign_in("ada", "right").status_code == 303
 
 
-@pytest.mark.parametrize(
-    ("where", "goes_to"),
-    [
-        ("waiting?task=a%26b", "/waiting?task=a%26b"),
-        ("//evil.example/x", "/evil.example/x"),
-        ("\\\\evil.example", "/evil.example"),
-        ("/\\/evil.example", "/evil.example"),
-        ("https://evil.example", "/https://evil.example"),
-        ("x\r\nSet-Cookie: a=b", "/x%0D%0ASet-Cookie:%20a=b"),
-        ("", "/now"),
-    ],
-)
-def test_signing_in_leads_nowhere_else(make: Make, where: str, goes_to: str) -> None:
-    answer = Browser(make(users=USERS)).sign_in("ada", "ada's word", next=where)
-    assert answer.headers["Location"] == goes_to
-    assert "a=b" not in answer.headers.get("Set-Cookie", "")
-
-
-def test_signing_in_leads_to_the_page_that_was_asked_for_and_does_no_action(make: Make) -> None:
-    browser = Browser(make(users=USERS))
-    form = Form.of(browser.get("/waiting?task=a%26b").text, "/sign-in")
-    assert form["next"] == "waiting?task=a%26b"
-    acted = browser.ask("POST", "/waiting/cancel", data={"id": "x"})
-    assert (acted.status_code, Form.of(acted.text, "/sign-in")["next"]) == (401, "now")
-
-
-@pytest.mark.parametrize("token", ["", "forged", "0" * 64, "%ED%A0%80"])
-def test_a_missing_or_forged_token_is_refused(make: Make, token: str) -> None:
-    browser = Browser(make(loopback_role="operator"))
-    browser.json("/session")
-    headers = {"Content-Type": "application/x-www-form-urlencoded"}
-    answer = browser.ask("POST", "/work/stop", content=f"key=x&token={token}", headers=headers)
-    assert answer.status_code == 403
-    assert stop(browser) == LET_THROUGH
-
-
-def test_the_token_of_another_browser_or_user_is_refused(make: Make) -> None:
-    web = make(users={**USERS, "vera": {**USERS["vera"], "role": "operator"}})
-    ada, other, vera = (Browser(web) for _ in range(3))
-    for browser, name in ((ada, "ada"), (other, "ada"), (vera, "vera")):
-        browser.sign_in(name, f"{name}'s word")
-    assert stop(other, token=ada.token) == 403
-    assert stop(vera, token=ada.token) == 403
-    # In the header, as programs send it.
-    assert stop(ada, token="", headers={"X-Rabbitdelay-Token": ada.token}) == LET_THROUGH
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Origin": "https://evil.example"}, 403),
-        ({"Origin": "http://localhost:8080"}, 403),
-        ({"Origin": "http://["}, 403),
-        ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Sec-Fetch-Site": "same-site", "Origin": "http://localhost"}, 403),
-        ({"Sec-Fetch-Site": "none"}, 403),
-        ({"Origin": "http://localhost"}, LET_THROUGH),
-        ({"Origin": "null"}, LET_THROUGH),
-        ({"Origin": "https://behind.example", "Sec-Fetch-Site": "same-origin"}, LET_THROUGH),
-    ],
-)
-def test_a_form_of_another_page_is_refused_in_spite_of_its_token(
-    make: Make, headers: dict[str, str], status: int
-) -> None:
-    assert stop(Browser(make(loopback_role="operator")), headers=headers) == status
-
-
-def test_an_action_takes_a_form_and_nothing_else(make: Make) -> None:
-    browser = Browser(make(loopback_role="operator"))
-    for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS"):
-        answer = browser.ask(method, f"/work/stop?key=x&token={browser.token}")
-        assert answer.status_code == 405
-    for kind, body, status in (
-        ("application/json", b'{"key": "x"}', 415),
-        ("multipart/form-data; boundary=x", b"--x--", 415),
-        ("application/x-www-form-urlencoded", b"a=" + b"b" * 2**20, 413),
-        ("application/x-www-form-urlencoded", b"a=b&" * 3000, 400),
-        ("application/x-www-form-urlencoded", b"a=%FF", 400),
-    ):
-        headers = {"Content-Type": kind, "X-Rabbitdelay-Token": browser.token}
-        answer = browser.ask("POST", "/work/stop", content=body, headers=headers)
-        assert answer.status_code == status, (kind, body[:10])
-
-
-def test_a_changed_or_foreign_cookie_is_worth_nothing(make: Make) -> None:
-    browser = Browser(make(users=USERS, secret=SECRET))
-    browser.sign_in("vera", "vera's word")
-    cookie = browser.cookies[COOKIE]
-    sessions, foreign = Sessions(SECRET), Sessions("t" * 32)
-    proof = sessions.proof(HASHES["ada"])
-    for each in (
-        # Not the last character: two of its bits mean nothing.
-        f"{cookie[:-9]}{'A' if cookie[-9] != 'A' else 'B'}{cookie[-8:]}",
-        foreign.written(Session.new("ada", foreign.proof(HASHES["ada"]))),
-        sessions.written(Session.new("ada", "another password's")),
-        sessions.written(Session.new("nobody", proof)),
-        sessions.written(Session.new("ada", proof), KNOWN_COOKIE),
-        "",
-        "." * 5000,
-    ):
-        browser.cookies.clear()
-        browser.cookies.set(COOKIE, each)
-        assert browser.get("/work").status_code == 401, each
-    browser.cookies.clear()
-    browser.cookies.set(COOKIE, sessions.written(Session.new("ada", proof)))
-    assert browser.json("/session")["role"] == "operator"
-
-
-def test_another_password_ends_the_sessions_and_a_role_counts_at_once(make: Make) -> None:
-    browser = Browser(make(users=USERS, secret=SECRET))
-    browser.sign_in("ada", "ada's word")
-    for users, status in (
-        ({"ada": {**USERS["ada"], "role": "viewer"}}, 403),
-        ({"ada": {"password": quick_hash("new"), "role": "operator"}}, 401),
-        ({"vera": USERS["vera"]}, 401),
-    ):
-        other = Browser(make(users=users, secret=SECRET))
-        # Without a registry, a process accepts no session that is older than itself.
-        other.cookies.set(COOKIE, Sessions(SECRET).written(_session_of(browser)))
-        assert stop(other, token=browser.token) == status
-
-
-def _session_of(browser: Browser) -> Session:
-    session = Sessions(SECRET).read(browser.cookies[COOKIE])
-    assert session is not None
-    return session
-
-
 def test_the_cookie_is_for_this_page_alone(make: Make) -> None:
     browser = Browser(make(), "https://localhost")
     cookie = browser.get("/work").headers["Set-Cookie"]
@@ -323,35 +249,21 @@ def test_the_cookie_is_for_this_page_alone(make: Make) -> None:
     assert "Set-Cookie" not in linked.headers
 
 
-PROXY: dict[str, Any] = {
-    "proxy_header": "X-Remote-User",
-    "proxies": ["10.0.0.5", "10.1.0.0/16", "fd00::/8"],
-    "operators": ["ada"],
-}
-
-
-@pytest.mark.parametrize("address", ["10.0.0.5", "10.1.2.3", "::ffff:10.0.0.5", "fd00::1"])
-def test_a_trusted_proxy_names_the_user(make: Make, address: str) -> None:
-    web = make(**PROXY)
-    for name, status in (("ada", LET_THROUGH), ("vera", 403)):
-        browser = Browser(web, "http://tasks.example", address, {"X-Remote-User": name})
-        assert browser.json("/session")["user"] == name
-        assert stop(browser) == status
-
-
-@pytest.mark.parametrize(
-    ("address", "names"),
-    [
-        *((each, ["ada"]) for each in ("10.0.0.6", "127.0.0.1", "::1", "not an address", None)),
-        *(("10.0.0.5", names) for names in ([], ["  "], ["ada", "vera"])),
-    ],
-)
-def test_nobody_else_names_a_user_and_nobody_names_two(
-    make: Make, address: str | None, names: list[str]
-) -> None:
-    browser = Browser(make(**PROXY), client=address)
-    headers = [("Host", "localhost"), *(("X-Remote-User", each) for each in names)]
-    assert browser.ask("GET", "/work", headers=headers).status_code == 403
+def test_a_trusted_proxy_names_the_user_and_nobody_else(make: Make) -> None:
+    networks = ["10.0.0.5", "10.1.0.0/16", "fd00::/8"]
+    web = make(proxy_header="X-Remote-User", proxies=networks, operators=["ada"])
+    for address in ("10.0.0.5", "10.1.2.3", "::ffff:10.0.0.5", "fd00::1"):
+        for name, status in (("ada", LET_THROUGH), ("vera", 403)):
+            browser = Browser(web, "http://tasks.example", address, {"X-Remote-User": name})
+            assert browser.json("/session")["user"] == name
+            assert stop(browser) == status
+    others = ("10.0.0.6", "127.0.0.1", "::1", "not an address", None)
+    refused: list[tuple[str | None, list[str]]] = [(each, ["ada"]) for each in others]
+    refused += [("10.0.0.5", names) for names in ([], ["  "], ["ada", "vera"])]
+    for client, names in refused:
+        headers = [("Host", "localhost"), *(("X-Remote-User", each) for each in names)]
+        answer = Browser(web, client=client).ask("GET", "/work", headers=headers)
+        assert answer.status_code == 403, (client, names)
 
 
 def test_a_function_of_the_application_s_names_the_user(make: Make) -> None:
@@ -368,41 +280,13 @@ def test_a_function_of_the_application_s_names_the_user(make: Make) -> None:
         assert Browser(web, headers={"X-Name": name}).get("/work").status_code == 403
 
 
-@pytest.mark.parametrize(
-    ("path", "goes_to"),
-    [("/now/?x=1", "/now?x=1"), ("//evil.example/x/", "/%2Fevil.example/x")],
-)
-def test_a_slash_too_many_leads_to_a_path_and_to_no_name(
-    make: Make, path: str, goes_to: str
-) -> None:
+def test_a_slash_too_many_leads_to_a_path_and_to_no_other_host(make: Make) -> None:
     web, outer = make(users=USERS), FastAPI()
     outer.mount("/ops", web)
-    for base, served in (("", web), ("/ops", outer)):
-        browser = Browser(served, headers={"Host": "evil.example"})
-        answer = browser.get(f"http://localhost{base}{path}")
-        assert (answer.status_code, answer.headers["Location"]) == (307, f"{base}{goes_to}")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/static/../options.py", "/static/%2e%2e/options.py", "/static/..%2foptions.py"),
-        *("/static//etc/passwd", "/static/%2fetc%2fpasswd", "/static/style.css/../../asgi.py"),
-        *("/../../etc/passwd", "/api/../api/x", "/static/%00", "/%ff", "//evil/x", "/now%3Fx"),
-    ],
-)
-def test_tricks_with_paths_lead_nowhere(make: Make, path: str) -> None:
-    decoded = httpx.URL("http://localhost").copy_with(raw_path=path.encode()).path
-    web = make()
-
-    async def with_path(scope: Any, *channel: Any) -> None:
-        # httpx would normalize it.
-        await web({**scope, "path": decoded, "raw_path": path.encode()}, *channel)
-
-    answer = Browser(with_path).get("/")
-    assert answer.status_code in (303, 307, 404, 405)
-    assert "def " not in answer.text
-    assert "root:" not in answer.text
+    for path, goes_to in (("/now/?x=1", "/now?x=1"), ("//evil.example/x/", "/%2Fevil.example/x")):
+        for base, served in (("", web), ("/ops", outer)):
+            answer = Browser(served).get(f"http://localhost{base}{path}")
+            assert (answer.status_code, answer.headers["Location"]) == (307, f"{base}{goes_to}")
 
 
 def test_every_answer_forbids_foreign_scripts_frames_and_copies(
@@ -438,32 +322,21 @@ def test_who_signs_in_and_who_fails_stands_in_the_log(
     ]
 
 
-COSTLY = f"scrypt:9999999:8:1:{'A' * 22}==:{'A' * 43}="
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_a_wrong_option_says_what_it_takes_and_not_its_value(make: Make) -> None:
+    costly = f"scrypt:9999999:8:1:{'A' * 22}==:{'A' * 43}="
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"user": {}}, "did you mean users?"),
         ({"users": {}}, "at least one user"),
-        ({"users": {"ada": "word"}}, "takes a password and a role"),
         ({"users": {"ada": {"password": "secret word"}}}, "is not hashed"),
-        ({"users": {"ada": {"password": COSTLY}}}, "is not hashed"),
+        ({"users": {"ada": {"password": costly}}}, "is not hashed"),
         ({"users": {"ada": {**USERS["ada"], "role": "admin"}}}, "takes one of viewer, operator"),
         ({"users": USERS, "identify": print}, "takes one of users, proxy_header and identify"),
-        ({"proxy_header": "X-Remote-User"}, "need each other"),
         ({"proxies": ["10.0.0.1"]}, "need each other"),
         ({"proxy_header": "X-User", "proxies": ["here"]}, "takes addresses and networks"),
-        ({"proxy_header": "X-User", "proxies": "10.0.0.1"}, "takes a list of texts"),
-        ({"identify": "ada"}, "takes a function"),
-        ({"loopback_role": "admin"}, "takes one of viewer, operator"),
         ({"secret": "secret word"}, "at least 32 bytes"),
-    ],
-)
-def test_a_wrong_option_says_what_it_takes_and_not_its_value(
-    make: Make, options: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(InvalidSetting) as raised:
-        make(**options)
-    assert says in str(raised.value)
-    assert "secret word" not in str(raised.value)
+    ]
+    for options, says in wrong:
+        with pytest.raises(InvalidSetting) as raised:
+            make(**options)
+        assert says in str(raised.value)
+        assert "secret word" not in str(raised.value)
