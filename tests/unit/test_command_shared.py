@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 from unittest import mock
@@ -10,14 +9,10 @@ from unittest import mock
 import click
 import pytest
 from click.testing import Result
-from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import Celery, __version__
-from celery_rabbitdelay.app.sending.rows import Report
 from celery_rabbitdelay.command.group import rabbitdelay
-from celery_rabbitdelay.command.send import Lines, _as_json, _trouble
 from celery_rabbitdelay.command.shared import broker_at, instant_type, seconds_type
-from celery_rabbitdelay.exceptions import ConnectionLost, MessageNacked, RowsNotConfirmed
 
 
 @pytest.fixture
@@ -101,8 +96,6 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
         ("delete", {}, "give --yes"),
         ("export -f mermaid --max-delay 9999999d", {}, "above the layout's capacity"),
         ("export -f mermaid -o /nowhere/at/all", {}, "--output: "),
-        ("send look --tolerance -1", {}, "takes a duration"),
-        ("send celery.chnk", {}, "is it 'celery.chunks'? use --by-name to send it anyway"),
         ("migrate --from-layout [[", {}, "is not JSON"),
         ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
         ("migrate --rate 0", {}, "--rate"),
@@ -143,16 +136,3 @@ def test_an_error_shows_no_password_whoever_wrote_its_text(
 
 def test_celery_says_which_version_this_is(offline: Callable[..., Result]) -> None:
     assert offline("--version").stdout == f"celery-rabbitdelay, version {__version__}\n"
-
-
-def test_send_tells_which_lines_may_have_arrived_in_json_and_in_words() -> None:
-    lost = ConnectionLost("x", "key", "gone")
-    lost.may_have_arrived = True
-    # The last one is of Celery's own publishing, which does not tell.
-    errors = {0: MessageNacked("x", "key", "full"), 3: lost, 6: OperationalError("gone")}
-    failed, lines = RowsNotConfirmed(Report(), errors, None), Lines(io.BytesIO())
-    told = _as_json(Report(), failed, lines)
-    assert (told["may_have_arrived"], set(told["not_confirmed"])) == ([4, 7], {1, 4, 7})
-    words = list(_trouble(failed, lines))
-    assert words[0].startswith("line 1 was not confirmed: ")
-    assert words[1].startswith("line 4 was not confirmed, but may have arrived: ")

@@ -24,6 +24,7 @@ from celery_rabbitdelay import (
     ConnectionLost,
     DelayTooLong,
     InvalidDelay,
+    InvalidSetting,
     JobClosed,
     NotRecorded,
     Outcome,
@@ -160,8 +161,9 @@ def test_tasks_of_every_kind_of_application_are_recorded(app: Any) -> None:
     with recorded(eager) as sent:
         eager.tasks["shop.remind"].apply_async((7,), delay=60)
     assert (done[-1], sent.all()) == (7, [])
-    with pytest.raises(NotRecorded, match="protocol 1"), recorded(new(task_protocol=1)):
-        pass
+    former = new(task_protocol=1)
+    with recorded(former), pytest.raises(InvalidSetting, match="task_protocol = 1: .*protocol 2"):
+        former.tasks["shop.remind"].apply_async((7,), delay=60)
 
 
 # What is restored.

@@ -17,6 +17,7 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
+from celery_rabbitdelay.operations.moving import mover
 from celery_rabbitdelay.operations.undeliverable import messages
 from celery_rabbitdelay.spark import read
 from tests.unit.clock import frozen
@@ -99,10 +100,10 @@ def test_reasons_that_differ_only_in_attempts_are_one_and_strangers_make_up_only
     (first, group), (second, _) = summary.by_count()
     assert (first, second, group.count, summary.count) == ("full", "gone", 3, 4)
     assert (group.oldest, group.newest) == (NOW - timedelta(minutes=9), NOW - timedelta(minutes=5))
-    for number in range(messages.MOST_REASONS + 48):
+    for number in range(mover.MOST_REASONS + 48):
         summary.add(copy(str(number)))
-    assert len(summary.reasons) == messages.MOST_REASONS + 1
-    assert summary.reasons[messages.OTHER_REASONS].count == 50
+    assert len(summary.reasons) == mover.MOST_REASONS + 1
+    assert summary.reasons[mover.OTHER_REASONS].count == 50
 
 
 def test_a_body_is_shown_as_text() -> None:
