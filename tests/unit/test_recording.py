@@ -162,7 +162,7 @@ def test_tasks_of_every_kind_of_application_are_recorded(app: Any) -> None:
         eager.tasks["shop.remind"].apply_async((7,), delay=60)
     assert (done[-1], sent.all()) == (7, [])
     former = new(task_protocol=1)
-    with recorded(former), pytest.raises(InvalidSetting, match="task_protocol = 1: .*protocol 2"):
+    with recorded(former), pytest.raises(InvalidSetting, match=r"task_protocol = 1: .*protocol 2"):
         former.tasks["shop.remind"].apply_async((7,), delay=60)
 
 
