@@ -116,13 +116,13 @@ def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], ti
     assert verifies(KEYS, Content.of(message).message())
 
 
-@pytest.mark.parametrize("name", ["id", "retries", "replaced_task_nesting"])
-def test_the_names_of_a_task_are_signed_if_the_registry_is_asked_about_it(name: str) -> None:
-    headers = {header_names.DUE: DUE, name: 1}
-    for more, covers in (({}, False), ({header_names.COPY: "c"}, True)):
-        message = signed(KEYS, amqp.Message(b"", application_headers={**headers, **more}))
-        message.properties["application_headers"][name] = 2
-        assert verifies(KEYS, message) is not covers
+def test_the_names_of_a_task_are_signed_if_the_registry_is_asked_about_it() -> None:
+    for name in ("id", "retries", "replaced_task_nesting"):
+        for more, covers in (({}, False), ({header_names.COPY: "c"}, True)):
+            headers = {header_names.DUE: DUE, name: 1, **more}
+            message = signed(KEYS, amqp.Message(b"", application_headers=headers))
+            message.properties["application_headers"][name] = 2
+            assert verifies(KEYS, message) is not covers
 
 
 signed_names = [
@@ -155,23 +155,22 @@ def test_the_first_key_signs_and_all_verify() -> None:
 
 
 @pytest.mark.parametrize("keys", [[], "", "k" * (MIN_KEY_BYTES - 1), [KEY, "short"], [5]])
-def test_a_key_has_a_least_length(keys: Any) -> None:
+def test_a_key_has_a_least_length_and_shows_in_no_error(keys: Any) -> None:
     with pytest.raises(InvalidSigningKey) as caught:
         SigningKeys(keys)
-    assert "short" not in str(caught.value)
-    with pytest.raises(InvalidSetting, match="rabbitdelay_signing_key") as refused:
+    with pytest.raises(
+        InvalidSetting, match=r"rabbitdelay_signing_key.*at least 32 bytes"
+    ) as refused:
         Settings(signing_key=keys)
-    assert "short" not in f"{refused.value!s}{refused.value!r}"
-    assert "at least 32 bytes" in str(refused.value)
+    assert "short" not in f"{caught.value}{refused.value!s}{refused.value!r}"
 
 
 def test_a_key_shows_nowhere() -> None:
     settings = Settings(signing_key=[KEY, OTHER])
     shown = [repr(settings), str(settings), repr(settings.signing_keys)]
-    for key in ("rabbitdelay_signing_keys", "CELERY_RABBITDELAY_SIGNING_KEY"):
-        with pytest.raises(InvalidSetting) as caught:
-            Settings.of({key: KEY})
-        shown.append(f"{caught.value!s}{caught.value!r}")
+    with pytest.raises(InvalidSetting) as caught:
+        Settings.of({"rabbitdelay_signing_keys": KEY})
+    shown.append(f"{caught.value!s}{caught.value!r}")
     assert not [text for text in shown if KEY in text or OTHER in text]
 
 
@@ -203,11 +202,6 @@ def test_distribution_opens_nothing_that_is_not_signed() -> None:
     assert put_back == []
     assert list(distribution(is_signing_required=False).receive(unsigned))
     assert list(Distribution(TOPOLOGY).receive(unsigned))
-
-
-def test_a_task_for_one_queue_is_signed_for_its_worker() -> None:
-    (outgoing,) = distribution().receive(delayed(**{header_names.QUEUE: "letters"}))
-    assert verifies(KEYS, outgoing.message)
 
 
 @pytest.mark.parametrize("sign", [True, False])

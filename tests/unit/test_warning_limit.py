@@ -8,7 +8,6 @@ import pytest
 
 from celery_rabbitdelay.levels.warning_limit import LOGGED, WarningLimit
 from tests.unit.clock import Clock
-from tests.unit.consumer_model import Consumer, for_exchange, is_tried_again
 
 
 def test_the_first_few_are_logged_and_others_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,15 +24,3 @@ def test_the_first_few_are_logged_and_others_counted(caplog: pytest.LogCaptureFi
     clock.now = 120.0
     limit.log_count()
     assert len(caplog.messages) == 1
-
-
-def test_the_log_about_messages_of_strangers_is_finite(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    consumer = Consumer(monkeypatch)
-    for number in range(300):
-        assert is_tried_again(consumer.publish(for_exchange(f"forged.{number}")))
-    received = consumer.publish(for_exchange()).context.received
-    for number in range(300):
-        consumer.attempts.give_up(received, for_exchange(), f"reason {number}")
-    assert len(caplog.messages) == 2 * LOGGED
