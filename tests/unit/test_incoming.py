@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import amqp
-import pytest
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES
 from celery_rabbitdelay.modules.bounds import REMEMBERED, HeldBytes
@@ -80,16 +79,6 @@ def test_tables_nested_ten_thousand_deep_cost_their_message_alone() -> None:
     assert third.rabbitdelay_seen.unreadable
 
 
-def test_the_names_of_a_returned_message_are_made_readable() -> None:
-    line = Line()
-    arguments = pack(">HH", 60, 50) + b"\x01\x38\x08NO_ROUTE\1\xff\2k\xff"
-    line._handle((1, 1, arguments))
-    line._handle((2, 1, pack(">HHQ", 60, 0, 0) + properties()))
-    ((method, payload, message),) = line.came
-    assert (method, payload) == ((60, 50), arguments.replace(b"\xff", b"?"))
-    assert message.rabbitdelay_seen.unreadable == r"its exchange is b'\xff', which is not UTF-8"
-
-
 def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
     held = HeldBytes(100)
     assert held.take(1_000)
@@ -104,16 +93,14 @@ def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
     assert held.may_go_on
 
 
-@pytest.mark.parametrize(("size", "fitting"), [(0, 50), (1, 50), (5, 10), (26, 1), (1_000, 1)])
-def test_as_many_of_the_largest_fit_as_take_half_of_the_budget(size: int, fitting: int) -> None:
-    held = HeldBytes(100)
-    held.take(size)
-    assert held.fitting == fitting
-
-
-def test_the_largest_message_is_forgotten_after_two_hundred_smaller_ones() -> None:
-    held = HeldBytes(100)
-    held.take(50)
+def test_as_many_of_the_largest_of_late_fit_as_take_half_of_the_budget() -> None:
+    found = []
+    for size in (1, 5, 26, 1_000):
+        held = HeldBytes(100)
+        held.take(size)
+        found.append(held.fitting)
+    assert found == [50, 10, 1, 1]
+    # The largest is forgotten after two hundred smaller ones.
     fitting = []
     for _ in range(2 * REMEMBERED):
         held.take(1)

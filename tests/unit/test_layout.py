@@ -177,17 +177,3 @@ wrong: Any = custom
 def test_what_is_no_layout_is_refused_with_the_reason(make: Any, problem: str) -> None:
     with pytest.raises(InvalidLayout, match=problem):
         make()
-
-
-@pytest.mark.parametrize(
-    ("layout", "fingerprint"),
-    [
-        (clock(), "clock-a934f5bbf4"),
-        (clock(zeros="skip"), "clock-c61849cdd8"),
-        (binary(levels=5, zeros="queue"), "binary-03b67241a4"),
-        (geometric(levels=3), "geometric-c118dcb1dc"),
-        (custom([("days", 10, 86400), ("hours", 24, 3600)]), "custom-619f9a26a5"),
-    ],
-)
-def test_a_fingerprint_is_that_of_levels_on_brokers(layout: Layout, fingerprint: str) -> None:
-    assert layout.fingerprint == fingerprint

@@ -95,14 +95,11 @@ def test_what_arrives_while_a_question_is_asked_is_the_next_question_up_to_a_bou
         asked.answers()
     assert asked.asker.asked == [["key of a"], ["key of b", "key of c"], ["key of d"]]
     assert (asked.ran, asked.decided) == (["a", "b", "c", "d"], [])
-
-
-def test_if_something_is_noted_or_paused_the_thread_decides() -> None:
-    asked = Asked()
-    asked.plain.give("a")
+    # If something is noted or paused, the thread decides.
+    asked.plain.give("e")
     asked.asker.says = True
     asked.answers()
-    assert (asked.ran, asked.decided) == ([], ["a"])
+    assert (asked.ran, asked.decided) == (["a", "b", "c", "d"], ["e"])
     assert asked.plain.is_open
 
 

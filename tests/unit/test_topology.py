@@ -1,23 +1,39 @@
-"""The way of a message through the levels, walked by hand over the declared bindings."""
+"""What is declared, and the route of a message through it, walked over the declared bindings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kombu import Exchange, Queue
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay
 from celery_rabbitdelay.kombu import Due, Layout, binary, clock
-from celery_rabbitdelay.levels.topology import PASS_THROUGH_TTL, Topology
+from celery_rabbitdelay.levels.entities import Binding, Entities, ModuleQueues, QueueType
+from celery_rabbitdelay.levels.layout import geometric
+from celery_rabbitdelay.levels.topology import (
+    PASS_THROUGH_TTL,
+    Topology,
+    arguments_digest,
+    digest_of,
+)
+from celery_rabbitdelay.publishing.declaration import conflict_with
 from tests.unit.broker_model import BrokerModel
 from tests.unit.clock import frozen
 from tests.unit.strategies import destinations, layouts
 
+SMALL = geometric(levels=2, factor=3)
+QUORUM = Entities("p", "quorum")
+CLASSIC = Entities("p", "classic")
+HOUR_MS = 3_600_000
+
 
 @given(layouts, destinations, st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_delay_ends_as_it_has_to(
     layout: Layout, destination: str, data: st.DataObject
 ) -> None:
@@ -96,26 +112,6 @@ def test_every_exchange_of_the_levels_has_an_alternate_exchange() -> None:
         assert exchange.arguments == {"alternate-exchange": alternate.name}
 
 
-@pytest.mark.parametrize(
-    ("topology", "fingerprint"),
-    [
-        (Topology(), "clock-a934f5bbf4-quorum-v41a81445ab"),
-        (Topology(queue_type="classic"), "clock-a934f5bbf4-classic-v41a81445ab"),
-        (
-            Topology("p", clock(zeros="skip"), shards=2),
-            "clock-c61849cdd8-quorum-s2-v41a81445ab",
-        ),
-        (Topology("p", binary(levels=5, zeros="queue")), "binary-03b67241a4-quorum-v41a81445ab"),
-    ],
-)
-def test_a_topology_stays_as_it_is(topology: Topology, fingerprint: str) -> None:
-    """Brokers refuse to mix two declarations; a change makes users move to another prefix.
-
-    The last word is a digest of all exchanges, queues, bindings and arguments.
-    """
-    assert topology.identity.fingerprint == fingerprint
-
-
 def test_a_delay_above_the_capacity_leads_to_meditation_with_its_destination_as_key() -> None:
     topology = Topology()
     assert topology.route(0, "q")[::2] == ("rabbitdelay.delivery", ())
@@ -143,3 +139,197 @@ def test_a_due_time_is_routed_by_what_remains_of_its_delay() -> None:
     assert Topology().route(due, "q") == Topology().route(3600, "q")
     half_over = due._replace(at_ns=due.at_ns - 1_800_000_000_000)
     assert Topology().route(half_over, "q").exchange == "rabbitdelay.minutes.x1"
+
+
+def arguments(entity: Queue | Exchange) -> dict[str, Any]:
+    found = entity.queue_arguments if isinstance(entity, Queue) else entity.arguments
+    return dict(found or {})
+
+
+#: Arguments of queues and exchanges, as brokers hold them.
+DECLARED: dict[str, tuple[Queue | Exchange, dict[str, Any]]] = {
+    "an exchange that passes on what no queue takes": (
+        QUORUM.exchange("hours.x1", "topic"),
+        {"alternate-exchange": "p.undeliverable"},
+    ),
+    "a quorum queue that keeps a message until the next has it": (
+        QUORUM.queue("hours.7", ttl_ms=7 * HOUR_MS, dead_letter_to="p.minutes.x1"),
+        {
+            "x-queue-type": "quorum",
+            "x-queue-leader-locator": "balanced",
+            "x-message-ttl": 25_200_000,
+            "x-dead-letter-exchange": "p.minutes.x1",
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        },
+    ),
+    "a classic queue, which knows less": (
+        CLASSIC.queue("q", ttl_ms=5, dead_letter_to="p.next", delivery_limit=9),
+        {"x-queue-type": "classic", "x-message-ttl": 5, "x-dead-letter-exchange": "p.next"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("entity", "expected"), DECLARED.values(), ids=DECLARED)
+def test_what_is_declared_is_durable_and_has_its_arguments(
+    entity: Queue | Exchange, expected: dict[str, Any]
+) -> None:
+    assert entity.durable
+    assert arguments(entity) == expected
+
+
+@pytest.mark.parametrize(("queue_type", "limited"), [("quorum", True), ("classic", False)])
+def test_what_ends_100_workers_is_undeliverable(queue_type: QueueType, limited: bool) -> None:
+    modules = ModuleQueues.of(Entities("p", queue_type), HOUR_MS)
+    for queue in (modules.checkin, modules.distribution):
+        assert arguments(queue)["x-dead-letter-exchange"] == "p.undeliverable"
+        assert arguments(queue).get("x-delivery-limit") == (100 if limited else None)
+        assert "x-message-ttl" not in arguments(queue)
+    held = arguments(modules.undeliverable)
+    assert held.get("x-delivery-limit") == (2_147_483_647 if limited else None)
+    assert not {"x-message-ttl", "x-dead-letter-exchange"} & set(held)
+
+
+@pytest.mark.parametrize(
+    ("topology", "fingerprint"),
+    [
+        (Topology(), "clock-a934f5bbf4-quorum-v41a81445ab"),
+        (Topology(queue_type="classic"), "clock-a934f5bbf4-classic-v41a81445ab"),
+        (
+            Topology("p", clock(zeros="skip"), shards=2),
+            "clock-c61849cdd8-quorum-s2-v41a81445ab",
+        ),
+        (Topology("p", binary(levels=5, zeros="queue")), "binary-03b67241a4-quorum-v41a81445ab"),
+        (Topology("p", geometric(levels=3)), "geometric-c118dcb1dc-quorum-v41a81445ab"),
+    ],
+)
+def test_what_is_declared_does_not_change_by_accident(topology: Topology, fingerprint: str) -> None:
+    """Where this fails, brokers refuse this version; users have to move to another prefix.
+
+    The last word is a digest of all exchanges, queues, bindings and arguments.
+    """
+    assert topology.identity.fingerprint == fingerprint
+
+
+def test_a_fingerprint_names_all_that_differs_and_the_guard_the_marker_with_it() -> None:
+    layout = clock(tick=0.001, zeros="queue")
+    identity = Topology("p", layout, "classic", 3).identity
+    expected = f"{layout.fingerprint}-classic-s3-v{arguments_digest()}"
+    assert (identity.fingerprint, identity.guard.name) == (expected, "p.layout")
+    assert identity.marker.name == f"p.layout.{expected}"
+    assert arguments(identity.guard) == {"alternate-exchange": identity.marker.name}
+    for exchange in (identity.guard, identity.marker):
+        assert (exchange.durable, exchange.type) == (True, "fanout")
+
+
+def digest(topology: Topology, **instead: Any) -> str:
+    parts = {name: getattr(topology, name) for name in ("exchanges", "queues", "bindings")}
+    return digest_of(**{**parts, **instead})
+
+
+def changed_queues(queue: Queue) -> Iterator[Queue]:
+    own = arguments(queue)
+    as_it_is: dict[str, Any] = {"durable": True, "queue_arguments": own}
+    for name, value in own.items():
+        other = value + 1 if isinstance(value, int) else f"{value}x"
+        yield Queue(queue.name, durable=True, queue_arguments={**own, name: other})
+    for further in ({"durable": False}, {"exclusive": True}, {"auto_delete": True}):
+        yield Queue(queue.name, **{**as_it_is, **further})
+
+
+def changed_exchanges(exchange: Exchange) -> Iterator[Exchange]:
+    own = arguments(exchange)
+    as_it_is: dict[str, Any] = {"type": exchange.type, "durable": True, "arguments": own}
+    changes: list[dict[str, Any]] = [
+        *({"type": "headers"}, {"durable": False}, {"auto_delete": True}),
+        {"arguments": {**own, "x-new": 1}},
+    ]
+    for change in changes:
+        yield Exchange(exchange.name, **{**as_it_is, **change})
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_every_argument_of_every_exchange_and_queue_is_in_the_digest(queue_type: Any) -> None:
+    topology = Topology("p", SMALL, queue_type)
+    found = [digest(topology)]
+    kinds: Any = (("queues", changed_queues), ("exchanges", changed_exchanges))
+    for name, changed in kinds:
+        entities = getattr(topology, name)
+        for place, entity in enumerate(entities):
+            for other in changed(entity):
+                instead = [*entities[:place], other, *entities[place + 1 :]]
+                found.append(digest(topology, **{name: instead}))
+    assert len(set(found)) == len(found) > 50
+
+
+@given(st.data())
+def test_every_binding_is_in_the_digest(data: st.DataObject) -> None:
+    topology = Topology("p", SMALL, shards=2)
+    place = data.draw(st.integers(0, len(topology.bindings) - 1))
+    others = [*topology.bindings[:place], *topology.bindings[place + 1 :]]
+    binding = topology.bindings[place]
+    changed = Binding(binding.source, f"{binding.pattern}.x", *binding[2:])
+    found = {digest(topology, bindings=each) for each in (others, [*others, changed])}
+    assert digest(topology) not in found
+    shuffled = data.draw(st.permutations(topology.bindings))
+    assert digest(topology, bindings=shuffled) == digest(topology)
+
+
+def refusal(here: Topology, theirs: str) -> str:
+    return (
+        "PRECONDITION_FAILED - inequivalent arg 'alternate-exchange' for exchange "
+        f"'{here.identity.guard.name}' in vhost '/': received '{here.identity.marker.name}' but "
+        f"current is '{theirs}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "advice"),
+    [
+        (Topology("p", SMALL, "classic"), "rabbitdelay_queue_type (classic there, quorum here)"),
+        (Topology("p", SMALL, shards=3), "rabbitdelay_shards (3 there, 1 here)"),
+        (Topology("p", binary()), "rabbitdelay_layout or rabbitdelay_tick (binary-"),
+        (None, "another version of celery_rabbitdelay has declared the levels"),
+    ],
+)
+def test_a_conflict_says_in_what_the_levels_differ(there: Topology | None, advice: str) -> None:
+    here = Topology("p", SMALL)
+    theirs = f"{here.identity.marker.name}0" if there is None else there.identity.marker.name
+    reply = refusal(here, theirs)
+    text = str(conflict_with(here, reply))
+    assert advice in text
+    assert reply in text
+    others = {"rabbitdelay_queue_type", "rabbitdelay_shards", "rabbitdelay_tick"}
+    assert {each for each in others if each in text} <= {each for each in others if each in advice}
+
+
+@pytest.mark.parametrize("length", [1, 60, 100, 200])
+@pytest.mark.parametrize("end", range(200, 256, 9))
+def test_a_refusal_that_is_cut_off_blames_no_wrong_setting(length: int, end: int) -> None:
+    """RabbitMQ cuts its answer after 255 bytes. Nobody is told to delete the guard.
+
+    If what is missing is of no setting, just the settings that differ are named.
+    """
+    prefix = "p" * length
+    here, there = Topology(prefix, SMALL), Topology(prefix, SMALL, "classic", shards=3)
+    whole = refusal(here, there.identity.marker.name)
+    reply = whole[:end]
+    advice = conflict_with(here, f"Exchange.declare: (406) {reply}").advice
+    assert "Delete it" not in advice
+    assert "declared the levels with other arguments" not in advice
+    names = {"rabbitdelay_layout", "rabbitdelay_tick"}
+    differing = {"rabbitdelay_queue_type", "rabbitdelay_shards"}
+    named = {name for name in names | differing if name in advice}
+    is_told = len(reply) > whole.rindex("-v") + len("-v")
+    assert named == (differing if is_told else names | differing)
+
+
+def test_a_conflict_with_one_queue_does_not_blame_the_settings() -> None:
+    reply = (
+        "PRECONDITION_FAILED - inequivalent arg 'x-message-ttl' for queue 'p.ms.300' in vhost '/': "
+        "received the value '300' of type 'signedint' but current is none"
+    )
+    text = str(conflict_with(Topology("p", SMALL), reply))
+    assert "'p.ms.300'" in text
+    assert "rabbitdelay verify" in text
+    assert "rabbitdelay_layout" not in text

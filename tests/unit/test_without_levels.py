@@ -14,16 +14,16 @@ from celery_rabbitdelay import Celery, InvalidDelay, InvalidDelayType
 WARNING = "treated as Celery's own countdown"
 
 
-@pytest.fixture(params=["eager", "memory", "redis", "rabbitmq"])
+@pytest.fixture(params=["eager", "memory", "rabbitmq"])
 def place(request: pytest.FixtureRequest) -> str:
-    """Where a task goes; neither Redis nor RabbitMQ is ever reached here."""
+    """Where a task goes; RabbitMQ is never reached here."""
     return str(request.param)
 
 
 @pytest.fixture
 def remind(place: str) -> Any:
-    brokers = {"memory": "memory://", "redis": "redis://127.0.0.1:1"}
-    app: Any = Celery("shop", broker=brokers.get(place, "amqp://127.0.0.1:1"), set_as_current=False)
+    broker = "memory://" if place == "memory" else "amqp://127.0.0.1:1"
+    app: Any = Celery("shop", broker=broker, set_as_current=False)
     app.conf.update(task_always_eager=place == "eager", task_default_queue="without-levels")
 
     @app.task(name="remind", bind=True, shared=False, max_retries=1)
@@ -44,22 +44,16 @@ def take_messages(connection: Connection, queue: str = "without-levels") -> list
     return messages
 
 
-@pytest.mark.parametrize(
-    "delay", ["5", True, datetime(2030, 1, 1, tzinfo=UTC), [1], float("nan"), float("inf")], ids=str
-)
+@pytest.mark.parametrize("delay", ["5", True, datetime(2030, 1, 1, tzinfo=UTC), float("nan")])
 def test_a_wrong_delay_is_refused(
     remind: Any, delay: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises((InvalidDelay, InvalidDelayType)) as caught:
+    with pytest.raises((InvalidDelay, InvalidDelayType)):
         remind.apply_async(delay=delay)
-    assert getattr(caught.value, "value", None) is delay
+    for other in ({"countdown": 0}, {"eta": "2030-01-01T00:00"}):
+        with pytest.raises(InvalidDelayType, match="cannot be combined"):
+            remind.apply_async(delay=5, **other)
     assert WARNING not in caplog.text
-
-
-@pytest.mark.parametrize("other", [{"countdown": 0}, {"eta": "2030-01-01T00:00"}], ids=str)
-def test_delay_with_countdown_or_eta_is_refused(remind: Any, other: Any) -> None:
-    with pytest.raises(InvalidDelayType, match="cannot be combined"):
-        remind.apply_async(delay=5, **other)
 
 
 @pytest.mark.parametrize("place", ["eager"], indirect=True)
