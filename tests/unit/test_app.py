@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from typing import Any
 
 import celery
@@ -88,9 +88,7 @@ def test_a_setting_that_is_changed_after_its_use_is_an_error_of_the_next_send(
     senders: list[Callable[[], Any]] = [
         lambda: remind.apply_async(countdown=5),
         lambda: remind.apply_async(delay=-5, key="order:7"),
-        lambda: app.send_task("remind", delay=5),
         lambda: app.rabbitdelay.send_many(remind, []),
-        lambda: app.rabbitdelay.postpone("id", delay=5),
     ]
     for send in senders:
         with pytest.raises(exceptions.InvalidSetting) as caught:
@@ -128,18 +126,6 @@ def test_an_option_of_the_registry_needs_one_however_the_task_is_sent(
             send()
 
 
-def test_a_retry_of_a_task_that_a_worker_holds_raises_why_it_is_refused(app: Any) -> None:
-    app.conf.rabbitdelay_registry_url = "redis://127.0.0.1:1"
-
-    @app.task(bind=True, shared=False, rabbitdelay=False)
-    def held(self: Any) -> None: ...
-
-    held.push_request(id="one", args=(), kwargs={}, called_directly=False)
-    # Celery would drop the message, and say so in a warning.
-    with pytest.raises(exceptions.UnknownOption, match="the registry cannot reach it"):
-        held.retry(countdown=5, once=True)
-
-
 @pytest.mark.parametrize("retries", [0, 1])
 def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, retries: int) -> None:
     fanout = Exchange("all", type="fanout")
@@ -148,35 +134,6 @@ def test_only_a_retry_goes_back_to_the_queue_that_its_headers_name(app: Any, ret
     expected = exceptions.ConnectionLost if retries else exceptions.NeedsDistribution
     with pytest.raises(expected):
         app.send_task("remind", delay=5, queue="a", headers=headers, retries=retries)
-
-
-@pytest.mark.parametrize(("protocol", "event"), [(1, True), (2, False), (2, True)])
-def test_a_held_task_says_its_eta(
-    monkeypatch: pytest.MonkeyPatch, protocol: int, event: bool
-) -> None:
-    app: Any = Celery("shop", broker="memory://", set_as_current=False)
-    app.conf.update(task_protocol=protocol, task_send_sent_event=event)
-    app.conf.task_queues = [Queue("quorum", queue_arguments={"x-queue-type": "quorum"})]
-    app.conf.task_default_queue = "held"
-    # A fake: memory stands in for RabbitMQ, which nothing is asked of.
-    monkeypatch.setattr(
-        "celery_rabbitdelay.app.extension.RabbitDelay.is_available", lambda *arguments: True
-    )
-
-    @app.task(rabbitdelay=False, shared=False)
-    def remind() -> None: ...
-
-    with app.connection_for_write() as connection:
-        remind.apply_async(delay=600)
-        remind.apply_async(countdown=600, connection=connection)
-        remind.apply_async(countdown=600, producer=app.amqp.Producer(connection))
-        remind.apply_async(eta=datetime.now(UTC) + timedelta(seconds=600))
-        with connection.SimpleQueue("held") as queue:
-            messages = [queue.get_nowait() for _ in range(4)]
-    for message in messages:
-        told = message.headers if protocol == 2 else message.payload
-        left = datetime.fromisoformat(told["eta"]) - datetime.now(UTC)
-        assert timedelta(seconds=540) < left <= timedelta(seconds=600)
 
 
 class Custom(celery.Celery):

@@ -14,7 +14,7 @@ import pytest
 from amqp.exceptions import NotFound
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.exceptions import LaterVersion, PublishError, UnprocessableMessage
+from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
@@ -27,7 +27,7 @@ from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.wire import Content
 from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 
@@ -204,43 +204,6 @@ def test_a_refused_message_goes_back_and_its_attempts_are_counted(consumer: Cons
 @pytest.mark.parametrize(
     ("outgoing", "error", "why"),
     [
-        (for_exchange(), NACKED, "the broker nacked it: its queue is full"),
-        (for_exchange(), TIMED_OUT, "the broker did not confirm it in time"),
-        (for_exchange(), RETURNED, "the exchange 'office' has no queue for the key 'paper'"),
-        (for_queue(), RETURNED, "there has no queue for the key 'letters'"),
-        (for_exchange(), NO_EXCHANGE, "there is no exchange 'office'"),
-    ],
-)
-def test_it_says_why(consumer: Consumer, outgoing: Outgoing, error: PublishError, why: str) -> None:
-    later = consumer.answer(consumer.publish(outgoing), error)
-    assert is_tried_again(later)
-    assert reason(later).startswith(why)
-
-
-def test_what_was_tried_long_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    consumer = Consumer(monkeypatch, seconds=60)
-    failed_before: dict[str, Any] = {
-        header_names.ATTEMPTS: 6,
-        header_names.FAILED_SINCE: 1_000_000_000_000,
-        header_names.FIRST_REASON: "it was full",
-    }
-    last = consumer.answer(consumer.publish(for_exchange(**failed_before)), NACKED)
-    assert is_undeliverable(last)
-    assert headers(last)[header_names.EXCHANGE] == "office"
-    assert reason(last).startswith("the broker nacked it")
-    assert "(7 attempts since 2001-09-09" in reason(last)
-    assert "the first time: it was full)" in reason(last)
-    assert pending(last) == 1
-    consumer.confirm(last)
-    assert consumer.counts == (1, 0, 1)
-    assert "distribution: a message is undeliverable: the broker nacked it" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("outgoing", "error", "why"),
-    [
         (for_exchange(), REFUSED, "the broker does not take it: too large"),
         (for_levels(), RETURNED, "the exchange 'rabbitdelay.seconds.x1' has no queue for the key"),
     ],
@@ -294,30 +257,6 @@ def test_without_room_for_our_headers_it_is_undeliverable(monkeypatch: pytest.Mo
     assert consumer.counts == (1, 0, 1)
 
 
-def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
-    consumer: Consumer, caplog: pytest.LogCaptureFixture
-) -> None:
-    told = {header_names.REASON: "why", "CC": "no list"}
-    publication = consumer.publish(
-        Outgoing(
-            "rabbitdelay.undeliverable", "k", waiting(amqp.Message(b"x", application_headers=told))
-        )
-    )
-    bare = consumer.answer(publication, REFUSED)
-    assert bare.address() == ("rabbitdelay.undeliverable", "")
-    received = bare.context.received
-    assert headers_of(bare.content.message()).keys() == {header_names.REASON}
-    assert headers_of(bare.content.message())[header_names.REASON] == (
-        "why; its headers are left out: the broker does not take it: too large"
-    )
-    bare.error = REFUSED
-    assert consumer.attempts.settled(bare) is None
-    assert received.settlement == REJECT
-    assert "distribution: a message is rejected, so that the broker puts it into" in caplog.text
-    assert not pending(bare)
-    assert consumer.attempts.bytes_in_flight == 0
-
-
 def refused(consumer: Consumer, error: Exception) -> Publication:
     """What is published of a message that the module cannot read."""
     message: Any = amqp.Message(b"body", application_headers={"mine": 1})
@@ -342,26 +281,6 @@ def test_what_cannot_be_read_is_undeliverable_as_it_came(
     assert reason(given_up) == why
     is_unexpected = isinstance(error, KeyError)
     assert ("distribution: a message cannot be read" in caplog.text) == is_unexpected
-
-
-def test_what_a_later_version_can_read_waits_for_it(
-    consumer: Consumer, caplog: pytest.LogCaptureFixture
-) -> None:
-    later = refused(consumer, LaterVersion("it is of version 9"))
-    assert is_tried_again(later)
-    assert headers(later)[header_names.ATTEMPTS] == 1
-    assert "it is of version 9" in caplog.text
-    consumer.confirm(later)
-    assert consumer.counts == (1, 1, 0)
-
-
-@pytest.mark.parametrize("error", [RETURNED, NO_EXCHANGE])
-def test_without_undeliverable_a_module_restarts(consumer: Consumer, error: PublishError) -> None:
-    publication = consumer.publish(for_undeliverable())
-    publication.error = error
-    with pytest.raises(type(error)) as caught:
-        consumer.attempts.settled(publication)
-    assert caught.value is error
 
 
 def fill(consumer: Consumer, queue: str = "letters") -> list[Publication]:

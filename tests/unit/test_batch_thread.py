@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterator
 from queue import Queue
 from threading import Event
-from typing import Any
 
 import pytest
 
-from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.worker import batch_thread
 from celery_rabbitdelay.worker.batch_thread import MAX_BATCH, BatchThread
 from tests.unit.clock import Clock
@@ -90,17 +88,3 @@ def test_what_is_given_for_later_lets_others_pass(
     clock.now += 1
     thread.give(4)
     assert next_batch(thread) == [1, 4]
-
-
-def test_nothing_is_worked_on_after_the_end() -> None:
-    thread = Recorded()
-    thread.start()
-    thread.give(1)
-    next_batch(thread)
-    ended: list[Any] = []
-    thread._end = lambda: ended.append("thread")  # type: ignore[method-assign]
-    thread.give(2)
-    thread._stopping.set()
-    thread.go_on.set()
-    wait_for(lambda: ended, "the end")
-    assert thread.batches.empty()

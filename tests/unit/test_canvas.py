@@ -87,17 +87,6 @@ def times_of(name: str, embedded: Any) -> list[dict[str, Any]]:
     return [*found, times(embedded)] if embedded.get("task") == name else found
 
 
-@pytest.mark.parametrize("in_chain", [False, True])
-def test_the_delay_of_a_whole_chord_is_its_header_s_alone(
-    make: Make, sent: list[Sent], in_chain: bool
-) -> None:
-    header, body = [make("count"), make("count")], make("total")
-    whole: Any = chain(group(header), body) if in_chain else chord(header, body)
-    whole.apply_async(delay=timedelta(seconds=300))
-    assert [task.seconds for task in sent] == [300, 300]
-    assert all(times(task.embedded["chord"]) == {} for task in sent)
-
-
 def test_the_outermost_body_waits_once_however_deep_it_is(make: Make, sent: list[Sent]) -> None:
     inner: list[Any] = [chord([make("count"), make("count")], make("total")) for _ in range(2)]
     chord([inner[0], make("count") | inner[1]], make("mail")).apply_async(delay=300)
@@ -122,41 +111,6 @@ def test_a_body_keeps_its_own_delay(
     assert [task.seconds for task in sent] == [300, 300]
     (seconds,) = own.values()
     assert all(times(task.embedded["chord"]) == {"countdown": seconds} for task in sent)
-
-
-def test_a_body_that_the_caller_gives_stays_as_it_is(app: Any, sent: list[Sent]) -> None:
-    body = app.signature("total").set(delay=300)
-    app.tasks["count"].apply_async(chord=body, delay=300)
-    assert body.options == {"delay": 300}
-
-
-def test_a_retry_leaves_the_body_of_its_chord_alone(app: Any, sent: list[Sent]) -> None:
-    # What the message of a header task has where takeover is off.
-    app.conf.rabbitdelay_takeover = False
-    body = {"task": "total", "args": (), "kwargs": {}, "options": {"delay": 300}}
-    app.send_task("count", delay=300, retries=1, chord=body)
-    assert sent[0].embedded["chord"]["options"]["delay"] == 300
-
-
-def test_a_callback_of_a_whole_chord_delays_no_body(app: Any, make: Make, sent: list[Sent]) -> None:
-    whole: Any = chord([app.tasks["count"].s()], app.tasks["total"].s().set(delay=400))
-    if celery.VERSION < (5, 7):
-        with pytest.raises(TypeError, match="link"):
-            whole.apply_async(delay=300, link=make("mail"))
-        return
-    whole.apply_async(delay=300, link=make("mail"))
-    assert [task.seconds for task in sent] == [300]
-    assert times(sent[0].embedded["chord"]) in ({}, {"countdown": 400})
-
-
-def test_a_delay_of_a_chord_behind_a_task_is_its_header_s(make: Make, sent: list[Sent]) -> None:
-    whole: Any = chord([make("count"), make("count").set(countdown=5)], make("total"))
-    chain(make("mail"), whole.set(delay=timedelta(seconds=300))).apply_async()
-    (task,) = sent
-    assert task.seconds is None
-    (waiting,) = task.embedded["chain"]
-    assert times(waiting) == times(waiting["kwargs"]["body"]) == {}
-    assert [times(each) for each in waiting["kwargs"]["header"]] == [{"countdown": 300}] * 2
 
 
 @pytest.mark.parametrize("option", ["link", "link_error"])

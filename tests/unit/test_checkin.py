@@ -174,7 +174,7 @@ OPTIONS = ("exchange", "key", "content_type")
         ({"x-delay": 1, "CC": ["secret"]}, "it has the header CC"),
         ({"BCC": ["secret"]}, "it has the header BCC"),
         ({"content_type": ENVELOPE, "x-delay": 1}, "it is an envelope"),
-        ({"content_type": f"{ENVELOPE}1", "x-delay": 1}, "XX"),
+        ({"content_type": ENVELOPE.replace("1", "2"), "x-delay": 1}, "it is an envelope"),
         ({"a": [DEEP]}, "its headers have more than 32 tables and arrays"),
     ],
 )

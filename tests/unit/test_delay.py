@@ -25,7 +25,6 @@ INVALID = InvalidDelay, ValueError
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
 
-TEN_SECONDS_LATER = datetime.fromtimestamp(START_NS // 10**9 + 10, UTC)
 
 #: The first and the last instant that a datetime can express.
 FIRST, LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
@@ -91,33 +90,6 @@ def test_what_is_no_length_of_time_is_an_error_with_the_value(
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (0.0015, 1),
-        (timedelta(microseconds=1999), 1),
-        (0.3 - 3 * 0.1, 0),
-        (Fraction(5, 3), 1666),
-        (np.uint8(200), 200_000),
-    ],
-)
-def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
-    assert delay_module.tolerance_milliseconds(given) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (-0.001, InvalidDelay),
-        (Decimal("sNaN"), InvalidDelay),
-        ("60", InvalidDelayType),
-    ],
-)
-def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="tolerance"):
-        delay_module.tolerance_milliseconds(given)
-
-
-@pytest.mark.parametrize(
     "make",
     [
         *(partial(delay_module.Due.after, delay) for delay in (0, -0.001, -1e300, timedelta.min)),
@@ -132,15 +104,6 @@ def test_a_negative_delay_and_an_instant_in_the_past_mean_now(clock: Clock, make
     assert due.is_past
     assert (due.at_ns, due.delay_ms, due.remaining_ms()) == (START_NS, 0, 0)
     assert (due.tolerance_ms, delay_module.Due.after(0.001).is_past) == (0, False)
-
-
-def test_a_length_of_time_keeps_its_digits_and_an_instant_is_met(clock: Clock) -> None:
-    length, instant = delay_module.Due.after(10), delay_module.Due.at(TEN_SECONDS_LATER)
-    found = []
-    for _ in range(2):
-        clock.now_ns += 10_000_000
-        found.append((length.remaining_ms(), instant.remaining_ms()))
-    assert found == [(10_000, 9_990), (9_980, 9_980)]
 
 
 def test_what_amqp_cannot_count_any_more_is_refused(clock: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 
 import pytest
 
@@ -85,26 +86,21 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing(
 ) -> None:
     asked: list[str] = []
     there = {"news"}
+    missing = MissingExchanges(lambda name: asked.append(name) or name in there, {""}, clock)
 
-    def ask(exchange: str) -> bool:
-        asked.append(exchange)
-        return exchange in there
+    def is_missing(*names: str) -> list[bool]:
+        return [missing.why_missing(name) is not None for name in names]
 
-    missing = MissingExchanges(ask, {""}, clock)
-    assert missing.why_missing("") is None
-    assert [
-        missing.why_missing(exchange) is not None for exchange in ("news", "gone", "news", "gone")
-    ] == [*(False, True), *(False, True)]
+    assert is_missing("", "news", "gone", "news", "gone") == [False, False, True, False, True]
     assert asked == ["news", "gone"]
     clock.now += 0.9
-    assert missing.why_missing("gone") is not None
+    assert is_missing("gone") == [True]
     clock.now += 0.1
     there.add("gone")
-    assert missing.why_missing("gone") is None
     missing.add("news")
-    assert missing.why_missing("news") is not None
+    assert is_missing("gone", "news") == [False, True]
     clock.now += 1.0
-    assert missing.why_missing("news") is None
+    assert is_missing("news") == [False]
     assert asked == ["news", "gone", "gone", "news"]
 
 
@@ -127,44 +123,32 @@ def test_a_slow_destination_gets_no_more_than_it_answers_for_a_while(
     assert unanswered.state_of("slow", 0.0) == "full"
 
 
-class Destination:
-    """A destination that always gets as many messages as it may have."""
-
-    def __init__(self, unanswered: AnswerTimes) -> None:
-        self._unanswered = unanswered
-        self._in_flight: list[int] = []
-        self._sent = 0
-
-    def fill(self) -> int:
-        """Send as many as may be; return how many are in flight."""
-        while (state := self._unanswered.state_of("busy", 0.0)) == "ready":
-            self._sent += 1
-            self._unanswered.sent(self._sent, "busy")
-            self._in_flight.append(self._sent)
-        assert state == "full"
-        return len(self._in_flight)
-
-    def answer(self, number: int) -> None:
-        for _ in range(number):
-            self._unanswered.settled(self._in_flight.pop(0), "busy")
-
-
 def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_fewer(
     unanswered: AnswerTimes, clock: Clock
 ) -> None:
-    destination = Destination(unanswered)
-    assert destination.fill() == ROOM
+    numbers, in_flight = count(), list[int]()
+
+    def fill() -> int:
+        while unanswered.state_of("busy", 0.0) == "ready":
+            in_flight.append(next(numbers))
+            unanswered.sent(in_flight[-1], "busy")
+        return len(in_flight)
+
+    def answer(many: int) -> None:
+        for _ in range(many):
+            unanswered.settled(in_flight.pop(0), "busy")
+
+    assert fill() == ROOM
     assert unanswered.state_of("other", 0.0) == "ready"
-    destination.answer(10)
-    assert destination.fill() == ROOM + 10
+    answer(10)
+    assert fill() == ROOM + 10
     for _ in range(5):
         clock.now += 0.09
-        # All at once, as RabbitMQ may confirm them.
-        destination.answer(destination.fill())
-    assert destination.fill() == MOST
+        answer(fill())  # all at once, as RabbitMQ may confirm them
+    assert fill() == MOST
     clock.now += 0.2
-    destination.answer(MOST - 5)
-    assert destination.fill() == ROOM
+    answer(MOST - 5)
+    assert fill() == ROOM
 
 
 def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_long(
@@ -204,24 +188,3 @@ def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions(cl
     assert missing.why_missing("levels", is_limited=False) is None
     clock.now += 1.0
     assert missing.why_missing("late") is None
-
-
-def test_what_is_known_of_destinations_does_not_grow_with_their_number(
-    unanswered: AnswerTimes, clock: Clock
-) -> None:
-    missing = MissingExchanges(lambda exchange: True, {""}, clock)
-    for number in range(1100):
-        name = f"forged.{number}"
-        send(unanswered, name)
-        assert unanswered.state_of(name, 0.0) == "full"
-        unanswered.note_slow(name)
-        for message in range(ROOM):
-            unanswered.settled(message, name, in_time=False)
-        missing.add(f"gone.{number}")
-        assert missing.why_missing(f"shop.{number}", is_limited=False) is None
-        clock.now += 0.01
-    assert len(unanswered.silent) <= 1000
-    # Those that were full more than a tenth of a second ago were forgotten together.
-    assert len(unanswered._limits) < 200
-    assert len(unanswered._slow_until) <= 1000
-    assert (len(missing._known), len(missing._missing)) == (1000, 100)

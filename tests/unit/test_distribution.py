@@ -82,11 +82,8 @@ def test_priority_and_expiration_are_restored(headers: Any, given: Any, restored
     (outgoing,) = distributed(waited({**headers, header_names.REASON: "full"}, **given))
     assert (outgoing.exchange, outgoing.routing_key) == ("office", "paper")
     properties = outgoing.message.amqp().properties
-    assert {name: value for name, value in properties.items() if value is not None} == {
-        "application_headers": {},
-        "delivery_mode": 2,
-        **restored,
-    }
+    expected = {"application_headers": {}, "delivery_mode": 2, **restored}
+    assert {name: value for name, value in properties.items() if value is not None} == expected
 
 
 @pytest.mark.parametrize(
@@ -99,16 +96,6 @@ def test_priority_and_expiration_are_restored(headers: Any, given: Any, restored
 def test_without_exchange_key_or_valid_headers_it_is_refused(headers: Any, why: str) -> None:
     with pytest.raises(UnprocessableMessage, match=why):
         list(distributed(waited(headers)))
-
-
-def test_a_message_for_a_known_queue_goes_to_it_and_keeps_what_a_worker_restores() -> None:
-    told = {header_names.DUE: DUE, header_names.QUEUE: "letters", "mine": 1}
-    own = {header_names.PRIORITY: 9, header_names.ATTEMPTS: 3, "x-death": []}
-    (outgoing,) = distributed(waited({**told, **own}, priority=4))
-    assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
-    where = {header_names.EXCHANGE: "office", header_names.ROUTING_KEY: "paper"}
-    assert outgoing.message.headers.to_headers() == {**told, **where}
-    assert outgoing.message.amqp().properties["priority"] == 9
 
 
 def distributed_by(
@@ -176,21 +163,13 @@ def test_the_messages_of_an_envelope_go_on_as_the_registry_says(
     assert ids(found) == expected
 
 
-@pytest.mark.parametrize(
-    ("decisions", "seconds"),
-    [
-        ([CANCELLED, ITS_JOB_IS_OPEN, Decision(Verdict.SUPERSEDED)], 60),
-        ([ITS_JOB_IS_OPEN, ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000)], 30),
-    ],
-)
 @frozen(DUE / 1000)
-def test_an_envelope_whose_tasks_all_wait_goes_back_whole(
-    decisions: list[Decision], seconds: int
-) -> None:
-    message = tasks(len(decisions))
+def test_an_envelope_whose_tasks_all_wait_goes_back_whole() -> None:
+    message = tasks(3)
     message.properties["application_headers"]["x-death"] = []
-    (later,) = distributed_by(lambda arrivals: decisions, message)
-    route = TOPOLOGY.route(seconds, DISTRIBUTION, WaitingMessage.unopened(message).task_id)
+    soon = ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000)
+    (later,) = distributed_by(lambda arrivals: [CANCELLED, ITS_JOB_IS_OPEN, soon], message)
+    route = TOPOLOGY.route(30, DISTRIBUTION, WaitingMessage.unopened(message).task_id)
     assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
     # While the levels do not take it, its route is computed anew.
     assert later.reroute is not None

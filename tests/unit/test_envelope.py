@@ -122,13 +122,6 @@ def test_a_bomb_is_refused_and_never_held(monkeypatch: pytest.MonkeyPatch) -> No
     assert peak < 2**21
 
 
-def test_a_message_in_it_may_be_as_large_as_one_outside() -> None:
-    body = Envelope((Item(b"12345"),)).pack()
-    assert [item.body for item in OpenedEnvelope(body, 5)] == [b"12345"]
-    with pytest.raises(InvalidEnvelope, match="a message of 5 bytes is in it, more than 4"):
-        list(OpenedEnvelope(body, 4))
-
-
 @pytest.mark.parametrize("around", [envelope._CHUNK, 3 * envelope._CHUNK])
 @pytest.mark.parametrize("level", [0, 1])
 def test_no_byte_is_missing_wherever_a_chunk_ends(around: int, level: int) -> None:
@@ -148,14 +141,6 @@ def test_written_blocks_are_cut_apart_again_and_none_may_be_cut_off(
     if blocks:
         with pytest.raises(InvalidEnvelope, match="in the middle of a"):
             list(envelope.blocks_of(written[:-cut]))
-
-
-def test_properties_that_amqp_lacks_are_left_out() -> None:
-    item = Item(b"x", {}, {"body": "y", "priority": 1, "application_headers": {}, "channel": 0})
-    assert item.properties_with({"priority": 0, "type": "t", "self": 1}) == {
-        "priority": 1,
-        "type": "t",
-    }
 
 
 def test_an_envelope_holds_as_much_as_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ keeps on the way, and what AMQP cannot carry.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -20,11 +19,9 @@ from kombu import Message
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import forwarding
-from celery_rabbitdelay.modules.bounds import EarlyWarning
-from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery, encoded, to_undeliverable
 from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from tests.unit.broker_model import BrokerModel
@@ -98,26 +95,6 @@ def test_a_message_goes_back_for_the_rest_and_less_than_a_tick(rest_ms: int, tic
     assert walk.delivered_to == {topology.module_queues.distribution.name}
 
 
-def test_it_goes_back_as_it_came_but_for_what_the_broker_added() -> None:
-    message = due_in(5000, **{"x-death": [{"queue": "rabbitdelay.seconds.5"}], "x-mine": 1})
-    # Not opened: the body of this envelope cannot even be read.
-    message.properties["content_type"] = ENVELOPE
-    distribution = Distribution(TOPOLOGY, early_messages().put_back)
-    (outgoing,) = distribution.receive(message)
-    properties = outgoing.message.amqp().properties
-    assert outgoing.message.body == b"body"
-    assert (properties["app_id"], properties["priority"]) == ("shop", 4)
-    assert properties["application_headers"] == {
-        header_names.DUE: NOW + 5000,
-        header_names.EXCHANGE: "office",
-        header_names.ROUTING_KEY: "paper",
-        header_names.EARLY: {"times": 1},
-        "x-mine": 1,
-    }
-    (outgoing,) = distribution.receive(outgoing.message.amqp())
-    assert outgoing.message.headers.to_headers()[header_names.EARLY] == {"times": 2}
-
-
 @pytest.mark.parametrize(
     ("topology", "delay_ms", "exchange", "pause_ms"),
     [
@@ -162,30 +139,6 @@ def test_wrong_clocks_delay_by_their_difference(
     # One for each clock that is further behind than those before, and one for each day.
     assert passes <= len(set(offsets)) + 2
     assert now - behind > NOW - 1001
-
-
-def test_one_warning_names_policies_and_clocks(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    warning = EarlyWarning(logging.getLogger("test"))
-    for number in range(2):
-        warning.warn(f"Task {number}", 3600.0)
-    for each in ("Task 0", "3600.0 s", "message-ttl", "list_policies", "clocks"):
-        assert each in caplog.messages[0]
-    warning.reset()
-    warning.warn("Task 2", 2.0)
-    levels = [record.levelname for record in caplog.records]
-    assert levels == ["WARNING", "DEBUG", "WARNING"]
-
-
-def test_only_what_waited_for_less_than_it_was_put_back_for_is_counted_and_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    counted: list[None] = []
-    early = forwarding.EarlyMessages(TOPOLOGY, 1000, lambda: counted.append(None))
-    for until_ms, count in ((NOW + 1000, 0), (NOW + 1001, 1)):
-        put_back = header_names.EarlyHeader(1, until_ms).header()
-        assert early.put_back(waiting(due_in(A_DAY, **put_back))) is not None
-        assert (len(counted), len(caplog.records)) == (count, count)
 
 
 @pytest.mark.parametrize("due_ms", [NOW + 123, 2**63 - 1])
@@ -241,14 +194,6 @@ def test_the_pauses_grow_with_the_time_of_failing(
     assert found == pauses
 
 
-def test_a_pause_is_changed_at_random_by_up_to_a_quarter() -> None:
-    random = Redelivery(TOPOLOGY, 60)
-    pauses = {pause_of(random.after_failure(message(), DelayHeaders(), "")) for _ in range(50)}
-    assert len(pauses) > 3
-    # In the levels, it is rounded up to a tenth of a second.
-    assert 0.75 <= min(pauses) < max(pauses) <= 1.3
-
-
 @pytest.mark.parametrize("seconds", [0, 60])
 def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(
     wall: Clock, seconds: float
@@ -268,46 +213,6 @@ def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(
     assert (told[header_names.EXCHANGE], told[header_names.ROUTING_KEY]) == ("office", "paper")
     since = " (3 attempts since 2027-01-15 08:00:00 UTC; the first time: it is full)"
     assert told[header_names.REASON] == "it is gone" + (since if seconds else "")
-
-
-@pytest.mark.parametrize(
-    ("attempts", "since", "is_counted_on"),
-    [
-        (1, 1, True),
-        # When a clock of another machine is ahead.
-        (2**31, 2**63 - 1, True),
-        (0, NOW, False),
-        (1, 0, False),
-    ],
-)
-def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted_on: bool) -> None:
-    before = {
-        header_names.ATTEMPTS: attempts,
-        header_names.FAILED_SINCE: since,
-        header_names.FIRST_REASON: "full",
-    }
-    later = redelivery(seconds=NOW).after_failure(message(), said(before), "it is gone")
-    assert headers_of(later) == {
-        **headers_of(message()),
-        header_names.EXCHANGE: "office",
-        header_names.ROUTING_KEY: "paper",
-        header_names.ATTEMPTS: attempts + 1 if is_counted_on else 1,
-        header_names.FAILED_SINCE: min(since, NOW) if is_counted_on else NOW,
-        header_names.FIRST_REASON: "full" if is_counted_on else "it is gone",
-        header_names.REASON: "it is gone",
-    }
-
-
-def test_no_pause_is_above_the_capacity() -> None:
-    topology = Topology(layout=custom([("seconds", 6, 1)]))
-    long = {
-        header_names.ATTEMPTS: 9,
-        header_names.FAILED_SINCE: NOW - 60_000,
-        header_names.FIRST_REASON: "x",
-    }
-    later = redelivery(topology=topology).after_failure(message(), said(long), "")
-    assert later.exchange == "rabbitdelay.seconds.x1"
-    assert later.routing_key.startswith("5.")
 
 
 # What AMQP cannot carry, and what is undeliverable.
@@ -354,12 +259,6 @@ def test_what_amqp_cannot_carry_is_known_before_it_is_sent(options: Any, reason:
     written = encoded(bare, FRAME).message()
     assert (bare.exchange, bare.routing_key, written.body) == (UNDELIVERABLE, "", b"body")
     assert written.properties["application_headers"] == {header_names.REASON: caught.value.reason}
-
-
-@pytest.mark.parametrize("value", ["0", "4294967295"])
-def test_an_expiration_in_milliseconds_is_written(value: str) -> None:
-    properties = encoded(outgoing(expiration=value), FRAME).message().properties
-    assert (properties["expiration"], properties["delivery_mode"]) == (value, 2)
 
 
 def test_headers_and_properties_fill_a_frame_but_for_two_kilobytes() -> None:

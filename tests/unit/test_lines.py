@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -47,25 +46,6 @@ def test_a_file_is_read_to_its_end_or_until_ctrl_c(
             press_ctrl_c()
         assert list(rows) == ([] if presses else ["no JSON\n", [2]])
     assert (lines.taken, lines.ended, lines.stopped) == outcome
-
-
-def test_ctrl_c_ends_the_wait_for_a_line() -> None:
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as file, os.fdopen(writer, "wb"):
-        lines = Lines(file)
-        with lines.stopped_by_ctrl_c():
-            presses = Thread(target=press_ctrl_c)
-            presses.start()
-            assert not list(lines)
-            presses.join()
-    assert (lines.taken, lines.ended, lines.stopped) == (0, False, "interrupted")
-
-
-def test_a_second_ctrl_c_ends_what_is_done_with_the_lines(tmp_path: Path) -> None:
-    with lines_of(tmp_path / "rows", "1\n"):
-        press_ctrl_c()
-        with pytest.raises(KeyboardInterrupt):
-            press_ctrl_c()
 
 
 def test_a_file_that_cannot_be_read_further_says_why() -> None:

@@ -15,9 +15,8 @@ from celery_rabbitdelay.app.sending import task_producer
 from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT, DelayedTaskProducer
 from celery_rabbitdelay.exceptions import MessageTooLarge
 from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
-from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.publishing.message import WaitingMessage, body_of, kept_properties
+from celery_rabbitdelay.publishing.message import WaitingMessage, body_of
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.publication import PublishPolicy
 from celery_rabbitdelay.publishing.wire import Content
@@ -29,24 +28,6 @@ BEYOND = TOPOLOGY.layout.capacity_ms / 1000 + 60
 
 STRAIGHT = Destination(Queue("q"), "", "q")
 FAN_OUT = Destination(None, "news", "")
-
-
-@pytest.mark.parametrize(
-    ("received", "kept"),
-    [
-        ({"priority": 9, "reply_to": None}, {"priority": 9}),
-        (
-            {"message_id": "4d5e", "type": "order", "timestamp": 1_900_000_000},
-            {"priority": None, "message_id": "4d5e", "type": "order", "timestamp": 1_900_000_000},
-        ),
-        (
-            {"user_id": "shop", "expiration": "1000", "delivery_mode": 1, "cluster_id": "eu"},
-            {"priority": None},
-        ),
-    ],
-)
-def test_a_message_published_again_keeps_its_properties(received: Any, kept: Any) -> None:
-    assert kept_properties(received) == kept
 
 
 @pytest.mark.parametrize(
@@ -153,23 +134,3 @@ def test_the_wait_for_a_publisher_and_former_attempts_count(
             producer.publish("body", exchange="", routing_key="celery", confirm_timeout=given)
         found.append(producer.timeout_given)
     assert found == pytest.approx(timeouts)
-
-
-@pytest.mark.parametrize(
-    ("queue_type", "priority", "waits_with", "kept"),
-    [
-        ("quorum", 9, 4, 9),
-        ("quorum", 4, 4, None),
-        ("quorum", None, None, None),
-        ("classic", 9, 9, None),
-    ],
-)
-def test_what_an_exchange_routes_waits_in_quorum_levels_with_a_priority_of_four_at_most(
-    queue_type: Any, priority: int | None, waits_with: int | None, kept: int | None
-) -> None:
-    topology = Topology(queue_type=queue_type)
-    producer = DelayedProducer(Publisher(Connection("amqp://")), topology, modules=MODULES)
-    delayed = producer.delayed_message("body", FAN_OUT, Due.after(60), priority=priority)
-    properties = delayed.message.amqp().properties
-    assert properties["priority"] == waits_with
-    assert properties["application_headers"].get(headers.PRIORITY) == kept

@@ -50,8 +50,6 @@ from tests.unit.frame_broker import FrameBroker, Session
 
 AN_HOUR = 3600.0
 
-#: Seconds after which an error comes in any case.
-SHORT = 0.2
 
 #: Two resends, at once.
 POLICY = PublishPolicy(resends=2, backoff=(0.0, 0.0, 0.0))
@@ -266,18 +264,6 @@ def test_a_message_in_trouble_has_its_own_outcome_and_others_have_theirs(
         assert_it_still_works(publisher)
 
 
-def test_a_single_send_tells_of_every_attempt(publisher: Publisher, script: Script) -> None:
-    """Its address, which depends on the time that is left, is asked for each time."""
-    lost, address = message("lost"), mock.Mock(return_value=("news", "key"))
-    with pytest.raises(ConnectionLost, match=r"attempt 1.*an operator was here"):
-        publisher.publish_one(message("320"), POLICY._replace(resends=0))
-    with pytest.raises(ConnectionLost, match="attempt 3: ") as caught:
-        publisher.publish(lost.content.message(), address, resends=2)
-    assert caught.value.may_have_arrived
-    assert (script.times[lost.context], address.call_count, publisher.resent) == (3, 4, 2)
-    publisher.publish(message("ack").content.message(), address)
-
-
 def test_each_message_that_closes_the_channel_is_found(
     publisher: Publisher, script: Script
 ) -> None:
@@ -291,22 +277,9 @@ def test_each_message_that_closes_the_channel_is_found(
     assert len(script.acked) == 56 + 1
 
 
-def test_a_message_that_closes_the_channel_during_the_repair_for_another_is_its_own_error(
-    publisher: Publisher,
-) -> None:
-    sent = batch("return, ack", "406 PRECONDITION_FAILED", *["ack"] * 9)
-    publisher.publish_all(sent, PublishPolicy(window=4), redeclare=declare)
-    assert errors(sent) == [None, MessageRefused, *[None] * 9]
-
-
 def declare(connection: Connection) -> None:
     """Declare something, which the broker answers."""
     Exchange("news")(connection.default_channel).declare()
-
-
-def declare_without_end(connection: Connection) -> None:
-    while True:
-        declare(connection)
 
 
 def passing() -> NotFound:
@@ -353,32 +326,6 @@ def test_what_is_declared_is_declared_again_on_each_new_connection(publisher: Pu
     for answers, times in (("ack", 1), ("ack", 1), ("lost, ack", 2)):
         publisher.publish_one(message(answers), POLICY, declare=declaring)
         assert declaring.call_count == times
-
-
-#: What the broker does not answer, whether the client is connected before, and the error's text.
-SILENCES: dict[str, tuple[tuple[int, int] | None, bool, str]] = {
-    "a new connection": (spec.Connection.StartOk, False, "attempt 1"),
-    "a declaration": (spec.Exchange.Declare, True, "has not declared everything in time"),
-    "nothing, but it is slow": (None, True, "has not declared everything in time"),
-}
-
-
-@pytest.mark.parametrize("what", SILENCES)
-def test_what_the_broker_does_not_answer_is_an_error_in_time(
-    broker: FrameBroker, what: str
-) -> None:
-    method, is_connected, text = SILENCES[what]
-    with broker.connection() as connection:
-        if is_connected:
-            connection.ensure_connection()
-        if method:
-            del broker.answers[method]
-        declaring = declare if method else declare_without_end
-        with pytest.raises(ConnectionLost, match=text) as caught:
-            Publisher(connection).publish_one(
-                message("ack"), PublishPolicy(SHORT), declare=declaring
-            )
-    assert not caught.value.may_have_arrived
 
 
 def test_each_host_of_a_list_has_its_share_of_the_time(
@@ -448,7 +395,7 @@ def test_a_broker_that_reads_nothing_is_an_error_in_time(
     sent = [Publication(Content.of(amqp.Message(b"x" * 10**6)), lambda: ("", "q"))] * 100
     source = iter(sent)
     with pytest.raises(PublishError):
-        publisher.publish_all(source, PublishPolicy(SHORT))
+        publisher.publish_all(source, PublishPolicy(0.2))
     reads_on.set()
     assert len([*source]) > 50
 
@@ -592,15 +539,6 @@ def test_what_a_blocked_channel_has_not_written_is_not_counted(sent: Sent) -> No
     sent.channel.give_up()
     sent.channel.send(message("ack"), 1.0)
     assert [*sent.channel.unconfirmed] == [3]
-
-
-def test_a_message_that_was_returned_has_not_arrived_although_its_ack_is_missing(
-    sent: Sent,
-) -> None:
-    body = amqp.Message("1: first")
-    sent.channel.unconfirmed.returned(NoConsumers("NO_ROUTE"), "news", "key", body)
-    assert sent.loop.take_back() == 3
-    assert [each.may_have_arrived for each in sent.messages] == [False, True, False]
 
 
 def test_a_single_attempt_is_given_up_alone_and_not_sent_again(sent: Sent) -> None:

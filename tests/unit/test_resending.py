@@ -11,7 +11,6 @@ from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.sending.task_producer import publish_policy
-from celery_rabbitdelay.exceptions import ConnectionLost
 from celery_rabbitdelay.publishing.publication import BACKOFF, MIN_PAUSE, PublishPolicy
 
 #: Celery's own policy: three retries.
@@ -70,24 +69,6 @@ def test_so_has_a_callback(monkeypatch: pytest.MonkeyPatch, options: Any, resend
 )
 def test_other_intervals_are_those_of_this_package(policy: Any, backoff: Any) -> None:
     assert publish_policy(app_with(), {}, True, policy).backoff == backoff
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "attempts"),
-    [
-        ({"task_publish_retry": False}, {}, 1),
-        ({"task_publish_retry": False}, {"retry": True, "retry_policy": {"max_retries": 2}}, 3),
-        ({"task_publish_retry_policy": {"max_retries": 4, "interval_step": 0}}, {}, 5),
-        ({}, {}, 4),
-    ],
-)
-def test_a_broker_that_refuses_connections_is_an_error_after_so_many_attempts(
-    settings: Any, options: Any, attempts: int
-) -> None:
-    app: Any = app_with(broker_url="amqp://guest:guest@127.0.0.1:1//", **settings)
-    with pytest.raises(ConnectionLost, match=f"attempt {attempts}: ") as caught:
-        app.send_task("look", delay=5, **options)
-    assert not caught.value.may_have_arrived
 
 
 #: Each pause is partly random, so each is looked at so many times.

@@ -51,14 +51,6 @@ def test_with_several_shards_the_shard_s_word_comes_first() -> None:
     assert [keys.shard_words(shard) for shard in range(2)] == [("s0",), ("s1",)]
 
 
-@pytest.mark.parametrize(
-    ("key", "digits"),
-    [("", None), ("q", None), ("1.q", None), ("1.2.3.q", None), ("0.17.q", ("0", "17"))],
-)
-def test_the_digits_stand_before_the_last_word(key: str, digits: tuple[str, ...] | None) -> None:
-    assert routing_key.RoutingKeys(levels=2).digits(key) == digits
-
-
 def test_the_shard_is_that_of_the_task_whatever_its_id() -> None:
     two, one = routing_key.RoutingKeys(1, shards=2), routing_key.RoutingKeys(1)
     ids = [f"task-{number}" for number in range(50)]

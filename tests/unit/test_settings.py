@@ -12,15 +12,10 @@ from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.kombu import clock
 
 
-def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
-    topology = Settings.of({"broker_url": "amqp://"}).topology
-    assert (topology.prefix, topology.layout.name) == ("rabbitdelay", "clock")
-    assert (topology.queue_type, len(topology.digit_queues)) == ("quorum", 180)
-
-
 @pytest.mark.parametrize(
     ("layout", "levels"),
     [
+        ("clock", 8),
         ("binary", 28),
         ({"name": "geometric", "factor": 60, "levels": 4}, 4),
         ({"name": "custom", "levels": [("hours", 24, 3600)], "zeros": "queue"}, 1),

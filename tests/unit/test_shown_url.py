@@ -145,10 +145,3 @@ def test_the_settings_are_shown_without_passwords() -> None:
     shown = repr(Settings(registry_url=f"redis://:{PLANTED}@host/0", registry_options=options))
     assert PLANTED not in shown
     assert "registry_url='redis://:**@host/0', registry_options='**'" in shown
-
-
-def test_a_password_of_spark_is_for_each_broker_of_a_list() -> None:
-    given = {"broker": "amqp://user@one;amqp://user@two//", "brokerpassword": "a/b"}
-    options = ApplicationOptions.of(given)
-    assert options.broker_url == "amqp://user:a%2Fb@one;amqp://user:a%2Fb@two//"
-    assert "a/b" not in repr(options)

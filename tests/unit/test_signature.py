@@ -14,7 +14,6 @@ from celery_rabbitdelay.exceptions import InvalidSetting, InvalidSigningKey, Unp
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
-from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
@@ -93,21 +92,6 @@ def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject
 
 
 @settings(max_examples=50)
-@given(messages)
-def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, Any]) -> None:
-    message = made(fields)
-    properties, shared = message.properties, said(headers_of(message))._replace(due_ms=None)
-    own = dict(shared.registry)
-    once = {name: own.pop(name) for name in (header_names.ONCE,) if name in own}
-    template = shared._replace(registry=once, others={"retries": 0})
-    sign = KEYS.signer({**properties, "correlation_id": None}, template)
-    assert sign is not None
-    shared = shared._replace(others={"retries": 0, "id": "1"})
-    signature = sign(7, fields["correlation_id"], fields["body"], {**own, "id": "1"})
-    assert signature == KEYS.signature(fields["body"], properties, shared._replace(due_ms=7))
-
-
-@settings(max_examples=50)
 @given(messages, st.integers(2, 9))
 def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], times: int) -> None:
     message = signed(KEYS, made(fields))
@@ -142,16 +126,6 @@ def test_what_a_stranger_writes_verifies_and_raises_nothing(headers: dict[str, A
     # It leaves unsigned what could not be verified again.
     message.properties["correlation_id"] = 5
     assert header_names.SIGNATURE not in headers_of(signed(KEYS, message))
-
-
-def test_the_first_key_signs_and_all_verify() -> None:
-    old, new, both = SigningKeys(OTHER), KEYS, SigningKeys([KEY, OTHER])
-    by_old, by_both = (
-        signed(keys, amqp.Message(b"", application_headers={header_names.DUE: DUE}))
-        for keys in (old, both)
-    )
-    assert [verifies(keys, by_old) for keys in (both, new)] == [True, False]
-    assert [verifies(keys, by_both) for keys in (new, old)] == [True, False]
 
 
 @pytest.mark.parametrize("keys", [[], "", "k" * (MIN_KEY_BYTES - 1), [KEY, "short"], [5]])
@@ -236,16 +210,6 @@ def test_what_waits_again_is_signed_again(item: tuple[Item, ...]) -> None:
     assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
     # No consumer sees it.
     assert outgoing.message.headers.signature is None
-
-
-def test_check_in_signs_what_it_lets_in_and_drops_what_a_client_has_signed() -> None:
-    checkin = CheckIn(TOPOLOGY, lambda exchange, key: True, KEYS)
-    forged = {"x-delay": 60_000, header_names.SIGNATURE: "1:forged"}
-    message = amqp.Message(b"hello", application_headers=forged, expiration="5")
-    message.delivery_info = {"exchange": "rabbitdelay.checkin", "routing_key": "letters"}
-    (waiting,) = checkin.receive(message)
-    (outgoing,) = distribution().receive(waiting.message.amqp())
-    assert outgoing.message.amqp().properties["expiration"] == "5"
 
 
 @pytest.mark.parametrize("vouches", [False, True])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,19 +21,18 @@ import pytest
 from amqp import spec
 from celery import signals
 from celery.app.routes import MapRoute, prepare
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kombu import Connection, Exchange, Queue
-from kombu.exceptions import EncodeError
 from kombu.serialization import register
 
 import celery_rabbitdelay
-from celery_rabbitdelay import Celery, InvalidEnvelope, InvalidSetting, MessageTooLarge
+from celery_rabbitdelay import Celery, InvalidEnvelope, InvalidSetting
 from celery_rabbitdelay.app.sending import message_template, templates
 from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
 from celery_rabbitdelay.app.sending.task_sending import TaskSending
 from celery_rabbitdelay.kombu import Due, Publisher, Topology
-from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.publishing.publication import Publication
@@ -233,46 +230,12 @@ def test_whatever_the_options_are(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"task_repr_maxlevels": 1, "rabbitdelay_queue_type": "classic"},
-        {"task_repr_maxlevels": None, "task_serializer": "pickle", "task_default_priority": 2},
-    ],
-    ids=str,
-)
-def test_whatever_the_settings_are(given: dict[str, Any]) -> None:
-    maker = Maker({"priority": 9}, make_app(**given))
-    maker.check(call((1, [[[[2]]]]), {"a": {"b": [{}]}}))
-
-
-def test_inside_of_a_task_the_root_is_shared_and_without_one_it_is_each_its_own() -> None:
-    @APP.task(name="parent", shared=False)
-    def parent() -> None:
-        maker = Maker({})
-        each = call((1,), {})
-        maker.check(each)
-        told = maker.expected(each)[0]["application_headers"]
-        assert (told["root_id"], told["parent_id"]) == ("the-parent", "the-parent")
-
-    parent.apply(task_id="the-parent").get()
-    each = call((1,), {})
-    assert MAKER.expected(each)[0]["application_headers"]["root_id"] == each.task_id
-
-
-@pytest.mark.parametrize(
     "first", [((), {}), (("x" * 5000,), {"k": "é" * 5000}), (([],), {"": None})]
 )
 def test_the_first_call_is_no_pattern_for_what_is_each_call_s_own(first: Any) -> None:
     maker = Maker({}, first=first)
     for task_id in ("ключ-" + "k" * 200, "\ud800"):  # the other one is half a character
         maker.check(call(("it's",), {"other": 1.5}, task_id))
-
-
-def test_many_calls_in_one_envelope_come_out_in_their_order() -> None:
-    calls = [call((number, "it's " * number), {}) for number in range(50)]
-    for each, (properties, body) in zip(calls, MAKER.together(*calls), strict=True):
-        assert properties["correlation_id"] == properties["application_headers"]["id"]
-        assert (properties["correlation_id"], body) == (each.task_id, MAKER.expected(each)[1])
 
 
 def test_what_cannot_be_written_is_an_error_of_its_call() -> None:
@@ -350,90 +313,31 @@ def celerys(app: Any, task: Any, args: Any, kwargs: Any, options: dict[str, Any]
     return read(Content.of(delayed.message.amqp())), delayed.destination
 
 
-shared_options = st.fixed_dictionaries(
-    {},
-    optional={
-        "queue": st.sampled_from([None, "celery", "office", "elsewhere"]),
-        "priority": st.none() | st.integers(0, 9),
-        "routing_key": st.sampled_from([None, "paper", "celery"]),
-        "serializer": st.sampled_from([None, "json", "pickle", "yaml"]),
-    },
-)
-
-#: What Celery gives the members of a group.
-member_options = st.fixed_dictionaries(
-    {"group_id": texts, "group_index": st.integers(3, 10**6), "add_to_parent": st.just(False)},
-    optional=dict.fromkeys(("root_id", "parent_id", "reply_to"), st.sampled_from(["one", "two"])),
-)
-
-
-@given(
-    st.sampled_from(["look", "bound"]),
-    st.booleans(),
-    st.lists(st.lists(json_able, max_size=3), min_size=2, max_size=3),
-    st.dictionaries(
-        texts.filter(lambda name: name not in ("number", "self")), json_able, max_size=3
-    ),
-    shared_options,
-    st.none() | member_options,
-)
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@frozen()
-def test_each_send_is_what_celery_would_have_sent(
-    sends: Sends,
-    name: str,
-    by_name: bool,
-    calls: list[Any],
-    kwargs: Any,
-    shared: dict[str, Any],
-    member: dict[str, Any] | None,
-) -> None:
-    app = APP
-    if member is not None:
-        shared, by_name = {**shared, **member, "producer": PRODUCER}, False
-    task = app.tasks[name]
-    send = functools.partial(app.send_task, name) if by_name else task.apply_async
-    for args in calls:
-        options = {**shared, "task_id": os.urandom(8).hex(), "eta": datetime.now(UTC) + HOUR}
-        try:
-            if not sends.from_template(send, args, kwargs, **options):
-                continue
-        except EncodeError:
-            with pytest.raises(EncodeError):
-                celerys(app, name if by_name else task, args, kwargs, options)
-            continue
-        expected, destination = celerys(app, name if by_name else task, args, kwargs, options)
-        if member is not None:
-            member["group_index"] += 1
-            shared["group_index"] = member["group_index"]
-        publication = sends.published[-1]
-        assert read(publication.content) == expected
-        exchange, key = publication.address()
-        route = app.rabbitdelay.topology.route(Due.at(options["eta"]), destination, "x")
-        assert (exchange, key.rpartition(".")[2]) == (
-            route.exchange,
-            route.routing_key.rpartition(".")[2],
-        )
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"delay": HOUR, "tolerance": 5},
-        {"countdown": 60},
-        {"eta": datetime(2100, 1, 1, tzinfo=UTC)},
-        {"delay": 60, "queue": "office", "priority": 4, "task_id": "x"},
-        {"delay": 60, "exchange": "office", "routing_key": "paper", "serializer": "json"},
+        {},
+        {"queue": "office", "priority": 4},
+        {"exchange": "office", "routing_key": "paper", "serializer": "json"},
+        {"queue": "elsewhere", "serializer": "pickle"},
+        {"queue": None, "priority": None, "serializer": None},
     ],
 )
-def test_a_plain_send_comes_from_a_template(sends: Sends, app: Any, options: Any) -> None:
-    for _ in range(2):
-        assert sends.from_template(app.tasks["look"].apply_async, (1,), {"a": 2}, **options)
-        assert sends.from_template(app.send_task, "look", (1,), {"a": 2}, **options)
-        assert sends.from_template(app.tasks["look"].s(1).apply_async, **options)
-        assert sends.from_template(app.send_task, "unknown", **options)
+@frozen()
+def test_a_plain_send_is_what_celery_would_have_sent(sends: Sends, app: Any, options: Any) -> None:
+    eta = instant_of(wall_clock.ms()) + HOUR
+    given: tuple[Any, Any] = (("it's", 2), {"a": [1.5]})
+    for name in ("look", "bound"):
+        ways = (name, partial(app.send_task, name)), (app.tasks[name], app.tasks[name].apply_async)
+        for time in ({"delay": HOUR}, {"countdown": 3600, "tolerance": 5}, {"eta": eta}):
+            for task, send in ways:
+                own = {**options, "task_id": "x"}
+                assert sends.from_template(send, *given, **own, **time)
+                publication = sends.published[-1]
+                expected, destination = celerys(app, task, *given, {**own, "eta": eta})
+                assert read(publication.content) == expected
+                route = app.rabbitdelay.topology.route(Due.at(eta), destination, "x")
+                assert publication.address() == (route.exchange, route.routing_key)
 
 
 def of_rows(app: Any, task: Any = None, **options: Any) -> templates.Template | None:
@@ -445,27 +349,20 @@ def of_rows(app: Any, task: Any = None, **options: Any) -> templates.Template | 
     return made
 
 
-@pytest.mark.parametrize("options", [{}, {"queue": "office", "priority": 4}])
-def test_the_next_rows_come_from_the_same_template(app: Any, options: Any) -> None:
-    kept = of_rows(app, **options)
-    assert kept is not None
-    assert of_rows(app, **options) is kept
-    assert of_rows(app, **options, serializer="yaml") not in (kept, None)
-    call = Call("next", (7,), {"a": "b"}, Due.after(60))
-    told = {**options, "task_id": "next", "eta": instant_of(call.due.at_ms)}
-    expected, _ = celerys(app, app.tasks["look"], call.args, call.kwargs, told)
-    assert read(kept.publication(call).content) == expected
-
-
+@frozen()
 def test_the_members_of_a_group_come_from_a_template_after_the_first_ones(
     sends: Sends, app: Any
 ) -> None:
     of_all = {"group_id": "g", "root_id": "r", "parent_id": "p", "reply_to": "q"}
-    own = {"producer": PRODUCER, "add_to_parent": False, "delay": 60}
-    from_template = [
-        sends.from_template(app.tasks["look"].apply_async, **of_all, **own, group_index=index)
-        for index in range(5)
-    ]
+    eta = instant_of(wall_clock.ms()) + HOUR
+    own = {**of_all, "producer": PRODUCER, "add_to_parent": False, "eta": eta, "task_id": "x"}
+    look, from_template = app.tasks["look"], []
+    for index in range(5):
+        own["group_index"] = index
+        from_template.append(sends.from_template(look.apply_async, (index,), **own))
+        if from_template[-1]:
+            expected, _ = celerys(app, look, (index,), {}, own)
+            assert read(sends.published[-1].content) == expected
     assert from_template == [False, False, False, True, True]
 
 
@@ -617,50 +514,6 @@ def test_a_change_makes_a_new_template(sends: Sends, app: Any, what: str) -> Non
     assert before != after
 
 
-def test_threads_share_a_template_and_have_addresses_of_their_own(
-    sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-
-    def capture(*given: Any, **more: Any) -> Any:
-        made.append(given)
-        return capture_message(*given, **more)
-
-    monkeypatch.setattr(templates, "capture_message", capture)
-    send = functools.partial(app.tasks["look"].apply_async, delay=60)
-    rows: list[Any] = []
-    for in_thread in (send, lambda: rows.append(of_rows(app))):
-        in_thread()
-        thread = threading.Thread(target=in_thread)
-        thread.start()
-        thread.join()
-    written = [each.content for each in sends.published]
-    written += [each.publication(Call("row", (1,), {}, Due.after(60))).content for each in rows]
-    addresses = [read(content)[0]["reply_to"] for content in written]
-    # A thread may have the identity, and so the address, of one that has ended.
-    assert [each == app.thread_oid for each in addresses] == [True, False] * 2
-    # The rows of each thread have one of their own.
-    assert len(made) == 1 + 2
-
-
-def test_what_overrides_ours_is_called_once_for_each_send(sends: Sends, app: Any) -> None:
-    called = []
-
-    class Counting(app.Task):  # type: ignore[misc]
-        def apply_async(self, args: Any = None, *more: Any, **options: Any) -> Any:
-            called.append(args)
-            options.setdefault("countdown", 60)
-            return super().apply_async(("first", *args), *more, **options)
-
-    task = app.task(receive, base=Counting, name="counting", shared=False)
-    for number in range(3):
-        assert sends.from_template(task.apply_async, (number,))
-    assert called == [(0,), (1,), (2,)]
-    assert of_rows(app, task) is None
-    bodies = [json.loads(read(each.content)[1]) for each in sends.published]
-    assert [body[0] for body in bodies] == [["first", number] for number in range(3)]
-
-
 def test_a_worker_s_task_sends_through_celery(sends: Sends, app: Any) -> None:
     task, state = app.tasks["look"], importlib.import_module("celery._state")
     task.push_request(id="parent", called_directly=False)
@@ -684,13 +537,6 @@ def test_wrong_calls_are_refused_as_without_a_template(sends: Sends, app: Any) -
     app.conf.rabbitdelay_prefix = "other"
     with pytest.raises(InvalidSetting):
         task.apply_async(delay=60)
-
-
-def test_what_no_worker_takes_is_refused(sends: Sends) -> None:
-    app = make_app(rabbitdelay_max_message_bytes=100_000, rabbitdelay_may_refuse=["celery"])
-    app.tasks["look"].apply_async(delay=60)
-    with pytest.raises(MessageTooLarge):
-        app.tasks["look"].apply_async((1, "x" * 100_000), delay=60)
 
 
 def test_there_are_only_so_many_templates(

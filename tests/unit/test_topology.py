@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu import Exchange, Queue
 
-from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay
+from celery_rabbitdelay.exceptions import DelayTooLong
 from celery_rabbitdelay.kombu import Due, Layout, binary, clock
-from celery_rabbitdelay.levels.entities import Binding, Entities, ModuleQueues, QueueType
+from celery_rabbitdelay.levels.entities import Entities, ModuleQueues, QueueType
 from celery_rabbitdelay.levels.layout import geometric
 from celery_rabbitdelay.levels.topology import (
     PASS_THROUGH_TTL,
@@ -27,13 +27,11 @@ from tests.unit.clock import frozen
 from tests.unit.strategies import destinations, layouts
 
 SMALL = geometric(levels=2, factor=3)
-QUORUM = Entities("p", "quorum")
-CLASSIC = Entities("p", "classic")
 HOUR_MS = 3_600_000
 
 
 @given(layouts, destinations, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_delay_ends_as_it_has_to(
     layout: Layout, destination: str, data: st.DataObject
 ) -> None:
@@ -90,15 +88,6 @@ def test_a_queue_gets_its_own_messages_only_though_its_name_ends_another_s() -> 
         assert model.walk(topology.route(1, destination)).delivered_to == {destination}
 
 
-@given(layouts)
-@settings(max_examples=20)
-def test_skipping_zeros_never_crosses_an_exchange_for_nothing(layout: Layout) -> None:
-    topology = Topology(layout=Layout(layout.name, layout.levels, "skip"))
-    to_exchanges = [binding for binding in topology.bindings if binding.target_is_exchange]
-    assert {binding.target for binding in to_exchanges} == {topology.delivery.name}
-    assert len(to_exchanges) == len(layout.levels)
-
-
 def test_every_exchange_of_the_levels_has_an_alternate_exchange() -> None:
     topology = Topology()
     undeliverable = topology.module_queues.undeliverable.exchange
@@ -123,16 +112,6 @@ def test_a_delay_above_the_capacity_leads_to_meditation_with_its_destination_as_
         topology.layout.check_capacity(topology.layout.capacity_ms + 1)
 
 
-def test_a_tolerance_saves_stops() -> None:
-    topology = Topology()
-    assert topology.route(3599.95, "q").stops == ("rabbitdelay.hours.1",)
-    assert len(topology.route(3590.5, "q").stops) == 3
-    assert topology.route(3590.5, "q", tolerance=60).stops == ("rabbitdelay.hours.1",)
-    assert topology.route(Due.after(3590.5, 60_000), "q").stops == ("rabbitdelay.hours.1",)
-    with pytest.raises(InvalidDelay, match="tolerance"):
-        topology.route(60, "q", tolerance=-1)
-
-
 @frozen()
 def test_a_due_time_is_routed_by_what_remains_of_its_delay() -> None:
     due = Due.after(3600)
@@ -144,38 +123,6 @@ def test_a_due_time_is_routed_by_what_remains_of_its_delay() -> None:
 def arguments(entity: Queue | Exchange) -> dict[str, Any]:
     found = entity.queue_arguments if isinstance(entity, Queue) else entity.arguments
     return dict(found or {})
-
-
-#: Arguments of queues and exchanges, as brokers hold them.
-DECLARED: dict[str, tuple[Queue | Exchange, dict[str, Any]]] = {
-    "an exchange that passes on what no queue takes": (
-        QUORUM.exchange("hours.x1", "topic"),
-        {"alternate-exchange": "p.undeliverable"},
-    ),
-    "a quorum queue that keeps a message until the next has it": (
-        QUORUM.queue("hours.7", ttl_ms=7 * HOUR_MS, dead_letter_to="p.minutes.x1"),
-        {
-            "x-queue-type": "quorum",
-            "x-queue-leader-locator": "balanced",
-            "x-message-ttl": 25_200_000,
-            "x-dead-letter-exchange": "p.minutes.x1",
-            "x-dead-letter-strategy": "at-least-once",
-            "x-overflow": "reject-publish",
-        },
-    ),
-    "a classic queue, which knows less": (
-        CLASSIC.queue("q", ttl_ms=5, dead_letter_to="p.next", delivery_limit=9),
-        {"x-queue-type": "classic", "x-message-ttl": 5, "x-dead-letter-exchange": "p.next"},
-    ),
-}
-
-
-@pytest.mark.parametrize(("entity", "expected"), DECLARED.values(), ids=DECLARED)
-def test_what_is_declared_is_durable_and_has_its_arguments(
-    entity: Queue | Exchange, expected: dict[str, Any]
-) -> None:
-    assert entity.durable
-    assert arguments(entity) == expected
 
 
 @pytest.mark.parametrize(("queue_type", "limited"), [("quorum", True), ("classic", False)])
@@ -262,45 +209,12 @@ def test_every_argument_of_every_exchange_and_queue_is_in_the_digest(queue_type:
     assert len(set(found)) == len(found) > 50
 
 
-@given(st.data())
-def test_every_binding_is_in_the_digest(data: st.DataObject) -> None:
-    topology = Topology("p", SMALL, shards=2)
-    place = data.draw(st.integers(0, len(topology.bindings) - 1))
-    others = [*topology.bindings[:place], *topology.bindings[place + 1 :]]
-    binding = topology.bindings[place]
-    changed = Binding(binding.source, f"{binding.pattern}.x", *binding[2:])
-    found = {digest(topology, bindings=each) for each in (others, [*others, changed])}
-    assert digest(topology) not in found
-    shuffled = data.draw(st.permutations(topology.bindings))
-    assert digest(topology, bindings=shuffled) == digest(topology)
-
-
 def refusal(here: Topology, theirs: str) -> str:
     return (
         "PRECONDITION_FAILED - inequivalent arg 'alternate-exchange' for exchange "
         f"'{here.identity.guard.name}' in vhost '/': received '{here.identity.marker.name}' but "
         f"current is '{theirs}'"
     )
-
-
-@pytest.mark.parametrize(
-    ("there", "advice"),
-    [
-        (Topology("p", SMALL, "classic"), "rabbitdelay_queue_type (classic there, quorum here)"),
-        (Topology("p", SMALL, shards=3), "rabbitdelay_shards (3 there, 1 here)"),
-        (Topology("p", binary()), "rabbitdelay_layout or rabbitdelay_tick (binary-"),
-        (None, "another version of celery_rabbitdelay has declared the levels"),
-    ],
-)
-def test_a_conflict_says_in_what_the_levels_differ(there: Topology | None, advice: str) -> None:
-    here = Topology("p", SMALL)
-    theirs = f"{here.identity.marker.name}0" if there is None else there.identity.marker.name
-    reply = refusal(here, theirs)
-    text = str(conflict_with(here, reply))
-    assert advice in text
-    assert reply in text
-    others = {"rabbitdelay_queue_type", "rabbitdelay_shards", "rabbitdelay_tick"}
-    assert {each for each in others if each in text} <= {each for each in others if each in advice}
 
 
 @pytest.mark.parametrize("length", [1, 60, 100, 200])
@@ -322,14 +236,3 @@ def test_a_refusal_that_is_cut_off_blames_no_wrong_setting(length: int, end: int
     named = {name for name in names | differing if name in advice}
     is_told = len(reply) > whole.rindex("-v") + len("-v")
     assert named == (differing if is_told else names | differing)
-
-
-def test_a_conflict_with_one_queue_does_not_blame_the_settings() -> None:
-    reply = (
-        "PRECONDITION_FAILED - inequivalent arg 'x-message-ttl' for queue 'p.ms.300' in vhost '/': "
-        "received the value '300' of type 'signedint' but current is none"
-    )
-    text = str(conflict_with(Topology("p", SMALL), reply))
-    assert "'p.ms.300'" in text
-    assert "rabbitdelay verify" in text
-    assert "rabbitdelay_layout" not in text

@@ -15,17 +15,14 @@ from unittest import mock
 import celery
 import pytest
 from celery.app.task import Task
-from celery.exceptions import InvalidTaskError
 from celery.worker import state
 from celery.worker.consumer.consumer import Consumer
-from kombu import Connection, Message, Queue, compression
-from kombu.exceptions import DecodeError
+from kombu import Connection, Message, compression
 from kombu.utils.limits import TokenBucket
 
 from celery_rabbitdelay.app import celery_internals as of_app
 from celery_rabbitdelay.publishing import kombu_internals as internals
 from celery_rabbitdelay.worker import celery_internals as of_worker
-from celery_rabbitdelay.worker import celery_requests
 
 
 def test_a_retry_rejects_what_it_cannot_send() -> None:
@@ -62,26 +59,6 @@ def test_a_task_that_its_rate_limit_holds_is_in_a_bucket_of_the_consumer() -> No
         state.requests.pop(each, None)
     found = (waits("first"), waits("second"), waits("second", "other"))
     assert found == (False, True, False)
-
-
-@pytest.mark.parametrize(
-    ("error", "handler"),
-    [
-        (InvalidTaskError("x"), "on_invalid_task"),
-        (DecodeError("x"), "on_decode_error"),
-        (TypeError("x"), "undeliverable"),
-    ],
-)
-def test_errors_of_a_strategy_go_to_the_consumer(error: Exception, handler: str) -> None:
-    called: list[str] = []
-    consumer = mock.Mock(connection_errors=(), channel_errors=())
-    for name in ("on_invalid_task", "on_decode_error"):
-        getattr(consumer, name).side_effect = lambda *_, name=name: called.append(name)
-    message: Any = None
-    strategy = mock.Mock(side_effect=error)
-    delivery = of_worker.Delivery(message, None, print, strategy, "task", False)
-    celery_requests.run_strategy(consumer, delivery, lambda *_: called.append("undeliverable"))
-    assert called == [handler]
 
 
 def test_an_eta_is_read_as_celery_reads_it() -> None:
@@ -127,13 +104,6 @@ def test_a_message_with_an_error_is_not_decompressed() -> None:
     assert message.body == b"body"
     with pytest.raises(ValueError, match="seen"):
         message._reraise_error()
-
-
-def test_a_queue_is_declared_with_its_arguments_and_attributes() -> None:
-    attributes: Any = {"max_length": 5, "message_ttl": 1.5}
-    queue = Queue("q", queue_arguments={"x-overflow": "reject-publish"}, **attributes)
-    expected = {"x-overflow": "reject-publish", "x-max-length": 5, "x-message-ttl": 1500}
-    assert internals.declared_arguments(queue) == expected
 
 
 def test_a_new_connection_has_declared_nothing() -> None:
