@@ -21,15 +21,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("due_ms", [DUE_MS + 60_000, None, "soon"])
-def test_an_early_task_is_not_late_and_one_of_no_due_time_is_only_counted(
-    clock: Clock, due_ms: object
-) -> None:
-    arrivals = Arrivals()
-    arrivals.note(due_ms)
-    assert arrivals.status() == {"received": 1, "latest": 0}
-
-
 def test_the_latest_task_of_each_minute_is_told(clock: Clock) -> None:
     arrivals = Arrivals()
     base = DUE_NS - int(clock.now_ns / NS_PER_S) % 60 * NS_PER_S

@@ -462,18 +462,6 @@ def test_a_source_may_take_its_time_and_what_it_gave_does_not_wait_for_the_rest(
     assert errors(sent) == [None] * 4
 
 
-def test_the_caller_s_own_work_in_a_pipeline_does_not_count_towards_the_timeout(
-    publisher: Publisher, clock: LeapingClock
-) -> None:
-    sent = batch("ack", "ack")
-    pipeline = Pipeline(publisher, None, mock.Mock())
-    for each in sent:
-        pipeline.publish(each, POLICY)
-        clock.ahead += AN_HOUR
-    pipeline.confirm()
-    assert errors(sent) == [None, None]
-
-
 class Silent(ConfirmChannel):
     """A channel to a broker that takes every byte and never answers. A fake: it has no socket."""
 
