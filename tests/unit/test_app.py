@@ -49,6 +49,8 @@ def remind(app: Any) -> Any:
         *(({"delay": 5, "confirm_timeout": each}, "confirm_timeout") for each in ("5", 0, NAN)),
         ({"delay": timedelta(days=4000)}, r"345,599,999\.900 s"),
         ({"delay": "5"}, r"'5'.*timedelta\(days=3\)"),
+        ({"delay": 5, "countdown": 0}, "cannot be combined"),
+        ({"delay": 5, "eta": "2030-01-01T00:00"}, "cannot be combined"),
         ({"delay": 5, "key": 7}, "key = 7.*'key:7'"),
     ],
     ids=str,

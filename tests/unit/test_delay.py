@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -24,10 +24,6 @@ INVALID = InvalidDelay, ValueError
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
-
-
-#: The first and the last instant that a datetime can express.
-FIRST, LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
 @pytest.fixture
@@ -152,16 +148,6 @@ def test_neither_a_naive_datetime_nor_a_number_names_an_instant() -> None:
         delay_module.Due.at(5)  # type: ignore[arg-type]
     with pytest.raises(InvalidDelay, match=r"instant .* is naive"):
         delay_module.milliseconds_of(naive)
-
-
-def test_milliseconds_since_1970_are_rounded_down_in_any_time_zone() -> None:
-    assert delay_module.instant_of(0) == datetime(1970, 1, 1, tzinfo=UTC)
-    east = timezone(timedelta(hours=2))
-    assert delay_module.milliseconds_of(datetime(1970, 1, 1, 2, 0, 0, 1999, tzinfo=east)) == 1
-    for limit in (FIRST, LAST.replace(microsecond=999_000)):
-        assert delay_module.instant_of(delay_module.milliseconds_of(limit)) == limit
-    with pytest.raises(OverflowError):
-        delay_module.instant_of(delay_module.milliseconds_of(LAST) + 1)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ keeps on the way, and what AMQP cannot carry.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import amqp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kombu import Message
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, clock, custom
@@ -23,7 +21,6 @@ from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery, encoded, to_undeliverable
-from celery_rabbitdelay.worker.celery_internals import LATEST_ETA_MS, give_eta
 from tests.unit.broker_model import BrokerModel
 from tests.unit.clock import Clock, frozen
 from tests.unit.waiting import said, waiting
@@ -139,18 +136,6 @@ def test_wrong_clocks_delay_by_their_difference(
     # One for each clock that is further behind than those before, and one for each day.
     assert passes <= len(set(offsets)) + 2
     assert now - behind > NOW - 1001
-
-
-@pytest.mark.parametrize("due_ms", [NOW + 123, 2**63 - 1])
-@pytest.mark.parametrize("body", [None, {"task": "t", "eta": None}])
-def test_what_cannot_go_back_gets_an_eta_for_celery(due_ms: int, body: Any) -> None:
-    message = Message(headers={"task": "t"})
-    give_eta(message, body, due_ms)
-    eta = datetime.fromisoformat(message.headers["eta"])
-    assert eta.timestamp() * 1000 == pytest.approx(min(due_ms, LATEST_ETA_MS))
-    assert eta.tzinfo == UTC
-    if body is not None:
-        assert body["eta"] == message.headers["eta"]
 
 
 # Messages that their destination does not take.

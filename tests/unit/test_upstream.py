@@ -17,7 +17,7 @@ import pytest
 from celery.app.task import Task
 from celery.worker import state
 from celery.worker.consumer.consumer import Consumer
-from kombu import Connection, Message, compression
+from kombu import Connection, compression
 from kombu.utils.limits import TokenBucket
 
 from celery_rabbitdelay.app import celery_internals as of_app
@@ -90,20 +90,6 @@ def test_a_compression_of_the_application_itself_is_left_to_it(
     private: Any = compression
     monkeypatch.setitem(private._decoders, "application/x-gzip", bytes)
     assert list(internals.decompressed(b"own", "gzip")) == []
-
-
-def test_a_message_with_an_error_is_not_decompressed() -> None:
-    kombus: Any = Message
-
-    class Erroneous(kombus):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.errors = [(ValueError, ValueError("seen"), None)]
-            super().__init__(b"body", headers={"compression": "gzip"})
-
-    message = Erroneous()
-    assert message.body == b"body"
-    with pytest.raises(ValueError, match="seen"):
-        message._reraise_error()
 
 
 def test_a_new_connection_has_declared_nothing() -> None:

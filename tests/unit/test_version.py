@@ -14,7 +14,6 @@ from celery_rabbitdelay.exceptions import LaterVersion
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
-from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -96,21 +95,6 @@ def test_it_goes_back_into_the_levels_for_a_day_and_then_is_undeliverable(
     outgoing = redelivery.until_upgraded(message, "it is of a later version")
     assert outgoing.exchange == MODULES.undeliverable.exchange.name
     assert "145 attempts" in outgoing.message.headers.to_headers()[header_names.REASON]
-
-
-@pytest.mark.parametrize("destination", [DISTRIBUTION, "mine"])
-def test_a_high_priority_never_waits_in_quorum_levels(destination: str) -> None:
-    def waiting(topology: Topology, **headers: Any) -> tuple[Any, Any]:
-        message = later_message(LATER[0], **headers)
-        message.properties["priority"] = 9
-        redelivery = Redelivery(topology, 86_400)
-        found = redelivery.until_upgraded(message, "later", destination).message.amqp().properties
-        return found["priority"], found["application_headers"].get(header_names.PRIORITY)
-
-    assert (waiting(TOPOLOGY), waiting(TOPOLOGY, **{header_names.PRIORITY: 7})) == ((4, 9), (4, 7))
-    # A signature covers the header.
-    assert waiting(TOPOLOGY, **{header_names.SIGNATURE: "1:ab"}) == (4, None)
-    assert waiting(Topology(queue_type="classic")) == (9, None)
 
 
 def test_one_that_is_early_waits_until_it_is_due_and_that_is_no_attempt(clock: Clock) -> None:

@@ -14,16 +14,12 @@ from celery_rabbitdelay import Celery, InvalidDelay, InvalidDelayType
 WARNING = "treated as Celery's own countdown"
 
 
-@pytest.fixture(params=["eager", "rabbitmq"])
-def place(request: pytest.FixtureRequest) -> str:
-    """Where a task goes; RabbitMQ is never reached here."""
-    return str(request.param)
-
-
-@pytest.fixture
-def remind(place: str) -> Any:
+@pytest.mark.parametrize("delay", [True, datetime(2030, 1, 1, tzinfo=UTC), float("nan")])
+def test_an_eager_task_with_a_delay_runs_at_once_and_one_warning_says_so(
+    caplog: pytest.LogCaptureFixture, delay: Any
+) -> None:
     app: Any = Celery("shop", broker="amqp://127.0.0.1:1", set_as_current=False)
-    app.conf.task_always_eager = place == "eager"
+    app.conf.task_always_eager = True
 
     @app.task(name="remind", bind=True, shared=False, max_retries=1)
     def remind(self: Any, options: dict[str, Any] | None = None) -> int:
@@ -31,25 +27,9 @@ def remind(place: str) -> Any:
             raise self.retry(**options)
         return int(self.request.retries)
 
-    return remind
-
-
-@pytest.mark.parametrize("delay", ["5", True, datetime(2030, 1, 1, tzinfo=UTC), float("nan")])
-def test_a_wrong_delay_is_refused(
-    remind: Any, delay: Any, caplog: pytest.LogCaptureFixture
-) -> None:
     with pytest.raises((InvalidDelay, InvalidDelayType)):
         remind.apply_async(delay=delay)
-    for other in ({"countdown": 0}, {"eta": "2030-01-01T00:00"}):
-        with pytest.raises(InvalidDelayType, match="cannot be combined"):
-            remind.apply_async(delay=5, **other)
     assert WARNING not in caplog.text
-
-
-@pytest.mark.parametrize("place", ["eager"], indirect=True)
-def test_an_eager_task_with_a_delay_runs_at_once_and_one_warning_says_so(
-    remind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
     with caplog.at_level(logging.WARNING):
         assert remind.apply_async(delay=timedelta(days=3)).get() == 0
         assert remind.s().set(delay=3600).apply_async().get() == 0
