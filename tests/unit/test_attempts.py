@@ -14,7 +14,7 @@ import pytest
 from amqp.exceptions import NotFound
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.exceptions import PublishError, UnprocessableMessage
+from celery_rabbitdelay.exceptions import LaterVersion, PublishError, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
@@ -27,7 +27,7 @@ from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.wire import REJECT, Content
 from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 
@@ -262,6 +262,36 @@ def test_what_cannot_be_read_is_undeliverable_as_it_came(
     assert is_undeliverable(given_up)
     assert reason(given_up) in ("no envelope", "KeyError('x')")
     assert ("a message cannot be read" in caplog.text) == isinstance(error, KeyError)
+
+
+def test_what_a_later_version_can_read_waits_for_it(
+    consumer: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    received = Received(amqp.Message(b"body"), iter([for_queue()]))
+    received.message.delivery_info = {"exchange": "", "routing_key": "key"}
+    later = consumer.attempts.refuse(received, LaterVersion("it is of version 9"))
+    assert is_tried_again(later)
+    assert headers(later)[header_names.ATTEMPTS] == 1
+    assert "it is of version 9" in caplog.text
+    consumer.confirm(later)
+    assert consumer.counts == (1, 1, 0)
+
+
+def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
+    consumer: Consumer,
+) -> None:
+    told = {header_names.REASON: "why", "CC": "no list"}
+    message = waiting(amqp.Message(b"x", application_headers=told))
+    bare = consumer.answer(consumer.publish(Outgoing(UNDELIVERABLE, "k", message)), REFUSED)
+    assert bare.address() == (UNDELIVERABLE, "")
+    assert headers(bare) == {
+        header_names.REASON: "why; its headers are left out: the broker does not take it: too large"
+    }
+    received = bare.context.received
+    bare.error = REFUSED
+    assert consumer.attempts.settled(bare) is None
+    assert (received.settlement, pending(bare)) == (REJECT, 0)
+    assert consumer.attempts.bytes_in_flight == 0
 
 
 def fill(consumer: Consumer, queue: str = "letters") -> list[Publication]:

@@ -188,3 +188,24 @@ def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions(cl
     assert missing.why_missing("levels", is_limited=False) is None
     clock.now += 1.0
     assert missing.why_missing("late") is None
+
+
+def test_what_is_known_of_destinations_does_not_grow_with_their_number(
+    unanswered: AnswerTimes, clock: Clock
+) -> None:
+    missing = MissingExchanges(lambda exchange: True, {""}, clock)
+    for number in range(1100):
+        name = f"forged.{number}"
+        send(unanswered, name)
+        assert unanswered.state_of(name, 0.0) == "full"
+        unanswered.note_slow(name)
+        for message in range(ROOM):
+            unanswered.settled(message, name, in_time=False)
+        missing.add(f"gone.{number}")
+        assert missing.why_missing(f"shop.{number}", is_limited=False) is None
+        clock.now += 0.01
+    assert len(unanswered.silent) <= 1000
+    # Those that were full more than a tenth of a second ago were forgotten together.
+    assert len(unanswered._limits) < 200
+    assert len(unanswered._slow_until) <= 1000
+    assert (len(missing._known), len(missing._missing)) == (1000, 100)

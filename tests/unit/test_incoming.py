@@ -79,6 +79,16 @@ def test_tables_nested_ten_thousand_deep_cost_their_message_alone() -> None:
     assert third.rabbitdelay_seen.unreadable
 
 
+def test_the_names_of_a_returned_message_are_made_readable() -> None:
+    line = Line()
+    arguments = pack(">HH", 60, 50) + b"\x01\x38\x08NO_ROUTE\1\xff\2k\xff"
+    line._handle((1, 1, arguments))
+    line._handle((2, 1, pack(">HHQ", 60, 0, 0) + properties()))
+    ((method, payload, message),) = line.came
+    assert (method, payload) == ((60, 50), arguments.replace(b"\xff", b"?"))
+    assert message.rabbitdelay_seen.unreadable == r"its exchange is b'\xff', which is not UTF-8"
+
+
 def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
     held = HeldBytes(100)
     assert held.take(1_000)

@@ -92,6 +92,21 @@ def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject
 
 
 @settings(max_examples=50)
+@given(messages)
+def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, Any]) -> None:
+    message = made(fields)
+    properties, shared = message.properties, said(headers_of(message))._replace(due_ms=None)
+    own = dict(shared.registry)
+    once = {name: own.pop(name) for name in (header_names.ONCE,) if name in own}
+    template = shared._replace(registry=once, others={"retries": 0})
+    sign = KEYS.signer({**properties, "correlation_id": None}, template)
+    assert sign is not None
+    shared = shared._replace(others={"retries": 0, "id": "1"})
+    signature = sign(7, fields["correlation_id"], fields["body"], {**own, "id": "1"})
+    assert signature == KEYS.signature(fields["body"], properties, shared._replace(due_ms=7))
+
+
+@settings(max_examples=50)
 @given(messages, st.integers(2, 9))
 def test_a_signature_outlives_what_changes_on_the_way(fields: dict[str, Any], times: int) -> None:
     message = signed(KEYS, made(fields))
