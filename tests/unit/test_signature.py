@@ -22,7 +22,7 @@ from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
 from tests.unit.clock import frozen
-from tests.unit.waiting import signed, verifies
+from tests.unit.waiting import said, signed, verifies
 
 KEY = "k" * MIN_KEY_BYTES
 OTHER = "o" * MIN_KEY_BYTES
