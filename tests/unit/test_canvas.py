@@ -116,7 +116,8 @@ def test_a_body_keeps_its_own_delay(
 @pytest.mark.parametrize("option", ["link", "link_error"])
 def test_a_callback_has_a_countdown(app: Any, make: Make, sent: list[Sent], option: str) -> None:
     callback = make("mail").set(delay=timedelta(hours=1))
-    several = group(make("mail").set(delay=5), make("count")).set(delay=60)
+    several: Any = group(make("mail").set(delay=5), make("count"))
+    several.set(delay=60)
     app.tasks["count"].apply_async(**{option: [callback, several]})
     one, more = sent[0].embedded["callbacks" if option == "link" else "errbacks"]
     assert (times(one), times(more)) == ({"countdown": 3600}, {"countdown": 60})

@@ -86,7 +86,12 @@ def test_the_broker_is_asked_for_an_exchange_once_and_again_if_it_was_missing(
 ) -> None:
     asked: list[str] = []
     there = {"news"}
-    missing = MissingExchanges(lambda name: asked.append(name) or name in there, {""}, clock)
+
+    def ask(exchange: str) -> bool:
+        asked.append(exchange)
+        return exchange in there
+
+    missing = MissingExchanges(ask, {""}, clock)
 
     def is_missing(*names: str) -> list[bool]:
         return [missing.why_missing(name) is not None for name in names]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.kombu import Topology, clock, custom
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.forwarding import Outgoing, Redelivery, encoded, to_undeliverable
@@ -138,6 +138,19 @@ def test_wrong_clocks_delay_by_their_difference(
     assert now - behind > NOW - 1001
 
 
+def test_only_what_waited_for_less_than_it_was_put_back_for_is_counted_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counted: list[None] = []
+    early = forwarding.EarlyMessages(TOPOLOGY, 1000, lambda: counted.append(None))
+    for until_ms, count in ((NOW + 1000, 0), (NOW + 1001, 1), (NOW + 5000, 2)):
+        put_back = EarlyHeader(1, until_ms).header()
+        assert early.put_back(waiting(due_in(A_DAY, **put_back))) is not None
+        # One warning is enough.
+        assert (len(counted), len(caplog.records)) == (count, min(count, 1))
+    assert all(word in caplog.text for word in ("message-ttl", "list_policies", "clocks"))
+
+
 # Messages that their destination does not take.
 
 
@@ -146,8 +159,14 @@ def message(**told: Any) -> Outgoing:
     return Outgoing("office", "paper", waiting(amqp.Message(b"body", **properties)))
 
 
-def redelivery(seconds: float = 86_400, topology: Topology = TOPOLOGY) -> Redelivery:
-    return Redelivery(topology, seconds, lambda least, most: (least + most) / 2)
+def middle(least: float, most: float) -> float:
+    """No chance."""
+    assert (least, most) == (0.75, 1.25)
+    return 1.0
+
+
+def redelivery(seconds: float = 86_400) -> Redelivery:
+    return Redelivery(TOPOLOGY, seconds, middle)
 
 
 def pause_of(outgoing: Outgoing) -> float:
@@ -198,6 +217,23 @@ def test_after_its_time_it_is_undeliverable_with_its_first_and_last_reason(
     assert (told[header_names.EXCHANGE], told[header_names.ROUTING_KEY]) == ("office", "paper")
     since = " (3 attempts since 2027-01-15 08:00:00 UTC; the first time: it is full)"
     assert told[header_names.REASON] == "it is gone" + (since if seconds else "")
+
+
+@pytest.mark.parametrize(
+    ("attempts", "since", "is_counted_on"),
+    [
+        # When a clock of another machine is ahead.
+        (2**31, 2**63 - 1, True),
+        (1, 1, True),
+        (0, NOW, False),
+    ],
+)
+def test_numbers_of_no_module_do_not_count(attempts: int, since: int, is_counted_on: bool) -> None:
+    before = [(header_names.ATTEMPTS, attempts), (header_names.FAILED_SINCE, since)]
+    told = said({**dict(before), header_names.FIRST_REASON: "full"})
+    failures = redelivery(NOW).after_failure(message(), told, "gone").message.headers.failures
+    counted = (attempts + 1, min(since, NOW), "full")
+    assert failures == (counted if is_counted_on else (1, NOW, "gone"))
 
 
 # What AMQP cannot carry, and what is undeliverable.
