@@ -522,6 +522,18 @@ def test_a_message_that_is_given_up_alone_may_have_arrived_if_it_was_written(sen
     assert sent.may_have_arrived() == [True, False]
 
 
+def test_a_message_that_waits_for_the_end_of_a_block_has_not_arrived(sent: Sent) -> None:
+    sent.channel.blocked = "low on memory"
+    sent.channel.flush(1.0)
+    is_over(sent.messages[0])
+    with pytest.raises(ConnectionBlocked) as caught:
+        sent.loop.check_time()
+    sent.loop.take_back()
+    sent.loop.fail_all(caught.value)
+    assert sent.done == sent.messages
+    assert sent.may_have_arrived() == [True, True, False]
+
+
 def test_what_a_blocked_channel_has_not_written_is_not_counted(sent: Sent) -> None:
     """The broker counts what it gets, and its answers name messages by that number."""
     sent.channel.give_up()
