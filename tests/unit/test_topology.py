@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +18,6 @@ from celery_rabbitdelay.levels.topology import (
     PASS_THROUGH_TTL,
     Topology,
     arguments_digest,
-    digest_of,
 )
 from celery_rabbitdelay.publishing.declaration import conflict_with
 from tests.unit.broker_model import BrokerModel
@@ -167,46 +165,6 @@ def test_a_fingerprint_names_all_that_differs_and_the_guard_the_marker_with_it()
     assert arguments(identity.guard) == {"alternate-exchange": identity.marker.name}
     for exchange in (identity.guard, identity.marker):
         assert (exchange.durable, exchange.type) == (True, "fanout")
-
-
-def digest(topology: Topology, **instead: Any) -> str:
-    parts = {name: getattr(topology, name) for name in ("exchanges", "queues", "bindings")}
-    return digest_of(**{**parts, **instead})
-
-
-def changed_queues(queue: Queue) -> Iterator[Queue]:
-    own = arguments(queue)
-    as_it_is: dict[str, Any] = {"durable": True, "queue_arguments": own}
-    for name, value in own.items():
-        other = value + 1 if isinstance(value, int) else f"{value}x"
-        yield Queue(queue.name, durable=True, queue_arguments={**own, name: other})
-    for further in ({"durable": False}, {"exclusive": True}, {"auto_delete": True}):
-        yield Queue(queue.name, **{**as_it_is, **further})
-
-
-def changed_exchanges(exchange: Exchange) -> Iterator[Exchange]:
-    own = arguments(exchange)
-    as_it_is: dict[str, Any] = {"type": exchange.type, "durable": True, "arguments": own}
-    changes: list[dict[str, Any]] = [
-        *({"type": "headers"}, {"durable": False}, {"auto_delete": True}),
-        {"arguments": {**own, "x-new": 1}},
-    ]
-    for change in changes:
-        yield Exchange(exchange.name, **{**as_it_is, **change})
-
-
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
-def test_every_argument_of_every_exchange_and_queue_is_in_the_digest(queue_type: Any) -> None:
-    topology = Topology("p", SMALL, queue_type)
-    found = [digest(topology)]
-    kinds: Any = (("queues", changed_queues), ("exchanges", changed_exchanges))
-    for name, changed in kinds:
-        entities = getattr(topology, name)
-        for place, entity in enumerate(entities):
-            for other in changed(entity):
-                instead = [*entities[:place], other, *entities[place + 1 :]]
-                found.append(digest(topology, **{name: instead}))
-    assert len(set(found)) == len(found) > 50
 
 
 def refusal(here: Topology, theirs: str) -> str:
