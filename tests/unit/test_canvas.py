@@ -113,6 +113,16 @@ def test_a_body_keeps_its_own_delay(
     assert all(times(task.embedded["chord"]) == {"countdown": seconds} for task in sent)
 
 
+def test_a_delay_of_a_chord_behind_a_task_is_its_header_s(make: Make, sent: list[Sent]) -> None:
+    whole: Any = chord([make("count"), make("count").set(countdown=5)], make("total"))
+    chain(make("mail"), whole.set(delay=timedelta(seconds=300))).apply_async()
+    (task,) = sent
+    assert task.seconds is None
+    (waiting,) = task.embedded["chain"]
+    assert times(waiting) == times(waiting["kwargs"]["body"]) == {}
+    assert [times(each) for each in waiting["kwargs"]["header"]] == [{"countdown": 300}] * 2
+
+
 @pytest.mark.parametrize("option", ["link", "link_error"])
 def test_a_callback_has_a_countdown(app: Any, make: Make, sent: list[Sent], option: str) -> None:
     callback = make("mail").set(delay=timedelta(hours=1))
