@@ -21,29 +21,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_latest_task_of_the_last_ten_minutes_is_told(clock: Clock) -> None:
-    arrivals = Arrivals()
-    for seconds, late in [(30, 180.5), (31, 2), (200, 0.25)]:
-        clock.now_ns = DUE_NS + seconds * NS_PER_S
-        arrivals.note(DUE_MS + round((seconds - late) * 1000))
-    assert arrivals.status() == {"received": 3, "latest": 180.5}
-
-    clock.now_ns = DUE_NS + 700 * NS_PER_S
-    assert arrivals.status() == {"received": 3, "latest": 0.25}
-    clock.now_ns = DUE_NS + 900 * NS_PER_S
-    assert arrivals.status() == {"received": 3, "latest": 0}
-
-
-@pytest.mark.parametrize("due_ms", [DUE_MS + 60_000, None, "soon", 1.5, {}])
-def test_an_early_task_is_not_late_and_one_of_no_due_time_is_only_counted(
-    clock: Clock, due_ms: object
-) -> None:
-    arrivals = Arrivals()
-    assert arrivals.status() == {"received": 0, "latest": 0}
-    arrivals.note(due_ms)
-    assert arrivals.status() == {"received": 1, "latest": 0}
-
-
 def test_the_latest_task_of_each_minute_is_told(clock: Clock) -> None:
     arrivals = Arrivals()
     base = DUE_NS - int(clock.now_ns / NS_PER_S) % 60 * NS_PER_S

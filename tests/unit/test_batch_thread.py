@@ -7,14 +7,9 @@ import time
 from collections.abc import Iterator
 from queue import Queue
 from threading import Event
-from typing import Any
-from unittest import mock
 
 import pytest
 
-from celery_rabbitdelay.schedules import arrivals
-from celery_rabbitdelay.schedules.arrivals import Arrivals
-from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.worker import batch_thread
 from celery_rabbitdelay.worker.batch_thread import MAX_BATCH, BatchThread
 from tests.unit.clock import Clock
@@ -62,17 +57,9 @@ def test_what_is_given_while_a_batch_is_worked_on_makes_up_the_next_one(thread: 
     thread.start()
     thread.give(1)
     assert next_batch(thread) == [1]
-    for number in (2, 3, 4):
-        thread.give(number)
-    thread.go_on.set()
-    assert next_batch(thread) == [2, 3, 4]
-
-
-def test_a_batch_has_a_limit(thread: Recorded) -> None:
     for number in range(MAX_BATCH + 1):
         thread.give(number)
     thread.go_on.set()
-    thread.start()
     assert (next_batch(thread), next_batch(thread)) == ([*range(MAX_BATCH)], [MAX_BATCH])
 
 
@@ -83,21 +70,6 @@ def test_work_of_its_own_is_done_when_it_is_due(thread: Recorded) -> None:
     thread.own_work_in = lambda: due - monotonic()  # type: ignore[method-assign]
     thread.start()
     assert next_batch(thread) == []
-
-
-def test_workers_look_after_schedules_although_nothing_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looked = Event()
-    monkeypatch.setattr(arrivals, "put_beat", mock.Mock())
-    monkeypatch.setattr(Arrivals, "_look_after_schedules", lambda _: looked.set())
-    monkeypatch.setattr(arrivals, "LOOK_EVERY", 0.1)
-    thread = Arrivals(mock.MagicMock(hub=None), mock.Mock())
-    thread.start()
-    try:
-        assert looked.wait(30)
-    finally:
-        thread.stop()
 
 
 def test_what_is_given_for_later_lets_others_pass(
@@ -116,17 +88,3 @@ def test_what_is_given_for_later_lets_others_pass(
     clock.now += 1
     thread.give(4)
     assert next_batch(thread) == [1, 4]
-
-
-def test_nothing_is_worked_on_after_the_end() -> None:
-    thread = Recorded()
-    thread.start()
-    thread.give(1)
-    next_batch(thread)
-    ended: list[Any] = []
-    thread._end = lambda: ended.append("thread")  # type: ignore[method-assign]
-    thread.give(2)
-    thread._stopping.set()
-    thread.go_on.set()
-    wait_for(lambda: ended, "the end")
-    assert thread.batches.empty()

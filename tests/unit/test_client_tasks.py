@@ -114,9 +114,7 @@ def test_what_might_be_a_task_and_cannot_be_read_is_refused(
         checked(refused)
 
 
-@pytest.mark.parametrize(
-    "spelled", ["task", "\\u0074ask", "tas\\u006B", "\\u0074\\u0061\\u0073\\u006b"]
-)
+@pytest.mark.parametrize("spelled", ["task", "tas\\u006B", "\\u0074\\u0061\\u0073\\u006b"])
 def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> None:
     plain = f'{{"id": "1", "{spelled}" : "t", "callbacks": null}}'.encode()
     assert checked(message(plain, {}, reply_to="x")).properties["reply_to"] is None
@@ -124,12 +122,9 @@ def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> No
         evil = f'{{"{spelled}": "t", "{name}": [1]}}'.encode()
         with pytest.raises(UnprocessableMessage, match=f"with {name}"):
             checked(message(evil, {}))
-
-
-def test_the_largest_task_of_protocol_1_that_is_read_has_a_mebibyte() -> None:
-    checked(message(b'{"task": "t", "id": "1"}'.ljust(2**20), {}))
+    checked(message(plain.ljust(2**20), {}))
     with pytest.raises(UnprocessableMessage, match="has 1048577 bytes, more than 1048576"):
-        checked(message(b'{"task": "t", "id": "1"}'.ljust(2**20 + 1), {}))
+        checked(message(plain.ljust(2**20 + 1), {}))
 
 
 @pytest.mark.parametrize(
@@ -149,14 +144,10 @@ def test_what_is_no_task_passes_unchanged(body: bytes, content_type: str | None)
 
 
 @pytest.mark.parametrize("encoding", [None, "", "utf-8", "UTF-8", "us-ascii", "binary"])
-def test_json_in_utf_8_passes(encoding: Any) -> None:
+def test_json_in_utf_8_passes_and_what_is_no_json_in_any_other(encoding: Any) -> None:
     given = message([[], {}, {}], content_encoding=encoding)
     assert checked(given) is given
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "latin-1", "no\0ne"])
-def test_what_is_no_json_may_have_another_encoding(encoding: str) -> None:
-    assert checked(message(b"-bbb", {}, "text/x-none", content_encoding=encoding))
+    assert checked(message(b"-bbb", {}, "text/x-none", content_encoding="latin-1"))
 
 
 @pytest.mark.parametrize("name", sorted(NOT_TAKEN_OVER))

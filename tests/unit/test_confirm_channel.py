@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import amqp
-from amqp.exceptions import AMQPError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,14 +12,10 @@ from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.wire import Content
 
 
-def publication(key: str, body: str | bytes = "x", **properties: Any) -> Publication:
-    sent = Publication(Content.of(amqp.Message(body, **properties)), lambda: ("exchange", key))
+def publication(key: str) -> Publication:
+    sent = Publication(Content.of(amqp.Message("x")), lambda: ("exchange", key))
     sent.exchange, sent.routing_key = sent.address()
     return sent
-
-
-def publications(*keys: str) -> list[Publication]:
-    return [publication(key) for key in keys]
 
 
 def unconfirmed(sent: list[Publication]) -> tuple[Unconfirmed, list[Publication]]:
@@ -41,7 +34,7 @@ answers = st.tuples(st.booleans(), st.integers(1, 7), st.booleans())
 def test_each_answer_settles_what_it_means_once(
     given_answers: list[tuple[bool, int, bool]], forgotten: set[int]
 ) -> None:
-    sent = publications(*"abcde")
+    sent = [*map(publication, "abcde")]
     waiting, settled = unconfirmed(sent)
     waiting.forget([sent[number] for number in forgotten])
     left = [number for number in range(5) if number not in forgotten]
@@ -59,20 +52,3 @@ def test_each_answer_settles_what_it_means_once(
                 assert each.error.routing_key == each.routing_key
         assert waiting.all() == [sent[number] for number in left]
         assert len(waiting) == len(left)
-
-
-def test_a_return_belongs_to_the_message_with_its_content() -> None:
-    bodies: list[str | bytes] = ["x", "x", b"y"]
-    sent = [
-        publication("a", body, application_headers={"id": number}, reply_to=None)
-        for number, body in enumerate(bodies)
-    ]
-    waiting, _ = unconfirmed(sent)
-    # As py-amqp reads it: without what was None, and the body as bytes or as text.
-    back = amqp.Message(b"x", application_headers={"id": 1}, content_encoding="utf-8")
-    waiting.returned(AMQPError("NO_ROUTE"), "exchange", "a", back)
-    waiting.returned(AMQPError("NO_ROUTE"), "exchange", "a", amqp.Message("y"))
-    assert [each.error is None for each in sent] == [False, False, True]
-    # No other one has its key.
-    waiting.returned(AMQPError("NO_ROUTE"), "exchange", "b", amqp.Message(b"y"))
-    assert sent[2].error is None

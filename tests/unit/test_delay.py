@@ -1,8 +1,8 @@
-"""Delays as numbers, what is not a delay, and when a message is due; the clock is a fake."""
+"""Delays as numbers and as texts, and when a message is due; the clock is a fake."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -24,9 +24,6 @@ INVALID = InvalidDelay, ValueError
 
 #: A second with a part of a millisecond.
 START_NS = 1_900_000_000_000_400_000
-
-#: The first and the last instant that a datetime can express.
-FIRST, LAST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
 @pytest.fixture
@@ -89,33 +86,6 @@ def test_what_is_no_length_of_time_is_an_error_with_the_value(
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (0.0015, 1),
-        (timedelta(microseconds=1999), 1),
-        (0.3 - 3 * 0.1, 0),
-        (Fraction(5, 3), 1666),
-        (np.uint8(200), 200_000),
-    ],
-)
-def test_a_tolerance_is_rounded_down(given: Any, expected: int) -> None:
-    assert delay_module.tolerance_milliseconds(given) == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (-0.001, InvalidDelay),
-        (Decimal("sNaN"), InvalidDelay),
-        ("60", InvalidDelayType),
-    ],
-)
-def test_what_is_no_tolerance_is_refused_by_that_name(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="tolerance"):
-        delay_module.tolerance_milliseconds(given)
-
-
-@pytest.mark.parametrize(
     "make",
     [
         *(partial(delay_module.Due.after, delay) for delay in (0, -0.001, -1e300, timedelta.min)),
@@ -130,20 +100,6 @@ def test_a_negative_delay_and_an_instant_in_the_past_mean_now(clock: Clock, make
     assert due.is_past
     assert (due.at_ns, due.delay_ms, due.remaining_ms()) == (START_NS, 0, 0)
     assert (due.tolerance_ms, delay_module.Due.after(0.001).is_past) == (0, False)
-
-
-@pytest.mark.parametrize(("lost_ms", "left_ms"), [(0, 10_000), (10, 10_000), (11, 9_989)])
-def test_a_length_of_time_keeps_its_digits(clock: Clock, lost_ms: int, left_ms: int) -> None:
-    due = delay_module.Due.after(10)
-    clock.now_ns += lost_ms * 1_000_000
-    assert due.remaining_ms() == left_ms
-
-
-def test_an_instant_is_met_whatever_was_lost(clock: Clock) -> None:
-    due = delay_module.Due.at(datetime.now(UTC) + timedelta(days=1))
-    before = due.remaining_ms()
-    clock.now_ns += 5_000_000
-    assert due.remaining_ms() == before - 5
 
 
 def test_what_amqp_cannot_count_any_more_is_refused(clock: Clock) -> None:
@@ -194,11 +150,44 @@ def test_neither_a_naive_datetime_nor_a_number_names_an_instant() -> None:
         delay_module.milliseconds_of(naive)
 
 
-def test_milliseconds_since_1970_are_rounded_down_in_any_time_zone() -> None:
-    assert delay_module.instant_of(0) == datetime(1970, 1, 1, tzinfo=UTC)
-    east = timezone(timedelta(hours=2))
-    assert delay_module.milliseconds_of(datetime(1970, 1, 1, 2, 0, 0, 1999, tzinfo=east)) == 1
-    for limit in (FIRST, LAST.replace(microsecond=999_000)):
-        assert delay_module.instant_of(delay_module.milliseconds_of(limit)) == limit
-    with pytest.raises(OverflowError):
-        delay_module.instant_of(delay_module.milliseconds_of(LAST) + 1)
+@pytest.mark.parametrize(
+    ("text", "delay"),
+    [
+        ("1.1", Fraction(11, 10)),
+        (" 0 ", timedelta()),
+        ("3d7h45m30s", timedelta(days=3, hours=7, minutes=45, seconds=30)),
+        ("1.5h", timedelta(minutes=90)),
+        ("2w", timedelta(weeks=2)),
+        ("1M1ms", timedelta(minutes=1, milliseconds=1)),
+        ("1:30:00", timedelta(minutes=90)),
+        ("100:00:00.1", timedelta(hours=100, milliseconds=100)),
+        ("3 days 7:45:30", timedelta(days=3, hours=7, minutes=45, seconds=30)),
+        *((negative, timedelta()) for negative in ("-5", "-0.001", "-1h30m", "-0:00:01")),
+    ],
+)
+def test_a_delay_is_read_as_it_is_written(text: str, delay: Any) -> None:
+    assert delay_module.milliseconds(delay_module.parse_delay(text)) == delay_module.milliseconds(
+        delay
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "soon", "1:30", "1:60:00", "1:30:61", "5m3h", "1h1h", "1e3", "nan", "1 2", "٣"),
+        *("3h7", "--5", "-"),
+    ],
+)
+def test_what_is_no_delay_or_could_mean_two_is_refused_with_what_is_taken(text: str) -> None:
+    with pytest.raises(InvalidDelay, match="takes seconds") as refused:
+        delay_module.parse_delay(text)
+    assert (refused.value.value, refused.value.what) == (text, "delay")
+
+
+@given(st.integers(0, 10**15))
+def test_a_length_of_time_is_read_back_as_it_was_written(length_ms: int) -> None:
+    text = delay_module.duration_text(length_ms).replace(",", "")
+    if "day" in text and ":" not in text:
+        text += " 0:00:00"
+    assert delay_module.milliseconds(delay_module.parse_delay(text)) == length_ms
+    assert ("1 day " in f" {text} ") == (length_ms // 86_400_000 == 1)

@@ -11,7 +11,7 @@ import pytest
 from kombu import Queue
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, MAX_HELD_BYTES
+from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION
 from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
@@ -69,15 +69,6 @@ def test_a_message_that_was_not_kept_is_rejected_and_counted(deliveries: Deliver
     assert (deliveries.unfinished, settled(deliveries)) == (0, {REJECT: [1]})
     counted = deliveries._statistics
     assert (counted.received, counted.undeliverable, counted.finished) == (1, 1, 1)
-
-
-def test_what_the_budget_does_not_hold_is_given_back_and_not_counted(
-    deliveries: Deliveries,
-) -> None:
-    for tag in (1, 2):
-        arrive(deliveries, Seen(properties_bytes=MAX_HELD_BYTES // HEADER_EXPANSION), tag)
-    assert (deliveries.unfinished, settled(deliveries)) == (1, {REQUEUE: [2]})
-    assert deliveries._statistics.received == 1
 
 
 def test_at_the_end_it_gives_back_what_nobody_has_begun(deliveries: Deliveries) -> None:

@@ -45,7 +45,6 @@ def test_the_one_queue_that_matches_gets_it(exchange: str, routing_key: str, que
     [
         ("amqp://one", "classic", "q"),
         ("amqp://one;amqp://two", None, DISTRIBUTION),
-        ("amqp://one;amqp://two", "classic", DISTRIBUTION),
         ("amqp://one;amqp://two", "quorum", "q"),
     ],
 )
@@ -53,8 +52,7 @@ def test_a_list_of_hosts_says_that_there_is_a_cluster(
     urls: str, queue_type: str | None, expected: str
 ) -> None:
     queue = Queue("q", queue_arguments={"x-queue-type": queue_type} if queue_type else {})
-    publisher = Publisher(Connection(urls))
-    producer = DelayedProducer(publisher, Topology(), modules=(DISTRIBUTE,))
+    producer = DelayedProducer(Publisher(Connection(urls)), Topology(), modules=(DISTRIBUTE,))
     made = producer.delayed_message("x", Destination(queue, "", "q"), Due.after(5))
     assert made.destination == expected
 

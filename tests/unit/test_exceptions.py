@@ -65,4 +65,3 @@ def test_an_error_keeps_its_text_and_attributes_in_another_process(make: Any) ->
 def test_an_error_of_several_says_which_may_have_arrived() -> None:
     assert errors.RowsNotConfirmed("report", {5: NACKED, 3: LOST}, 7).uncertain == (3,)
     assert errors.TasksNotConfirmed({"a": NACKED, "b": LOST}).uncertain == ("b",)
-    assert errors.TasksNotConfirmed({"a": NACKED}).may_have_arrived is False

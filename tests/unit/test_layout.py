@@ -32,7 +32,6 @@ from tests.unit.strategies import layouts, small_layouts
         (custom([("hours", 24, 3600), ("a-Z", 4, 900)]), "hours.x1 a-Z.x1", (24, 4), 900_000),
         (custom([("days", 10, timedelta(days=10))]), "days.x10", (10,), 864_000_000),
         (custom([("n" * 50, 2, 1)]), "n" * 50 + ".x1", (2,), 1000),
-        (Layout("mine", (Level("ms", 1, 2, 1),)), "ms.x1", (2,), 1),
     ],
 )
 def test_a_layout_has_these_last_levels_and_this_tick(
@@ -63,6 +62,12 @@ def test_a_delay_is_the_sum_of_its_digits_and_places(layout: Layout, data: st.Da
     assert all(0 <= digit < base for digit, base in zip(written, layout.bases, strict=True))
     total_ms = sum(d * place_ms for d, place_ms in zip(written, layout.places_ms, strict=True))
     assert 0 <= total_ms - delay_ms < layout.tick_ms
+    assert layout.digits(layout.capacity_ms) == tuple(base - 1 for base in layout.bases)
+    with pytest.raises(DelayTooLong) as caught:
+        layout.digits(layout.capacity_ms + 1)
+    assert caught.value.capacity_ms == layout.capacity_ms
+    # No level asks for a time to live that RabbitMQ refuses.
+    assert all((level.base - 1) * level.place_ms <= MAX_TTL for level in layout.levels)
 
 
 @given(layouts, st.data())
@@ -132,27 +137,11 @@ def test_a_delay_that_no_level_takes_is_never_rounded(delay_ms: int, coarsest: b
     assert clock().round_to_fewest_stops(delay_ms, 10**9, coarsest=coarsest) == delay_ms
 
 
-@given(layouts)
-def test_the_capacity_fits_and_one_millisecond_more_does_not(layout: Layout) -> None:
-    largest = layout.digits(layout.capacity_ms)
-    assert largest == tuple(base - 1 for base in layout.bases)
-    with pytest.raises(DelayTooLong) as caught:
-        layout.digits(layout.capacity_ms + 1)
-    assert caught.value.capacity_ms == layout.capacity_ms
-    assert f"{layout.capacity_ms / 1000:,.3f} s" in str(caught.value)
-    # No level asks for a time to live that RabbitMQ refuses.
-    assert all((level.base - 1) * level.place_ms <= MAX_TTL for level in layout.levels)
-
-
 def test_a_digit_may_wait_ten_years_and_no_millisecond_longer() -> None:
     ten_years = timedelta(milliseconds=315_360_000_000)
     assert custom([("decades", 2, ten_years)]).capacity_ms == 315_360_000_000
-    with pytest.raises(InvalidLayout) as caught:
+    with pytest.raises(InvalidLayout, match="needs a TTL of 315360000001 ms, RabbitMQ's bound is"):
         custom([("decades", 2, ten_years + timedelta(milliseconds=1))])
-    assert str(caught.value) == (
-        "layout 'custom': level decades.x1: needs a TTL of 315360000001 ms, "
-        "RabbitMQ's bound is 315360000000"
-    )
     # The most levels, so a routing key has room for a destination.
     assert len(binary(tick=0.001, levels=39).levels) == 39
 
@@ -160,51 +149,31 @@ def test_a_digit_may_wait_ten_years_and_no_millisecond_longer() -> None:
 #: The same, for what its types refuse.
 wrong: Any = custom
 
-LEAST = "takes a base of at least 2 and a unit of at least 1 ms"
-
 
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         (lambda: custom([]), "takes at least one level"),
-        (lambda: wrong([("s", 2)]), "level ('s', 2): takes a (name, base, unit)"),
-        (lambda: wrong([(5, 2, 1)]), "level 5: takes a name of up to 50 letters, digits, - and _"),
-        (lambda: custom([("n" * 51, 2, 1)]), f"level '{'n' * 51}': takes a name of up to 50"),
+        (lambda: wrong([("s", 2)]), r"takes a \(name, base, unit\)"),
+        (lambda: wrong([(5, 2, 1)]), "level 5: takes a name of up to 50 letters"),
+        (lambda: custom([("n" * 51, 2, 1)]), "takes a name of up to 50"),
         (lambda: custom([("a.b", 2, 1)]), "letters, digits"),
         (
             lambda: custom([("minutes", 60, 60), ("seconds", 59, 1)]),
-            "one minutes.x1 is 60000 ms, but 59 of seconds.x1 are 59000 ms; they have to be equal",
+            r"one minutes\.x1 is 60000 ms, but 59 of seconds\.x1 are 59000 ms",
         ),
         (lambda: custom([("s", 2, 2), ("s", 2, 1)]), "same name"),
-        (lambda: custom([("hours", 2, 1800)]), "'hours': 1800 is not a whole number of hours"),
+        (lambda: custom([("hours", 2, 1800)]), "1800 is not a whole number of hours"),
         (lambda: custom([("s", 2, 0)]), "whole number"),
         (lambda: clock(tick=0.3), "tick of 1, 0.1"),
         (lambda: wrong([("s", 2, 1)], zeros="jump"), "bind, skip, queue"),
         (lambda: binary(tick=0.001, levels=40), "RabbitMQ's bound"),
         *(
-            (
-                lambda level=level: Layout("mine", (level,)),
-                f"layout 'mine': level {level.name}: {LEAST}",
-            )
+            (lambda level=level: Layout("mine", (level,)), "a base of at least 2 and a unit of")
             for level in (Level("ms", 1, 1, 1), Level("ms", 0, 2, 1), Level("ms", 1, 2, 0))
         ),
     ],
 )
 def test_what_is_no_layout_is_refused_with_the_reason(make: Any, problem: str) -> None:
-    with pytest.raises(InvalidLayout) as caught:
+    with pytest.raises(InvalidLayout, match=problem):
         make()
-    assert problem in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("layout", "fingerprint"),
-    [
-        (clock(), "clock-a934f5bbf4"),
-        (clock(zeros="skip"), "clock-c61849cdd8"),
-        (binary(levels=5, zeros="queue"), "binary-03b67241a4"),
-        (geometric(levels=3), "geometric-c118dcb1dc"),
-        (custom([("days", 10, 86400), ("hours", 24, 3600)]), "custom-619f9a26a5"),
-    ],
-)
-def test_a_fingerprint_is_that_of_levels_on_brokers(layout: Layout, fingerprint: str) -> None:
-    assert layout.fingerprint == fingerprint

@@ -14,7 +14,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules import probe
 from celery_rabbitdelay.modules.probe import PROBE_TYPE, ROUTE, TOKEN_TYPE, ProbeService
 from tests.unit.clock import Clock
-from tests.unit.test_message_template import NOWHERE
+from tests.unit.test_app import NOWHERE
 
 #: Through the first level, a probe needs an expiration.
 LAYOUT = custom([("long", 3, 70), ("fives", 14, 5), ("seconds", 5, 1)])

@@ -50,8 +50,6 @@ from tests.unit.frame_broker import FrameBroker, Session
 
 AN_HOUR = 3600.0
 
-#: Seconds after which an error comes in any case.
-SHORT = 0.2
 
 #: Two resends, at once.
 POLICY = PublishPolicy(resends=2, backoff=(0.0, 0.0, 0.0))
@@ -266,18 +264,6 @@ def test_a_message_in_trouble_has_its_own_outcome_and_others_have_theirs(
         assert_it_still_works(publisher)
 
 
-def test_a_single_send_tells_of_every_attempt(publisher: Publisher, script: Script) -> None:
-    """Its address, which depends on the time that is left, is asked for each time."""
-    lost, address = message("lost"), mock.Mock(return_value=("news", "key"))
-    with pytest.raises(ConnectionLost, match=r"attempt 1.*an operator was here"):
-        publisher.publish_one(message("320"), POLICY._replace(resends=0))
-    with pytest.raises(ConnectionLost, match="attempt 3: ") as caught:
-        publisher.publish(lost.content.message(), address, resends=2)
-    assert caught.value.may_have_arrived
-    assert (script.times[lost.context], address.call_count, publisher.resent) == (3, 4, 2)
-    publisher.publish(message("ack").content.message(), address)
-
-
 def test_each_message_that_closes_the_channel_is_found(
     publisher: Publisher, script: Script
 ) -> None:
@@ -291,22 +277,9 @@ def test_each_message_that_closes_the_channel_is_found(
     assert len(script.acked) == 56 + 1
 
 
-def test_a_message_that_closes_the_channel_during_the_repair_for_another_is_its_own_error(
-    publisher: Publisher,
-) -> None:
-    sent = batch("return, ack", "406 PRECONDITION_FAILED", *["ack"] * 9)
-    publisher.publish_all(sent, PublishPolicy(window=4), redeclare=declare)
-    assert errors(sent) == [None, MessageRefused, *[None] * 9]
-
-
 def declare(connection: Connection) -> None:
     """Declare something, which the broker answers."""
     Exchange("news")(connection.default_channel).declare()
-
-
-def declare_without_end(connection: Connection) -> None:
-    while True:
-        declare(connection)
 
 
 def passing() -> NotFound:
@@ -353,33 +326,6 @@ def test_what_is_declared_is_declared_again_on_each_new_connection(publisher: Pu
     for answers, times in (("ack", 1), ("ack", 1), ("lost, ack", 2)):
         publisher.publish_one(message(answers), POLICY, declare=declaring)
         assert declaring.call_count == times
-
-
-#: What the broker does not answer, whether the client is connected before, and the error's text.
-SILENCES: dict[str, tuple[tuple[int, int] | None, bool, str]] = {
-    "a new connection": (spec.Connection.StartOk, False, "attempt 1"),
-    "a new channel": (spec.Channel.Open, True, "attempt 1"),
-    "a declaration": (spec.Exchange.Declare, True, "has not declared everything in time"),
-    "nothing, but it is slow": (None, True, "has not declared everything in time"),
-}
-
-
-@pytest.mark.parametrize("what", SILENCES)
-def test_what_the_broker_does_not_answer_is_an_error_in_time(
-    broker: FrameBroker, what: str
-) -> None:
-    method, is_connected, text = SILENCES[what]
-    with broker.connection() as connection:
-        if is_connected:
-            connection.ensure_connection()
-        if method:
-            del broker.answers[method]
-        declaring = declare if method else declare_without_end
-        with pytest.raises(ConnectionLost, match=text) as caught:
-            Publisher(connection).publish_one(
-                message("ack"), PublishPolicy(SHORT), declare=declaring
-            )
-    assert not caught.value.may_have_arrived
 
 
 def test_each_host_of_a_list_has_its_share_of_the_time(
@@ -449,7 +395,7 @@ def test_a_broker_that_reads_nothing_is_an_error_in_time(
     sent = [Publication(Content.of(amqp.Message(b"x" * 10**6)), lambda: ("", "q"))] * 100
     source = iter(sent)
     with pytest.raises(PublishError):
-        publisher.publish_all(source, PublishPolicy(SHORT))
+        publisher.publish_all(source, PublishPolicy(0.2))
     reads_on.set()
     assert len([*source]) > 50
 
@@ -514,35 +460,6 @@ def test_a_source_may_take_its_time_and_what_it_gave_does_not_wait_for_the_rest(
 
     publisher.publish_all(source())
     assert errors(sent) == [None] * 4
-
-
-def test_the_caller_s_own_work_in_a_pipeline_does_not_count_towards_the_timeout(
-    publisher: Publisher, clock: LeapingClock
-) -> None:
-    sent = batch("ack", "ack")
-    pipeline = Pipeline(publisher, None, mock.Mock())
-    for each in sent:
-        pipeline.publish(each, POLICY)
-        clock.ahead += AN_HOUR
-    pipeline.confirm()
-    assert errors(sent) == [None, None]
-
-
-def test_a_message_whose_time_is_over_before_anybody_looks_ends_all_the_same(
-    publisher: Publisher, clock: LeapingClock
-) -> None:
-    """As where this process is suspended; too short a time for the source to be called slow."""
-    sent = message("ack")
-
-    def source() -> Iterator[Publication]:
-        yield sent
-        clock.ahead += publish_loop.READ_EVERY - 0.005
-
-    finished: list[Publication] = []
-    with suppress(ConfirmTimeout):  # depends on when the confirm comes
-        publisher.publish_all(source(), PublishPolicy(0.04), done=finished.append)
-    assert finished == [sent]
-    assert_it_still_works(publisher)
 
 
 class Silent(ConfirmChannel):
@@ -624,18 +541,7 @@ def test_what_a_blocked_channel_has_not_written_is_not_counted(sent: Sent) -> No
     assert [*sent.channel.unconfirmed] == [3]
 
 
-def test_a_message_that_was_returned_has_not_arrived_although_its_ack_is_missing(
-    sent: Sent,
-) -> None:
-    body = amqp.Message("1: first")
-    sent.channel.unconfirmed.returned(NoConsumers("NO_ROUTE"), "news", "key", body)
-    assert sent.loop.take_back() == 3
-    assert [each.may_have_arrived for each in sent.messages] == [False, True, False]
-
-
-def test_a_single_attempt_is_given_up_alone_although_the_broker_has_answered_nothing(
-    sent: Sent,
-) -> None:
+def test_a_single_attempt_is_given_up_alone_and_not_sent_again(sent: Sent) -> None:
     sent.messages[1].single_attempt = True
     is_over(*sent.messages)
     sent.loop.check_time()
@@ -643,13 +549,9 @@ def test_a_single_attempt_is_given_up_alone_although_the_broker_has_answered_not
     # Those that are left say that the broker does not answer at all.
     with pytest.raises(ConfirmTimeout):
         sent.loop.check_time()
-
-
-def test_a_single_attempt_is_not_sent_again_after_a_nack(sent: Sent) -> None:
-    sent.messages[1].single_attempt = True
-    for tag in (1, 2):
-        sent.channel.unconfirmed.settle(tag, False, is_nack=True)
-    assert sent.done == [sent.messages[1]]
+    sent.messages[0].single_attempt = True
+    sent.channel.unconfirmed.settle(1, False, is_nack=True)
+    assert sent.done == [sent.messages[1], sent.messages[0]]
 
 
 def test_a_resend_that_is_due_later_holds_up_none_that_is_due_now(sent: Sent) -> None:
@@ -686,20 +588,3 @@ def test_a_suspect_that_is_given_up_does_not_keep_the_loop_from_its_source(sent:
     assert done == sent.messages
     loop.send()
     assert [*source] == []
-
-
-def test_it_says_whether_it_has_stopped_for_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    time_is_up, empty, full, blocked = (
-        (-1.0, 2, None),
-        (60.0, 1, None),
-        (60.0, 3, None),
-        (-1, 2, ""),
-    )
-    for read_every, messages, why in (time_is_up, empty, full, blocked):
-        monkeypatch.setattr(publish_loop, "READ_EVERY", read_every)
-        source = batch(*["ack"] * messages)
-        loop = PublishLoop(partial(next, iter(source), None), DEFAULT_POLICY, lambda _: None)
-        loop.window = 2
-        loop.use(channel := Silent(loop.settled))
-        channel.blocked = why
-        assert loop.send() is ((read_every, messages, why) == time_is_up)

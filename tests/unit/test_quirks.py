@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.levels import quirks
 from celery_rabbitdelay.levels.quirks import Quirk, version_of
 
 
@@ -20,24 +19,3 @@ from celery_rabbitdelay.levels.quirks import Quirk, version_of
 )
 def test_a_quirk_has_its_versions(quirk: Quirk, having: list[str], lacking: list[str]) -> None:
     assert [each for each in having + lacking if quirk.is_in(version_of(each))] == having
-
-
-def test_each_quirk_is_in_the_versions_that_it_was_seen_in() -> None:
-    versions = ("3.10.8", "3.13.7", "4.0.5", "4.2.3", "4.3.0", "4.3.2", "4.3.6")
-    named = {name: each for name, each in vars(quirks).items() if isinstance(each, Quirk)}
-    found = {
-        name: "".join("x" if each.is_in(version_of(version)) else "." for version in versions)
-        for name, each in named.items()
-    }
-    assert found == {
-        "DEAD_LETTERING_FLAG": "x......",
-        "STUCK_DEAD_LETTERING": "....xx.",
-        "SAME_CONSUMER_TAG": "xx.....",
-        "ORDER_OF_REQUEUED": "xx.....",
-        "ONLY_REJECT_COUNTS": "....xxx",
-        "DELIVERY_LIMIT": "..xxxxx",
-        "TWO_PRIORITIES": "..xx...",
-        "PASSIVE_PERMISSION": "....xxx",
-        "UNNAMED_PERMISSION": "xx.....",
-        "UNLISTED_BINDINGS": "xxxx...",
-    }

@@ -1,4 +1,4 @@
-"""What Celery's options for publishing say about resends."""
+"""How long, and how often, publishing is tried; what Celery's options say about it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.sending.task_producer import publish_policy
-from celery_rabbitdelay.exceptions import ConnectionLost
-from celery_rabbitdelay.publishing.publication import BACKOFF
+from celery_rabbitdelay.publishing.publication import BACKOFF, MIN_PAUSE, PublishPolicy
 
 #: Celery's own policy: three retries.
 CELERYS = DEFAULTS["task_publish_retry_policy"]
@@ -24,19 +23,13 @@ def app_with(**settings: Any) -> Celery:
     return app
 
 
-#: The default, of which connecting takes as many retries as Celery's.
-DEFAULT = (None, 3)
-
-
 @pytest.mark.parametrize(
     ("setting", "option", "resends", "reconnects"),
     [
-        ({}, {}, *DEFAULT),
-        ({}, {"interval_max": 5}, *DEFAULT),
-        ({}, {"max_retries": 3}, 3, None),
+        # By default, connecting takes as many retries as Celery's.
+        ({}, {"interval_max": 5}, None, 3),
         ({}, {"max_retries": 0}, 0, None),
-        (dict(CELERYS), {}, *DEFAULT),
-        ({**CELERYS, "max_retries": 7}, {}, 7, None),
+        (dict(CELERYS), {}, None, 3),
         ({**CELERYS, "interval_max": 0.2}, {}, 3, None),
         ({"interval_max": 0.2}, {}, None, None),
         ({"max_retries": 7}, {"max_retries": 1}, 1, None),
@@ -55,15 +48,6 @@ def test_retries_count_if_somebody_gave_them(
 
 
 @pytest.mark.parametrize(
-    ("settings", "options"),
-    [({"task_publish_retry": False}, {}), ({}, {"retry": False}), ({}, {})],
-    ids=["setting off", "option off", "Celery says so"],
-)
-def test_without_retry_a_message_is_sent_once(settings: Any, options: Any) -> None:
-    assert publish_policy(app_with(**settings), options, False, CELERYS).resends == 0
-
-
-@pytest.mark.parametrize(
     ("options", "resends"),
     [({}, None), ({"retry": False}, 0), ({"retry_policy": {"max_retries": 3}}, 0)],
     ids=["default", "off", "counted by Celery"],
@@ -79,29 +63,25 @@ def test_so_has_a_callback(monkeypatch: pytest.MonkeyPatch, options: Any, resend
     ("policy", "backoff"),
     [
         (CELERYS, BACKOFF),
-        ({}, BACKOFF),
         ({"interval_start": None}, BACKOFF),
         ({"interval_start": 1, "interval_step": 2, "interval_max": 5}, (1.0, 2.0, 5.0)),
-        ({"interval_max": 0}, (0.0, 0.2, 0.0)),
     ],
 )
 def test_other_intervals_are_those_of_this_package(policy: Any, backoff: Any) -> None:
     assert publish_policy(app_with(), {}, True, policy).backoff == backoff
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "attempts"),
-    [
-        ({"task_publish_retry": False}, {}, 1),
-        ({"task_publish_retry": False}, {"retry": True, "retry_policy": {"max_retries": 2}}, 3),
-        ({"task_publish_retry_policy": {"max_retries": 4, "interval_step": 0}}, {}, 5),
-        ({}, {}, 4),
-    ],
-)
-def test_a_broker_that_refuses_connections_is_an_error_after_so_many_attempts(
-    settings: Any, options: Any, attempts: int
-) -> None:
-    app: Any = app_with(broker_url="amqp://guest:guest@127.0.0.1:1//", **settings)
-    with pytest.raises(ConnectionLost, match=f"attempt {attempts}: ") as caught:
-        app.send_task("look", delay=5, **options)
-    assert not caught.value.may_have_arrived
+#: Each pause is partly random, so each is looked at so many times.
+LOOKS = 200
+
+
+def test_without_a_backoff_a_port_that_refuses_is_not_asked_without_a_pause() -> None:
+    policy = PublishPolicy(backoff=(0.0, 0.0, 0.0))
+    assert policy.pause(1) == 0.0
+    assert min(policy.pause(attempt) for attempt in range(2, LOOKS)) == MIN_PAUSE
+
+
+@pytest.mark.parametrize(("resends", "over"), [(None, []), (0, [1, 2, 10_000]), (2, [10_000])])
+def test_resends_are_counted_if_a_number_is_given(resends: int | None, over: list[int]) -> None:
+    policy = PublishPolicy(resends=resends)
+    assert [attempt for attempt in (1, 2, 10_000) if policy.is_over(attempt)] == over

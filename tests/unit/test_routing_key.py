@@ -44,32 +44,11 @@ def test_a_word_of_120_bytes_is_the_longest_that_is_not_hashed(name: str) -> Non
     assert routing_key.encode_destination(longer) == f"%~{digest}"
 
 
-def test_a_key_has_a_word_for_each_digit_and_one_for_the_destination() -> None:
-    keys = routing_key.RoutingKeys(levels=3)
-    assert keys.key(0, (0, 45, 7), "daily.reports") == "0.45.7.daily%2Ereports"
-    assert keys.key(0, (0, 0, 0), routing_key.DISTRIBUTION) == "0.0.0.%distribution"
-
-
 def test_with_several_shards_the_shard_s_word_comes_first() -> None:
     keys = routing_key.RoutingKeys(levels=2, shards=2)
     assert (keys.key(1, (4, 2), "q"), keys.pattern(1, 1, 2)) == ("s1.4.2.q", "s1.*.2.#")
     assert (keys.destination_pattern("q"), keys.digits("s1.4.2.q")) == ("*.*.*.q", ("4", "2"))
     assert [keys.shard_words(shard) for shard in range(2)] == [("s0",), ("s1",)]
-
-
-def test_a_single_shard_has_no_word() -> None:
-    keys = routing_key.RoutingKeys(levels=2, shards=1)
-    assert (keys, keys.shard_words(0)) == (routing_key.RoutingKeys(levels=2), ())
-    assert (keys.pattern(0, 1, 2), keys.pattern(0, 0, 0, 3)) == ("*.2.#", "0.3.#")
-    assert keys.destination_pattern("a.b") == "*.*.a%2Eb"
-
-
-@pytest.mark.parametrize(
-    ("key", "digits"),
-    [("", None), ("q", None), ("1.q", None), ("1.2.3.q", None), ("0.17.q", ("0", "17"))],
-)
-def test_the_digits_stand_before_the_last_word(key: str, digits: tuple[str, ...] | None) -> None:
-    assert routing_key.RoutingKeys(levels=2).digits(key) == digits
 
 
 def test_the_shard_is_that_of_the_task_whatever_its_id() -> None:
@@ -84,8 +63,3 @@ def test_the_shard_is_that_of_the_task_whatever_its_id() -> None:
 def test_no_queue_shares_the_word_of_distribution() -> None:
     word = routing_key.encode_destination(routing_key.DISTRIBUTION)
     assert (word, routing_key.encode_destination(word)) == ("%distribution", "%25distribution")
-
-
-def test_half_of_a_surrogate_pair_in_a_queue_s_name_raises_nothing() -> None:
-    assert routing_key.encode_destination("\ud800") == "\ud800"
-    assert routing_key.encode_destination("\ud800" * 99).startswith("%~")

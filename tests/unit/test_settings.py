@@ -12,15 +12,10 @@ from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.kombu import clock
 
 
-def test_without_any_key_there_is_a_clock_on_quorum_queues() -> None:
-    topology = Settings.of({"broker_url": "amqp://"}).topology
-    assert (topology.prefix, topology.layout.name) == ("rabbitdelay", "clock")
-    assert (topology.queue_type, len(topology.digit_queues)) == ("quorum", 180)
-
-
 @pytest.mark.parametrize(
     ("layout", "levels"),
     [
+        ("clock", 8),
         ("binary", 28),
         ({"name": "geometric", "factor": 60, "levels": 4}, 4),
         ({"name": "custom", "levels": [("hours", 24, 3600)], "zeros": "queue"}, 1),
@@ -92,9 +87,7 @@ def test_keys_are_read_from_django_s_namespace(
         ({"rabbitdelay_layouts": 1}, None, "rabbitdelay_layouts.*did you mean rabbitdelay_layout"),
         ({"CELERY_RABBITDELAY_LAYOUTS": 1}, "CELERY", "CELERY_RABBITDELAY_LAYOUTS"),
         ({"CELERY_RABBITDELAY_TICK": -1}, "CELERY", "^CELERY_RABBITDELAY_TICK = -1"),
-        ({"RABBITDELAY_PREFIX": "p"}, "CELERY", "write CELERY_RABBITDELAY_PREFIX$"),
         ({"RABBITDELAY_PREFIX": "p"}, "shop_", "write shop_rabbitdelay_prefix$"),
-        ({"RABBITDELAY_PREFIX": "p"}, None, "write rabbitdelay_prefix$"),
         ({"CELERY_RABBITDELAY_PREFIX": "p"}, None, "write rabbitdelay_prefix$"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import amqp
-import pytest
 from amqp import spec
 from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
@@ -115,25 +113,3 @@ def test_the_frames_of_a_message_are_those_of_py_amqp(
     content = wire.Content.of(amqp.Message(body, **told))
     ours = wire.publish_frames(channel, exchange, routing_key, content, frame_max)
     assert ours == by_pyamqp(channel, exchange, routing_key, amqp.Message(body, **told), frame_max)
-
-
-@pytest.mark.parametrize(
-    ("how", "multiple", "method", "bits"),
-    [
-        (wire.ACK, False, spec.Basic.Ack, (False,)),
-        (wire.ACK, True, spec.Basic.Ack, (True,)),
-        (wire.REJECT, False, spec.Basic.Reject, (False,)),
-        (wire.REQUEUE, False, spec.Basic.Nack, (False, True)),
-        (wire.REQUEUE, True, spec.Basic.Nack, (True, True)),
-    ],
-    ids=["ack", "ack-all", "reject", "nack", "nack-all"],
-)
-def test_frames_settle_as_the_specification_says(
-    how: wire.Settlement, multiple: bool, method: Any, bits: Any
-) -> None:
-    tags = [1, 2**40]
-    expected = b""
-    for tag in tags:
-        payload = struct.pack(">HH", *method) + dumps("L" + "b" * len(bits), (tag, *bits))
-        expected += struct.pack(">BHI", 1, 7, len(payload)) + payload + b"\xce"
-    assert wire.settle_frames(7, how, tags, multiple) == expected
