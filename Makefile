@@ -114,7 +114,7 @@ test-upgrade: $(VENV)/test.done  ## The version before, from git, and this one o
 test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place of Redis (root)
 	$(BIN)/python -m tests.valkey
 
-registry-sequences: $(VENV)/test.done  ## 100,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
+registry-sequences: $(VENV)/test.done  ## 50,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_registry_rule.py
 	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
 
