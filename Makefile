@@ -121,9 +121,8 @@ registry-sequences: $(VENV)/test.done  ## 50,000 random sequences: the registry'
 schedule-sequences: $(VENV)/test.done  ## 50,000 random sequences: the scripts of schedules beside their rule (20 minutes)
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_schedule_sequences.py
 
-travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, 1,000 random tasks beside a model, and 200 sequences of calls on the real and the recorded system (an hour)
+travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, and 200 sequences of calls on the real and the recorded system (an hour)
 	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py
-	RABBITDELAY_TRAVELLERS=1000 $(BIN)/pytest -q tests/integration/test_travel.py -k random
 	RABBITDELAY_SEQUENCES=200 $(BIN)/pytest -q --timeout=3600 tests/integration/test_recorded_sequences.py
 
 registry-mutants: $(VENV)/test.done  ## Break each line of the registry's scripts once; its tests have to notice

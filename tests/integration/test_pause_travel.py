@@ -12,40 +12,16 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_rabbitdelay import Outcome
-from celery_rabbitdelay.testing import Travel, wait_for
+from celery_rabbitdelay.testing import Travel
 from celery_rabbitdelay.testing.session import Worker
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
-from tests.integration.test_pause import DELAY, send_one_of_each_kind
 from tests.integration.travelling_shop import rabbitdelay_celery_app, shop, worker
 
 __all__ = ["rabbitdelay_celery_app", "shop", "worker"]
 
-
-def test_tasks_of_a_paused_name_wait_and_run_once_each_after_the_resume(
-    shop: Any, worker: Worker, noted: Notes, travel: Travel
-) -> None:
-    shop.rabbitdelay.pause(task="note")
-    sent = travel.now.timestamp()
-    expected = send_one_of_each_kind(noted)
-    all_sent = travel.now.timestamp()
-    looked = shop.tasks["look"].apply_async(delay=DELAY)
-    travel(seconds=4)
-    assert looked.successful()
-    assert noted() == []
-    noted.send("without a delay")
-    wait_for(noted, "the task without a delay", PATIENCE)
-    assert shop.rabbitdelay.resume(task="note")
-    travel.until(travel.nothing_waits)
-    assert Counter(noted()) == Counter({*expected, "without a delay"})
-    for note in noted.found():
-        if note["given"] == ["high"]:
-            assert note["priority"] == 9
-        if note["given"] != ["without a delay"]:
-            # The due time is the one that it was sent for.
-            due = note["headers"]["rabbitdelay-due"] / 1000
-            assert sent + DELAY - 0.001 <= due <= all_sent + DELAY + 0.001
-            assert note["eta"] is None
+#: Seconds until the tasks are due.
+DELAY = 1.0
 
 
 def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(

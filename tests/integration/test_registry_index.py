@@ -207,20 +207,6 @@ def test_pages_have_a_constant_size_and_tasks_that_leave_or_join_meanwhile_hide_
     assert seen == names
 
 
-def test_a_search_goes_on_behind_any_of_the_tasks_that_are_due_at_once_without_reading_them(
-    registry: Registry, index: Index, small_pages: list[int]
-) -> None:
-    names = in_one_shard(100)
-    registry.register([due_at(0, each) for each in names])
-    for place in (0, 49, 99):
-        small_pages.clear()
-        parts = index.parts(Filter(), (START_MS, names[place]))
-        found = [each.task_id for part in parts for each in part.tasks]
-        assert found == names[place + 1 :]
-        # What is behind the place, a few before it, and those that begin a page again.
-        assert sum(small_pages) <= (len(found) + 10) * 4 / 3 + 2
-
-
 def test_tasks_of_a_name_and_a_job_are_found_by_the_rarer_of_them(
     registry: Registry, index: Index
 ) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
-from celery_rabbitdelay.registry import jobs as jobs_module
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter, shard_of
@@ -168,23 +165,6 @@ def test_a_job_lives_and_has_its_name_until_its_last_task_may_arrive(
     registry.jobs.join(JOB, due - MINUTE_MS)
     assert expiry_ms(redis_setup, record) == due + MARGIN_MS + KEEP_MS
     assert int(redis_setup.client.hget(record, "free")) == due + MARGIN_MS
-
-
-def test_so_many_ended_states_are_remembered_as_long_as_redis_knows_them(
-    registry: Registry, redis_setup: RedisSetup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = SimpleNamespace(monotonic=lambda: 0.0, time_ns=time.time_ns)
-    monkeypatch.setattr(jobs_module, "time", clock)
-    monkeypatch.setattr(jobs_module, "REMEMBERED", 3)
-    jobs = [opened(registry, f"job-{number}") for number in range(5)]
-    for name, _ in jobs:
-        registry.jobs.end(name, COMMITTED)
-    assert registry.jobs.states(jobs) == dict.fromkeys(jobs, COMMITTED)
-    for name, _ in jobs:
-        redis_setup.client.delete(registry.names.of("job", name))
-    assert registry.jobs.states(jobs) == dict.fromkeys(jobs[2:], COMMITTED)
-    clock.monotonic = lambda: (MINUTE_MS + MARGIN_MS + KEEP_MS) / 1000
-    assert registry.jobs.states(jobs) == {}
 
 
 def test_an_expired_job_leaves_nothing_to_the_next_one_of_its_name(

@@ -1,7 +1,7 @@
 """Random sequences of what can happen to a task, in Redis and by the rule in Python.
 
-``RABBITDELAY_SEQUENCES`` says how many are played on one server (on a cluster, a fourth of them), and
-``RABBITDELAY_SEED`` which ones.
+``RABBITDELAY_SEQUENCES`` says how many are played on one server, and ``RABBITDELAY_SEED`` which
+ones; on a cluster, a fourth as many are.
 """
 
 from __future__ import annotations

@@ -11,14 +11,12 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from amqp import Message
 from celery import chain
 from celery.exceptions import TaskRevokedError
-from kombu import Connection, Queue
+from kombu import Connection
 
 from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.notes import Notes
@@ -170,43 +168,6 @@ def test_an_early_task_that_the_worker_holds_asks_when_it_is_due(
     with pytest.raises(TaskRevokedError):
         shop.AsyncResult(ids[0]).get(timeout=PATIENCE)
     assert noted() == [1]
-
-
-def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
-    serve: Any, noted: Notes, redis: RedisServer, connection: Connection
-) -> None:
-    noted.shop = shop = serve(rabbitdelay_registry_options=IMPATIENT)
-    worker, queue = shop.worker, Queue(shop.conf.task_default_queue, no_declare=True)
-    noted.send("once", delay=1, once=True)
-    redis.suspend()
-    wait_for(lambda: "go back into the levels" in worker.log, "the warning", PATIENCE)
-    levels = shop.rabbitdelay.topology.queues
-    with connection.channel() as opened:
-        channel: Any = opened
-        asked = queue(channel)
-
-        def is_put_back() -> bool:
-            counts = queue_counts(connection, levels)
-            return time.time() > due and any(each and each.messages for each in counts.values())
-
-        due = time.time() + 1.2
-        wait_for(is_put_back, "the task that was put back", PATIENCE)
-        worker.stop()
-        redis.resume()
-        found: list[Any] = []
-
-        def is_found() -> bool:
-            found.extend(filter(None, [asked.get()]))
-            return bool(found)
-
-        wait_for(is_found, "the task", PATIENCE)
-        (message,) = found
-        for _ in range(2):
-            properties = {**message.properties, "application_headers": message.headers}
-            channel.basic_publish(Message(message.body, **properties), routing_key=queue.name)
-        message.ack()
-    worker.start()
-    assert noted.until(1) == ["once"]
 
 
 def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(

@@ -6,11 +6,9 @@ What a test waits for takes minutes otherwise: its workers are hasty, or it trav
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -143,31 +141,6 @@ def test_a_worker_of_another_application_sends_again_to_the_queue_of_the_task(
     assert stage.instants() == [first]
 
 
-def test_what_comes_later_than_the_next_one_is_due_runs(
-    stage: Stage, connection: Connection
-) -> None:
-    stage.settings.update(task_acks_late=True, worker_prefetch_multiplier=1)
-    default, keys = named(stage.shop, "default"), [f"{stage.key}:{number}" for number in range(4)]
-
-    def hold(key: str) -> None:
-        stage.shop.tasks["hold"].apply_async(kwargs={"key": key}, ignore_result=True)
-
-    hold(keys[0])
-    with Worker(stage.settings):
-        wait_for(partial(stage.redis.llen, keys[0]), "a run", PATIENCE)
-        stage.put("a", catch_up="last")
-        for now, then in pairwise(keys):
-            wait_for(lambda: count(connection, default), "an occurrence", PATIENCE)
-            hold(then)
-            wait_for(partial(is_over, time.time() + 2.5), "more instants", PATIENCE)
-            stage.redis.set(f"{now}:ends", "1")
-            wait_for(partial(stage.redis.llen, then), "a run", PATIENCE)
-        found = stage.instants()
-        stage.redis.set(f"{keys[-1]}:ends", "1")
-    assert len(found) == len(set(found)) == 3
-    stage.redis.delete(*stage.redis.keys(f"{stage.key}:*"))
-
-
 def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(
     stage: Stage, put_soon: Callable[..., int], redis_setup: RedisSetup
 ) -> None:
@@ -195,38 +168,16 @@ def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(
 def test_a_redis_that_has_lost_everything_knows_a_schedule_again(
     stage: Stage, redis_setup: RedisSetup
 ) -> None:
+    def known_again() -> bool:
+        found = stage.shop.rabbitdelay.schedules.get("a")
+        return found is not None and found.args == ("a",) and found.exported() == before
+
     before = stage.put("a", priority=2).exported()
     with Worker(stage.settings):
         stage.until_ran(3)
         redis_setup.client.flushall()
-        wait_for(lambda: known_again(stage.shop, before), "the whole of it", PATIENCE)
+        wait_for(known_again, "the whole of it", PATIENCE)
         stage.until_ran(len(stage()) + 3)
-    assert_each_once(stage.instants())
-
-
-def known_again(shop: Any, before: dict[str, Any]) -> bool:
-    found = shop.rabbitdelay.schedules.get("a")
-    return found is not None and found.args == ("a",) and found.exported() == before
-
-
-def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out(
-    stage: Stage, connection: Connection, redis_setup: RedisSetup
-) -> None:
-    default = named(stage.shop, "default")
-    before = stage.put("a").exported()
-    with Worker(stage.settings):
-        stage.until_ran(3)
-    # What the worker had received and not begun is in the queue again, too.
-    wait_for(lambda: count(connection, default), "a message that is due", PATIENCE)
-    wait_for(partial(is_over, time.time() + 5), "a backlog", PATIENCE)
-    redis_setup.client.flushall()
-    backlog = count(connection, default)
-    stage.put("a")
-    wait_for(lambda: count(connection, default) > backlog, "the one put again", PATIENCE)
-    with Worker(stage.settings):
-        stage.until_ran(15)
-        wait_for(lambda: known_again(stage.shop, before), "the whole of it", PATIENCE)
-        stage.until_none_is_missing()
     assert_each_once(stage.instants())
 
 
@@ -256,26 +207,6 @@ def test_what_waits_for_a_resume_is_not_sent_again(
     }
 
 
-def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(stage: Stage) -> None:
-    stage.settings["task_acks_late"] = True
-    alone = {**stage.settings, "worker_prefetch_multiplier": 1}
-    with Worker(alone) as killed:
-        stage.put("a", 3 * SECOND, task="hold")
-        stage.until_ran(1)
-        (first,) = stage.instants()
-        # If the worker is slow to start, many occurrences are due by then, and each holds a thread.
-        with Worker(stage.settings, None, "-P", "threads", "-c", "200"):
-            stage.until_ran(2)
-            killed.kill()
-            wait_for(lambda: stage.instants().count(first) == 2, "another run", PATIENCE)
-            stage.let_end()
-            wait_for(lambda: len({*stage.instants()}) >= 5, "what follows", PATIENCE)
-    found = Counter(stage.instants())
-    assert sorted(found) == [*range(first, first + 3 * len(found), 3)]
-    assert [*islice(found.elements(), 3)] == [first, first, first + 3]
-    assert sum(found.values()) == len(found) + 1
-
-
 @pytest.mark.parametrize(("mode", "is_emptied"), [("hold", False), ("run", True)])
 def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
     stage: Stage, redis: RedisServer, mode: str, is_emptied: bool
@@ -298,3 +229,19 @@ def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
         stage.until_ran(ran + 10)
         wait_for(lambda: stage.shop.rabbitdelay.schedules.get("a"), "a record", PATIENCE)
     assert_each_once(stage.instants())
+
+
+def test_an_occurrence_runs_although_its_confirm_comes_after_ten_others(stage: Stage) -> None:
+    late = {"imports": ["tests.integration.late_confirm"], "worker_prefetch_multiplier": 1}
+    with Worker({**stage.settings, "task_acks_late": True, **late}) as waits:
+        first = int(time.time()) + 5
+        stage.put("a", start=datetime.fromtimestamp(first, UTC))
+        records = stage.shop.rabbitdelay.schedules._records
+        wait_for(lambda: records.get(["a"])[0].done_ms > 0, "the first decision", PATIENCE)
+        with Worker(stage.settings):
+            stage.until_ran(10)
+            wait_for(lambda: "waits, as the next is not published" in waits.log, "it", PATIENCE)
+            wait_for(lambda: first in stage.instants(), "the first occurrence", PATIENCE)
+            stage.until_none_is_missing()
+    assert_each_once(stage.instants())
+    assert stage.instants()[0] == first
