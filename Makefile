@@ -41,7 +41,7 @@ SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bod
         reach sealed secrets signing tls versions)
 
 # Schedules, time travel and what records sends.
-SCHEDULES_TESTS = $(call INTEGRATION,beat_entries pause_travel recorded_sequences schedule* testing_plugin travel)
+SCHEDULES_TESTS = $(call INTEGRATION,beat_entries recorded_sequences schedule* testing_plugin travel)
 
 # Brokers, workers and Redis servers that are killed or stop answering, and clusters.
 TROUBLE_TESTS = tests/acceptance/test_kill.py $(call INTEGRATION,cluster* modules_trouble publish_retry publisher_trouble \

@@ -1,21 +1,30 @@
-"""Due tasks of a name or for a queue are paused and resumed: real servers, and a worker."""
+"""Due tasks of a name or for a queue are paused and resumed: real servers, and a worker.
+
+Pauses among all other decisions are in ``test_recorded_sequences.py``.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from celery.exceptions import TaskRevokedError
 
-from celery_rabbitdelay import RegistryUnavailable
+from celery_rabbitdelay import Outcome, RegistryUnavailable
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.testing import RedisServer, wait_for
+from celery_rabbitdelay.testing import RedisServer, Travel, wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
+from tests.integration.travelling_shop import rabbitdelay_celery_app
 from tests.integration.worker import Worker
 from tests.unit.clock import frozen
+
+__all__ = ["rabbitdelay_celery_app"]
 
 #: Seconds until the tasks are due.
 DELAY = 1.0
@@ -147,3 +156,53 @@ def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost_w
     shop.tasks["look"].apply_async(delay=7).get(timeout=PATIENCE)
     assert Counter(noted()) == Counter(expected)
     assert shop.rabbitdelay.paused() == []
+
+
+@pytest.fixture
+def travelled(rabbitdelay_app: Any, rabbitdelay_worker: Any) -> Iterator[Notes]:
+    """The notes of an application whose worker travels in time."""
+    noted = Notes(rabbitdelay_app)
+    yield noted
+    noted.forget()
+
+
+def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
+    travelled: Notes, travel: Travel
+) -> None:
+    delays, send = travelled.shop.rabbitdelay, partial(travelled.send, delay=DELAY)
+    delays.pause(task="note")
+    cancelled, revoked, kept = (send(name, track=True) for name in ("cancelled", "revoked", "kept"))
+    untracked, older = send("untracked"), send("older", key="order")
+    delays.open_job("import", expires=3600)
+    aborted = send("aborted", job="import")
+    travel(seconds=4)
+    assert delays.cancel(cancelled) is Outcome.DONE
+    revoked.revoke()
+    assert delays.cancel(untracked) is Outcome.NOTED
+    send("newer", key="order")
+    delays.abort_job("import")
+    travel(seconds=10)
+    for result in (cancelled, revoked, untracked, older, aborted):
+        with pytest.raises(TaskRevokedError):
+            result.get(timeout=PATIENCE)
+    assert (travelled(), kept.state) == ([], "DELAYED")
+    delays.resume(task="note")
+    travel.until(travel.nothing_waits)
+    assert Counter(travelled()) == Counter({"kept", "newer"})
+
+
+def test_hours_past_a_pause_have_few_stops_and_what_is_resumed_runs_at_once(
+    travelled: Notes, travel: Travel
+) -> None:
+    delays = travelled.shop.rabbitdelay
+    delays.pause(task="note")
+    travelled.send("held", delay=DELAY)
+    delays.open_job("late", expires=14_000)
+    expired = travelled.send("expired", delay=DELAY, job="late")
+    travel(seconds=14_010)
+    assert travelled() == []
+    with pytest.raises(TaskRevokedError):
+        expired.get(timeout=PATIENCE)
+    assert delays.resume(task="note")
+    travel(seconds=1)
+    assert travelled() == ["held"]

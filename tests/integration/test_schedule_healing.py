@@ -1,6 +1,7 @@
 """Occurrences that are sent again, or come late, and a Redis that forgets: each instant runs once.
 
-What a test waits for takes minutes otherwise: its workers are hasty, or it travels in time.
+What a test waits for takes minutes otherwise: its workers are hasty. Others travel in time, in
+``test_schedules_travel.py``.
 """
 
 from __future__ import annotations
@@ -12,22 +13,18 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kombu import Connection, Queue
+from kombu import Connection
 from redis import Redis
 
-from celery_rabbitdelay.publishing.message import kept_properties
-from celery_rabbitdelay.testing import RedisServer, Travel, wait_for
-from celery_rabbitdelay.testing.session import Worker as TravellingWorker
+from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.arrivals import count
-from tests.integration.notes import Notes, instants
 from tests.integration.registering import TEXT, RedisSetup
 from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.test_schedules import Stage, assert_each_once, settings, shop, stage
-from tests.integration.travelling_shop import rabbitdelay_celery_app
 from tests.integration.worker import Worker
 from tests.unit.clock import frozen
 
-__all__ = ["rabbitdelay_celery_app", "settings", "shop", "stage"]
+__all__ = ["settings", "shop", "stage"]
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 
@@ -68,57 +65,6 @@ def wait_until_followed(shop: Any, first: int) -> None:
 
 def is_over(instant: float) -> bool:
     return time.time() > instant
-
-
-@pytest.mark.parametrize(("catch_up", "begins"), [("all", "the original"), (900, "the copy")])
-def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
-    rabbitdelay_app: Any,
-    rabbitdelay_worker: TravellingWorker,
-    travel: Travel,
-    catch_up: Any,
-    begins: str,
-) -> None:
-    noted, schedules = Notes(rabbitdelay_app), rabbitdelay_app.rabbitdelay.schedules
-    start = travel.now.replace(microsecond=0) + HOUR
-    kwargs = {"key": noted.key}
-    schedules.put("a", "note", HOUR, ("a",), kwargs, start=start, catch_up=catch_up)
-    rabbitdelay_worker.kill()
-    travel(to=start + 61 * SECOND)
-    assert schedules.heal() == []
-    travel(seconds=46)
-    assert schedules.heal() == ["a"]
-    travel(seconds=1)
-    with rabbitdelay_app.connection_for_write() as connection:
-        queue = rabbitdelay_app.amqp.queues[rabbitdelay_app.conf.task_default_queue]
-        found = taken(connection, queue)
-        assert len(found) == 2
-        rabbitdelay_worker.start()
-        for message in found if begins == "the original" else reversed(found):
-            give(connection, queue, message)
-            # The second one is too late for 900 seconds.
-            travel(seconds=900)
-    assert instants(noted, "a") == [int(start.timestamp())]
-    travel(to=start + 3.5 * HOUR)
-    assert [each - start.timestamp() for each in instants(noted, "a")] == [0, 3600, 7200, 10800]
-    noted.forget()
-
-
-def taken(connection: Connection, queue: Queue) -> list[Any]:
-    """Take all messages out of a queue."""
-    bound = queue(connection.default_channel)
-    return [*iter(lambda: bound.get(no_ack=True), None)]
-
-
-def give(connection: Connection, queue: Queue, message: Any) -> None:
-    """Put a message into a queue as it was."""
-    connection.Producer().publish(
-        message.body,
-        routing_key=queue.name,
-        headers=message.headers,
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        **kept_properties(message.properties),
-    )
 
 
 def test_a_worker_of_another_application_sends_again_to_the_queue_of_the_task(
