@@ -173,11 +173,9 @@ def test_a_job_is_opened_committed_and_shown(shop: Any) -> None:
 
 def test_tasks_are_paused_by_name_and_by_queue_and_resumed(shop: Any) -> None:
     send(shop, 60)  # the levels exist, which is what the status is about
-    began = datetime.now(UTC) - timedelta(milliseconds=1)  # Redis counts whole ones
     assert invoke(shop, "pause --task shop.remind").stdout.startswith("paused: task shop.remind, ")
     data = answer(shop, "pause --queue mails", "paused")
     assert (data["task"], data["queue"]) == (None, "mails")
-    assert began <= datetime.fromisoformat(data["since"]) <= datetime.now(UTC)
     again = answer(shop, "pause --task shop.remind", "paused")
     assert answer(shop, "status -t 0.1", "status")["paused"] == [again, data]
     for told, status in (("resumed", 0), ("was not paused", 1)):
@@ -240,26 +238,28 @@ def test_schedules_are_listed_paused_triggered_deleted_and_imported(
     put("often", "shop.remind", timedelta(hours=1))
     put("pickled", "shop.report", "@daily", [{1, 2}], serializer="pickle")
 
-    listed = answer(shop, "schedules list", "schedules")["schedules"]
-    assert [each["name"] for each in listed] == ["nightly", "often", "pickled"]
-    assert (listed[0]["args"], listed[2]["args"]) == (["x"], None)
-    shown = invoke(shop, "schedules list").stdout.splitlines()
-    assert shown[0].startswith("nightly: shop.report, next ")
+    def listed() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = answer(shop, "schedules list", "schedules")["schedules"]
+        return found
+
+    shown = [(each["name"], each["args"]) for each in listed()]
+    assert shown == [("nightly", ["x"]), ("often", []), ("pickled", None)]
+    assert invoke(shop, "schedules list").stdout.startswith("nightly: shop.report, next ")
     due = answer(shop, "schedules next nightly --number 3", "schedule")["next"]
     assert [each[10:] for each in due] == ["T00:00:00+00:00"] * 3
 
     assert invoke(shop, "schedules pause often").stdout == "often: paused\n"
-    assert answer(shop, "schedules list", "schedules")["schedules"][1]["paused"]
+    assert listed()[1]["paused"]
     assert invoke(shop, "schedules resume often").stdout == "often: resumed\n"
     assert len(answer(shop, "schedules trigger often", "schedule")["task_id"]) == 36
     assert invoke(shop, "schedules delete often").stdout == "often: deleted\n"
+    gone = invoke(shop, "schedules delete often")
+    assert (gone.exit_code, gone.stdout) == (1, "often: there is no such schedule\n")
     exported = invoke(shop, "schedules export")
     assert "pickled: not exported: its arguments cannot be read" in exported.stderr
     file = tmp_path / "schedules.json"
     file.write_text(exported.stdout)
     told = answer(shop, f"schedules import {file}", "schedules_import")["imported"]
     assert told == [{"name": "nightly", "error": ""}]
-    gone = invoke(shop, "schedules delete often")
-    assert (gone.exit_code, gone.stdout) == (1, "often: there is no such schedule\n")
     for name in ("nightly", "pickled"):
         shop.rabbitdelay.schedules.delete(name)

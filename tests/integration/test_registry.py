@@ -167,18 +167,6 @@ def test_what_nobody_knows_leaves_no_record_and_what_was_cancelled_is_kept_no_lo
     assert expiry_ms(redis_setup, record) == lives
 
 
-@pytest.mark.parametrize("forgotten", [True, False])
-def test_a_task_that_arrives_after_decisions_about_it_may_be_forgotten_does_not_run_silently(
-    registry: Registry, forgotten: bool
-) -> None:
-    message = tracked(after_ms=-KEEP_MS - MINUTE_MS if forgotten else -KEEP_MS + MINUTE_MS)
-    expected = Verdict.FORGOTTEN if forgotten else Verdict.RUN
-    assert verdict(registry, message) is expected
-    assert verdict(registry, arrival(message, copy="", once="queue", name="a")) is expected
-    # Without an option of the registry, nothing can have been decided but a cancel, which lives on.
-    assert verdict(registry, arrival(message, task_id="other", copy="")) is Verdict.RUN
-
-
 def test_a_task_that_is_to_run_once_runs_once_at_each_queue(registry: Registry) -> None:
     message = tracked()
     here, there = (

@@ -11,8 +11,8 @@ import pytest
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
-from celery_rabbitdelay.registry.decision import Ticket, Verdict
-from celery_rabbitdelay.registry.index import Filter, shard_of
+from celery_rabbitdelay.registry.decision import Verdict
+from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import wait_for
@@ -283,21 +283,3 @@ def test_a_job_that_is_open_for_longer_than_decisions_are_kept_runs_its_tasks(
     assert verdict(registry, late) is Verdict.FORGOTTEN
     assert verdict(registry, late._replace(put_back_ms=now_ms())) is Verdict.RUN
     assert verdict(registry, sent("other", job="a job that Redis has lost")) is Verdict.RUN
-
-
-def test_tasks_of_an_aborted_job_do_not_run_leave_the_index_and_can_be_sent_again(
-    registry: Registry,
-) -> None:
-    aborted, again = tracked(job=JOB), tracked(job="again")
-    for job in (JOB, "again"):
-        registry.jobs.open(job, MINUTE_MS)
-    registry.register([aborted])
-    registry.jobs.end(JOB, ABORTED)
-    assert verdict(registry, aborted) is Verdict.EXPIRED
-    assert registry.index.count(Filter()) == 0
-    assert registry.ask([("task", "")]) == [Ticket()]
-    assert registry.register([again]) == ["waiting"]
-    registry.jobs.end("again", COMMITTED)
-    assert verdict(registry, arrival(aborted, redelivered=True)) is Verdict.EXPIRED
-    assert registry.index.count(Filter()) == 1
-    assert verdict(registry, again) is Verdict.RUN

@@ -71,7 +71,7 @@ def test_a_process_that_is_killed_at_any_step_silences_no_task_and_makes_none_ru
         return {"args": [name], "kwargs": {"key": noted.key}, "delay": LONG, "key": key}
 
     def postpone(name: str) -> dict[str, Any]:
-        return {"task_id": str(noted.send(name, delay=LONG, track=True).id), "delay": 1}
+        return {"task": str(noted.send(name, delay=LONG, track=True).id), "delay": 1}
 
     # Before and after the registry is asked, the message is published, and it is registered.
     assert steps_of(module_settings, "send", send("unused", noted.key)) == 6

@@ -117,19 +117,3 @@ def test_a_task_is_known_with_its_route_its_job_and_where_it_may_be(
     delays.cancel(result)
     assert (delays.show(result).state, delays.show(result).may_be_in) == ("cancelled", {})
     assert delays.show(uuid4()) is delays.show(key=uuid4().hex) is None
-
-
-def test_an_untracked_task_with_a_key_is_known_without_its_arguments(
-    shop: Any, noted: Notes, channel: Any
-) -> None:
-    noted.send(7, delay=86_400, key=noted.key)  # above the capacity of these levels
-    checkin = shop.rabbitdelay.topology.module_queues.checkin.name
-    channel.queue_delete(checkin)
-
-    def meditates() -> bool:
-        return bool(shop.rabbitdelay.show(key=noted.key).may_be_in == {"meditation": 1})
-
-    wait_for(meditates, "the message", PATIENCE)
-    found = shop.rabbitdelay.show(key=noted.key)
-    assert (found.state, found.missing) == ("waiting", (checkin,))
-    assert (found.task, found.args, found.queue, found.job) == (None, None, None, None)

@@ -21,7 +21,7 @@ from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
 from celery_rabbitdelay.registry.rule import EMPTY, Message
 from tests.integration.registering import MARGIN_MS, RedisSetup, now_ms
 
-SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "400"))
+SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "800"))
 SEED: Final = int(os.environ.get("RABBITDELAY_SEED", "0"))
 
 #: Steps of a sequence at most, and messages of its task.

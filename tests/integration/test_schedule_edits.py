@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from datetime import UTC, datetime, timedelta
@@ -76,39 +75,6 @@ def jittered(name: str, instant: datetime, jitter: int) -> datetime:
     hourly = Recurrence.of(HOUR, "UTC")
     made = Occurrence(name, milliseconds_of(instant), hourly, ALL, jitter * 1000)
     return instant_of(made.due_ms)
-
-
-def test_edits_around_many_instants_lose_none_and_repeat_none(stage: Stage) -> None:
-    times: list[tuple[float, float]] = []
-
-    def edit() -> Any:
-        began = time.time()
-        made = stage.edit(f"{len(times)}")
-        times.append((began, time.time()))
-        return made.next_at
-
-    first, around = edit(), random.Random(7)
-    with Worker(stage.settings), Worker(stage.settings):
-        stage.until_given("0", 1)
-        for _ in range(6):
-            instant = int(time.time()) + 1
-            # What keeps the workers busy when the instant has come.
-            with stage.shop.rabbitdelay.pipeline():
-                for _ in range(30):
-                    stage.shop.tasks["at"].apply_async(eta=datetime.fromtimestamp(instant, UTC))
-            for seconds in sorted(around.uniform(-0.1, 0.1) for _ in range(3)):
-                time.sleep(max(0, instant + seconds - time.time()))
-                edit()
-        expected = between(first, times[-1][1] + 2)
-        wait_for(lambda: expected <= {each[0] for each in stage.runs()}, "each instant", PATIENCE)
-    found = stage.runs()
-    # Of two workers, the one that ends first may leave a later instant to the other.
-    assert [each[0] for each in found if each[0] in expected] == sorted(expected)
-    for due, given, at in found:
-        # The first put declares the levels, and may return later than the first instant.
-        before = [number for number, (_, returned) in enumerate(times) if returned < due]
-        assert int(given) >= max(before, default=0)
-        assert times[int(given)][0] <= at
 
 
 def test_what_waits_for_the_end_of_a_run_does_not_outlive_its_schedule(stage: Stage) -> None:

@@ -1,8 +1,8 @@
 """Many schedules, in real levels, against a walk of the clock: travelled in moments.
 
 ``make travel`` travels a year of forty, with both changes of each clock, and each minute of its
-first day; ``make test-schedules`` a fortnight of thirty with a leap day and one change, and the hours
-and minutes of less.
+first day; ``make test-schedules`` a fortnight of fewer with a leap day and one change, and the
+hours and minutes of less.
 """
 
 from __future__ import annotations

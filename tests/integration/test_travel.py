@@ -168,7 +168,7 @@ def test_what_no_destination_takes_is_tried_again_until_it_is_given_up(trip: Tra
         assert texts() == ["lost"]
         channel.queue_unbind("travelling", "travelling.gone", "")
         note.apply_async(("lost",), delay=timedelta(days=1), **to)
-        trip(days=90)
+        trip(days=3)
         assert texts() == ["lost"]
         assert channel.queue_declare(undeliverable, passive=True).message_count == 1
 
