@@ -239,9 +239,6 @@ def test_what_needs_a_registry_says_so(broker_url: str) -> None:
             app.rabbitdelay.schedules.put("a", "note", SECOND)
         with pytest.raises(InvalidSetting, match="rabbitdelay_registry_url"):
             app.rabbitdelay.check_settings()
-    with closing(make_app({**small, "rabbitdelay_registry_url": "redis://127.0.0.1:1"})) as app:
-        ((code, _, _),) = check_schedules(Records(app.rabbitdelay.registry), 0)
-        assert code == "registry-unavailable"
 
 
 def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(stage: Stage) -> None:

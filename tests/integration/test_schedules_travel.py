@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -125,18 +124,6 @@ def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again
     with shop.connection_for_write() as connection:
         counts = queue_counts(connection, queues).values()
     assert sum(each.messages for each in counts if each is not None) == 1
-
-
-def test_processes_that_put_the_same_schedule_at_once_put_one(
-    put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
-) -> None:
-    start = travel.now + 12 * HOUR
-    with ThreadPoolExecutor(8) as threads:
-        made = {*threads.map(lambda _: put(start=start).next_at, range(24))}
-    first = start.replace(microsecond=start.microsecond // 1000 * 1000)
-    assert made == {first}
-    travel(hours=15)
-    assert hours(noted, first.replace(microsecond=0)) == [0, 1, 2, 3]
 
 
 def test_a_schedule_ends(
