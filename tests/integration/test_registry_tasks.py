@@ -249,7 +249,7 @@ def test_all_of_a_filter_that_were_sent_before_are_cancelled_whatever_is_sent_an
     small_pages.clear()
     assert delays.cancel_pending(task="at", job=job, limit=10) == 10
     # All are in one list, which was not read as a whole.
-    assert sum(small_pages) < 40
+    assert max(small_pages) < 40
     assert delays.cancel_pending(task="at", due_before=in_15_hours) == 50
     signals.cancelled.disconnect(send_and_move)
     assert (len({*cancelled}), last.task_id in cancelled) == (60, True)

@@ -13,11 +13,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from kombu import Connection
 from redis import Redis
 
 from celery_rabbitdelay.testing import RedisServer, wait_for
-from tests.integration.arrivals import count
 from tests.integration.registering import TEXT, RedisSetup
 from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.test_schedules import Stage, assert_each_once, settings, shop, stage
@@ -65,26 +63,6 @@ def wait_until_followed(shop: Any, first: int) -> None:
 
 def is_over(instant: float) -> bool:
     return time.time() > instant
-
-
-def test_a_worker_of_another_application_sends_again_to_the_queue_of_the_task(
-    stage: Stage, put_soon: Callable[..., int], connection: Connection
-) -> None:
-    first = put_soon()
-    # Another queue, and no tasks.
-    mail = {**stage.settings, "prefix": f"{stage.settings['prefix']}-mail", "knows_tasks": False}
-    with Worker({**mail, **HASTY}) as other:
-        wait_for(
-            lambda: count(connection, named(stage.shop, "default")) >= 2, "two messages", PATIENCE
-        )
-        assert "sent again: a" in other.log
-        assert stage() == []
-        with Worker(stage.settings):
-            stage.until_ran(1)
-            wait_until_followed(stage.shop, first)
-            stage.until(1)
-        assert "unregistered task" not in other.log
-    assert stage.instants() == [first]
 
 
 def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(

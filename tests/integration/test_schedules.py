@@ -234,9 +234,9 @@ def test_verify_finds_schedules_that_stand_still_and_those_that_cannot_be_sent_a
 
 def test_what_needs_a_registry_says_so(broker_url: str) -> None:
     small = small_configuration(broker_url, "redis://127.0.0.1:1", "test")
+    with closing(make_app(small)) as app, pytest.raises(RegistryRequired):
+        app.rabbitdelay.schedules.put("a", "note", SECOND)
     with closing(make_app({**small, "rabbitdelay_beat": True})) as app:
-        with pytest.raises(RegistryRequired):
-            app.rabbitdelay.schedules.put("a", "note", SECOND)
         with pytest.raises(InvalidSetting, match="rabbitdelay_registry_url"):
             app.rabbitdelay.check_settings()
 

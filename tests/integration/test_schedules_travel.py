@@ -11,7 +11,6 @@ import pytest
 from celery_rabbitdelay import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.testing import Travel, wait_for
 from celery_rabbitdelay.testing.session import Worker
 from celery_rabbitdelay.testing.travel import forget
@@ -158,44 +157,3 @@ def test_what_was_missed_is_sent_by_hand_and_neither_what_ran_nor_what_waits(
     assert hours(noted, first) == [*range(-5, 3)]
     with pytest.raises(InvalidSchedule, match="more than 10000"):
         schedules.backfill("a", now - 20_000 * HOUR, now)
-
-
-@pytest.mark.parametrize(("catch_up", "begins"), [("all", "the original"), (900, "the copy")])
-def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
-    shop: Any,
-    put: Callable[..., Any],
-    noted: Notes,
-    worker: Worker,
-    travel: Travel,
-    catch_up: Any,
-    begins: str,
-) -> None:
-    start, schedules = travel.now.replace(microsecond=0) + HOUR, shop.rabbitdelay.schedules
-    put(start=start, catch_up=catch_up)
-    worker.kill()
-    travel(to=start + timedelta(seconds=61))
-    assert schedules.heal() == []
-    travel(seconds=46)
-    assert schedules.heal() == ["a"]
-    travel(seconds=1)
-    with shop.connection_for_write() as connection:
-        queue = shop.amqp.queues[shop.conf.task_default_queue]
-        bound = queue(connection.default_channel)
-        found = [*iter(lambda: bound.get(no_ack=True), None)]
-        assert len(found) == 2
-        worker.start()
-        for message in found if begins == "the original" else reversed(found):
-            # As it was.
-            connection.Producer().publish(
-                message.body,
-                routing_key=queue.name,
-                headers=message.headers,
-                content_type=message.content_type,
-                content_encoding=message.content_encoding,
-                **kept_properties(message.properties),
-            )
-            # The second one is too late for 900 seconds.
-            travel(seconds=900)
-    assert hours(noted, start) == [0]
-    travel(to=start + 3.5 * HOUR)
-    assert hours(noted, start) == [0, 1, 2, 3]
