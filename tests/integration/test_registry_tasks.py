@@ -240,7 +240,7 @@ def test_all_of_a_filter_that_were_sent_before_are_cancelled_whatever_is_sent_an
 
     def send_and_move(task_id: str, **_: Any) -> None:
         cancelled.append(task_id)
-        if 10 <= len(cancelled) < 30:
+        if 10 < len(cancelled) <= 30:
             send_many(shop, "at", 1, 9 if len(cancelled) % 2 else 11)
         if len(cancelled) == 40:
             assert delays.postpone(last.task_id, delay=9.5 * 3600) is Outcome.DONE

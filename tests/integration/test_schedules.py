@@ -236,9 +236,11 @@ def test_what_needs_a_registry_says_so(broker_url: str) -> None:
     small = small_configuration(broker_url, "redis://127.0.0.1:1", "test")
     with closing(make_app(small)) as app, pytest.raises(RegistryRequired):
         app.rabbitdelay.schedules.put("a", "note", SECOND)
-    with closing(make_app({**small, "rabbitdelay_beat": True})) as app:
-        with pytest.raises(InvalidSetting, match="rabbitdelay_registry_url"):
-            app.rabbitdelay.check_settings()
+    with (
+        closing(make_app({**small, "rabbitdelay_beat": True})) as app,
+        pytest.raises(InvalidSetting, match="rabbitdelay_registry_url"),
+    ):
+        app.rabbitdelay.check_settings()
 
 
 def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(stage: Stage) -> None:
@@ -264,8 +266,8 @@ def test_what_cannot_be_a_schedule_is_refused(stage: Stage) -> None:
         ({"overlap": "maybe"}, "takes a jitter of at most a day"),
         ({"when": ["@hourly", "10 * * * *"], "jitter": 601}, "a jitter of at most 600 s"),
         # What no header can say.
-        ({"start": datetime(1960, 1, 1, tzinfo=UTC)}, ""),
-        ({"catch_up": 1e17}, ""),
+        ({"start": datetime(1960, 1, 1, tzinfo=UTC)}, None),
+        ({"catch_up": 1e17}, None),
     ):
         options = {"name": "a", "task": "note", "when": SECOND, "kwargs": {"key": "x"}, **given}
         with pytest.raises((InvalidSchedule, InvalidDelay, DelayTooLong), match=reason):
