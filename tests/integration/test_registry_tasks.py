@@ -76,7 +76,8 @@ def test_a_retry_of_a_task_with_a_key_waits_in_the_levels_also_without_takeover(
     app.close()
 
 
-CANCEL, KNOWN = ("cancel", {}), {"also_future": False}
+CANCEL: tuple[str, dict[str, Any]] = ("cancel", {})
+KNOWN = {"also_future": False}
 LATER, EARLIER = ("postpone", {"delay": DELAY + 1}), ("postpone", {"delay": 1.5})
 TRACKED = {"track": True}
 

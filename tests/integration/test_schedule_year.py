@@ -22,7 +22,7 @@ from tests.integration import travelling
 from tests.integration.travelling import app, note, ran, redis
 
 WHOLE = bool(os.environ.get("RABBITDELAY_WHOLE_YEAR"))
-ZONES = ("America/New_York", "Australia/Lord_Howe", "UTC")
+ZONES: tuple[str, ...] = ("America/New_York", "Australia/Lord_Howe", "UTC")
 ZONES += ("Europe/Berlin", "Pacific/Apia") if WHOLE else ()
 BEGIN = datetime(2027, 9, 1, tzinfo=UTC) if WHOLE else datetime(2028, 2, 28, tzinfo=UTC)
 END = BEGIN + timedelta(days=366 if WHOLE else 14)

@@ -258,7 +258,7 @@ def test_workers_that_are_killed_lose_no_occurrence_and_run_none_twice(stage: St
 
 
 def test_what_cannot_be_a_schedule_is_refused(stage: Stage) -> None:
-    for given, reason in (
+    refused: list[tuple[dict[str, Any], str | None]] = [
         ({"when": "61 * * * *"}, "minute"),
         *[({"name": each}, "1 to 222 bytes") for each in ("", "ü" * 120, "\ud800")],
         ({"when": ["0 0 * * *" + ",0" * 900] * 9}, "too long"),
@@ -268,7 +268,8 @@ def test_what_cannot_be_a_schedule_is_refused(stage: Stage) -> None:
         # What no header can say.
         ({"start": datetime(1960, 1, 1, tzinfo=UTC)}, None),
         ({"catch_up": 1e17}, None),
-    ):
+    ]
+    for given, reason in refused:
         options = {"name": "a", "task": "note", "when": SECOND, "kwargs": {"key": "x"}, **given}
         with pytest.raises((InvalidSchedule, InvalidDelay, DelayTooLong), match=reason):
             stage.shop.rabbitdelay.schedules.put(**options)
@@ -409,7 +410,7 @@ def test_what_is_exported_is_imported_as_it_was(stage: Stage) -> None:
     # So that nothing falls due in between.
     with frozen():
         stage.put("a", ["0 9 * * *", first], timezone="Europe/Berlin")
-        some = {"jitter": 5, "overlap": "skip", "catch_up": 90, "paused": True}
+        some: dict[str, Any] = {"jitter": 5, "overlap": "skip", "catch_up": 90, "paused": True}
         stage.put("b", timedelta(hours=1), end=end, **some)
         stage.put("c", "@daily", exclude=["2030-12-25", "* * 1 1 *"], priority=2)
         schedules.put("d", "note", "@daily", (date(2030, 1, 2), uuid4()), {"key": b"\xff"})
