@@ -41,7 +41,7 @@ SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bod
         reach sealed secrets signing tls versions)
 
 # Schedules, time travel and what records sends.
-SCHEDULES_TESTS = $(call INTEGRATION,beat_entries pause_travel recorded_sequences schedule* testing_plugin travel)
+SCHEDULES_TESTS = $(call INTEGRATION,beat_entries recorded_sequences schedule* testing_plugin travel)
 
 # Brokers, workers and Redis servers that are killed or stop answering, and clusters.
 TROUBLE_TESTS = tests/acceptance/test_kill.py $(call INTEGRATION,cluster* modules_trouble publish_retry publisher_trouble \
@@ -114,7 +114,7 @@ test-upgrade: $(VENV)/test.done  ## The version before, from git, and this one o
 test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place of Redis (root)
 	$(BIN)/python -m tests.valkey
 
-registry-sequences: $(VENV)/test.done  ## 100,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
+registry-sequences: $(VENV)/test.done  ## 50,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_registry_rule.py
 	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
 
@@ -122,9 +122,8 @@ schedule-sequences: $(VENV)/test.done  ## 50,000 random sequences: the scripts o
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_schedule_sequences.py
 	RABBITDELAY_DEPTH=2 $(BIN)/pytest -q tests/unit/test_schedule_rule.py
 
-travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, 1,000 random tasks beside a model, and 200 sequences of calls on the real and the recorded system (an hour)
+travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, and 200 sequences of calls on the real and the recorded system (an hour)
 	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py tests/unit/test_recurrence.py
-	RABBITDELAY_TRAVELLERS=1000 $(BIN)/pytest -q tests/integration/test_travel.py -k random
 	RABBITDELAY_SEQUENCES=200 $(BIN)/pytest -q --timeout=3600 tests/integration/test_recorded_sequences.py
 
 registry-mutants: $(VENV)/test.done  ## Break each line of the registry's scripts once; its tests have to notice

@@ -283,7 +283,7 @@ def redis() -> Iterator[RedisServer]:
 def redis_setup(request: pytest.FixtureRequest) -> Iterator[RedisSetup]:
     """A server of its own, and a cluster, where a script sees one slot; tests leave it alone.
 
-    Behind Sentinel, the same client asks one server: test_registry.py has all :data:`KINDS`.
+    Behind Sentinel, the same client asks one server; see test_registry_trouble.py.
     """
     with KINDS[request.param]() as setup:
         yield setup

@@ -14,7 +14,7 @@ from celery_rabbitdelay.registry.connection import Store, connect
 from celery_rabbitdelay.registry.decision import Arrival, Verdict, new_copy
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.testing import RedisServer
-from tests.redis_servers import RedisCluster, SentinelSetup
+from tests.redis_servers import RedisCluster
 
 #: Milliseconds that a decision outlives its task, and that the name of a job does.
 KEEP_MS: Final = 86_400_000
@@ -63,14 +63,7 @@ def cluster() -> Iterator[RedisSetup]:
             yield RedisSetup(servers.url, {}, client)
 
 
-@contextmanager
-def sentinel() -> Iterator[RedisSetup]:
-    """A master behind three sentinels."""
-    with SentinelSetup() as servers, Redis.from_url(servers.master.url, **TEXT) as client:
-        yield RedisSetup(servers.url, {"master_name": servers.master_name}, client)
-
-
-KINDS: Final = {"single": single, "cluster": cluster, "sentinel": sentinel}
+KINDS: Final = {"single": single, "cluster": cluster}
 
 
 def now_ms() -> int:

@@ -1,21 +1,30 @@
-"""Due tasks of a name or for a queue are paused and resumed: real servers, and a worker."""
+"""Due tasks of a name or for a queue are paused and resumed: real servers, and a worker.
+
+Pauses among all other decisions are in ``test_recorded_sequences.py``.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from celery.exceptions import TaskRevokedError
 
-from celery_rabbitdelay import RegistryUnavailable
+from celery_rabbitdelay import Outcome, RegistryUnavailable
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.testing import RedisServer, wait_for
+from celery_rabbitdelay.testing import RedisServer, Travel, wait_for
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
+from tests.integration.travelling_shop import rabbitdelay_celery_app
 from tests.integration.worker import Worker
 from tests.unit.clock import frozen
+
+__all__ = ["rabbitdelay_celery_app"]
 
 #: Seconds until the tasks are due.
 DELAY = 1.0
@@ -51,14 +60,6 @@ def send_one_of_each_kind(noted: Notes, **options: Any) -> set[str]:
     for kind, own in kinds.items():
         noted.send(kind, delay=DELAY, **own, **options)
     return set(kinds)
-
-
-def assert_each_ran_once(noted: Notes, expected: set[str]) -> None:
-    """Raise unless each task runs, once."""
-    wait_for(lambda: expected <= {*noted()}, "the tasks", PATIENCE)
-    shop = noted.shop
-    shop.tasks["look"].apply_async(delay=7).get(timeout=PATIENCE)
-    assert Counter(noted()) == Counter(expected)
 
 
 def waiting(shop: Any) -> int:
@@ -100,19 +101,17 @@ def test_a_resume_returns_what_was_held_at_once_and_that_is_not_late(
 ) -> None:
     shop.rabbitdelay.pause(task="note")
     shop.rabbitdelay.pause(task="look")
-    hours_ago = time.time() - 2 * 3600
-    with frozen(hours_ago):
-        for number in range(300):
+    with frozen(time.time() - 2 * 3600):
+        for number in range(60):
             noted.send(number, delay=DELAY, track=number % 2 == 0, priority=9 * (number % 3 == 0))
         shop.tasks["look"].apply_async(delay=DELAY)
-    wait_for(lambda: waiting(shop) == 301, "the tasks in the queue of paused ones", PATIENCE)
+    wait_for(lambda: waiting(shop) == 61, "the tasks in the queue of paused ones", PATIENCE)
     shop.rabbitdelay.resume(task="note")
     # If nothing returned them, each would ask again after ten minutes.
-    wait_for(lambda: len(noted()) >= 300, "the tasks", PATIENCE)
-    assert sorted(noted()) == [*range(300)]
-    assert waiting(shop) == 1
+    wait_for(lambda: len(noted()) >= 60, "the tasks", PATIENCE)
+    assert (sorted(noted()), waiting(shop)) == ([*range(60)], 1)
     (status,) = shop.control.broadcast("rabbitdelay_status", reply=True)[0].values()
-    assert status["tasks"]["received"] == 300
+    assert status["tasks"]["received"] == 60
     assert status["tasks"]["latest"] < PATIENCE
 
 
@@ -132,35 +131,78 @@ def test_a_paused_task_waits_in_the_levels_if_nobody_declares_its_queue(
     wait_for(lambda: noted() == ["held"], "the task", PATIENCE)
 
 
-def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost(
+def test_while_redis_is_away_only_tasks_without_an_option_run_and_none_is_lost_with_it(
     shop: Any, serve: Any, noted: Notes, redis: RedisServer, passed: Any
 ) -> None:
     worker = serve(rabbitdelay_registry_options={"socket_timeout": 3}).worker
     shop.rabbitdelay.pause(task="note")
-    tracked = noted.send("tracked", delay=DELAY, track=True)
+    expected = send_one_of_each_kind(noted)
     passed()
     assert noted() == []
     redis.suspend()
-    noted.send("plain", delay=DELAY)
-    wait_for(lambda: noted() == ["plain"], "the task without an option", PATIENCE)
+    noted.send("sent meanwhile", delay=DELAY)
+    wait_for(lambda: "sent meanwhile" in noted(), "the task without an option", PATIENCE)
     wait_for(lambda: "go back into the levels" in worker.log, "the worker's warning", PATIENCE)
     redis.resume()
     passed()
-    assert (noted(), tracked.state) == (["plain"], "DELAYED")
-    shop.rabbitdelay.resume(task="note")
-    assert_each_ran_once(noted, {"plain", "tracked"})
-
-
-def test_if_redis_loses_everything_nothing_is_paused_and_no_task_is_lost(
-    shop: Any, worker: Worker, noted: Notes, redis: RedisServer, passed: Any
-) -> None:
-    shop.rabbitdelay.pause(task="note")
-    expected = send_one_of_each_kind(noted)
-    passed()
+    assert {*noted()} <= {"sent meanwhile", "plain", "high", "expires"}
     redis.kill()
     for call in (shop.rabbitdelay.pause, shop.rabbitdelay.resume):
         with pytest.raises(RegistryUnavailable):
             call(task="note")
-    redis.start()  # it has saved nothing
-    assert_each_ran_once(noted, expected)
+    redis.start()  # it has saved nothing, so nothing is paused
+    expected.add("sent meanwhile")
+    wait_for(lambda: expected <= {*noted()}, "the tasks", PATIENCE)
+    shop.tasks["look"].apply_async(delay=7).get(timeout=PATIENCE)
+    assert Counter(noted()) == Counter(expected)
     assert shop.rabbitdelay.paused() == []
+
+
+@pytest.fixture
+def travelled(rabbitdelay_app: Any, rabbitdelay_worker: Any) -> Iterator[Notes]:
+    """The notes of an application whose worker travels in time."""
+    noted = Notes(rabbitdelay_app)
+    yield noted
+    noted.forget()
+
+
+def test_what_is_cancelled_while_it_is_paused_does_not_wait_for_the_resume(
+    travelled: Notes, travel: Travel
+) -> None:
+    delays, send = travelled.shop.rabbitdelay, partial(travelled.send, delay=DELAY)
+    delays.pause(task="note")
+    cancelled, revoked, kept = (send(name, track=True) for name in ("cancelled", "revoked", "kept"))
+    untracked, older = send("untracked"), send("older", key="order")
+    delays.open_job("import", expires=3600)
+    aborted = send("aborted", job="import")
+    travel(seconds=4)
+    assert delays.cancel(cancelled) is Outcome.DONE
+    revoked.revoke()
+    assert delays.cancel(untracked) is Outcome.NOTED
+    send("newer", key="order")
+    delays.abort_job("import")
+    travel(seconds=10)
+    for result in (cancelled, revoked, untracked, older, aborted):
+        with pytest.raises(TaskRevokedError):
+            result.get(timeout=PATIENCE)
+    assert (travelled(), kept.state) == ([], "DELAYED")
+    delays.resume(task="note")
+    travel.until(travel.nothing_waits)
+    assert Counter(travelled()) == Counter({"kept", "newer"})
+
+
+def test_hours_past_a_pause_have_few_stops_and_what_is_resumed_runs_at_once(
+    travelled: Notes, travel: Travel
+) -> None:
+    delays = travelled.shop.rabbitdelay
+    delays.pause(task="note")
+    travelled.send("held", delay=DELAY)
+    delays.open_job("late", expires=14_000)
+    expired = travelled.send("expired", delay=DELAY, job="late")
+    travel(seconds=14_010)
+    assert travelled() == []
+    with pytest.raises(TaskRevokedError):
+        expired.get(timeout=PATIENCE)
+    assert delays.resume(task="note")
+    travel(seconds=1)
+    assert travelled() == ["held"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from typing import Any
@@ -27,135 +24,65 @@ __all__ = ["module_settings", "module_worker", "redis_setup", "shop"]
 LONG = 15.0
 
 
-def run_program(
-    configuration: dict[str, Any], what: str, given: dict[str, Any], step: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run one of the programs of :mod:`tests.integration.registry_shop` to its end."""
-    return ShopProcess.run_module(
-        "tests.integration.registry_shop",
-        configuration,
-        *([what] if step is None else [what, str(step)]),
-        given=json.dumps(given),
-    )
-
-
 def test_a_cancelled_task_never_runs_although_all_workers_were_killed(
     module_settings: dict[str, Any], make_shop: Any, prefix: str
 ) -> None:
     # Queues that no other worker serves.
     configuration = {**module_settings, "prefix": prefix, "rabbitdelay_prefix": prefix}
     shop, due = make_shop(**configuration), time.time() + LONG
-    noted = Notes(shop)
+    noted, row_id = Notes(shop), uuid4().hex
+    kinds: dict[str, dict[str, Any]] = {
+        "tracked": {"track": True},
+        "plain": {},
+        "fanout": {"exchange": named(shop, "fanout"), "routing_key": "x"},
+    }
     with Worker(configuration) as worker:
-        results = {
-            "plain": noted.send("plain", delay=LONG),
-            "tracked": noted.send("tracked", delay=LONG, track=True),
-            "meditates": noted.send("meditates", delay=LONG),
-            "fanout": noted.send(
-                "fanout", delay=LONG, exchange=named(shop, "fanout"), routing_key="x"
-            ),
-            "priority": noted.send("priority", delay=LONG, priority=9),
-        }
-        ids = [uuid4().hex for _ in range(5)]
-        rows = [noted.row("row", delay=LONG, task_id=each) for each in ids]
+        results = [noted.send(kind, delay=LONG, **options) for kind, options in kinds.items()]
+        rows = [noted.row("row", delay=LONG, task_id=row_id)]
         shop.rabbitdelay.send_many("note", rows, envelopes=True)
         retried = shop.tasks["retry"].apply_async(([], 2, {"countdown": LONG}))
         wait_for(lambda: retried.state == "RETRY", "the retry", PATIENCE)
-        results |= {"retry": retried, **{each: shop.AsyncResult(each) for each in ids}}
-        for name, result in results.items():
-            outcome = shop.rabbitdelay.cancel(result)
-            assert outcome is (Outcome.DONE if name == "tracked" else Outcome.NOTED)
+        results += [retried, shop.AsyncResult(row_id)]
+        outcomes = [shop.rabbitdelay.cancel(each) for each in results]
+        assert outcomes == [Outcome.DONE, *[Outcome.NOTED] * 4]
         worker.kill()
-    shop.rabbitdelay.registry.cancel([uuid4().hex for _ in range(60_000)])
     with Worker(configuration):
         assert noted.until(due - time.time()) == []
-        wait_for(
-            lambda: all(result.state == REVOKED for result in results.values()),
-            "all results",
-            PATIENCE,
-        )
+        wait_for(lambda: {each.state for each in results} == {REVOKED}, "all results", PATIENCE)
 
 
-def test_of_a_hundred_supersedes_by_two_processes_at_once_the_last_one_runs(
+def steps_of(configuration: dict[str, Any], what: str, given: dict[str, Any]) -> int:
+    """Run a program of :mod:`tests.integration.registry_shop` to its end."""
+    module, text = "tests.integration.registry_shop", json.dumps(given)
+    return int(ShopProcess.run_module(module, configuration, what, given=text).stdout)
+
+
+def kill_at(step: int, configuration: dict[str, Any], what: str, given: dict[str, Any]) -> None:
+    """Run the same until it kills itself at a step."""
+    module, text = "tests.integration.registry_shop", json.dumps(given)
+    killed = ShopProcess.run_module(module, configuration, what, str(step), given=text)
+    assert killed.returncode == -signal.SIGKILL
+
+
+def test_a_process_that_is_killed_at_any_step_silences_no_task_and_makes_none_run_twice(
     module_settings: dict[str, Any], shop: Any, noted: Notes
 ) -> None:
-    key = f"order:{uuid4().hex}"
-    options = {"key": key, "delay": 20, "kwargs": {"key": noted.key}}
-    with Worker(module_settings):
-        programs = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.registry_shop", "supersede"],
-                env={**os.environ, **ShopProcess.environment(module_settings)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(2)
-        ]
-        for name, program in zip("ab", programs, strict=True):
-            assert program.stdin is not None
-            json.dump({"name": name, "times": 50, "options": options}, program.stdin)
-            program.stdin.close()
-        for program in programs:
-            assert program.wait(timeout=PATIENCE) == 0
-        (newest,) = shop.rabbitdelay.registry.waiting_under(key)
-        (found,) = noted.until(20)
-    assert found in ("a-49", "b-49")
-    assert shop.AsyncResult(newest).state == "SUCCESS"
-
-
-def test_a_supersede_whose_process_is_killed_before_it_is_registered_leaves_the_earlier_task(
-    module_settings: dict[str, Any], shop: Any, noted: Notes
-) -> None:
-    def options(name: str, key: str) -> dict[str, Any]:
+    def send(name: str, key: str) -> dict[str, Any]:
         return {"args": [name], "kwargs": {"key": noted.key}, "delay": LONG, "key": key}
 
-    counted = run_program(module_settings, "send", options("unused", f"unused:{uuid4().hex}"))
-    count = int(counted.stdout)
-    # Before and after the registry is asked (1, 2), it is published (3, 4), and registered (5, 6).
-    assert count == 6
-    for step in range(1, count + 1):
+    def postpone(name: str) -> dict[str, Any]:
+        return {"task": str(noted.send(name, delay=LONG, track=True).id), "delay": 1}
+
+    # Before and after the registry is asked, the message is published, and it is registered.
+    assert steps_of(module_settings, "send", send("unused", noted.key)) == 6
+    assert steps_of(module_settings, "postpone", postpone("whole")) == 6
+    for step in range(1, 7):
         key = f"order:{uuid4().hex}"
-        shop.tasks["note"].apply_async(**options(f"first-{step}", key))
-        killed = run_program(module_settings, "send", options(f"second-{step}", key), step)
-        assert killed.returncode == -signal.SIGKILL
-    found = noted.until(LONG)
-    for step in range(1, 6):
-        assert f"first-{step}" in found, "it was silenced by a send that did not return"
-    for step in range(6, count + 1):
-        assert f"first-{step}" not in found
-        assert f"second-{step}" in found
-
-
-def test_a_job_whose_end_is_killed_before_or_after_its_write_runs_as_a_whole_or_not_at_all(
-    module_settings: dict[str, Any], shop: Any, noted: Notes
-) -> None:
-    for verb in ("commit", "abort"):
-        for step in (1, 2):
-            job = f"{verb}-{step}-{noted.key}"
-            # The others may expire at any time.
-            is_committed = (verb, step) == ("commit", 2)
-            shop.rabbitdelay.open_job(job, expires=120 if is_committed else 8)
-            rows = [noted.row((verb, step), delay=0.3)] * 50
-            shop.rabbitdelay.send_many(shop.tasks["note"], rows, job=job)
-            killed = run_program(module_settings, verb, {"job": job}, step)
-            assert killed.returncode == -signal.SIGKILL
-    wait_for(lambda: len(noted()) >= 50, "the committed job", PATIENCE)
-    assert noted.until(15) == [["commit", 2]] * 50
-
-
-def test_a_task_that_is_moved_to_earlier_runs_once_although_the_process_is_killed(
-    module_settings: dict[str, Any], noted: Notes
-) -> None:
-    def sent(word: str) -> str:
-        return str(noted.send(word, delay=LONG, track=True).id)
-
-    whole = {"task_id": sent("whole"), "delay": 1}
-    count = int(run_program(module_settings, "postpone", whole).stdout)
-    # Around the question, the publish and the registration.
-    assert count == 6
-    for step in range(1, count + 1):
-        one = {"task_id": sent(f"killed-{step}"), "delay": 1}
-        assert run_program(module_settings, "postpone", one, step).returncode == -signal.SIGKILL
-    found = noted.until(LONG)
-    assert Counter(found) == Counter(["whole", *(f"killed-{step}" for step in range(1, count + 1))])
+        shop.tasks["note"].apply_async(**send(f"first-{step}", key))
+        kill_at(step, module_settings, "send", send(f"second-{step}", key))
+        kill_at(step, module_settings, "postpone", postpone(f"moved-{step}"))
+    found = Counter(noted.until(LONG))
+    # A send that does not return supersedes nothing until it is registered.
+    assert {f"first-{step}" for step in range(1, 6)} <= found.keys()
+    assert ("first-6" in found, "second-6" in found) == (False, True)
+    assert [found[each] for each in ("whole", *(f"moved-{n}" for n in range(1, 7)))] == [1] * 7

@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from celery_rabbitdelay import RegistryUnavailable
-from celery_rabbitdelay.levels.headers import Mark
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registry
@@ -24,7 +23,6 @@ from tests.integration.registering import (
     arrival,
     expiry_ms,
     now_ms,
-    sent,
     tracked,
     verdict,
 )
@@ -84,19 +82,6 @@ def test_a_task_that_is_held_for_long_is_listed_as_long_as_it_is(registry: Regis
     assert [each.task_id for each in registry.index.pending(Filter())] == ["task"]
     registry.pauses.resume("shop.remind", None)
     wait_for(lambda: registry.index.count(Filter()) == 0, "the end of the pause")
-
-
-def test_a_task_that_was_let_run_waits_when_it_is_redelivered_and_its_copy_is_dropped(
-    registry: Registry,
-) -> None:
-    once = arrival(sent(after_ms=0), once="queue", mark=Mark("name"), name="1")
-    for first in (once, arrival(sent("other", 0))):
-        assert verdict(registry, first) is Verdict.RUN
-        again = first._replace(name="2", redelivered=True)
-        assert verdict(registry, again._replace(paused_ms=now_ms())) is Verdict.LATER
-        assert verdict(registry, again) is Verdict.RUN
-    copy = once._replace(mark=Mark("other"), paused_ms=now_ms())
-    assert decision(registry, copy).verdict is Verdict.DUPLICATE
 
 
 def test_a_task_that_is_paused_for_longer_than_decisions_are_kept_is_not_forgotten(

@@ -8,22 +8,19 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import pytest
-from amqp import Message
 from celery import chain
 from celery.exceptions import TaskRevokedError
-from kombu import Connection, Queue
+from kombu import Connection
 
 from celery_rabbitdelay import JobClosed, Outcome, RegistryUnavailable
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import RedisServer, wait_for
-from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
+from tests.integration.shop import PATIENCE
 from tests.integration.worker import Worker, run_celery
 from tests.redis_servers import ConfiguredRedis, SentinelSetup
 from tests.unit.clock import frozen
@@ -31,11 +28,7 @@ from tests.unit.clock import frozen
 #: Seconds; long enough for a test to do something before a task is due.
 DELAY = 10.0
 
-#: Tasks of a fail-over, due over some seconds; every third one is cancelled.
-TASKS = 60
-SPREAD = 0.2
-
-#: Seconds until the first is due.
+#: Seconds until the first task of a fail-over is due.
 LEAD = 6.0
 
 #: Options of the registry for a worker whose Redis is suspended.
@@ -153,66 +146,6 @@ def test_a_cancel_while_a_task_runs_stops_its_retry(serve: Any) -> None:
         result.get(timeout=PATIENCE)
 
 
-def test_a_full_redis_lets_tasks_run(
-    shop: Any, worker: Worker, noted: Notes, redis: ConfiguredRedis
-) -> None:
-    noted.send("tracked", delay=DELAY, track=True)
-    cancelled = noted.send("cancelled", delay=DELAY, track=True)
-    redis.ask("config", "set", "maxmemory", "1")
-    assert shop.rabbitdelay.cancel(cancelled) is Outcome.DONE
-    noted.send("sent when full", delay=DELAY, track=True)
-    assert sorted(noted.until(DELAY)) == ["sent when full", "tracked"]
-
-
-def test_several_tasks_are_cancelled_in_any_form(shop: Any, noted: Notes) -> None:
-    results = [noted.send(number, delay=60, track=True) for number in range(6)]
-    cancel = shop.rabbitdelay.cancel
-    assert cancel([results[0]]) is Outcome.DONE
-    assert cancel({results[1].id}) is Outcome.DONE
-    assert cancel(UUID(results[2].id)) is Outcome.DONE
-    assert cancel(each for each in results[3:5]) is Outcome.DONE
-    assert cancel(results[:5]) is Outcome.CANCELLED
-    assert cancel([]) is Outcome.UNKNOWN
-    for wrong in (7, b"bytes", {"id": results[5].id}):
-        with pytest.raises(TypeError, match="takes the id or the result"):
-            cancel(wrong)
-    assert [each.task_id for each in shop.rabbitdelay.pending()] == [results[5].id]
-
-
-@pytest.mark.parametrize("what", ["RabbitMQ", "the result backend"])
-def test_a_cancel_counts_while_others_are_away(
-    configuration: dict[str, Any], shop: Any, noted: Notes, what: str
-) -> None:
-    results = [noted.send(number, delay=60, track=True) for number in range(2)]
-    port = free_port()
-    away: dict[str, Any] = {
-        "result_backend": f"redis://127.0.0.1:{port}/0",
-        "result_backend_transport_options": {"retry_policy": {"max_retries": 0}},
-        "redis_retry_on_timeout": False,
-    }
-    if what == "RabbitMQ":
-        away = {"broker_url": f"amqp://127.0.0.1:{port}//", "broker_connection_timeout": 1}
-    app: Any = make_app({**configuration, **away})
-    assert app.rabbitdelay.cancel([each.id for each in results]) is Outcome.DONE
-    assert shop.rabbitdelay.cancel(results) is Outcome.CANCELLED
-    app.close()
-
-
-def test_a_cancel_of_many_tasks_writes_no_long_line(
-    shop: Any, noted: Notes, worker: Worker
-) -> None:
-    rows = [noted.row(number, delay=60) for number in range(500)]
-    with shop.rabbitdelay.job("many", expires=60):
-        shop.rabbitdelay.send_many(shop.tasks["note"], rows, job="many", track=True)
-    waiting = [each.task_id for each in shop.rabbitdelay.pending(job="many")]
-    assert shop.rabbitdelay.cancel(job="many") is Outcome.DONE
-    assert shop.rabbitdelay.cancel([str(uuid4()) for _ in rows]) is Outcome.NOTED
-    # No worker holds the tasks that wait, so workers get a revoke for the others only.
-    wait_for(lambda: worker.log.count("flagged as revoked") == 5, "revokes", PATIENCE)
-    assert max(map(len, worker.log.splitlines())) < 5000
-    assert not any(task_id in worker.log for task_id in waiting)
-
-
 def test_an_early_task_that_the_worker_holds_asks_when_it_is_due(
     serve: Any, noted: Notes, connection: Connection
 ) -> None:
@@ -241,21 +174,19 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
     serve: Any, noted: Notes
 ) -> None:
     with SentinelSetup(down_after_ms=5000) as servers:
+        options = {"socket_timeout": 10, "master_name": servers.master_name}
         noted.shop = shop = serve(
-            rabbitdelay_registry_url=servers.url,
-            rabbitdelay_registry_options={
-                "socket_timeout": 10,
-                "master_name": servers.master_name,
-            },
+            rabbitdelay_registry_url=servers.url, rabbitdelay_registry_options=options
         )
-        for number in range(TASKS):
-            result = noted.send(number, delay=LEAD + number * SPREAD, track=True)
+        for number in range(30):
+            # Due over some seconds, of which the fail-over takes several.
+            result = noted.send(number, delay=LEAD + number * 0.2, track=True)
             if number % 3 == 0:
                 assert shop.rabbitdelay.cancel(result) is Outcome.DONE
         servers.wait_until_copied()
         wait_for(lambda: len(set(noted())) >= 5, "the first tasks", PATIENCE)
         servers.master.kill()
-        expected = {number for number in range(TASKS) if number % 3}
+        expected = {number for number in range(30) if number % 3}
         wait_for(lambda: expected <= {*noted()}, "all tasks")
         # Nothing that was cancelled ran, and nothing twice.
         assert Counter(noted()) == Counter(expected)
@@ -263,66 +194,23 @@ def test_a_fail_over_while_tasks_arrive_loses_none_and_runs_no_cancelled_one(
         shop.worker.stop()
 
 
-def test_a_task_that_was_put_back_and_then_duplicated_runs_once(
-    serve: Any, noted: Notes, redis: RedisServer, connection: Connection
-) -> None:
-    noted.shop = shop = serve(rabbitdelay_registry_options=IMPATIENT)
-    worker, queue = shop.worker, Queue(shop.conf.task_default_queue, no_declare=True)
-    noted.send("once", delay=1, once=True)
-    redis.suspend()
-    wait_for(lambda: "go back into the levels" in worker.log, "the warning", PATIENCE)
-    levels = shop.rabbitdelay.topology.queues
-    with connection.channel() as opened:
-        channel: Any = opened
-        asked = queue(channel)
-
-        def is_put_back() -> bool:
-            counts = queue_counts(connection, levels)
-            return time.time() > due and any(each and each.messages for each in counts.values())
-
-        due = time.time() + 1.2
-        wait_for(is_put_back, "the task that was put back", PATIENCE)
-        worker.stop()
-        redis.resume()
-        found: list[Any] = []
-
-        def is_found() -> bool:
-            found.extend(filter(None, [asked.get()]))
-            return bool(found)
-
-        wait_for(is_found, "the task", PATIENCE)
-        (message,) = found
-        for _ in range(2):
-            properties = {**message.properties, "application_headers": message.headers}
-            channel.basic_publish(Message(message.body, **properties), routing_key=queue.name)
-        message.ack()
-    worker.start()
-    assert noted.until(1) == ["once"]
-
-
 def test_a_decision_with_too_few_copies_is_made_and_raises(make_shop: Any, noted: Notes) -> None:
     delays = noted.shop.rabbitdelay
     task = noted.send(delay=3600, track=True).id
-    # Its Redis has neither a replica nor an append-only file.
-    careful = make_shop(rabbitdelay_registry_durability=1).rabbitdelay
+    # Its Redis has neither a replica nor an append-only file, and each call waits for one.
+    careful = make_shop(
+        rabbitdelay_registry_durability=1, rabbitdelay_registry_options={"socket_timeout": 2}
+    ).rabbitdelay
 
     def decided() -> tuple[Any, ...]:
-        schedules = {each.name: each.is_paused for each in delays.schedules.all()}
-        known, state = delays.show(task), delays.registry.jobs.state
-        jobs = state("committed"), state("aborted")
-        return known.state, known.postponed, delays.paused(), jobs, schedules
+        job = delays.registry.jobs.state("import")
+        return delays.show(task).state, delays.paused(), job, delays.schedules.all()
 
     for call, *arguments in (
         (careful.schedules.put, "hourly", "look", timedelta(hours=1)),
-        (careful.schedules.pause, "hourly"),
-        (careful.schedules.delete, "hourly"),
-        (partial(careful.open_job, expires=60), "committed"),
-        (careful.commit_job, "committed"),
-        (partial(careful.open_job, expires=60), "aborted"),
-        (careful.abort_job, "aborted"),
+        (partial(careful.open_job, expires=60), "import"),
+        (careful.commit_job, "import"),
         (partial(careful.pause, task="note"),),
-        (partial(careful.resume, task="note"),),
-        (partial(careful.postpone, delay=7200), task),
         (careful.cancel, task),
     ):
         before = decided()
@@ -337,18 +225,18 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
 ) -> None:
     registry, delays = shop.rabbitdelay.registry, shop.rabbitdelay
     delays.open_job("import", expires=60)
-    bad = [noted.send("bad", delay=5.5) for _ in range(10)]
-    once = noted.send("once", delay=5.5, once=True)
+    bad = [noted.send("bad", delay=5.5).id for _ in range(10)]
     noted.send("in a job", delay=5.5, job="import")
-    records = [registry.names.of("task", each.id) for each in bad]
-    garbage = [registry.names.of("job", "import"), registry.names.of("task", once.id)]
+    records, job = (
+        [registry.names.of("task", each) for each in bad],
+        registry.names.of("job", "import"),
+    )
 
     def spoil(pipeline: Any) -> None:
         for record in records:
             pipeline.hset(record, "not_before", "soon")
-        for record in garbage:
-            pipeline.delete(record)
-            pipeline.set(record, "garbage")
+        pipeline.delete(job)
+        pipeline.set(job, "garbage")
 
     registry.store.commands(spoil)
     for number in range(8):
@@ -357,9 +245,6 @@ def test_what_cannot_be_read_in_redis_holds_up_no_other_task(
     assert sorted(noted.until(8)) == [*range(8)]  # the bad ones have asked at least twice
     # One warning for all records with one fault.
     assert 1 <= worker.log.count("cannot be read") <= 3
-    assert "go back into the levels" not in worker.log
-    with pytest.raises(RegistryUnavailable, match="cannot be read"):
-        delays.commit_job("import")
-    registry.store.commands(lambda pipe: pipe.delete(*records, *garbage))
-    expected = ["bad"] * 10 + ["in a job", "once"]
+    registry.store.commands(lambda pipe: pipe.delete(*records, job))
+    expected = ["bad"] * 10 + ["in a job"]
     wait_for(lambda: sorted(map(str, noted()))[8:] == expected, "the tasks", PATIENCE)

@@ -1,35 +1,28 @@
 """Occurrences that are sent again, or come late, and a Redis that forgets: each instant runs once.
 
-What a test waits for takes minutes otherwise: its workers are hasty, or it travels in time.
+What a test waits for takes minutes otherwise: its workers are hasty. Others travel in time, in
+``test_schedules_travel.py``.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import islice, pairwise
 from typing import Any
 
 import pytest
-from kombu import Connection, Queue
 from redis import Redis
 
-from celery_rabbitdelay.publishing.message import kept_properties
-from celery_rabbitdelay.testing import RedisServer, Travel, wait_for
-from celery_rabbitdelay.testing.session import Worker as TravellingWorker
-from tests.integration.arrivals import count
-from tests.integration.notes import Notes, instants
+from celery_rabbitdelay.testing import RedisServer, wait_for
 from tests.integration.registering import TEXT, RedisSetup
 from tests.integration.shop import PATIENCE, QUEUES, named
 from tests.integration.test_schedules import Stage, assert_each_once, settings, shop, stage
-from tests.integration.travelling_shop import rabbitdelay_celery_app
 from tests.integration.worker import Worker
 from tests.unit.clock import frozen
 
-__all__ = ["rabbitdelay_celery_app", "settings", "shop", "stage"]
+__all__ = ["settings", "shop", "stage"]
 
 HOUR, SECOND = timedelta(hours=1), timedelta(seconds=1)
 
@@ -72,102 +65,6 @@ def is_over(instant: float) -> bool:
     return time.time() > instant
 
 
-@pytest.mark.parametrize(("catch_up", "begins"), [("all", "the original"), (900, "the copy")])
-def test_of_an_occurrence_that_is_late_and_was_sent_again_one_runs(
-    rabbitdelay_app: Any,
-    rabbitdelay_worker: TravellingWorker,
-    travel: Travel,
-    catch_up: Any,
-    begins: str,
-) -> None:
-    noted, schedules = Notes(rabbitdelay_app), rabbitdelay_app.rabbitdelay.schedules
-    start = travel.now.replace(microsecond=0) + HOUR
-    kwargs = {"key": noted.key}
-    schedules.put("a", "note", HOUR, ("a",), kwargs, start=start, catch_up=catch_up)
-    rabbitdelay_worker.kill()
-    travel(to=start + 61 * SECOND)
-    assert schedules.heal() == []
-    travel(seconds=46)
-    assert schedules.heal() == ["a"]
-    travel(seconds=1)
-    with rabbitdelay_app.connection_for_write() as connection:
-        queue = rabbitdelay_app.amqp.queues[rabbitdelay_app.conf.task_default_queue]
-        found = taken(connection, queue)
-        assert len(found) == 2
-        rabbitdelay_worker.start()
-        for message in found if begins == "the original" else reversed(found):
-            give(connection, queue, message)
-            # The second one is too late for 900 seconds.
-            travel(seconds=900)
-    assert instants(noted, "a") == [int(start.timestamp())]
-    travel(to=start + 3.5 * HOUR)
-    assert [each - start.timestamp() for each in instants(noted, "a")] == [0, 3600, 7200, 10800]
-    noted.forget()
-
-
-def taken(connection: Connection, queue: Queue) -> list[Any]:
-    """Take all messages out of a queue."""
-    bound = queue(connection.default_channel)
-    return [*iter(lambda: bound.get(no_ack=True), None)]
-
-
-def give(connection: Connection, queue: Queue, message: Any) -> None:
-    """Put a message into a queue as it was."""
-    connection.Producer().publish(
-        message.body,
-        routing_key=queue.name,
-        headers=message.headers,
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        **kept_properties(message.properties),
-    )
-
-
-def test_a_worker_of_another_application_sends_again_to_the_queue_of_the_task(
-    stage: Stage, put_soon: Callable[..., int], connection: Connection
-) -> None:
-    first = put_soon()
-    # Another queue, and no tasks.
-    mail = {**stage.settings, "prefix": f"{stage.settings['prefix']}-mail", "knows_tasks": False}
-    with Worker({**mail, **HASTY}) as other:
-        wait_for(
-            lambda: count(connection, named(stage.shop, "default")) >= 2, "two messages", PATIENCE
-        )
-        assert "sent again: a" in other.log
-        assert stage() == []
-        with Worker(stage.settings):
-            stage.until_ran(1)
-            wait_until_followed(stage.shop, first)
-            stage.until(1)
-        assert "unregistered task" not in other.log
-    assert stage.instants() == [first]
-
-
-def test_what_comes_later_than_the_next_one_is_due_runs(
-    stage: Stage, connection: Connection
-) -> None:
-    stage.settings.update(task_acks_late=True, worker_prefetch_multiplier=1)
-    default, keys = named(stage.shop, "default"), [f"{stage.key}:{number}" for number in range(4)]
-
-    def hold(key: str) -> None:
-        stage.shop.tasks["hold"].apply_async(kwargs={"key": key}, ignore_result=True)
-
-    hold(keys[0])
-    with Worker(stage.settings):
-        wait_for(partial(stage.redis.llen, keys[0]), "a run", PATIENCE)
-        stage.put("a", catch_up="last")
-        for now, then in pairwise(keys):
-            wait_for(lambda: count(connection, default), "an occurrence", PATIENCE)
-            hold(then)
-            wait_for(partial(is_over, time.time() + 2.5), "more instants", PATIENCE)
-            stage.redis.set(f"{now}:ends", "1")
-            wait_for(partial(stage.redis.llen, then), "a run", PATIENCE)
-        found = stage.instants()
-        stage.redis.set(f"{keys[-1]}:ends", "1")
-    assert len(found) == len(set(found)) == 3
-    stage.redis.delete(*stage.redis.keys(f"{stage.key}:*"))
-
-
 def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(
     stage: Stage, put_soon: Callable[..., int], redis_setup: RedisSetup
 ) -> None:
@@ -195,38 +92,16 @@ def test_what_has_run_does_not_run_again_if_redis_goes_back_in_time(
 def test_a_redis_that_has_lost_everything_knows_a_schedule_again(
     stage: Stage, redis_setup: RedisSetup
 ) -> None:
+    def known_again() -> bool:
+        found = stage.shop.rabbitdelay.schedules.get("a")
+        return found is not None and found.args == ("a",) and found.exported() == before
+
     before = stage.put("a", priority=2).exported()
     with Worker(stage.settings):
         stage.until_ran(3)
         redis_setup.client.flushall()
-        wait_for(lambda: known_again(stage.shop, before), "the whole of it", PATIENCE)
+        wait_for(known_again, "the whole of it", PATIENCE)
         stage.until_ran(len(stage()) + 3)
-    assert_each_once(stage.instants())
-
-
-def known_again(shop: Any, before: dict[str, Any]) -> bool:
-    found = shop.rabbitdelay.schedules.get("a")
-    return found is not None and found.args == ("a",) and found.exported() == before
-
-
-def test_what_is_put_again_after_redis_has_lost_everything_leaves_no_instant_out(
-    stage: Stage, connection: Connection, redis_setup: RedisSetup
-) -> None:
-    default = named(stage.shop, "default")
-    before = stage.put("a").exported()
-    with Worker(stage.settings):
-        stage.until_ran(3)
-    # What the worker had received and not begun is in the queue again, too.
-    wait_for(lambda: count(connection, default), "a message that is due", PATIENCE)
-    wait_for(partial(is_over, time.time() + 5), "a backlog", PATIENCE)
-    redis_setup.client.flushall()
-    backlog = count(connection, default)
-    stage.put("a")
-    wait_for(lambda: count(connection, default) > backlog, "the one put again", PATIENCE)
-    with Worker(stage.settings):
-        stage.until_ran(15)
-        wait_for(lambda: known_again(stage.shop, before), "the whole of it", PATIENCE)
-        stage.until_none_is_missing()
     assert_each_once(stage.instants())
 
 
@@ -256,26 +131,6 @@ def test_what_waits_for_a_resume_is_not_sent_again(
     }
 
 
-def test_a_redelivered_run_runs_again_although_the_next_instant_was_decided(stage: Stage) -> None:
-    stage.settings["task_acks_late"] = True
-    alone = {**stage.settings, "worker_prefetch_multiplier": 1}
-    with Worker(alone) as killed:
-        stage.put("a", 3 * SECOND, task="hold")
-        stage.until_ran(1)
-        (first,) = stage.instants()
-        # If the worker is slow to start, many occurrences are due by then, and each holds a thread.
-        with Worker(stage.settings, None, "-P", "threads", "-c", "200"):
-            stage.until_ran(2)
-            killed.kill()
-            wait_for(lambda: stage.instants().count(first) == 2, "another run", PATIENCE)
-            stage.let_end()
-            wait_for(lambda: len({*stage.instants()}) >= 5, "what follows", PATIENCE)
-    found = Counter(stage.instants())
-    assert sorted(found) == [*range(first, first + 3 * len(found), 3)]
-    assert [*islice(found.elements(), 3)] == [first, first, first + 3]
-    assert sum(found.values()) == len(found) + 1
-
-
 @pytest.mark.parametrize(("mode", "is_emptied"), [("hold", False), ("run", True)])
 def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
     stage: Stage, redis: RedisServer, mode: str, is_emptied: bool
@@ -298,3 +153,19 @@ def test_nothing_is_lost_and_nothing_runs_twice_while_redis_is_away(
         stage.until_ran(ran + 10)
         wait_for(lambda: stage.shop.rabbitdelay.schedules.get("a"), "a record", PATIENCE)
     assert_each_once(stage.instants())
+
+
+def test_an_occurrence_runs_although_its_confirm_comes_after_ten_others(stage: Stage) -> None:
+    late = {"imports": ["tests.integration.late_confirm"], "worker_prefetch_multiplier": 1}
+    with Worker({**stage.settings, "task_acks_late": True, **late}) as waits:
+        first = int(time.time()) + 5
+        stage.put("a", start=datetime.fromtimestamp(first, UTC))
+        records = stage.shop.rabbitdelay.schedules._records
+        wait_for(lambda: records.get(["a"])[0].done_ms > 0, "the first decision", PATIENCE)
+        with Worker(stage.settings):
+            stage.until_ran(10)
+            wait_for(lambda: "waits, as the next is not published" in waits.log, "it", PATIENCE)
+            wait_for(lambda: first in stage.instants(), "the first occurrence", PATIENCE)
+            stage.until_none_is_missing()
+    assert_each_once(stage.instants())
+    assert stage.instants()[0] == first

@@ -24,7 +24,7 @@ from tests import schedule_rule as rule
 from tests.integration.registering import KEEP_MS, MARGIN_MS, RedisSetup, now_ms
 from tests.schedule_rule import Message, Record, Winner
 
-SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "1000"))
+SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "400"))
 SEED: Final = int(os.environ.get("RABBITDELAY_SEED") or random.randrange(10**9))
 
 #: How many sequences are played at once, each in a record of its own, and their steps.
