@@ -17,7 +17,7 @@ from celery_rabbitdelay.kombu import Topology, bind_destination, declare, missin
 from celery_rabbitdelay.publishing.declaration import check_complete, is_declared, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count
-from tests.integration.shop import PATIENCE, named
+from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.trouble import virtual_host
 from tests.integration.waited import assert_waited
 from tests.integration.worker import Worker, answer, run_command, start_celery
@@ -159,19 +159,17 @@ def test_delete_asks_before_it_deletes(
 
 @pytest.mark.parametrize("zeros", ["queue", "skip"])
 def test_imported_definitions_are_what_declare_makes(
-    configuration: dict[str, Any],
-    make_shop: Callable[..., Any],
-    session_rabbitmq: RabbitMQServer,
-    prefix: str,
-    zeros: str,
+    configuration: dict[str, Any], session_rabbitmq: RabbitMQServer, prefix: str, zeros: str
 ) -> None:
     layout = {"name": "geometric", "levels": 4, "zeros": zeros}
-    settings: dict[str, Any] = {"rabbitdelay_layout": layout, "rabbitdelay_shards": 2}
+    settings = {**configuration, "rabbitdelay_layout": layout, "rabbitdelay_shards": 2}
     path = Path(session_rabbitmq.folder, f"{prefix}.json")
     with virtual_host(session_rabbitmq, prefix) as settings["broker_url"]:
-        topology = make_shop(**settings).rabbitdelay.topology
+        app: Any = make_app(settings)
+        topology = app.rabbitdelay.topology
+        app.close()
         export = f"export --format definitions --output {path}"
-        told = run_command({**configuration, **settings}, export)
+        told = run_command(settings, export)
         assert told.returncode == 0, told.stderr
 
         session_rabbitmq.ctl("import_definitions", f"{session_rabbitmq._home}/{path.name}")

@@ -125,16 +125,12 @@ def test_the_help_needs_no_broker(command: str) -> None:
     ],
 )
 def test_without_a_broker_a_command_ends_with_one_line(command: str, url: str) -> None:
-    whole = f"{command} {LEAST[command]}"
-    told = invoke(whole, broker_url=url)
-    said = invoke(f"{whole} --json", broker_url=url)
-    assert told.exit_code == said.exit_code == EX_UNAVAILABLE, told.stderr
+    told = invoke(f"{command} {LEAST[command]} --json", broker_url=url)
+    assert told.exit_code == EX_UNAVAILABLE, told.stderr
     (line,) = told.stderr.splitlines()
     assert line.startswith(SAYS.get(command, "Error: cannot ask the broker amqp://guest"))
     assert "secret" not in line
-    assert not told.stdout
-    assert said.stderr == told.stderr
-    assert checked("error", said.stdout) == {"error": line.removeprefix("Error: ")}
+    assert checked("error", told.stdout) == {"error": line.removeprefix("Error: ")}
     assert not Path("never-written.jsonl").exists()
 
 
