@@ -1,4 +1,4 @@
-"""A private broker with its management API, and the changes that an operator may make to it.
+"""Virtual hosts of tests' own, and the changes that operators make by the management API.
 
 A test module that uses the fixtures imports them and names them in its ``__all__``.
 """
@@ -10,11 +10,10 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from urllib.error import HTTPError
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 from uuid import uuid4
 
@@ -49,7 +48,7 @@ class Place:
     def __init__(self, node: RabbitMQServer) -> None:
         self.node = node
         self.name = f"verify-{uuid4().hex[:8]}"
-        self.url = f"{node.url.removesuffix('//')}/{self.name}"
+        self.url = urlsplit(node.url)._replace(path=f"/{self.name}").geturl()
         self.settings = Settings(prefix="shop", layout=SHORT)
         self.topology = self.settings.topology
         self.orders = Queue("orders", queue_arguments=QUORUM)
@@ -66,6 +65,7 @@ class Place:
         self.schedules: Records | None = None
         self.is_blocked: Callable[[], bool] = lambda: False
         self._apps: list[Any] = []
+        self._users: list[str] = []
 
     def app(self, prefix: str = "") -> Any:
         """An application whose levels and queues these are, which is closed with this place."""
@@ -83,10 +83,12 @@ class Place:
         return app
 
     def close(self) -> None:
-        """Close the connections of all applications, and the own one."""
+        """Close the connections of all applications, and the own one; delete the users."""
         for app in self._apps:
             app.close()
         self.connection.release()
+        for name in self._users:
+            self.delete("users", name)
 
     def declare(self) -> None:
         """Declare levels and destination."""
@@ -95,10 +97,6 @@ class Place:
     def put(self, *path: str, **value: Any) -> None:
         """Put something under a path of the management API."""
         self._request("PUT", path, value)
-
-    def post(self, *path: str, **value: Any) -> None:
-        """Send something to a path of the management API."""
-        self._request("POST", path, value)
 
     def delete(self, *path: str) -> None:
         """Delete what is under a path of the management API, in this virtual host."""
@@ -128,6 +126,7 @@ class Place:
         """Let the application be another user from now on, who has these permissions."""
         name = f"user-{self.name}"
         self.put("users", name, password="secret", tags="")
+        self._users.append(name)
         self.put("permissions", self.name, name, configure=configure, write=write, read=read)
         self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
@@ -185,11 +184,10 @@ def place_on(node: RabbitMQServer) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
-    """A node with its management API."""
-    with RabbitMQServer(broker_root, management=True) as node:
-        wait_until_managed(node)
-        yield node
+def node(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+    """The node of the run, with its management API: for tests that change virtual hosts alone."""
+    wait_until_managed(session_rabbitmq)
+    return session_rabbitmq
 
 
 @pytest.fixture

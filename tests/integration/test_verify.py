@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from celery_rabbitdelay.operations.verify.findings import FAULTS as FINDINGS
 from celery_rabbitdelay.operations.verify.findings import Finding, Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
-from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application
 from tests.browser import Browser
@@ -35,9 +33,9 @@ from tests.integration.conftest import LEVELS
 from tests.integration.faults import (
     FAULTS,
     GUARD,
-    SOUND,
     Plant,
     full_destination,
+    harmless,
     unbound_digit,
     without_levels,
     without_queue,
@@ -52,19 +50,12 @@ from tests.integration.management import (
     wait_until_managed,
 )
 from tests.integration.shop import make_app
-from tests.integration.trouble import disk_alarm
 from tests.integration.undeliverable_messages import message, put, straight
 from tests.integration.worker import Worker, run_celery, start_celery
 from tests.json_schemas import checked
-from tests.node_control import run_tool
+from tests.node_control import run_tool, set_disk_limit, set_memory_limit
 
 __all__ = ["node", "place"]
-
-
-@pytest.mark.parametrize("change", SOUND.values(), ids=SOUND)
-def test_nothing_is_found_on_a_sound_broker(place: Place, change: Plant) -> None:
-    change(place)
-    assert place.verify().findings == ()
 
 
 @pytest.mark.parametrize(
@@ -75,11 +66,13 @@ def test_nothing_is_found_on_a_sound_broker(place: Place, change: Plant) -> None
     ],
     ids=lambda settings: settings.prefix,
 )
-def test_nothing_is_found_in_any_layout(place: Place, settings: Settings) -> None:
+def test_nothing_is_found_on_a_sound_broker(place: Place, settings: Settings) -> None:
     declare_destination(place.connection, settings.topology, place.orders)
     for each in (settings, place.settings):
         place.settings = each
         assert place.verify().findings == ()
+    harmless(place)
+    assert place.verify().findings == ()
 
 
 def test_nothing_is_found_if_the_recommended_policy_keeps_another_one_away(place: Place) -> None:
@@ -88,57 +81,45 @@ def test_nothing_is_found_if_the_recommended_policy_keeps_another_one_away(place
     assert {finding.subjects for finding in place.verify().findings} == {("queue orders",)}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_each_planted_fault_is_found_alone(place: Place, redis_url: str, fault: str) -> None:
-    place.redis_url = redis_url
-    plant, severity, codes = FAULTS[fault]
+@pytest.mark.parametrize("plant", FAULTS)
+def test_each_planted_fault_is_found_alone_and_mended_as_printed(
+    place: Place, redis_url: str, plant: Plant
+) -> None:
+    place.redis_url, codes = redis_url, FAULTS[plant]
     plant(place)
     report = place.verify_until(codes)
-    assert report.findings[0].severity == severity
     assert all(each.consequence and each.remedy for each in report.findings)
     texts = [text for each in report.findings for text in each[3:]]
     assert not any("{policy" in text or "{difference" in text for text in texts)
     run_printed(place, report)
-    mended = codes & MENDED_BY_COMMANDS
+    mended = codes - NOT_MENDED
     wait_for(lambda: not codes_of(place.verify()) & mended, f"the end of {mended}")
 
 
 def test_each_finding_is_planted() -> None:
-    planted = {code for _, _, codes in FAULTS.values() for code in codes}
-    assert planted.isdisjoint(PLANTED_BELOW)
-    assert planted | PLANTED_BELOW | OF_VERSIONS == {*FINDINGS}
+    planted = set().union(*FAULTS.values())
+    assert planted.isdisjoint(PLANTED_ELSEWHERE)
+    assert planted | PLANTED_ELSEWHERE == {*FINDINGS}
 
 
-#: Findings that other tests plant, on a node or a cluster of their own.
-PLANTED_BELOW = {
-    *("quorum-lost", "replica-offline", "replicas-few", "unreachable"),
+#: Findings that the last tests plant, on a node or a cluster of their own; and those about probes
+#: and about the version of RabbitMQ, see tests/unit/test_verify.py.
+PLANTED_ELSEWHERE = {
+    *("quorum-lost", "replica-offline", "replicas-few", "unreachable", "publishers-blocked"),
+    *("probe-unknown", "probe-failed", "version-too-old", "version-fault", "feature-flag-disabled"),
 }
-
-#: Findings about the version of RabbitMQ; see tests/unit/test_verify.py.
-OF_VERSIONS = {"version-too-old", "version-fault", "feature-flag-disabled"}
 
 #: Where the way out is no command: a setting, a clock, a server, or a worker.
 MENDED_BY_SETTINGS = {
-    "clock-difference",
-    "destination-classic",
-    "destination-differs",
-    "destination-drops",
-    "destination-not-declared",
-    "destination-refuses",
-    "held",
-    "probe-failed",
-    "registry-unavailable",
-    "schedule-overdue",
+    *("clock-difference", "held", "registry-unavailable", "schedule-overdue"),
+    *("destination-classic", "destination-differs", "destination-drops"),
+    *("destination-not-declared", "destination-refuses"),
 }
 
-#: What is gone once the commands were run as they are printed.
-MENDED_BY_COMMANDS = {
-    *("missing", "not-declared", "marker-missing", "binding-missing", "binding-additional"),
-    *("queue-limit", "destination-expires", "destination-message-ttl"),
-    *("destination-delivery-limit", "destination-unbound", "destination-cut-off"),
-    *("destination-missing", "nobody-declares", "permission-missing", "publishers-blocked"),
-    *("schedule-unsent", "schedule-lost"),
-    *(code for code in FINDINGS if code.startswith("policy-")),
+#: What is still there once the commands were run as they are printed.
+NOT_MENDED = {
+    *MENDED_BY_SETTINGS,
+    *("classic-levels", "differs", "layout-conflict", "level-consumed", "orphan", "orphan-empty"),
 }
 
 
@@ -192,30 +173,18 @@ def test_nothing_on_the_broker_is_changed(place: Place) -> None:
     assert everything() == before
 
 
-@pytest.mark.parametrize(
-    ("permission", "configure", "write", "read"),
-    [("configure", "", ".*", ".*"), ("write", ".*", "^amq", ".*"), ("read", ".*", ".*", "^amq")],
-)
-def test_each_permission_is_named_with_all_that_lacks_it(
-    place: Place, permission: str, configure: str, write: str, read: str
-) -> None:
-    place.user(configure, write, read)
+def test_each_permission_is_named_with_all_that_lacks_it(place: Place) -> None:
+    place.user(configure="", write="^amq", read="^amq")
     found = {each.what.split()[-1]: set(each.subjects) for each in place.verify().findings}
-    assert set(found) == {permission}
-    everything = {f"exchange {each.name}" for each in place.topology.exchanges}
+    exchanges = {f"exchange {each.name}" for each in place.topology.exchanges}
     queues = {f"queue {each.name}" for each in (*place.topology.queues, place.orders)}
     identity = {f"exchange {each.name}" for each in place.topology.identity[1:]}
-    assert (
-        found[permission]
-        == {
-            "configure": everything | queues | identity,
-            "write": everything - {"exchange shop.meditated"} | {"queue orders"},
-            "read": {
-                "exchange shop.delivery",
-                *(f"queue shop.{name}" for name in ("checkin", "distribution", "probe")),
-            },
-        }[permission]
-    )
+    modules = {f"queue shop.{name}" for name in ("checkin", "distribution", "probe")}
+    assert found == {
+        "configure": exchanges | queues | identity,
+        "write": exchanges - {"exchange shop.meditated"} | {"queue orders"},
+        "read": {"exchange shop.delivery"} | modules,
+    }
 
 
 def test_a_user_who_may_not_see_everything_is_an_error(place: Place) -> None:
@@ -252,13 +221,28 @@ def settings(place: Place) -> dict[str, Any]:
     return settings
 
 
-def test_a_sound_broker_exits_with_0(place: Place, settings: dict[str, Any]) -> None:
+def test_only_a_danger_exits_with_1_and_a_warning_if_asked_to(
+    place: Place, settings: dict[str, Any]
+) -> None:
     settings["rabbitdelay_modules"] = ["check-in", "distribution", "probe"]
-    told = run_celery(settings, f"rabbitdelay verify --strict --management {place.management_url}")
-    assert told.returncode == 0, told.stdout + told.stderr
+    command = f"rabbitdelay verify --management {place.management_url}"
+    sound = run_celery(settings, f"{command} --strict")
+    assert sound.returncode == 0, sound.stdout + sound.stderr
     # No worker runs.
-    assert told.stdout.startswith("note  probe-unknown: shop\n")
-    assert told.stdout.endswith(", shop: 0 danger, 0 warning, 1 note\n")
+    assert sound.stdout.startswith("note  probe-unknown: shop\n")
+    assert sound.stdout.endswith(", shop: 0 danger, 0 warning, 1 note\n")
+    place.policy(r"^shop\.second$", max_length=10)
+    assert run_celery(settings, command).returncode == 0
+    assert run_celery(settings, f"{command} --strict").returncode == 1
+    place.policy(r"^shop\.(ms|seconds)", expires=3_600_000)
+    with mock.patch.dict(os.environ, {"RABBITDELAY_MANAGEMENT_URL": place.management_url}):
+        told, asked = (run_celery(settings, f"rabbitdelay verify {each}") for each in ("", "-j"))
+    assert (told.returncode, asked.returncode, told.stderr) == (1, 1, "")
+    assert "danger  policy-expires: queue shop.seconds.1, " in told.stdout
+    assert "and 11 more\n" in told.stdout
+    assert f"  way out: rabbitmqctl set_policy -p {place.name} " in told.stdout
+    answer = checked("verify", asked.stdout)
+    assert (answer["danger"], answer["warning"]) == (1, 1)
 
 
 def test_delete_refuses_while_dead_lettering_holds_due_messages(
@@ -310,41 +294,6 @@ def test_the_consumers_of_a_worker_and_of_a_redrive_are_no_strangers(
             redrive.kill()
 
 
-def test_a_danger_exits_with_1_and_says_the_way_out(
-    place: Place, settings: dict[str, Any], redis_url: str
-) -> None:
-    settings["rabbitdelay_registry_url"] = redis_url
-    settings["rabbitdelay_registry_prefix"] = place.name
-    app = make_app(settings)
-    app.rabbitdelay.schedules.put("a", "look", timedelta(hours=1))
-    Records(app.rabbitdelay.registry).note_due({"a": 0})
-    place.policy(r"^shop\.(ms|seconds)", expires=3_600_000)
-
-    with mock.patch.dict(os.environ, {"RABBITDELAY_MANAGEMENT_URL": place.management_url}):
-        told = run_celery(settings, "rabbitdelay verify")
-        asked = run_celery(settings, "rabbitdelay verify -j")
-
-    app.rabbitdelay.schedules.delete("a")
-    app.close()
-    assert told.returncode == asked.returncode == 1
-    assert "danger  policy-expires: queue shop.seconds.1, " in told.stdout
-    assert "and 11 more\n" in told.stdout
-    assert f"  way out: rabbitmqctl set_policy -p {place.name} " in told.stdout
-    assert "danger  schedule-overdue: schedule a\n" in told.stdout
-    answer = checked("verify", asked.stdout)
-    assert answer["danger"] == 2
-    assert sorted(len(each["subjects"]) for each in answer["findings"]) == [1, 14]
-    assert not told.stderr
-
-
-def test_a_warning_exits_with_1_only_if_asked_to(place: Place, settings: dict[str, Any]) -> None:
-    place.policy(r"^shop\.second$", max_length=10)
-    command = f"rabbitdelay verify --management {place.management_url}"
-
-    assert run_celery(settings, command).returncode == 0
-    assert run_celery(settings, f"{command} --strict").returncode == 1
-
-
 def test_without_the_management_api_the_error_says_how_to_name_it(settings: dict[str, Any]) -> None:
     told = run_celery(settings, f"rabbitdelay verify --management {NOWHERE}")
     # Its default port is not the one of this node.
@@ -359,61 +308,56 @@ def test_without_the_management_api_the_error_says_how_to_name_it(settings: dict
     assert "http://127.0.0.1:15672" in checked("error", asked.stdout)["error"]
 
 
-def alarms(place: Place) -> bool:
-    """Return whether the management API knows of an alarm."""
-    (node,) = place.api.get("nodes")
-    return bool(node.get("disk_free_alarm"))
-
-
 def test_that_publishers_are_blocked_is_seen_by_verify_by_status_and_on_the_page(
-    place: Place, settings: dict[str, Any]
+    broker_root: Path | None,
 ) -> None:
-    app = make_app(settings)
-    page = Browser(application(app, loopback_role="operator"))  # without the management API
-    assert page.json("/now")["blocked"] is None
-    with disk_alarm(place.node):
-        wait_for(lambda: alarms(place), "the statistics of the node")
-        verified = run_celery(
-            settings, f"rabbitdelay verify --json --management {place.management_url}"
-        )
-        shown = run_celery(settings, "rabbitdelay status")
+    with (
+        RabbitMQServer(broker_root, management=True) as node,
+        ExitStack() as stack,
+    ):
+        wait_until_managed(node)
+        place = stack.enter_context(place_on(node))
+        app = place.app()
+        place.is_blocked = app.rabbitdelay.is_blocked
+        page = Browser(application(app, loopback_role="operator"))  # without the management API
+        assert page.json("/now")["blocked"] is None
+        set_memory_limit(node, "{absolute, 1000000}")
+        set_disk_limit(node, "{mem_relative, 1.0e6}")
+        report = place.verify_until({"publishers-blocked"})
+        wait_for(lambda: place.verify().findings[0].subjects == (f"node {node.node}",), "its name")
+        assert report.findings[0].severity == "danger"
+        settings = {"prefix": "shop", "broker_url": place.url, "rabbitdelay_prefix": "shop"}
+        shown = run_celery({**settings, "rabbitdelay_layout": LEVELS}, "rabbitdelay status")
+        assert shown.returncode == 1
+        assert shown.stdout.startswith("danger  publishers-blocked: RabbitMQ\n")
         wait_for(lambda: page.json("/now")["blocked"], "the page")
-        now, health = page.get("/now").text, page.json("/health")
-    assert verified.returncode == shown.returncode == 1
-    (found,) = checked("verify", verified.stdout)["findings"]
-    assert (found["code"], found["severity"]) == ("publishers-blocked", "danger")
-    assert found["subjects"] == [f"node {place.node.node}"]
-    assert shown.stdout.startswith("danger  publishers-blocked: RabbitMQ\n")
-    assert "publishers-blocked" in now
-    assert "rabbitmqctl set_disk_free_limit" in health["findings"][0]["remedy"]
-    wait_for(lambda: not page.json("/health")["findings"], "the end of the alarm")
-    app.close()
+        assert "publishers-blocked" in page.get("/now").text
+        assert "rabbitmqctl set_disk_free_limit" in page.json("/health")["findings"][0]["remedy"]
+        run_printed(place, report)
+        place.verify_until(set())
+        wait_for(lambda: not page.json("/health")["findings"], "the end of the alarm")
 
 
 @pytest.mark.parametrize(
-    ("limits", "of", "told"),
+    ("limits", "told"),
     [
-        ('{"max-queues": 3}', "vhost", "queue limit in vhost '{vhost}' (3) is reached"),
-        ('{"max-connections": 0}', "vhost", "connection limit (0) is reached"),
-        ('{"max-channels": 0}', "user", "the maximum allowed user limit of (0)"),
+        ('{"max-queues": 3}', "queue limit in vhost '{vhost}' (3) is reached"),
+        ('{"max-connections": 0}', "connection limit (0) is reached"),
     ],
 )
 def test_a_limit_of_the_broker_is_named_and_no_queue_is_advised_to_be_deleted(
-    place: Place, limits: str, of: str, told: str
+    place: Place, limits: str, told: str
 ) -> None:
     without_levels(place)
-    place.user(".*", ".*", ".*")
     settings = {"prefix": "shop", "rabbitdelay_prefix": "shop", "rabbitdelay_layout": LEVELS}
-    settings["broker_url"] = place.connection.as_uri(include_password=True)
-    whose = ("-p", place.name) if of == "vhost" else (f"user-{place.name}",)
-    place.node.ctl(f"set_{of}_limits", *whose, limits)
-    app: Any = make_app(settings)
+    app: Any = make_app({**settings, "broker_url": place.url})
+    place.connection.release()
+    place.node.ctl("set_vhost_limits", "-p", place.name, limits)
     with pytest.raises(PublishError) as sent:
         app.tasks["look"].apply_async(delay=2, confirm_timeout=2)
     app.close()
-    place.node.ctl(f"clear_{of}_limits", *whose, *(["all"] if of == "user" else []))
     assert told.format(vhost=place.name) in str(sent.value)
-    assert f"set_{of}_limits" in str(sent.value)
+    assert "set_vhost_limits" in str(sent.value)
     assert "Delete" not in str(sent.value)
 
 
@@ -422,20 +366,19 @@ def test_a_limit_of_the_broker_is_named_and_no_queue_is_advised_to_be_deleted(
 
 @pytest.fixture
 def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
-    """Three nodes of one cluster, the first one with its management API."""
+    """Three nodes of one cluster with their management API."""
     with ExitStack() as stack:
         first = stack.enter_context(RabbitMQServer(broker_root, management=True))
         joining = [
             RabbitMQServer(broker_root, cluster_with=first, management=True) for _ in range(2)
         ]
-        nodes = [first, *(stack.enter_context(node) for node in joining)]
-        wait_until_managed(first)
-        yield nodes
+        yield [first, *(stack.enter_context(node) for node in joining)]
 
 
 @pytest.fixture
 def in_cluster(cluster: list[RabbitMQServer]) -> Iterator[Place]:
     """Sound levels and a destination in a virtual host of this test's own."""
+    wait_until_managed(cluster[0])
     with place_on(cluster[0]) as place:
         yield place
         # Without a majority of its queues, a virtual host takes more than a minute to delete.

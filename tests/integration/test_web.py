@@ -8,22 +8,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from kombu import Connection
-from markupsafe import escape
 
-from celery_rabbitdelay.app.known_task import known_task
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations import waiting as operations
 from celery_rabbitdelay.registry.index import Filter, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, site
-from celery_rabbitdelay.web.pages import PAGES
-from tests.browser import Browser, assert_harmless
+from tests.browser import Browser
 from tests.integration.conftest import delete_what_it_declared, small_configuration
 from tests.integration.shop import PATIENCE, make_app
 from tests.integration.trouble import suspended
@@ -33,19 +29,6 @@ from tests.unit.clock import Clock
 HOURS = [("hours", 8, 3600), ("parts", 8, 450), ("steps", 10, 45), ("ticks", 9, 5)]
 
 HOUR = 3600
-
-#: What anybody may have written, and must not do anything.
-HOSTILE = {
-    "markup": "<script>alert(1)</script><img src=x onerror=alert(2)>",
-    "attribute": '" onmouseover="alert(1)" x=\'',
-    "template": "{{ 7 * 7 }}{% raw %}${7*7}",
-    "control": "a\x00\x1b[2J\r\nX-Injected: yes\x85\u2028b",
-    "bidi": "abc\u202egpj.exe\u2066\u200f\u061c",
-    "combining": "Z" + "\u0351\u0363" * 500,
-    "address": "../../../etc/passwd?id=1&x=y#z%2e%2f",
-    "scheme": "javascript:alert(1)",
-    "long": "m" * 20_000,
-}
 
 
 @pytest.fixture(scope="module")
@@ -117,40 +100,27 @@ def test_now_counts_each_digit_and_what_falls_due_and_takes_nothing_from_the_que
     assert (told["overdue"], totals["hour"], totals["day"]) == (1, 3, 3)
 
 
-def test_all_who_have_the_same_page_open_share_its_look_and_who_opens_it_looks_anew(
+def test_a_refresh_shows_what_others_have_seen_and_who_opens_a_page_looks_anew(
     tracked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.web.reading.time", Clock())
     (task_id,) = send(tracked)
-    looks: list[str] = []
-
-    def known(registry: Any, task_id: str, *arguments: Any) -> Any:
-        looks.append(task_id)
-        return known_task(registry, task_id, *arguments)
-
-    clock = Clock()
-    monkeypatch.setattr("celery_rabbitdelay.web.waiting.known_task", known)
-    monkeypatch.setattr("celery_rabbitdelay.web.reading.time", clock)
     web = application(tracked)
 
-    def state(headers: dict[str, str] | None = None) -> str:
-        answer = Browser(web).get(f"/api/waiting/task?id={task_id}", headers=headers or {})
+    def state(**headers: str) -> str:
+        answer = Browser(web).get(f"/api/waiting/task?id={task_id}", headers=headers)
         return str(answer.json()["task"]["state"])
 
     refresh = {"HX-Request": "true"}
-    assert {state(refresh) for _ in range(5)} == {"waiting"}
-    assert looks == [task_id]
+    assert state(**refresh) == "waiting"
     tracked.rabbitdelay.cancel(task_id)
-    assert state() == "cancelled"
-    assert state(refresh) == "waiting", "the look of the others"
-    clock.now += 5
-    assert state(refresh) == "cancelled"
+    assert [state(**refresh), state()] == ["waiting", "cancelled"]
 
 
 def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: Browser) -> None:
     job, order = f"import-{uuid4()}", f"order:{uuid4()}"
     (plain,) = send(tracked, hours=1)
-    (keyed,) = send(tracked, hours=2, key=f"{order}:pay")
-    (other,) = send(tracked, hours=2, key=f"{order}1:pay")
+    keyed, other = (send(tracked, key=f"{order}{each}:pay")[0] for each in ("", "1"))
     with tracked.rabbitdelay.job(job, expires=HOUR):
         of_job = send(tracked, 2, hours=3, job=job)
     note = str(tracked.tasks["note"].apply_async(kwargs={"key": "x"}, delay=4 * HOUR).id)
@@ -160,10 +130,8 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: 
         (everything, {}),
         ({keyed}, {"id": keyed}),
         ({keyed}, {"key": f"{order}:pay"}),
-        (set(), {"key": f"{order}:pay", "task": "note"}),
         ({keyed}, {"key": f"{order}:*"}),
         ({keyed, other}, {"key": f"{order}*"}),
-        (set(of_job), {"job": job}),
         (set(of_job), {"job": job, "task": "look"}),
         ({note}, {"task": "note"}),
         ({plain, keyed, other}, {"due_before": later}),
@@ -179,22 +147,21 @@ def test_waiting_finds_tasks_by_what_they_were_sent_with(tracked: Any, browser: 
 @pytest.mark.parametrize(
     ("bound", "query"),
     [
-        (None, {"limit": "10"}),
-        ("MOST_READ", {"limit": "4"}),
+        ("", {"limit": "10"}),
         ("MOST_READ", {"task": "look", "job": "{job}"}),
         ("MOST_RECORDS", {"key": "{job}:*"}),
     ],
-    ids=["some at a time", "due at once", "without an index", "start of a key"],
+    ids=["some at a time", "without an index", "start of a key"],
 )
 def test_page_by_page_a_list_has_each_task_once_and_reads_only_some(
     tracked: Any,
     browser: Browser,
     small_pages: list[int],
     monkeypatch: pytest.MonkeyPatch,
-    bound: str | None,
+    bound: str,
     query: dict[str, str],
 ) -> None:
-    if bound is not None:
+    if bound:
         monkeypatch.setattr(operations, bound, 10)
     job, same = f"job-{uuid4()}", datetime.now(UTC) + timedelta(hours=2)
     look, at = tracked.tasks["look"], tracked.tasks["at"]
@@ -203,12 +170,12 @@ def test_page_by_page_a_list_has_each_task_once_and_reads_only_some(
             str(look.apply_async(eta=same, job=job, key=f"{job}:{number}").id)
             for number in range(20)
         }
-        if "limit" not in query:  # a search has to pass over these
+        if bound:  # a search has to pass over these
             for _ in range(20):
                 at.apply_async(delay=HOUR, job=job)
     asked = {name: value.format(job=job) for name, value in query.items()}
     told = browser.json("/waiting", **asked)
-    if bound is None:
+    if not bound:
         # Of each of the 32 shards, no more than a page of four.
         assert sum(small_pages) <= 20
     seen, pages = ids_of(told), 1
@@ -322,8 +289,6 @@ def test_an_action_does_what_it_says_for_each_task_and_is_logged(
         ("postpone", {"id": soon}),
         ("postpone", {"id": soon, "by": "1h", "until": "2999-01-01"}),
         ("postpone", {"id": soon, "by": "9" * 30}),
-        ("postpone", {"id": soon, "by": "-1h"}),
-        ("postpone", {"id": soon, "until": "2999-01-01"}),
         ("decide-all", {"action": "burn", "sent_before": "2999-01-01"}),
         ("decide-all", {"action": "cancel"}),
     ):
@@ -346,20 +311,10 @@ def decided(browser: Browser, action: str, sent_before: str, **fields: str) -> d
     return work()
 
 
-def soon() -> str:
-    """Return an instant in half an hour, as a form takes it."""
-    return (datetime.now(UTC) + timedelta(minutes=30)).isoformat()
-
-
 @pytest.mark.parametrize(
     ("action", "fields"),
-    [
-        ("cancel", dict),
-        ("postpone", lambda: {"until": soon()}),
-        ("postpone", lambda: {"by": "45m"}),
-        ("run-now", dict),
-    ],
-    ids=["cancel", "until", "by", "run now"],
+    [("cancel", {}), ("postpone", {"by": "45m"}), ("run-now", {})],
+    ids=["cancel", "by", "run now"],
 )
 def test_all_that_were_counted_are_decided_once_although_they_move_and_others_stay(
     tracked: Any,
@@ -367,7 +322,7 @@ def test_all_that_were_counted_are_decided_once_although_they_move_and_others_st
     monkeypatch: pytest.MonkeyPatch,
     small_pages: list[int],
     action: str,
-    fields: Callable[[], dict[str, str]],
+    fields: dict[str, str],
 ) -> None:
     monkeypatch.setattr(operations, "BATCH", 3)
     # All in one shard, so that they are read in many pages, while those before are moved.
@@ -379,21 +334,18 @@ def test_all_that_were_counted_are_decided_once_although_they_move_and_others_st
     before = {each.task_id: each.due for each in tracked.rabbitdelay.pending(job=job)}
     counted = browser.json("/waiting/all", job=job)
     assert counted["count"] == len(before) == 20
-    told = decided(browser, action, counted["sent_before"], **fields(), job=job)
+    told = decided(browser, action, counted["sent_before"], **fields, job=job)
     assert (told["state"], told["error"], told["done"], told["total"]) == ("done", None, 20, 20)
     after = {each.task_id: each.due for each in tracked.rabbitdelay.pending()}
-    kept_due = after.pop(kept)
-    assert kept_due > datetime.now(UTC) + timedelta(minutes=50)
+    assert after.pop(kept) > datetime.now(UTC) + timedelta(minutes=50)
     if action == "cancel":
         assert after == {}
-        return
-    assert len(small_pages) > 5
-    if "by" in fields():
+    elif action == "postpone":
         assert after == {task_id: due + timedelta(minutes=45) for task_id, due in before.items()}
-        return
-    wanted = datetime.now(UTC) + timedelta(minutes=30 if action == "postpone" else 0)
-    assert after.keys() == before.keys()
-    assert all(abs(each - wanted) < timedelta(minutes=5) for each in after.values())
+    else:
+        assert len(small_pages) > 5
+        assert after.keys() == before.keys()
+        assert max(after.values()) < datetime.now(UTC) + timedelta(minutes=5)
 
 
 def test_tasks_that_are_sent_after_the_count_stay(tracked: Any, browser: Browser) -> None:
@@ -405,90 +357,29 @@ def test_tasks_that_are_sent_after_the_count_stay(tracked: Any, browser: Browser
     assert ids_of(browser.json("/waiting")) == [sooner]
 
 
-@pytest.mark.parametrize("action", ["cancel", "run-now"])
 def test_a_decision_about_a_key_is_about_its_task_alone(
-    tracked: Any, browser: Browser, small_pages: list[int], action: str
+    tracked: Any, browser: Browser, small_pages: list[int]
 ) -> None:
     (other,), key = send(tracked, hours=1), f"order:{uuid4()}"
-    (keyed,) = send(tracked, key=key)
-    told = decided(browser, action, "2999-01-01T00:00Z", key=key, task="look")
+    send(tracked, key=key)
+    told = decided(browser, "cancel", "2999-01-01T00:00Z", key=key, task="look")
     assert (told["state"], told["done"], small_pages) == ("done", 1, [])
-    left = [other] if action == "cancel" else [keyed, other]
-    assert ids_of(browser.json("/waiting")) == left
+    assert ids_of(browser.json("/waiting")) == [other]
 
 
-@pytest.mark.parametrize(
-    ("action", "more", "done"), [("cancel", {}, 3), ("postpone", {"by": "5h"}, 2)]
-)
 def test_of_a_batch_that_fails_partway_the_decided_tasks_are_counted(
-    tracked: Any, browser: Browser, action: str, more: dict[str, str], done: int
+    tracked: Any, browser: Browser
 ) -> None:
     sent = [send(tracked, hours=1 + number)[0] for number in range(4)]
     registry = tracked.rabbitdelay.registry
     record = registry.names.of("task", sent[2])
     # As if another program had written there: Redis reads no number in it.
     registry.store.commands(lambda pipe: pipe.hset(record, "cancelled", "x"))
-    before = {each.task_id: each.due for each in tracked.rabbitdelay.pending()}
-    told = decided(browser, action, "2999-01-01T00:00Z", **more)
+    told = decided(browser, "postpone", "2999-01-01T00:00Z", by="5h")
     registry.store.commands(lambda pipe: pipe.hdel(record, "cancelled"))
-    after = {each.task_id: each.due for each in tracked.rabbitdelay.pending()}
-    assert (told["state"], told["done"]) == ("failed", done)
-    assert told["error"]
-    assert sum(after.get(each) != due for each, due in before.items()) == done
-
-
-@pytest.fixture
-def hostile(tracked: Any) -> Iterator[dict[str, str]]:
-    """A task, and a schedule, with each of the hostile texts wherever it takes one."""
-    look, ids = tracked.tasks["look"], {}
-    for kind, text in HOSTILE.items():
-        # An id is a header that RabbitMQ takes up to 255 bytes of, as correlation_id.
-        task_id = text if len(text.encode()) < 200 else f"{text[:50]}{kind}"
-        with tracked.rabbitdelay.job(text, expires=HOUR):
-            options = {"task_id": f"{task_id}-{uuid4().hex[:4]}", "key": text, "job": text}
-            # Celery itself cuts the text that it makes of arguments.
-            options["argsrepr"] = f"({text!r},)"
-            options |= {"exchange": text[:50], "routing_key": text[:50]}
-            ids[kind] = str(look.apply_async((text,), delay=2 * HOUR, **options).id)
-        tracked.rabbitdelay.schedules.put(text[:60], text, timedelta(hours=1), (text,))
-    yield ids
-    for text in HOSTILE.values():
-        tracked.rabbitdelay.schedules.delete(text[:60])
-
-
-def test_hostile_texts_do_nothing_wherever_they_are_shown(
-    browser: Browser, hostile: dict[str, str]
-) -> None:
-    def look(path: str, **query: str) -> None:
-        answer = browser.get(path, params=query)
-        assert answer.status_code in (200, 400, 404, 503), (path, query)
-        assert len(answer.content) < 100_000 or len(query) > 1
-        assert "x-injected" not in answer.headers
-        page = answer.text
-        # The browser needs the values of fields as they are.
-        for text in (*hostile.values(), *query.values(), *HOSTILE.values()):
-            page = page.replace(f'value="{escape(text)}"', 'value=""')
-        assert_harmless(page)
-
-    look("/waiting")
-    assert set(ids_of(browser.json("/waiting"))) >= set(hostile.values())
-    texts = ("id", "key", "job", "task", "name", "queue", "reason", "to")
-    for kind, text in HOSTILE.items():
-        told = browser.json("/waiting/task", id=hostile[kind])["task"]
-        assert (told["state"], told["exchange"]) == ("waiting", text[:50])
-        look("/waiting/task", id=hostile[kind])
-        look("/schedules/one", name=text[:60])
-        if len(text) < 5_000:
-            assert ids_of(browser.json("/waiting", key=text)) == [hostile[kind]]
-            look("/waiting", job=text)
-        for one in PAGES:
-            if not (one.is_action or one.file):
-                look(f"/{one.path}", **dict.fromkeys(texts, text[:5000]))
-                look(f"/{one.path}", action=text[:5000], horizon=text[:5000])
-    megabyte = browser.post("/waiting/cancel", id="m" * 1_000_000)
-    assert (megabyte.status_code, len(megabyte.content) < 10_000) == (200, True)
-    browser.post("/waiting/cancel", id=list(hostile.values()))
-    assert not set(ids_of(browser.json("/waiting"))) & set(hostile.values())
+    assert (told["state"], told["done"], bool(told["error"])) == ("failed", 2, True)
+    in_five_hours = datetime.now(UTC) + timedelta(hours=5)
+    assert sum(each.due > in_five_hours for each in tracked.rabbitdelay.pending()) == 2
 
 
 def test_a_frozen_broker_holds_up_no_other_page(
@@ -521,38 +412,30 @@ def test_without_a_registry_the_page_counts_and_says_what_else_it_needs(
 
 
 def test_now_says_how_many_messages_enter_the_levels_as_the_management_api_counts_them(
-    broker_root: Path | None, configuration: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tracked: Any, session_rabbitmq: RabbitMQServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "ENTERING_PERIOD", 0.0)
-    with RabbitMQServer(broker_root, management=True) as node:
-        own = {"broker_url": node.url, "rabbitdelay_layout": HOURS}
-        shop: Any = make_app({**configuration, **own})
-        browser = Browser(application(shop, management=node.management_url))
+    browser = Browser(application(tracked, management=session_rabbitmq.management_url))
 
-        def rate() -> float:
-            for _ in range(10):
-                shop.tasks["look"].apply_async(delay=HOUR)
-            told = browser.json("/now")["entering"]
-            assert told["error"] is None
-            return told["rate"] or 0.0
+    def rate() -> float:
+        told = browser.json("/now")["entering"]
+        assert told["error"] is None
+        return told["rate"] or 0.0
 
-        wait_for(lambda: rate() > 1, "the rate", PATIENCE)
-        # The levels keep what has entered: only what a client publishes counts.
-        wait_for(lambda: browser.json("/now")["entering"]["rate"] == 0, "the end", PATIENCE)
-        shop.close()
+    wait_for(lambda: send(tracked, 10) and rate() > 1, "the rate", PATIENCE)
+    # The levels keep what has entered: only what a client publishes counts.
+    wait_for(lambda: rate() == 0, "the end", PATIENCE)
 
 
 def test_no_page_has_a_password(tracked: Any) -> None:
     secret = "planted-secret"
-    browser = Browser(
-        application(
-            tracked,
-            secret=f"{secret}-{'x' * 32}",
-            management=f"http://guest:{secret}@127.0.0.1:1",
-            loopback_role="operator",
-        )
-    )
-    for path in ("/now", "/waiting", "/health", "/work", "/waiting/all", "/session"):
+    options = {
+        "secret": f"{secret}-{'x' * 32}",
+        "management": f"http://guest:{secret}@127.0.0.1:1",
+        "loopback_role": "operator",
+    }
+    browser = Browser(application(tracked, **options))
+    for path in ("/now", "/waiting", "/health", "/work", "/session"):
         for whole in (path, f"/api{path}"):
             answer = browser.get(whole)
             assert secret not in answer.text + str(answer.headers)

@@ -144,17 +144,6 @@ def test_all_that_were_counted_are_cancelled_also_if_their_name_has_control_char
     tab.see("State committed")
 
 
-def test_a_form_that_was_open_while_one_signed_out_does_nothing(
-    served: Any, operator: Tab, open_tab: Callable[..., Tab]
-) -> None:
-    (task_id,) = send(served)
-    operator.go(f"/waiting/task?id={task_id}")
-    open_tab(served.page, OPERATOR).go("/now")  # a second tab, whose cookies are gone
-    operator.press("Cancel")
-    operator.see("Password")
-    assert state(served, task_id) == "waiting"
-
-
 def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[..., Tab]) -> None:
     tab, (task_id,) = open_tab(served.page, "plain"), send(served)
     with tab.without_scripts():

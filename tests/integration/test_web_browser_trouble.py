@@ -1,4 +1,4 @@
-"""An open page in a real browser while the broker, Redis and the page's own server go and come."""
+"""An open page in a real browser while the broker and Redis go and come."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kombu import Connection
 from redis import Redis
 
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from tests.chromium import Tab
 from tests.integration.page import (
     AWAY,
@@ -22,12 +22,8 @@ from tests.integration.page import (
     signed_in,
     with_users,
 )
-from tests.integration.shop import PATIENCE
 
 __all__ = ["chromium", "open_tab"]
-
-#: What the browser, and htmx, say if nobody listens where the page was.
-NOBODY_LISTENS = ("Failed to load resource: net::ERR_", "htmx:error: Failed to fetch")
 
 
 @pytest.fixture
@@ -99,18 +95,3 @@ def test_a_redis_that_is_killed_and_comes_back_under_an_open_page(
     acting.press("Cancel")
     acting.see("1 of 1 cancelled")
     assert tab.complaints(UNKNOWN, AWAY) == []
-
-
-def test_a_server_of_the_page_that_is_killed_and_forgets_who_signed_in_lets_one_sign_in_again(
-    shop: Any, tab: Tab
-) -> None:
-    shop.page.kill()
-    wait_for(lambda: NOBODY_LISTENS[0] in str(tab.complaints()), "a refresh that fails", PATIENCE)
-    assert "2 messages wait in the levels" in tab.text, "the last counts stay"
-    shop.page.start()  # its secret is a random one
-    tab.see("Password")
-    assert tab.run("return window.isTheSamePage")
-    sign_in(tab)
-    tab.see("2 messages wait in the levels")
-    tab.run("window.isTheSamePage = true")
-    assert tab.complaints(UNKNOWN, *NOBODY_LISTENS) == []
