@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay.kombu import Topology, bind_destination, declare, missing
 from celery_rabbitdelay.publishing.declaration import check_complete, is_declared, queue_counts
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.integration.arrivals import count
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.integration.arrivals import count, wait_until_waiting
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.trouble import virtual_host
-from tests.integration.waited import assert_waited
-from tests.integration.worker import Worker, answer, run_command, start_celery
+from tests.integration.worker import answer, run_command, start_celery
 from tests.node_control import bindings, listed
 
 
@@ -54,8 +52,7 @@ def test_declare_says_what_was_missing_and_declares_it(
     route = topology.route(0.3, "nobody")
     connection.Producer().publish("x", exchange=route.exchange, routing_key=route.routing_key)
     # It passes its level, and not the alternate exchange.
-    distribution = topology.module_queues.distribution.name
-    wait_for(lambda: count(connection, distribution) == 1, "the message behind the levels")
+    wait_until_waiting(connection, topology.module_queues.distribution.name, 1)
     found = answer(configuration, "declare", "declare")
     assert (found["missing"], found["fingerprint"]) == ([], topology.identity.fingerprint)
 
@@ -76,10 +73,9 @@ def test_declare_with_queues_is_all_that_declare_never_needs(
     names = [each.name for each in queues if each not in alone]
     assert found["missing_queues"] == found["bound"] == names
     assert set(queue_counts(connection, alone).values()) == {None}
-    with Worker({**configuration, **settings}):
-        since = time.time()
-        sent = shop.tasks["look"].apply_async(delay=0.5, queue=named(shop, "second"))
-        assert_waited(sent.get(timeout=PATIENCE), since, 0.5)
+    second = named(shop, "second")
+    shop.tasks["look"].apply_async(delay=0.5, queue=second)
+    wait_until_waiting(connection, second, 1)
 
 
 def test_another_layout_under_the_prefix_is_neither_declared_nor_deleted(

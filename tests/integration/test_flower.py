@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -98,32 +97,3 @@ def test_each_page_of_flower_answers_while_tasks_wait_and_its_revoke_cancels_one
     assert noted.until(15) == []
     wait_for(lambda: revoked.state == "REVOKED", "its result", PATIENCE)
     assert "Traceback" not in flower.log
-
-
-def test_tasks_in_the_levels_have_the_form_of_those_that_a_worker_holds(
-    serve: Callable[..., Any], noted: Notes
-) -> None:
-    noted.shop = shop = serve(queue_type="classic")
-    held = shop.tasks["celery-own"].apply_async(countdown=3600)
-    waits = noted.send(7, delay=3600, track=True)
-    long = noted.send([f"{number:04}" for number in range(90_000)], delay=3600, track=True)
-    inspect = shop.control.inspect([shop.worker.name], timeout=PATIENCE, limit=1)
-    found: dict[str, Any] = {}
-
-    def are_shown() -> bool:
-        (scheduled,) = inspect.scheduled().values()
-        found.update((each["request"]["id"], each) for each in scheduled)
-        return {held.id, waits.id, long.id} <= set(found)
-
-    wait_for(are_shown, "all three", PATIENCE)
-    celerys, ours = found[held.id], found[waits.id]
-    assert set(ours) == set(celerys)
-    assert set(ours["request"]) - set(celerys["request"]) == {"eta", "key", "job"}
-    for each in ("args", "kwargs", "hostname", "delivery_info"):
-        assert ours["request"][each].__class__ is celerys["request"][each].__class__
-    assert datetime.fromisoformat(ours["eta"]) > datetime.now(UTC) + timedelta(minutes=30)
-    assert ours["request"]["args"] == "(7,)"
-    # Many long messages would hold up the worker.
-    assert found[long.id]["request"]["args"] is None
-    (asked,) = inspect.query_task(waits.id).values()
-    assert asked[waits.id] == ["scheduled", ours["request"]]
