@@ -11,7 +11,7 @@ from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import delete, forget
+from celery_rabbitdelay.publishing.declaration import declare_destination, delete, forget
 from celery_rabbitdelay.schedules.beat import put_beat
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
@@ -116,18 +116,13 @@ def nobody_declares(place: Place) -> None:
 def classic_levels(place: Place) -> None:
     without_levels(place)
     place.settings = replace(place.settings, queue_type="classic")
-    place.topology = place.settings.topology
     forget(place.connection)
-    place.declare()
+    declare_destination(place.connection, place.settings.topology, place.orders)
 
 
 def without_redis(place: Place) -> None:
     place.app_settings = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
     place.schedules = Records(place.app().rabbitdelay.registry)
-
-
-def fast_clock(place: Place) -> None:
-    place.clock_ahead = 90
 
 
 def harmless(place: Place) -> None:
@@ -246,5 +241,4 @@ FAULTS: Final[dict[Plant, set[str]]] = {
     classic_levels: {"classic-levels"},
     neglected_schedules: {"schedule-overdue", "schedule-unsent", "schedule-lost"},
     without_redis: {"registry-unavailable"},
-    fast_clock: {"clock-difference"},
 }

@@ -6,11 +6,9 @@ A test module that uses the fixtures imports them and names them in its ``__all_
 from __future__ import annotations
 
 import json
-import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
@@ -23,7 +21,6 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.operations.verify import management
 from celery_rabbitdelay.operations.verify.checks import verify
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
@@ -56,7 +53,6 @@ class Place:
         self.connection = Connection(self.url)
         self.management_url = node.management_url
         self.api = ManagementAPI(self.management_url)
-        self.clock_ahead = 0.0
         self.redis_url = ""
         #: Further settings of the application.
         self.app_settings: dict[str, Any] = {}
@@ -131,10 +127,8 @@ class Place:
         self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
     def verify(self) -> Verification:
-        """Look for faults on a machine whose clock is :attr:`clock_ahead` seconds ahead."""
-        clock = SimpleNamespace(time=lambda: time.time() + self.clock_ahead)
-        with pytest.MonkeyPatch.context() as patch, self.connection.clone() as connection:
-            patch.setattr(management, "time", clock)
+        """Look for faults."""
+        with self.connection.clone() as connection:
             return verify(
                 connection,
                 self.settings,
@@ -147,20 +141,17 @@ class Place:
 
     def verify_until(self, codes: set[str]) -> Verification:
         """Look for faults until they are these, as far as the broker reports them late."""
-        report = self.verify()
+        reports: list[Verification] = []
 
         def is_found() -> bool:
-            nonlocal report
-            if codes_of(report) == codes:
-                return True
-            report = self.verify()
-            return codes_of(report) == codes
+            reports.append(self.verify())
+            return codes_of(reports[-1]) == codes
 
         try:
             wait_for(is_found, f"{codes}")
-        except TimeoutError:
-            assert codes_of(report) == codes, report
-        return report
+        except TimeoutError as error:
+            raise AssertionError(f"not {codes}: {reports[-1]}") from error
+        return reports[-1]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 
 ``python -m tests.integration.observed_shop``, with the application's settings in the environment
 variable ``SHOP``, sends a task that retries once, and two more in an envelope; it prints what they
-saw, the spans of both tracers, and the values of OpenTelemetry's metrics.
+saw, the runs that both tracers saw, and the values of OpenTelemetry's metrics.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ READER: Final = InMemoryMetricReader()
 SPANS: Final = InMemorySpanExporter()
 TRANSACTIONS: Final[list[Any]] = []
 
+#: How many milliseconds after its time a message was received, as Sentry has it.
+LATENCY: Final = "messaging.message.receive.latency"
+
 
 class Transactions(Transport):
     """Keeps what Sentry would be sent."""
@@ -59,31 +62,20 @@ def observe() -> None:
     CeleryInstrumentor().instrument()  # type: ignore[no-untyped-call]
 
 
-def spans() -> dict[str, list[dict[str, Any]]]:
-    """Return the spans of each tracer: trace, id, parent, what it is, and its attributes."""
-    names = ("trace", "id", "parent", "what", "data")
-    rows: dict[str, list[Any]] = {
-        "sentry": [
-            (each["trace_id"], each["span_id"], each.get("parent_span_id"), each["op"], data)
-            for event in list(TRANSACTIONS)
-            for each in (event["contexts"]["trace"], *event["spans"])
-            for data in [each.get("data") or {}]
-        ],
-        "opentelemetry": [
-            (
-                f"{span.context.trace_id:032x}",
-                f"{span.context.span_id:016x}",
-                span.parent and f"{span.parent.span_id:016x}",
-                span.kind.name,
-                dict(span.attributes or {}),
-            )
-            for span in SPANS.get_finished_spans()
-            if span.context
-        ],
-    }
-    return {
-        key: [dict(zip(names, row, strict=True)) for row in found] for key, found in rows.items()
-    }
+def runs() -> dict[str, list[tuple[Any, str, Any]]]:
+    """Return each run as each tracer has seen it: its task's id, its trace, and its latency."""
+    sentry = [
+        (span["data"]["messaging.message.id"], span["trace_id"], span["data"].get(LATENCY))
+        for event in TRANSACTIONS
+        for span in (event["contexts"]["trace"], *event["spans"])
+        if span["op"] == "queue.process"
+    ]
+    opentelemetry = [
+        (span.attributes["messaging.message.id"], f"{span.context.trace_id:032x}", None)
+        for span in SPANS.get_finished_spans()
+        if span.kind is trace.SpanKind.CONSUMER and span.attributes and span.context
+    ]
+    return {"sentry": sentry, "opentelemetry": opentelemetry}
 
 
 def measured() -> dict[str, dict[str, float]]:
@@ -126,8 +118,8 @@ def main() -> None:
         for name, expected in (("lateness", 4), ("module_published", 2)):
             wait_for(lambda: total(name) == expected, name, PATIENCE, interval=0.1)  # noqa: B023
         seen = sent.get(timeout=PATIENCE)
-    printed = {"id": sent.id, "traces": traces, "seen": seen, "spans": spans()}
-    print(json.dumps({**printed, "measured": measured()}, default=str))
+    found = {"id": sent.id, "traces": traces, "seen": seen, "runs": runs(), "measured": measured()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -58,16 +58,11 @@ def due_together(number: int) -> list[Row]:
     return [Row(eta=datetime.now(UTC) + timedelta(seconds=5))] * number
 
 
-def of_process(shop: Any) -> Scraped:
-    """Return what the process of the test counts."""
-    return Scraped(shop.rabbitdelay.metrics.collect())
-
-
 def test_nothing_is_counted_and_no_library_imported_unless_a_port_is_set(
     shop: Any, configuration: dict[str, Any]
 ) -> None:
     shop.tasks["look"].apply_async(delay=5)
-    assert of_process(shop).values("sent_total") == {}
+    assert Scraped(shop.rabbitdelay.metrics.collect()).values("sent_total") == {}
     # Without Redis: redis-py imports OpenTelemetry's SDK, if it is installed.
     settings = {k: v for k, v in configuration.items() if k != "result_backend"}
     program = (
@@ -146,13 +141,6 @@ def test_each_verdict_of_the_registry_is_counted(
         assert found.values("registry_breaker_open") == {(): 0}
         assert found.total("registry_seconds_count") > 0
         assert found.total("registry_failures_total") == 0
-        # The first one to find out counts it, the worker or a producer; and only once.
-        wait_for(lambda: delays.registry.jobs.state("expired").value == "aborted", "its end")
-        before = of_process(shop).total("jobs_expired_total")
-        delays.open_job("late", expires=0.001)
-        wait_for(lambda: delays.registry.jobs.state("late").value == "aborted", "its end")
-        delays.registry.jobs.state("late")
-        assert of_process(shop).total("jobs_expired_total") == before + 1
 
 
 def test_what_waits_is_told_by_level_and_missing_queues_are(

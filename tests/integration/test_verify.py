@@ -100,16 +100,17 @@ def test_each_finding_is_planted() -> None:
     assert planted | PLANTED_ELSEWHERE == {*FINDINGS}
 
 
-#: Findings that the last tests plant, on a node or a cluster of their own; and those about probes
-#: and about the version of RabbitMQ, see tests/unit/test_verify.py.
+#: Findings that the last tests plant, on a node or a cluster of their own; and those of
+#: tests/unit/test_verify.py.
 PLANTED_ELSEWHERE = {
     *("quorum-lost", "replica-offline", "replicas-few", "unreachable", "publishers-blocked"),
     *("probe-unknown", "probe-failed", "version-too-old", "version-fault", "feature-flag-disabled"),
+    "clock-difference",
 }
 
 #: Where the way out is no command: a setting, a clock, a server, or a worker.
 MENDED_BY_SETTINGS = {
-    *("clock-difference", "held", "registry-unavailable", "schedule-overdue"),
+    *("held", "registry-unavailable", "schedule-overdue"),
     *("destination-classic", "destination-differs", "destination-drops"),
     *("destination-not-declared", "destination-refuses"),
 }
@@ -289,36 +290,6 @@ def test_without_the_management_api_the_error_says_how_to_name_it(settings: dict
     assert "http://127.0.0.1:15672" in checked("error", asked.stdout)["error"]
 
 
-def test_that_publishers_are_blocked_is_seen_by_verify_by_status_and_on_the_page(
-    broker_root: Path | None,
-) -> None:
-    with (
-        RabbitMQServer(broker_root, management=True) as node,
-        ExitStack() as stack,
-    ):
-        wait_until_managed(node)
-        place = stack.enter_context(place_on(node))
-        app = place.app()
-        place.is_blocked = app.rabbitdelay.is_blocked
-        page = Browser(application(app, loopback_role="operator"))  # without the management API
-        assert page.json("/now")["blocked"] is None
-        set_memory_limit(node, "{absolute, 1000000}")
-        set_disk_limit(node, "{mem_relative, 1.0e6}")
-        report = place.verify_until({"publishers-blocked"})
-        wait_for(lambda: place.verify().findings[0].subjects == (f"node {node.node}",), "its name")
-        assert report.findings[0].severity == "danger"
-        settings = {"prefix": "shop", "broker_url": place.url, "rabbitdelay_prefix": "shop"}
-        shown = run_celery({**settings, "rabbitdelay_layout": LEVELS}, "rabbitdelay status")
-        assert shown.returncode == 1
-        assert shown.stdout.startswith("danger  publishers-blocked: RabbitMQ\n")
-        wait_for(lambda: page.json("/now")["blocked"], "the page")
-        assert "publishers-blocked" in page.get("/now").text
-        assert "rabbitmqctl set_disk_free_limit" in page.json("/health")["findings"][0]["remedy"]
-        run_printed(place, report)
-        place.verify_until(set())
-        wait_for(lambda: not page.json("/health")["findings"], "the end of the alarm")
-
-
 def test_a_limit_of_the_broker_is_named_and_no_queue_is_advised_to_be_deleted(
     place: Place,
 ) -> None:
@@ -334,7 +305,7 @@ def test_a_limit_of_the_broker_is_named_and_no_queue_is_advised_to_be_deleted(
 # A cluster of three.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
     """Three nodes of one cluster with their management API."""
     with ExitStack() as stack:
@@ -342,19 +313,43 @@ def cluster(broker_root: Path | None) -> Iterator[list[RabbitMQServer]]:
         joining = [
             RabbitMQServer(broker_root, cluster_with=first, management=True) for _ in range(2)
         ]
-        yield [first, *(stack.enter_context(node) for node in joining)]
+        nodes = [first, *(stack.enter_context(node) for node in joining)]
+        wait_until_managed(first)
+        yield nodes
 
 
 @pytest.fixture
 def in_cluster(cluster: list[RabbitMQServer]) -> Iterator[Place]:
     """Sound levels and a destination in a virtual host of this test's own."""
-    wait_until_managed(cluster[0])
     with place_on(cluster[0]) as place:
         yield place
         # Without a majority of its queues, a virtual host takes more than a minute to delete.
         for node in cluster:
             if not node.running:
                 node.start()
+
+
+def test_that_publishers_are_blocked_is_seen_by_verify_by_status_and_on_the_page(
+    in_cluster: Place,
+) -> None:
+    place, node, app = in_cluster, in_cluster.node, in_cluster.app()
+    place.is_blocked = app.rabbitdelay.is_blocked
+    page = Browser(application(app, loopback_role="operator"))  # without the management API
+    assert page.json("/now")["blocked"] is None
+    set_memory_limit(node, "{absolute, 1000000}")
+    set_disk_limit(node, "{mem_relative, 1.0e6}")
+    report = place.verify_until({"publishers-blocked"})
+    wait_for(lambda: place.verify().findings[0].subjects == (f"node {node.node}",), "its name")
+    settings = {"prefix": "shop", "broker_url": place.url, "rabbitdelay_prefix": "shop"}
+    shown = run_celery({**settings, "rabbitdelay_layout": LEVELS}, "rabbitdelay status")
+    assert shown.returncode == 1
+    assert shown.stdout.startswith("danger  publishers-blocked: RabbitMQ\n")
+    wait_for(lambda: page.json("/now")["blocked"], "the page")
+    assert "publishers-blocked" in page.get("/now").text
+    assert "rabbitmqctl set_disk_free_limit" in page.json("/health")["findings"][0]["remedy"]
+    run_printed(place, report)
+    place.verify_until(set())
+    wait_for(lambda: not page.json("/health")["findings"], "the end of the alarm")
 
 
 def test_what_a_node_takes_with_it_is_found(

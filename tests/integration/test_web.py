@@ -357,31 +357,6 @@ def test_tasks_that_are_sent_after_the_count_stay(tracked: Any, browser: Browser
     assert ids_of(browser.json("/waiting")) == [sooner]
 
 
-def test_a_decision_about_a_key_is_about_its_task_alone(
-    tracked: Any, browser: Browser, small_pages: list[int]
-) -> None:
-    (other,), key = send(tracked, hours=1), f"order:{uuid4()}"
-    send(tracked, key=key)
-    told = decided(browser, "cancel", "2999-01-01T00:00Z", key=key, task="look")
-    assert (told["state"], told["done"], small_pages) == ("done", 1, [])
-    assert ids_of(browser.json("/waiting")) == [other]
-
-
-def test_of_a_batch_that_fails_partway_the_decided_tasks_are_counted(
-    tracked: Any, browser: Browser
-) -> None:
-    sent = [send(tracked, hours=1 + number)[0] for number in range(4)]
-    registry = tracked.rabbitdelay.registry
-    record = registry.names.of("task", sent[2])
-    # As if another program had written there: Redis reads no number in it.
-    registry.store.commands(lambda pipe: pipe.hset(record, "cancelled", "x"))
-    told = decided(browser, "postpone", "2999-01-01T00:00Z", by="5h")
-    registry.store.commands(lambda pipe: pipe.hdel(record, "cancelled"))
-    assert (told["state"], told["done"], bool(told["error"])) == ("failed", 2, True)
-    in_five_hours = datetime.now(UTC) + timedelta(hours=5)
-    assert sum(each.due > in_five_hours for each in tracked.rabbitdelay.pending()) == 2
-
-
 def test_a_frozen_broker_holds_up_no_other_page(
     make_shop: Callable[..., Any], redis_url: str, private_rabbitmq: RabbitMQServer
 ) -> None:
