@@ -1,4 +1,4 @@
-"""``celery rabbitdelay declare`` and ``delete``, run as operators do."""
+"""``celery rabbitdelay declare``, ``delete`` and ``export``, run as operators do."""
 
 from __future__ import annotations
 
@@ -78,20 +78,14 @@ def test_declare_with_queues_is_all_that_declare_never_needs(
     wait_until_waiting(connection, second, 1)
 
 
-def test_another_layout_under_the_prefix_is_neither_declared_nor_deleted(
-    configuration: dict[str, Any], topology: Topology, connection: Connection
-) -> None:
-    other = {**configuration, "rabbitdelay_layout": [("hours", 6, 3600)]}
-    for command in ("declare", "delete --yes --force"):
-        error = answer(other, command, "error", 1)["error"]
-        assert "other levels under the prefix" in error
-    assert missing(connection, topology) == ()
-
-
 def test_delete_deletes_the_levels_and_leaves_the_queues_of_tasks(
     configuration: dict[str, Any], topology: Topology, connection: Connection, target: Any
 ) -> None:
     bind_destination(connection, topology, target.name)
+    other = {**configuration, "rabbitdelay_layout": [("hours", 6, 3600)]}
+    refused = answer(other, "delete --yes --force", "error", 1)["error"]
+    assert "other levels under the prefix" in refused
+    assert missing(connection, topology) == ()
     # As an interrupted one has begun.
     for part in (topology.identity.marker, topology.queues[3], topology.exchanges[2]):
         part(connection.default_channel).delete()

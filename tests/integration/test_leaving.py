@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -172,7 +172,8 @@ def send_each_kind(app: Any) -> None:
     send(("news",), queue="news")
     rows = [{"args": (name,), "delay": DELAY - 0.5} for name in ROWS]
     assert delays.send_many(remind, rows, tolerance=5).envelopes == 1
-    delays.schedules.put("nightly", remind, timedelta(days=1), ("nightly",))
+    begin = datetime.now(UTC) + timedelta(seconds=DELAY)
+    delays.schedules.put("nightly", remind, timedelta(days=1), ("nightly",), start=begin)
     send(("meditated",), delay=CAPACITY + 1)
     chain(remind.si("link").set(countdown=DELAY), remind.si("next link").set(delay=2)).apply_async()
 

@@ -161,25 +161,6 @@ def test_enter_postpones_the_selected_and_never_cancels(
     assert states == ["cancelled", "waiting", "cancelled"]
 
 
-def test_all_that_were_counted_are_cancelled_also_if_their_name_has_control_characters(
-    served: Any, operator: Tab, job: str
-) -> None:
-    tab, name, (kept,) = operator, f"{job}\x00\r\n", send(served)
-    served.rabbitdelay.open_job(name, expires=HOUR)
-    counted = send(served, 2, job=name)
-    tab.go(f"/waiting/all?job={quote(name)}")
-    tab.see("2 tracked tasks match")
-    (later,) = send(served, job=name)
-    tab.press("Cancel 2")
-    tab.see("2 of", "done")
-    assert [state(served, each) for each in (*counted, kept, later)] == [
-        *("cancelled", "cancelled", "waiting", "waiting")
-    ]
-    tab.go(f"/jobs?name={quote(name)}")
-    tab.press("Commit: let its tasks run")
-    tab.see("State committed")
-
-
 def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[..., Tab]) -> None:
     tab, (task_id,) = open_tab(served.page, "plain"), send(served)
     with tab.without_scripts():
