@@ -5,16 +5,13 @@ A test module that uses the fixtures imports them and names them in its ``__all_
 
 from __future__ import annotations
 
-import json
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
-from urllib.request import Request, urlopen
 from uuid import uuid4
 
+import httpx
 import pytest
 from kombu import Connection, Queue
 
@@ -56,8 +53,7 @@ class Place:
         self.redis_url = ""
         #: Further settings of the application.
         self.app_settings: dict[str, Any] = {}
-        #: The workers' answers, and the schedules; None if a test does not look at them.
-        self.workers: dict[str, dict[str, Any]] | None = None
+        #: None if a test does not look at them.
         self.schedules: Records | None = None
         self.is_blocked: Callable[[], bool] = lambda: False
         self._apps: list[Any] = []
@@ -92,31 +88,22 @@ class Place:
 
     def put(self, *path: str, **value: Any) -> None:
         """Put something under a path of the management API."""
-        self._request("PUT", path, value)
+        self._ask("PUT", path, value)
 
     def delete(self, *path: str) -> None:
-        """Delete what is under a path of the management API, in this virtual host."""
-        self._request("DELETE", path, None)
+        """Delete what is under a path of the management API."""
+        self._ask("DELETE", path, None)
 
-    def _request(self, method: str, path: tuple[str, ...], value: Any) -> None:
-        credentials = b64encode(b"guest:guest").decode()
-        request = Request(
-            "/".join([self.api.url, "api", *(quote(word, safe="") for word in path)]),
-            data=None if value is None else json.dumps(value).encode(),
-            method=method,
-            headers={"Authorization": f"Basic {credentials}", "Content-Type": "application/json"},
-        )
-        try:
-            urlopen(request).close()
-        except HTTPError as refused:
-            raise AssertionError(refused.read()) from refused
+    def _ask(self, method: str, path: tuple[str, ...], value: Any) -> None:
+        url = "/".join([self.api.url, "api", *(quote(word, safe="") for word in path)])
+        answer = httpx.request(method, url, json=value, auth=("guest", "guest"), timeout=60)
+        assert answer.is_success, answer.text
 
-    def policy(self, pattern: str, priority: int = 0, kind: str = "policies", **keys: Any) -> None:
+    def policy(self, pattern: str, **keys: Any) -> None:
         """Set a policy for queues; ``message_ttl=5`` stands for ``message-ttl``."""
         definition = {key.replace("_", "-"): value for key, value in keys.items()}
-        name = f"{kind}-{uuid4().hex[:4]}"
-        settings = {"pattern": pattern, "priority": priority, "apply-to": "queues"}
-        self.put(kind, self.name, name, definition=definition, **settings)
+        settings = {"pattern": pattern, "apply-to": "queues", "definition": definition}
+        self.put("policies", self.name, f"policy-{uuid4().hex[:4]}", **settings)
 
     def user(self, configure: str, write: str, read: str) -> None:
         """Let the application be another user from now on, who has these permissions."""
@@ -129,15 +116,8 @@ class Place:
     def verify(self) -> Verification:
         """Look for faults."""
         with self.connection.clone() as connection:
-            return verify(
-                connection,
-                self.settings,
-                self.destinations,
-                self.api,
-                self.workers,
-                self.schedules,
-                self.is_blocked(),
-            )
+            given = (self.settings, self.destinations, self.api, None, self.schedules)
+            return verify(connection, *given, self.is_blocked())
 
     def verify_until(self, codes: set[str]) -> Verification:
         """Look for faults until they are these, as far as the broker reports them late."""

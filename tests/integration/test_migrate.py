@@ -25,7 +25,6 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.operations.moving.migration import check_source
 from celery_rabbitdelay.operations.moving.mover import BATCH, MOST_LOSSES, Mover, Place
-from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import wait_until_waiting
@@ -202,24 +201,6 @@ def test_a_dry_run_and_a_refusal_take_nothing(
     )
     assert (refused.returncode, "have the same prefix" in refused.stderr) == (2, True)
     assert total(place(before)) == 3
-
-
-def test_what_cannot_be_read_and_what_is_undeliverable_goes_to_undeliverable(
-    old: dict[str, Any], new: dict[str, Any], before: Any, after: Any, connection: Connection
-) -> None:
-    before.tasks["look"].apply_async(delay=600)
-    prefix, producer = old["prefix"], connection.Producer()
-    producer.publish({}, exchange="", routing_key=f"{prefix}.minutes.10")
-    key = before.rabbitdelay.topology.route(600, "nobody").routing_key
-    producer.publish({}, exchange=f"{prefix}.minutes.x1", routing_key=key)
-    producer.publish({}, exchange=f"{prefix}.undeliverable", routing_key="any")
-    wait_for(lambda: total(place(before)) == 4, "the messages")
-    moved = answer(new, migrate(old), "moved", 1)
-    assert moved["moved"] == 3
-    assert moved["left"] == {"its routing key is of another layout: see the --from options": 1}
-    assert moved["undeliverable"] == {"rabbitdelay-due is None, not milliseconds since 1970": 1}
-    found = undeliverable_messages(connection, after.rabbitdelay.topology)
-    assert len({each.found.reason for each in found}) == 2
 
 
 def test_queues_that_the_application_does_not_name_are_not_bound(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -20,7 +19,6 @@ from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.operations.undeliverable import reader as undeliverable_reader
 from celery_rabbitdelay.operations.undeliverable.messages import (
     UndeliverableMessage,
-    headers_as_json,
     undeliverable_messages,
 )
 from celery_rabbitdelay.operations.undeliverable.redrive import (
@@ -39,7 +37,6 @@ from tests.integration.undeliverable_messages import (
     put,
     straight,
 )
-from tests.integration.unreadable import FAR_TIMESTAMP, LATIN_ID, LATIN_KEY, Raw, publish_with_key
 from tests.node_control import close_all_connections
 
 #: More looks than the 20 after which RabbitMQ 4.0 and later drop a message by default.
@@ -118,28 +115,6 @@ def test_a_read_that_takes_too_long_fails_and_loses_nothing(
     with pytest.raises(ReadTooLong, match=r"1 undeliverable messages.*with a limit"):
         next(messages)
     wait_until_waiting(connection, name, 5)
-
-
-def test_messages_that_python_cannot_read_are_read_with_the_reason(
-    connection: Connection, declared: Topology
-) -> None:
-    good = amqp.Message("good", application_headers={"own": "kept"})
-    name = put(connection, declared, good, Raw("far", FAR_TIMESTAMP), Raw("", LATIN_ID))
-    exchange = declared.module_queues.undeliverable.exchange.name
-    publish_with_key(connection, exchange, LATIN_KEY, good)
-    publish_with_key(connection, exchange, LATIN_KEY, Raw("both", LATIN_ID))
-    wait_until_waiting(connection, name, 5)
-    found = list(undeliverable_messages(connection, declared))
-    assert [each.body for each in found] == [b"good", b"far", b"", b"good", b"both"]
-    _, far, latin, key, both = found
-    assert "properties cannot be read" in far.found.reason
-    assert b"sent-at" in far.headers[header_names.UNREADABLE_PROPERTIES]
-    assert "UnicodeDecodeError" in latin.found.reason
-    assert r"its routing key is b'caf\xe9', which is not UTF-8" in key.found.reason
-    assert (key.routing_key, key.headers["own"]) == ("caf?", "kept")
-    assert "UnicodeDecodeError" in both.found.reason
-    for each in found:
-        json.loads(headers_as_json(each.headers))
 
 
 def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
