@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import Any, Final
-from urllib.error import URLError
-from urllib.request import urlopen
+
+import httpx
 
 from tests.browser import quick_hash
-from tests.integration.shop import PATIENCE
 from tests.integration.worker import ShopProcess
 
 #: An operator, and the password.
@@ -53,7 +52,6 @@ class ServedPage(ShopProcess):
 
     def _ready(self) -> bool:
         try:
-            with urlopen(f"http://127.0.0.1:{self.port}/static/icon.svg", timeout=PATIENCE):
-                return True
-        except (URLError, OSError):
+            return httpx.get(f"http://127.0.0.1:{self.port}/static/icon.svg").is_success
+        except httpx.TransportError:
             return False

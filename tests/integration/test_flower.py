@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
+import httpx
 import pytest
 
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
@@ -35,9 +34,8 @@ class Flower(ShopProcess):
 
     def ask(self, path: str, method: str = "GET") -> str:
         """Return what a page, or the API, answers with the status 200."""
-        request = Request(f"http://127.0.0.1:{self.port}/{path}", method=method)
-        with urlopen(request, timeout=PATIENCE) as answer:
-            return str(answer.read().decode())
+        answer = httpx.request(method, f"http://127.0.0.1:{self.port}/{path}", timeout=PATIENCE)
+        return answer.raise_for_status().text
 
     def _command(self) -> list[str]:
         served = f"--address=127.0.0.1 --port={self.port} --broker-api={self._api}"
@@ -54,7 +52,7 @@ class Flower(ShopProcess):
     def _ready(self) -> bool:
         try:
             return self.ask("healthcheck") == "OK"
-        except (URLError, OSError):
+        except httpx.HTTPError:
             return False
 
 

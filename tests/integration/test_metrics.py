@@ -11,11 +11,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 from uuid import uuid4
 
 import celery
+import httpx
 import pytest
 from kombu import Connection, Exchange
 from prometheus_client import CollectorRegistry
@@ -237,23 +236,24 @@ def test_the_port_is_a_setting_or_an_option_with_an_address_and_a_wrong_one_ends
         assert all(each in told for each in ("rabbitdelay_metrics_port = ", given, why))
 
 
+READY = "200: ok\n"
+
+
 def readiness(port: int) -> str:
     """Return what a worker says of itself to an orchestrator, which must not restart it."""
-    with urlopen(f"http://127.0.0.1:{port}/healthz", timeout=PATIENCE) as answer:
-        assert answer.read() == b"ok\n"
-    try:
-        with urlopen(f"http://127.0.0.1:{port}/readyz", timeout=PATIENCE) as answer:
-            return str(answer.read().decode())
-    except HTTPError as error:
-        with error:
-            return f"{error.code}: {error.read().decode()}"
+    alive, ready = (
+        httpx.get(f"http://127.0.0.1:{port}/{path}", timeout=PATIENCE)
+        for path in ("healthz", "readyz")
+    )
+    assert alive.text == "ok\n"
+    return f"{ready.status_code}: {ready.text}"
 
 
 def test_a_worker_is_ready_while_it_is_connected(
     private_rabbitmq: RabbitMQServer, measured: Callable[..., Any], port: int
 ) -> None:
     measured(broker_connection_max_retries=None)
-    wait_for(lambda: readiness(port) == "ok\n", "a worker that is ready", PATIENCE)
+    wait_for(lambda: readiness(port) == READY, "a worker that is ready", PATIENCE)
     # Not killed: RabbitMQ 3.10 may never serve a quorum queue again that is a moment old then.
     private_rabbitmq.ctl("stop_app")
     try:
@@ -261,7 +261,7 @@ def test_a_worker_is_ready_while_it_is_connected(
         wait_for(lambda: readiness(port).startswith(why), "a worker that is not", PATIENCE)
     finally:
         private_rabbitmq.ctl("start_app")
-    wait_for(lambda: readiness(port) == "ok\n", "a worker that is ready again", PATIENCE)
+    wait_for(lambda: readiness(port) == READY, "a worker that is ready again", PATIENCE)
 
 
 def test_metrics_are_served_until_the_pool_has_finished_and_a_killed_worker_frees_its_port(
@@ -276,7 +276,7 @@ def test_metrics_are_served_until_the_pool_has_finished_and_a_killed_worker_free
         os.kill(worker.pid, signal.SIGTERM)
         wait_for(lambda: "Warm shutdown" in worker.log, "the shutdown")
         assert is_served(port)
-        wait_for(lambda: readiness(port) != "ok\n", "a worker that takes no tasks")
+        wait_for(lambda: readiness(port) != READY, "a worker that takes no tasks")
         redis.set(key, "go on")
         wait_for(lambda: not worker.running, "the worker's end")
         assert not is_served(port)
