@@ -103,7 +103,10 @@ def test_delete_deletes_the_levels_and_leaves_the_queues_of_tasks(
 
 
 def test_delete_refuses_while_messages_or_consumers_are_there_unless_forced(
-    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
+    configuration: dict[str, Any],
+    make_shop: Callable[..., Any],
+    connection: Connection,
+    channel: Any,
 ) -> None:
     layout = {"rabbitdelay_layout": [("hours", 6, 3600), ("tenths", 10, 360)]}
     shop, hours = make_shop(**layout), {**configuration, **layout}
@@ -117,7 +120,7 @@ def test_delete_refuses_while_messages_or_consumers_are_there_unless_forced(
     for queue in topology.digit_queues:
         queue(connection.default_channel).purge()
     checkin = topology.module_queues.checkin.name
-    connection.default_channel.basic_consume(checkin, callback=list)
+    channel.basic_consume(checkin, callback=list)
     refused = answer(hours, "delete --dry-run", "error", 1)["error"]
     assert "consumers still take messages from" in refused
     assert "--rabbitdelay-modules=" in refused
