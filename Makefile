@@ -33,8 +33,8 @@ OWN_SPARK = example_project/tests/test_pipelines.py tests/integration/test_spark
 SPARK_TESTS = $(OWN_SPARK) $(filter-out $(OWN_SPARK),$(call INTEGRATION,spark_*))
 
 # The operator's commands against real servers, the code of the documentation, probes, pauses, metrics and the page.
-OPERATIONS_TESTS = $(call INTEGRATION,adopt command* documentation flower health leaving metrics migrate pause \
-        probe prometheus redrive* undeliverable verify* web web_mounted web_pages)
+OPERATIONS_TESTS = $(call INTEGRATION,adopt command* documentation flower leaving metrics migrate pause \
+        probe prometheus undeliverable verify* web web_mounted)
 
 # What strangers, other users and other versions may do, and TLS.
 SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bodies hostile modules_bounds permissions \
@@ -55,7 +55,7 @@ SMOKE_TESTS = $(patsubst %,tests/integration/test_%,\
         schedules.py::test_each_instant_runs_once_and_edits_and_deletes_end_what_waits \
         travel.py::test_all_ways_to_send_travel \
         spark_write.py::test_each_row_becomes_a_task_whatever_the_types_of_its_columns \
-        redrive.py::test_messages_come_to_their_queue_and_the_others_stay_in_their_order \
+        undeliverable.py::test_messages_come_to_their_queue_and_the_others_stay_in_their_order \
         metrics.py::test_each_verdict_of_the_registry_is_counted \
         web.py::test_an_action_does_what_it_says_for_each_task_and_is_logged)
 
@@ -142,8 +142,8 @@ chaos-short: $(VENV)/test.done  ## Three of these, in seven minutes
 	$(BIN)/python -m tests.chaos short
 
 probe: $(VENV)/test.done  ## Probes: each trouble with a round a minute, and as many rounds as a week has minutes (half an hour)
-	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest -rP --numprocesses=4 tests/integration/test_probe.py -k trouble
-	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest -rP tests/integration/test_probe.py -k sound
+	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/integration/test_probe.py -k trouble
+	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest tests/integration/test_probe.py -k sound
 
 hostile: $(VENV)/test.done  ## Malformed, oversized and forged messages against one worker after another (ten minutes)
 	$(BIN)/python -m tests.hostile --seconds 600

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,22 +34,28 @@ class PageFailed(Exception):
     """A block did not do what the page says."""
 
 
-class _Worker(Server):
-    """A command of a page that runs until the page is over, or another one takes its place."""
+class CommandServer(Server):
+    """A worker, by its command line.
+
+    Args:
+        command: The command line.
+        folder: Where it runs.
+        environment: Its environment.
+    """
 
     package = "celery"
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, folder: Path, environment: Mapping[str, str]) -> None:
         super().__init__()
-        self._line = command
+        # Only from this level on, a worker says that it is ready.
+        level = "" if "loglevel" in command else " --loglevel=INFO"
+        self._line, self._variables = f"cd {folder} && exec {command}{level}", environment
 
     def _command(self) -> list[str]:
-        # Only from this level on, a worker says that it is ready.
-        level = "" if "--loglevel" in self._line else " --loglevel=INFO"
-        return ["bash", "-c", f"cd {Path.cwd()} && exec {self._line}{level}"]
+        return ["bash", "-c", self._line]
 
     def _environment(self) -> dict[str, str]:
-        return dict(os.environ)
+        return dict(self._variables)
 
     def _ready(self) -> bool:
         return " ready." in self.log
@@ -73,7 +79,7 @@ class _Page:
     def __init__(self) -> None:
         self._namespace: dict[str, Any] = {"__name__": "__main__"}
         self._checker = _Checker()
-        self._worker: _Worker | None = None
+        self._worker: CommandServer | None = None
 
     def run(self, block: Block) -> None:
         """Do what a block says."""
@@ -85,7 +91,7 @@ class _Page:
             case "pycon":
                 self._run_session(code, block)
             case "console":
-                for command, shown in _commands(code):
+                for command, shown in commands(code):
                     self._run_command(command, shown)
             case "file":
                 with Path(block.argument).open("a") as file:
@@ -121,7 +127,7 @@ class _Page:
     def _run_command(self, command: str, shown: list[str]) -> None:
         if re.match(r"celery .*\bworker\b", command):
             self.close()
-            self._worker = _Worker(command)
+            self._worker = CommandServer(command, Path.cwd(), os.environ)
             self._worker.start()
             worker = self._worker
             wait_for(lambda: not _lacking(shown, worker.log), f"{command}: {shown}", TIMEOUT)
@@ -146,8 +152,8 @@ class _Page:
             os.environ[name] = value
 
 
-def _commands(code: str) -> Iterator[tuple[str, list[str]]]:
-    """The commands of a session at a terminal, each with the lines that it is shown to print."""
+def commands(code: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of a session at a terminal, each with the lines that it prints."""
     for part in re.split(r"^\$ ", code, flags=re.MULTILINE)[1:]:
         command, *shown = part.replace("\\\n", " ").splitlines()
         yield command.partition("  #")[0], [line for line in shown if line.strip()]

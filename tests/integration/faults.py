@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import amqp
 from kombu import Exchange, Queue
 
-from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import delete, forget
+from celery_rabbitdelay.publishing.declaration import declare_destination, delete, forget
 from celery_rabbitdelay.schedules.beat import put_beat
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
-from tests import node_control
 from tests.integration.management import QUORUM, Place
-
-#: The policy that the documentation recommends.
-GUARD: dict[str, Any] = {"pattern": r"^shop\.", "priority": 1000, "overflow": "reject-publish"}
 
 Plant = Callable[[Place], object]
 
@@ -33,12 +28,23 @@ def without_queue(place: Place) -> None:
     channel(place).queue_delete("shop.ms.300")
 
 
-def without_exchange(place: Place) -> None:
-    channel(place).exchange_delete("shop.ms.x100")
-
-
-def without_marker(place: Place) -> None:
+def damaged(place: Place) -> None:
+    """A level lacks a queue, another one its binding, and the layout its marker."""
+    without_queue(place)
+    unbound_digit(place)
     place.topology.identity.marker(channel(place)).delete()
+
+
+def unbound_digit(place: Place) -> None:
+    binding = next(each for each in place.topology.bindings if each.target == "shop.seconds.3")
+    channel(place).queue_unbind(binding.target, binding.source, binding.pattern)
+
+
+def leaking(place: Place) -> None:
+    """A stranger copies all tasks, and another one consumes from a level."""
+    Queue("copies", queue_arguments=QUORUM)(channel(place)).declare()
+    channel(place).queue_bind("copies", "shop.delivery", "#")
+    channel(place).basic_consume("shop.seconds.3", arguments={"x-priority": -10})
 
 
 def without_levels(place: Place) -> None:
@@ -72,114 +78,6 @@ def bind_again(place: Place, name: str) -> None:
             channel(place).queue_bind(name, binding.source, binding.pattern)
 
 
-def unbound_digit(place: Place) -> None:
-    binding = next(each for each in place.topology.bindings if each.target == "shop.seconds.3")
-    channel(place).queue_unbind(binding.target, binding.source, binding.pattern)
-
-
-def copies_of_all(place: Place) -> None:
-    copies = Queue("copies", queue_arguments=QUORUM)
-    copies(channel(place)).declare()
-    channel(place).queue_bind("copies", "shop.delivery", "#")
-
-
-def foreign_exchange(target: str) -> Plant:
-    return lambda place: channel(place).exchange_bind(f"shop.{target}", "amq.topic", "#")
-
-
-def foreign_binding(queue: str) -> Plant:
-    return lambda place: channel(place).queue_bind(f"shop.{queue}", "amq.topic", "#")
-
-
-def consumer_of(queue: str) -> Plant:
-    return lambda place: channel(place).basic_consume(
-        f"shop.{queue}", arguments={"x-priority": -10}
-    )
-
-
-def policy(pattern: str, **keys: Any) -> Plant:
-    return lambda place: place.policy(pattern, **keys)
-
-
-def operator_policy_despite_the_guard(place: Place) -> None:
-    place.policy(**GUARD)
-    place.policy(r"^shop\.ms", kind="operator-policies", message_ttl=50)
-
-
-def refusing_stranger(place: Place) -> None:
-    arguments = {**QUORUM, "x-max-length": 5, "x-overflow": "reject-publish"}
-    Queue("audit", queue_arguments=arguments)(channel(place)).declare()
-    pattern = place.topology.keys.destination_pattern("audit")
-    channel(place).queue_bind("audit", "shop.delivery", pattern)
-
-
-def never_declares(place: Place) -> None:
-    another_destination(place)
-    place.settings = replace(place.settings, declare="never")
-
-
-def another_destination(place: Place) -> None:
-    place.destinations.append(Queue("invoices", queue_arguments=QUORUM))
-
-
-def unbound_destination(place: Place) -> None:
-    pattern = place.topology.keys.destination_pattern("orders")
-    channel(place).queue_unbind("orders", "shop.delivery", pattern)
-
-
-def unbound_without_distribution(place: Place) -> None:
-    unbound_destination(place)
-    place.settings = replace(place.settings, modules=("check-in",))
-
-
-def classic_destination(place: Place) -> None:
-    channel(place).queue_delete("orders")
-    place.orders.queue_arguments = {}
-    forget(place.connection)
-    place.declare()
-
-
-def other_destination(place: Place) -> None:
-    place.orders.queue_arguments = {**QUORUM, "x-delivery-limit": 3}
-
-
-def may_only(**permissions: str) -> Plant:
-    everything = {"configure": ".*", "write": ".*", "read": ".*"}
-    return lambda place: place.user(**{**everything, **permissions})
-
-
-def older_layout(place: Place) -> None:
-    """The exchanges stay, and messages wait in a queue of an older layout."""
-    older = Topology("shop", custom([("hours", 3, 3600), ("minutes", 60, 60)]))
-    declare_beside(place, older)
-    channel(place).basic_publish(amqp.Message("late"), "", "shop.hours.1")
-    wait_for(
-        lambda: channel(place).queue_declare("shop.hours.1", passive=True).message_count,
-        "the message",
-    )
-
-
-def declare_beside(place: Place, older: Topology) -> None:
-    """Declare the levels of another layout under the same prefix, without its guard."""
-    for exchange in older.exchanges[1:3]:
-        exchange(channel(place)).declare()
-    for queue in older.digit_queues[:3]:
-        queue(channel(place)).queue_declare()
-
-
-def empty_older_layout(place: Place) -> None:
-    declare_beside(place, Topology("shop", custom([("hours", 3, 3600), ("minutes", 60, 60)])))
-
-
-def passing_destinations(place: Place) -> None:
-    place.destinations += [Queue("a", exclusive=True), Queue("b", auto_delete=True)]
-
-
-def known_to_refuse(place: Place) -> None:
-    place.policy("orders", max_length=5, overflow="reject-publish")
-    place.settings = replace(place.settings, may_refuse=["ord*"])
-
-
 def full_destination(place: Place) -> None:
     """Dead-lettering holds due messages, because the queue of their task takes no more."""
     channel(place).queue_delete("orders")
@@ -210,13 +108,6 @@ def limited(place: Place) -> None:
     place.put("vhost-limits", place.name, "max-queues", value=len(queues))
 
 
-def blocked(place: Place) -> None:
-    """A memory alarm and a disk alarm, which last until somebody changes the limits."""
-    node_control.set_memory_limit(place.node, "{absolute, 1000000}")
-    node_control.set_disk_limit(place.node, "{mem_relative, 1.0e6}")
-    place.is_blocked = place.app().rabbitdelay.is_blocked
-
-
 def nobody_declares(place: Place) -> None:
     without_levels(place)
     place.settings = replace(place.settings, declare="never")
@@ -225,47 +116,8 @@ def nobody_declares(place: Place) -> None:
 def classic_levels(place: Place) -> None:
     without_levels(place)
     place.settings = replace(place.settings, queue_type="classic")
-    place.topology = place.settings.topology
     forget(place.connection)
-    place.declare()
-
-
-def without_answers(place: Place) -> None:
-    place.workers = {}
-
-
-def late_probe(place: Place) -> None:
-    place.workers = {"worker": {PROBE: {"prefix": "shop", "late": {"seconds": 45.0}}}}
-
-
-def schedule(change: Callable[[Records, str], None]) -> Plant:
-    """Change what Redis notes of an entry of the application's beat_schedule."""
-
-    def plant(place: Place) -> None:
-        place.app_settings = {
-            "rabbitdelay_registry_url": place.redis_url,
-            "rabbitdelay_registry_prefix": place.name,
-            "beat_schedule": {"nightly": {"task": "look", "schedule": 3600}},
-        }
-        delays = place.app().rabbitdelay
-        put_beat(delays.schedules)
-        place.schedules = known = Records(delays.registry)
-        for name in known.all():
-            change(known, name)
-
-    return plant
-
-
-def overdue(records: Records, name: str) -> None:
-    records.note_due({name: 0})
-
-
-def half_put(records: Records, name: str) -> None:
-    records.note(name, unsent=1)
-
-
-def without_its_task(records: Records, name: str) -> None:
-    records.note(name, message="")
+    declare_destination(place.connection, place.settings.topology, place.orders)
 
 
 def without_redis(place: Place) -> None:
@@ -273,109 +125,120 @@ def without_redis(place: Place) -> None:
     place.schedules = Records(place.app().rabbitdelay.registry)
 
 
-def fast_clock(place: Place) -> None:
-    place.clock_ahead = 90
-
-
-#: What is no fault.
-SOUND: dict[str, Plant] = {
-    "nothing": lambda place: None,
-    "destinations-that-go-with-their-consumer": passing_destinations,
+def harmless(place: Place) -> None:
+    """Policies and queues that are no faults."""
     # No level waits longer; where there is an argument, that of a policy does not count.
-    "harmless-policy": policy(
-        r"^shop\.(seconds|ms)", message_ttl=5000, dead_letter_exchange="amq.fanout"
-    ),
-    "destination-that-is-known-to-refuse": known_to_refuse,
+    place.policy(r"^shop\.(seconds|ms)", message_ttl=5000, dead_letter_exchange="amq.fanout")
     # The documentation recommends it.
-    "bounded-checkin": policy(r"^shop\.checkin$", max_length=1000, max_length_bytes=10**6),
-}
+    place.policy(r"^shop\.checkin$", max_length=1000, max_length_bytes=10**6)
+    place.policy("orders", max_length=5, overflow="reject-publish")
+    place.settings = replace(place.settings, may_refuse=["ord*"])
+    # They go with their connection or consumer.
+    place.destinations += [Queue("a", exclusive=True), Queue("b", auto_delete=True)]
 
-#: What is planted, how bad it is, and the codes that have to be found, no others.
-FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
-    "queue-deleted": (without_queue, "danger", {"missing"}),
-    "exchange-deleted": (without_exchange, "danger", {"missing"}),
-    "marker-deleted": (without_marker, "warning", {"marker-missing"}),
-    "nothing-declared": (without_levels, "warning", {"not-declared"}),
-    "longer-ttl": (longer_ttl, "danger", {"differs"}),
-    "no-alternate-exchange": (no_alternate, "danger", {"differs"}),
-    "other-layout": (other_layout, "danger", {"layout-conflict"}),
-    "digit-unbound": (unbound_digit, "danger", {"binding-missing"}),
-    "copies-of-all": (copies_of_all, "danger", {"binding-additional"}),
-    **{
-        f"foreign-exchange-to-{name}": (foreign_exchange(name), "danger", {"binding-additional"})
-        for name in ("delivery", "checkin")
+
+def bad_policies(place: Place) -> None:
+    place.policy(
+        r"^shop\.",
+        expires=3_600_000,
+        message_ttl=50,
+        max_length=10,
+        overflow="drop-head",
+        dead_letter_routing_key="elsewhere",
+        delivery_limit=5,
+    )
+
+
+def bad_policies_of_a_destination(place: Place) -> None:
+    place.policy("orders", expires=60_000, message_ttl=1000, delivery_limit=5, max_length=5)
+
+
+def refusing_destination(place: Place) -> None:
+    place.policy("orders", max_length=5, overflow="reject-publish")
+
+
+def forgotten_destinations(place: Place) -> None:
+    """The queue of a task is not bound, and another one does not exist."""
+    pattern = place.topology.keys.destination_pattern("orders")
+    channel(place).queue_unbind("orders", "shop.delivery", pattern)
+    place.destinations.append(Queue("invoices", queue_arguments=QUORUM))
+
+
+def forgotten_where_nobody_helps(place: Place) -> None:
+    forgotten_destinations(place)
+    place.settings = replace(place.settings, declare="never", modules=("check-in",))
+
+
+def classic_destination(place: Place) -> None:
+    """It also differs from what the application says."""
+    channel(place).queue_delete("orders")
+    place.orders.queue_arguments = {}
+    forget(place.connection)
+    place.declare()
+    place.orders.queue_arguments = QUORUM
+
+
+def may_not_send(place: Place) -> None:
+    place.user(configure=".*", write=r"^(orders|amq\..*)", read=".*")
+
+
+def older_layout(place: Place) -> None:
+    """The exchanges stay, and messages wait in a queue of an older layout."""
+    older = Topology("shop", custom([("hours", 3, 3600), ("minutes", 60, 60)]))
+    for exchange in older.exchanges[1:3]:
+        exchange(channel(place)).declare()
+    for queue in older.digit_queues[:3]:
+        queue(channel(place)).queue_declare()
+    channel(place).basic_publish(amqp.Message("late"), "", "shop.hours.1")
+    wait_for(
+        lambda: channel(place).queue_declare("shop.hours.1", passive=True).message_count,
+        "the message",
+    )
+
+
+def neglected_schedules(place: Place) -> None:
+    """One is overdue, one was put in part, and Redis has lost the task of another one."""
+    entry = {"task": "look", "schedule": 3600}
+    place.app_settings = {
+        "rabbitdelay_registry_url": place.redis_url,
+        "rabbitdelay_registry_prefix": place.name,
+        "beat_schedule": dict.fromkeys(("overdue", "unsent", "lost"), entry),
+    }
+    delays = place.app().rabbitdelay
+    put_beat(delays.schedules)
+    place.schedules = records = Records(delays.registry)
+    overdue, unsent, lost, *_ = records.all()  # and one of Celery's own
+    records.note_due({overdue: 0})
+    records.note(unsent, unsent=1)
+    records.note(lost, message="")
+
+
+#: What is planted, and the codes that have to be found, no others.
+FAULTS: Final[dict[Plant, set[str]]] = {
+    damaged: {"missing", "binding-missing", "marker-missing"},
+    without_levels: {"not-declared"},
+    nobody_declares: {"nobody-declares"},
+    longer_ttl: {"differs"},
+    no_alternate: {"differs"},
+    other_layout: {"layout-conflict"},
+    leaking: {"binding-additional", "level-consumed"},
+    bad_policies: {
+        *("policy-expires", "policy-message-ttl", "policy-max-length", "policy-overflow"),
+        *("policy-dead-letter", "policy-delivery-limit", "policy-drops-undeliverable"),
     },
-    **{
-        f"foreign-binding-of-{name}": (foreign_binding(name), "danger", {"binding-additional"})
-        for name in ("seconds.3", "undeliverable")
+    bad_policies_of_a_destination: {
+        *("destination-expires", "destination-message-ttl", "destination-delivery-limit"),
+        "destination-drops",
     },
-    **{
-        f"consumer-of-{name}": (consumer_of(name), "danger", {"level-consumed"})
-        for name in ("seconds.3", "undeliverable")
-    },
-    "expires": (policy(r"^shop\.", expires=3_600_000), "danger", {"policy-expires"}),
-    "shorter-ttl": (policy(r"^shop\.seconds", message_ttl=1500), "danger", {"policy-message-ttl"}),
-    "bounded-level": (policy(r"\.ms\.", max_length=10), "danger", {"policy-max-length"}),
-    "checkin-that-drops": (
-        policy("checkin", max_length=10, overflow="drop-head"),
-        "danger",
-        {"policy-max-length", "policy-overflow"},
-    ),
-    "drop-head": (policy(r"\.ms\.", overflow="drop-head"), "danger", {"policy-overflow"}),
-    "other-routing-key": (
-        policy(r"\.ms\.", dead_letter_routing_key="elsewhere"),
-        "danger",
-        {"policy-dead-letter"},
-    ),
-    "drop-undeliverable": (
-        policy("undeliverable", delivery_limit=5),
-        "danger",
-        {"policy-drops-undeliverable"},
-    ),
-    "impatient-module": (
-        policy("distribution", delivery_limit=5),
-        "warning",
-        {"policy-delivery-limit"},
-    ),
-    "operator-policy": (operator_policy_despite_the_guard, "danger", {"policy-message-ttl"}),
-    "destination-expires": (policy("orders", expires=60_000), "warning", {"destination-expires"}),
-    "destination-ttl": (policy("orders", message_ttl=1000), "warning", {"destination-message-ttl"}),
-    "destination-drops-poison": (
-        policy("orders", delivery_limit=5),
-        "warning",
-        {"destination-delivery-limit"},
-    ),
-    "destination-drops": (policy("orders", max_length=5), "warning", {"destination-drops"}),
-    "destination-refuses": (
-        policy("orders", max_length=5, overflow="reject-publish"),
-        "danger",
-        {"destination-refuses"},
-    ),
-    "unknown-destination-refuses": (refusing_stranger, "danger", {"destination-refuses"}),
-    "destination-not-declared": (never_declares, "danger", {"destination-missing"}),
-    "destination-not-yet-declared": (another_destination, "note", {"destination-not-declared"}),
-    "destination-unbound": (unbound_destination, "warning", {"destination-unbound"}),
-    "destination-cut-off": (unbound_without_distribution, "danger", {"destination-cut-off"}),
-    "destination-classic": (classic_destination, "note", {"destination-classic"}),
-    "destination-differs": (other_destination, "danger", {"destination-differs"}),
-    "may-not-declare": (
-        may_only(configure=r"^(orders|shop\.(layout|s).*|amq\.gen.*)"),
-        "danger",
-        {"permission-missing"},
-    ),
-    "may-not-send": (may_only(write=r"^(orders|amq\..*)"), "danger", {"permission-missing"}),
-    "older-layout": (older_layout, "danger", {"orphan", "orphan-empty"}),
-    "empty-older-layout": (empty_older_layout, "note", {"orphan-empty"}),
-    "full-destination": (full_destination, "note", {"held"}),
-    "limited": (limited, "danger", {"queue-limit"}),
-    "blocked": (blocked, "danger", {"publishers-blocked"}),
-    "nobody-declares": (nobody_declares, "danger", {"nobody-declares"}),
-    "classic-levels": (classic_levels, "warning", {"classic-levels"}),
-    "no-worker-probes": (without_answers, "note", {"probe-unknown"}),
-    "late-probe": (late_probe, "danger", {"probe-failed"}),
-    "overdue-schedule": (schedule(overdue), "danger", {"schedule-overdue"}),
-    "schedule-half-put": (schedule(half_put), "warning", {"schedule-unsent"}),
-    "schedule-without-its-task": (schedule(without_its_task), "warning", {"schedule-lost"}),
-    "redis-away": (without_redis, "danger", {"registry-unavailable"}),
-    "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
+    refusing_destination: {"destination-refuses"},
+    forgotten_destinations: {"destination-unbound", "destination-not-declared"},
+    forgotten_where_nobody_helps: {"destination-cut-off", "destination-missing"},
+    classic_destination: {"destination-classic", "destination-differs"},
+    may_not_send: {"permission-missing"},
+    older_layout: {"orphan", "orphan-empty"},
+    full_destination: {"held"},
+    limited: {"queue-limit"},
+    classic_levels: {"classic-levels"},
+    neglected_schedules: {"schedule-overdue", "schedule-unsent", "schedule-lost"},
+    without_redis: {"registry-unavailable"},
 }

@@ -1,30 +1,23 @@
-"""A private broker with its management API, and the changes that an operator may make to it.
+"""Virtual hosts of tests' own, and the changes that operators make by the management API.
 
 A test module that uses the fixtures imports them and names them in its ``__all__``.
 """
 
 from __future__ import annotations
 
-import json
-import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
-from urllib.error import HTTPError
-from urllib.parse import quote
-from urllib.request import Request, urlopen
+from urllib.parse import quote, urlsplit
 from uuid import uuid4
 
+import httpx
 import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.operations.verify import management
 from celery_rabbitdelay.operations.verify.checks import verify
 from celery_rabbitdelay.operations.verify.findings import Verification
 from celery_rabbitdelay.operations.verify.management import ManagementAPI
@@ -49,7 +42,7 @@ class Place:
     def __init__(self, node: RabbitMQServer) -> None:
         self.node = node
         self.name = f"verify-{uuid4().hex[:8]}"
-        self.url = f"{node.url.removesuffix('//')}/{self.name}"
+        self.url = urlsplit(node.url)._replace(path=f"/{self.name}").geturl()
         self.settings = Settings(prefix="shop", layout=SHORT)
         self.topology = self.settings.topology
         self.orders = Queue("orders", queue_arguments=QUORUM)
@@ -57,15 +50,14 @@ class Place:
         self.connection = Connection(self.url)
         self.management_url = node.management_url
         self.api = ManagementAPI(self.management_url)
-        self.clock_ahead = 0.0
         self.redis_url = ""
         #: Further settings of the application.
         self.app_settings: dict[str, Any] = {}
-        #: The workers' answers, and the schedules; None if a test does not look at them.
-        self.workers: dict[str, dict[str, Any]] | None = None
+        #: None if a test does not look at them.
         self.schedules: Records | None = None
         self.is_blocked: Callable[[], bool] = lambda: False
         self._apps: list[Any] = []
+        self._users: list[str] = []
 
     def app(self, prefix: str = "") -> Any:
         """An application whose levels and queues these are, which is closed with this place."""
@@ -83,10 +75,12 @@ class Place:
         return app
 
     def close(self) -> None:
-        """Close the connections of all applications, and the own one."""
+        """Close the connections of all applications, and the own one; delete the users."""
         for app in self._apps:
             app.close()
         self.connection.release()
+        for name in self._users:
+            self.delete("users", name)
 
     def declare(self) -> None:
         """Declare levels and destination."""
@@ -94,74 +88,50 @@ class Place:
 
     def put(self, *path: str, **value: Any) -> None:
         """Put something under a path of the management API."""
-        self._request("PUT", path, value)
-
-    def post(self, *path: str, **value: Any) -> None:
-        """Send something to a path of the management API."""
-        self._request("POST", path, value)
+        self._ask("PUT", path, value)
 
     def delete(self, *path: str) -> None:
-        """Delete what is under a path of the management API, in this virtual host."""
-        self._request("DELETE", path, None)
+        """Delete what is under a path of the management API."""
+        self._ask("DELETE", path, None)
 
-    def _request(self, method: str, path: tuple[str, ...], value: Any) -> None:
-        credentials = b64encode(b"guest:guest").decode()
-        request = Request(
-            "/".join([self.api.url, "api", *(quote(word, safe="") for word in path)]),
-            data=None if value is None else json.dumps(value).encode(),
-            method=method,
-            headers={"Authorization": f"Basic {credentials}", "Content-Type": "application/json"},
-        )
-        try:
-            urlopen(request).close()
-        except HTTPError as refused:
-            raise AssertionError(refused.read()) from refused
+    def _ask(self, method: str, path: tuple[str, ...], value: Any) -> None:
+        url = "/".join([self.api.url, "api", *(quote(word, safe="") for word in path)])
+        answer = httpx.request(method, url, json=value, auth=("guest", "guest"), timeout=60)
+        assert answer.is_success, answer.text
 
-    def policy(self, pattern: str, priority: int = 0, kind: str = "policies", **keys: Any) -> None:
+    def policy(self, pattern: str, **keys: Any) -> None:
         """Set a policy for queues; ``message_ttl=5`` stands for ``message-ttl``."""
         definition = {key.replace("_", "-"): value for key, value in keys.items()}
-        name = f"{kind}-{uuid4().hex[:4]}"
-        settings = {"pattern": pattern, "priority": priority, "apply-to": "queues"}
-        self.put(kind, self.name, name, definition=definition, **settings)
+        settings = {"pattern": pattern, "apply-to": "queues", "definition": definition}
+        self.put("policies", self.name, f"policy-{uuid4().hex[:4]}", **settings)
 
     def user(self, configure: str, write: str, read: str) -> None:
         """Let the application be another user from now on, who has these permissions."""
         name = f"user-{self.name}"
         self.put("users", name, password="secret", tags="")
+        self._users.append(name)
         self.put("permissions", self.name, name, configure=configure, write=write, read=read)
         self.connection = Connection(self.url.replace("guest:guest", f"{name}:secret"))
 
     def verify(self) -> Verification:
-        """Look for faults on a machine whose clock is :attr:`clock_ahead` seconds ahead."""
-        clock = SimpleNamespace(time=lambda: time.time() + self.clock_ahead)
-        with pytest.MonkeyPatch.context() as patch, self.connection.clone() as connection:
-            patch.setattr(management, "time", clock)
-            return verify(
-                connection,
-                self.settings,
-                self.destinations,
-                self.api,
-                self.workers,
-                self.schedules,
-                self.is_blocked(),
-            )
+        """Look for faults."""
+        with self.connection.clone() as connection:
+            given = (self.settings, self.destinations, self.api, None, self.schedules)
+            return verify(connection, *given, self.is_blocked())
 
     def verify_until(self, codes: set[str]) -> Verification:
         """Look for faults until they are these, as far as the broker reports them late."""
-        report = self.verify()
+        reports: list[Verification] = []
 
         def is_found() -> bool:
-            nonlocal report
-            if codes_of(report) == codes:
-                return True
-            report = self.verify()
-            return codes_of(report) == codes
+            reports.append(self.verify())
+            return codes_of(reports[-1]) == codes
 
         try:
             wait_for(is_found, f"{codes}")
-        except TimeoutError:
-            assert codes_of(report) == codes, report
-        return report
+        except TimeoutError as error:
+            raise AssertionError(f"not {codes}: {reports[-1]}") from error
+        return reports[-1]
 
 
 @contextmanager
@@ -185,11 +155,10 @@ def place_on(node: RabbitMQServer) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def node(broker_root: Path | None) -> Iterator[RabbitMQServer]:
-    """A node with its management API."""
-    with RabbitMQServer(broker_root, management=True) as node:
-        wait_until_managed(node)
-        yield node
+def node(session_rabbitmq: RabbitMQServer) -> RabbitMQServer:
+    """The node of the run, with its management API: for tests that change virtual hosts alone."""
+    wait_until_managed(session_rabbitmq)
+    return session_rabbitmq
 
 
 @pytest.fixture

@@ -1,21 +1,12 @@
-"""The page, served by its command to a real browser.
-
-A test module that uses the fixtures imports them and names them in its ``__all__``.
-"""
+"""The page, served by its command, and who may sign in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any, Final
-from urllib.error import URLError
-from urllib.request import urlopen
 
-import pytest
+import httpx
 
 from tests.browser import quick_hash
-from tests.chromium import Chromium, Tab
-from tests.integration.shop import PATIENCE
 from tests.integration.worker import ShopProcess
 
 #: An operator, and the password.
@@ -61,47 +52,6 @@ class ServedPage(ShopProcess):
 
     def _ready(self) -> bool:
         try:
-            with urlopen(f"http://127.0.0.1:{self.port}/static/icon.svg", timeout=PATIENCE):
-                return True
-        except (URLError, OSError):
+            return httpx.get(f"http://127.0.0.1:{self.port}/static/icon.svg").is_success
+        except httpx.TransportError:
             return False
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Chromium]:
-    """The browser of a module's tests."""
-    with Chromium() as chromium:
-        yield chromium
-
-
-@pytest.fixture
-def open_tab(chromium: Chromium) -> Iterator[Callable[..., Tab]]:
-    """Opens tabs, each as another person's: at a page, under a name."""
-    with ExitStack() as tabs:
-
-        def open_tab(page: ServedPage, name: str = "localhost") -> Tab:
-            return tabs.enter_context(chromium.tab(page.address(name)))
-
-        yield open_tab
-
-
-def sign_in(tab: Tab, password: str = PASSWORD) -> None:
-    """Fill in the form for signing in."""
-    tab.fill("Name", OPERATOR)
-    tab.fill("Password", password)
-    tab.press("Sign in")
-
-
-def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
-    """Open the page in a tab of its own and sign in."""
-    tab = open_tab(page, OPERATOR)
-    tab.go("/now")
-    sign_in(tab)
-    tab.see("What falls due")
-    tab.complaints(UNKNOWN)
-    return tab
-
-
-#: What the browser says of a page that answers with the form for signing in, or that Redis cannot
-#: be asked.
-UNKNOWN, AWAY = (f"responded with a status of {each}" for each in (401, 503))

@@ -1,11 +1,11 @@
-"""``celery rabbitdelay declare`` and ``delete``, run as operators do."""
+"""``celery rabbitdelay declare``, ``delete`` and ``export``, run as operators do."""
 
 from __future__ import annotations
 
 import os
 import pty
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +13,13 @@ from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.kombu import Topology, bind_destination, declare, missing
-from celery_rabbitdelay.publishing.declaration import is_declared, queue_counts
-from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import count
-from tests.integration.modules import wait_until_served
-from tests.integration.shop import PATIENCE, named
-from tests.integration.waited import assert_waited
-from tests.integration.worker import Worker, answer, run_command, start_celery
+from celery_rabbitdelay.publishing.declaration import check_complete, is_declared, queue_counts
+from celery_rabbitdelay.testing import RabbitMQServer
+from tests.integration.arrivals import count, wait_until_waiting
+from tests.integration.shop import PATIENCE, make_app, named
+from tests.integration.trouble import virtual_host
+from tests.integration.worker import answer, run_command, start_celery
+from tests.node_control import bindings, listed
 
 
 @pytest.fixture
@@ -52,8 +52,7 @@ def test_declare_says_what_was_missing_and_declares_it(
     route = topology.route(0.3, "nobody")
     connection.Producer().publish("x", exchange=route.exchange, routing_key=route.routing_key)
     # It passes its level, and not the alternate exchange.
-    distribution = topology.module_queues.distribution.name
-    wait_for(lambda: count(connection, distribution) == 1, "the message behind the levels")
+    wait_until_waiting(connection, topology.module_queues.distribution.name, 1)
     found = answer(configuration, "declare", "declare")
     assert (found["missing"], found["fingerprint"]) == ([], topology.identity.fingerprint)
 
@@ -74,26 +73,19 @@ def test_declare_with_queues_is_all_that_declare_never_needs(
     names = [each.name for each in queues if each not in alone]
     assert found["missing_queues"] == found["bound"] == names
     assert set(queue_counts(connection, alone).values()) == {None}
-    with Worker({**configuration, **settings}):
-        since = time.time()
-        sent = shop.tasks["look"].apply_async(delay=0.5, queue=named(shop, "second"))
-        assert_waited(sent.get(timeout=PATIENCE), since, 0.5)
-
-
-def test_another_layout_under_the_prefix_is_neither_declared_nor_deleted(
-    configuration: dict[str, Any], topology: Topology, connection: Connection
-) -> None:
-    other = {**configuration, "rabbitdelay_layout": [("hours", 6, 3600)]}
-    for command in ("declare", "delete --yes --force"):
-        error = answer(other, command, "error", 1)["error"]
-        assert "other levels under the prefix" in error
-    assert missing(connection, topology) == ()
+    second = named(shop, "second")
+    shop.tasks["look"].apply_async(delay=0.5, queue=second)
+    wait_until_waiting(connection, second, 1)
 
 
 def test_delete_deletes_the_levels_and_leaves_the_queues_of_tasks(
     configuration: dict[str, Any], topology: Topology, connection: Connection, target: Any
 ) -> None:
     bind_destination(connection, topology, target.name)
+    other = {**configuration, "rabbitdelay_layout": [("hours", 6, 3600)]}
+    refused = answer(other, "delete --yes --force", "error", 1)["error"]
+    assert "other levels under the prefix" in refused
+    assert missing(connection, topology) == ()
     # As an interrupted one has begun.
     for part in (topology.identity.marker, topology.queues[3], topology.exchanges[2]):
         part(connection.default_channel).delete()
@@ -110,24 +102,34 @@ def test_delete_deletes_the_levels_and_leaves_the_queues_of_tasks(
     assert answer(configuration, "delete --yes", "delete")["deleted"] is False
 
 
-def test_delete_refuses_while_messages_wait_unless_forced(
-    configuration: dict[str, Any], make_shop: Callable[..., Any], connection: Connection
+def test_delete_refuses_while_messages_or_consumers_are_there_unless_forced(
+    configuration: dict[str, Any],
+    make_shop: Callable[..., Any],
+    connection: Connection,
+    channel: Any,
 ) -> None:
     layout = {"rabbitdelay_layout": [("hours", 6, 3600), ("tenths", 10, 360)]}
     shop, hours = make_shop(**layout), {**configuration, **layout}
+    topology = shop.rabbitdelay.topology
     for delay in (3600, 3600, 7200):
         shop.tasks["look"].apply_async(delay=delay)
+    refused = answer(hours, "delete --yes", "error", 1)["error"]
+    assert "3 messages still wait in 2 queues under the prefix" in refused
+    assert "--force" in refused
 
-    for command in ("delete --yes", "delete --dry-run"):
-        error = answer(hours, command, "error", 1)["error"]
-        assert "3 messages still wait in 2 queues under the prefix" in error
-        assert "--force" in error
-    assert missing(connection, shop.rabbitdelay.topology) == ()
+    for queue in topology.digit_queues:
+        queue(connection.default_channel).purge()
+    checkin = topology.module_queues.checkin.name
+    channel.basic_consume(checkin, callback=list)
+    refused = answer(hours, "delete --dry-run", "error", 1)["error"]
+    assert "consumers still take messages from" in refused
+    assert "--rabbitdelay-modules=" in refused
+    assert missing(connection, topology) == ()
 
+    shop.tasks["look"].apply_async(delay=3600)
     found = answer(hours, "delete --yes --force", "delete")
-    prefix = configuration["rabbitdelay_prefix"]
-    assert found["waiting"] == {f"{prefix}.hours.1": 2, f"{prefix}.hours.2": 1}
-    assert found["deleted"] is True
+    waiting = {f"{configuration['rabbitdelay_prefix']}.hours.1": 1}
+    assert (found["waiting"], found["consumers"], found["deleted"]) == (waiting, 1, True)
 
 
 def test_delete_asks_before_it_deletes(
@@ -148,23 +150,34 @@ def test_delete_asks_before_it_deletes(
         assert bool(missing(connection, topology)) == (exit_status == 0)
 
 
-def test_delete_refuses_while_workers_may_hold_messages_unless_forced(
-    configuration: dict[str, Any], topology: Topology, worker: Worker, connection: Connection
+@pytest.mark.parametrize("zeros", ["queue", "skip"])
+def test_imported_definitions_are_what_declare_makes(
+    configuration: dict[str, Any], session_rabbitmq: RabbitMQServer, prefix: str, zeros: str
 ) -> None:
-    wait_until_served(worker)
-    error = answer(configuration, "delete --yes", "error", 1)["error"]
-    assert "consumers still take messages from" in error
-    assert "--rabbitdelay-modules=" in error
-    assert missing(connection, topology) == ()
-    assert answer(configuration, "delete --dry-run --force", "delete")["consumers"] == 2
+    layout = {"name": "geometric", "levels": 4, "zeros": zeros}
+    settings = {**configuration, "rabbitdelay_layout": layout, "rabbitdelay_shards": 2}
+    path = Path(session_rabbitmq.folder, f"{prefix}.json")
+    with virtual_host(session_rabbitmq, prefix) as settings["broker_url"]:
+        app: Any = make_app(settings)
+        topology = app.rabbitdelay.topology
+        app.close()
+        export = f"export --format definitions --output {path}"
+        told = run_command(settings, export)
+        assert told.returncode == 0, told.stderr
+
+        session_rabbitmq.ctl("import_definitions", f"{session_rabbitmq._home}/{path.name}")
+
+        with Connection(settings["broker_url"]) as connection:
+            assert is_declared(connection, topology)
+            check_complete(connection, topology)
+            imported = bindings_of(session_rabbitmq, prefix)
+            assert len(imported) == len(topology.bindings) + 1  # that of the probe's queue
+            # RabbitMQ refuses to declare anything that has other arguments.
+            declare(connection, topology)
+            assert bindings_of(session_rabbitmq, prefix) == imported
+    path.unlink()
 
 
-def test_options_describe_another_topology(
-    configuration: dict[str, Any], make_topology: Callable[..., Topology], connection: Connection
-) -> None:
-    topology = make_topology(queue_type="classic", shards=2)
-    options = "--queue-type classic --shards 2"
-    assert run_command(configuration, f"declare {options}").returncode == 0
-    assert missing(connection, topology) == ()
-    assert run_command(configuration, f"delete --yes {options}").returncode == 0
-    assert missing(connection, topology)
+def bindings_of(server: RabbitMQServer, vhost: str) -> set[str]:
+    # The broker itself binds each queue to the default exchange.
+    return {each for each in listed(server, bindings(vhost)) if "{source_name,<<>>}" not in each}

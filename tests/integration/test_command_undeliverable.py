@@ -85,24 +85,10 @@ def test_messages_are_listed_by_reason_one_by_one_and_in_full(
     assert (first["number"], last["number"], last["envelope"]) == (1, 4, 2)
     assert first["body"] == {"size": 3, "is_cut_off": False, "text": "one", "base64": None}
 
-    lines = run(configuration, "list -n 4").stdout.splitlines()
-    assert lines[0].startswith("     1  look id-1 to ")
-    assert "an envelope of 2 tasks to elsewhere" in lines[3]
+    assert "an envelope of 2 tasks to elsewhere" in run(configuration, "list -n 4").stdout
     told = run(configuration, "list --full --id id-2")
     assert "  rabbitdelay-reason: the queue is full" in told.stdout
     assert told.stdout.endswith("body, 3 bytes:\ntwo\n\n1 of 6 undeliverable messages\n")
-
-
-def test_options_choose_messages(configuration: dict[str, Any], name: str) -> None:
-    """Each option chooses another one of the four; tests/unit/test_undeliverable_messages.py."""
-    chosen = {
-        "--task n?te --task inner --reason full": [2],
-        "--id id-inner --queue elsewhere": [4],
-        "--older-than 1.5h --newer-than 2d": [2],
-    }
-    for options, numbers in chosen.items():
-        found = answers(configuration, f"list -n 10 {options}")["messages"]
-        assert [each["number"] for each in found] == numbers, options
 
 
 def test_messages_are_redriven_and_the_others_named_with_the_reason(
@@ -123,10 +109,6 @@ def test_messages_are_redriven_and_the_others_named_with_the_reason(
     assert [each.body for each in take(connection, [queue], 3)] == ["one", "two", "three"]
     wait_until_waiting(connection, name, 3)
 
-    data = answers(configuration, "redrive --allow secret --allow else* --limit 1 --rate 9")
-    assert (data["removed"], data["left"]) == (1, {})
-    wait_until_waiting(connection, name, 2)
-
 
 def test_messages_are_deleted_only_after_a_yes(
     configuration: dict[str, Any], connection: Connection, name: str
@@ -140,8 +122,6 @@ def test_messages_are_deleted_only_after_a_yes(
     assert agreed.returncode == 0, agreed.stderr
     assert "2 of 2 messages deleted" in agreed.stdout
     wait_until_waiting(connection, name, 4)
-    assert answers(configuration, "purge --yes")["removed"] == 4
-    wait_until_waiting(connection, name, 0)
 
 
 def test_messages_are_exported_with_all_that_they_are_made_of(
@@ -171,17 +151,6 @@ def test_messages_are_exported_with_all_that_they_are_made_of(
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
     printed = run(configuration, "export - --task look")
     assert json.loads(printed.stdout)["task_id"] == "id-1"
-    nowhere = run(configuration, f"export {tmp_path}/missing/file")
-    assert (nowhere.returncode, len(nowhere.stderr.splitlines())) == (1, 1)
-    assert "No such file or directory" in nowhere.stderr
-    assert [each.name for each in tmp_path.iterdir()] == [file.name]
-
-
-def test_levels_that_do_not_stand_are_one_line(configuration: dict[str, Any]) -> None:
-    told = run(configuration, "redrive")
-    assert told.returncode == 1
-    (line,) = told.stderr.splitlines()
-    assert line.endswith("undeliverable does not exist: declare the levels")
 
 
 def test_a_queue_to_redrive_to_has_to_exist_and_is_bound_to_the_levels(
@@ -189,7 +158,7 @@ def test_a_queue_to_redrive_to_has_to_exist_and_is_bound_to_the_levels(
 ) -> None:
     """Nobody else binds it, and distribution publishes to no queue that it does not know."""
     told = run(configuration, "redrive --to nowhere-at-all")
-    assert told.returncode == 1
+    assert (told.returncode, len(told.stderr.splitlines())) == (1, 1)
     assert "the queue 'nowhere-at-all' does not exist: declare it first" in told.stderr
 
     told = run(configuration, f"redrive --to {target.name} --queue secret --queue elsewhere")

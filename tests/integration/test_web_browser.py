@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import quote
@@ -11,27 +12,23 @@ from uuid import uuid4
 
 import pytest
 from kombu import Connection
+from redis import Redis
 
 from celery_rabbitdelay.levels.headers import EXCHANGE, QUEUE, REASON, ROUTING_KEY
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from celery_rabbitdelay.web import pages
-from tests.chromium import Tab
+from tests.chromium import Chromium, Tab
 from tests.integration.conftest import delete_what_it_declared, small_configuration
 from tests.integration.page import (
     HOUR,
     OPERATOR,
-    UNKNOWN,
+    PASSWORD,
     ServedPage,
-    chromium,
-    open_tab,
-    sign_in,
-    signed_in,
     with_users,
 )
 from tests.integration.shop import make_app, named
 from tests.integration.undeliverable_messages import message, put, straight
 from tests.integration.worker import Worker
-
-__all__ = ["chromium", "open_tab"]
 
 #: The pages that are neither actions nor files, and take no field.
 READ = [
@@ -39,6 +36,45 @@ READ = [
     for each in pages.PAGES
     if not (each.is_action or each.file or any(field.is_needed for field in each.parameters))
 ]
+
+
+#: What the browser says of a page that answers with the form for signing in.
+UNKNOWN = "responded with a status of 401"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chromium]:
+    """The browser of a module's tests."""
+    with Chromium() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def open_tab(chromium: Chromium) -> Iterator[Callable[..., Tab]]:
+    """Opens tabs, each as another person's: at a page, under a name."""
+    with ExitStack() as tabs:
+
+        def open_tab(page: ServedPage, name: str = "localhost") -> Tab:
+            return tabs.enter_context(chromium.tab(page.address(name)))
+
+        yield open_tab
+
+
+def sign_in(tab: Tab, password: str = PASSWORD) -> None:
+    """Fill in the form for signing in."""
+    tab.fill("Name", OPERATOR)
+    tab.fill("Password", password)
+    tab.press("Sign in")
+
+
+def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
+    """Open the page in a tab of its own and sign in."""
+    tab = open_tab(page, OPERATOR)
+    tab.go("/now")
+    sign_in(tab)
+    tab.see("What falls due")
+    tab.complaints(UNKNOWN)
+    return tab
 
 
 @pytest.fixture(scope="module")
@@ -57,20 +93,6 @@ def served(module_broker_url: str, redis_url: str) -> Iterator[Any]:
         yield app
     delete_what_it_declared(app)
     app.close()
-
-
-@pytest.fixture
-def operator(served: Any, open_tab: Callable[..., Tab]) -> Iterator[Tab]:
-    """An operator's tab, which has nothing to complain of at the end of a test."""
-    tab = signed_in(open_tab, served.page)
-    yield tab
-    assert tab.complaints(UNKNOWN) == []
-
-
-@pytest.fixture
-def job() -> str:
-    """The name of a test's own job."""
-    return f"import-{uuid4().hex[:8]}"
 
 
 def send(served: Any, number: int = 1, **options: Any) -> list[str]:
@@ -100,59 +122,23 @@ def test_one_signs_in_reads_and_signs_out(served: Any, open_tab: Callable[..., T
 
 
 def test_enter_postpones_the_selected_and_never_cancels(
-    served: Any, operator: Tab, job: str
+    served: Any, open_tab: Callable[..., Tab]
 ) -> None:
-    tab = operator
+    tab, job = signed_in(open_tab, served.page), f"import-{uuid4().hex[:8]}"
     with served.rabbitdelay.job(job, expires=HOUR):
-        first, second, third = send(served, 3, job=job)
+        first, second = send(served, 2, job=job)
     tab.go(f"/waiting?job={job}")
     tab.tick(f"Select {first}")
     tab.fill("Postpone by", "3h\n")
     tab.see("1 of 1 postponed")
-    tab.go(f"/waiting/task?id={second}")
-    tab.fill("Postpone by", "3h\n")
-    tab.see("1 of 1 postponed")
     late = datetime.now(UTC) + timedelta(hours=4.5)
-    assert [served.rabbitdelay.show(each).due > late for each in (first, second, third)] == [
-        *(True, True, False)
-    ]
+    assert [served.rabbitdelay.show(each).due > late for each in (first, second)] == [True, False]
     tab.go(f"/waiting?job={job}")
-    for each in (first, third):
-        tab.tick(f"Select {each}")
+    tab.tick(f"Select {second}")
     tab.press("Cancel")
-    tab.see("2 of 2 cancelled")
-    states = [state(served, each) for each in (first, second, third)]
-    assert states == ["cancelled", "waiting", "cancelled"]
-
-
-def test_all_that_were_counted_are_cancelled_also_if_their_name_has_control_characters(
-    served: Any, operator: Tab, job: str
-) -> None:
-    tab, name, (kept,) = operator, f"{job}\x00\r\n", send(served)
-    served.rabbitdelay.open_job(name, expires=HOUR)
-    counted = send(served, 2, job=name)
-    tab.go(f"/waiting/all?job={quote(name)}")
-    tab.see("2 tracked tasks match")
-    (later,) = send(served, job=name)
-    tab.press("Cancel 2")
-    tab.see("2 of", "done")
-    assert [state(served, each) for each in (*counted, kept, later)] == [
-        *("cancelled", "cancelled", "waiting", "waiting")
-    ]
-    tab.go(f"/jobs?name={quote(name)}")
-    tab.press("Commit: let its tasks run")
-    tab.see("State committed")
-
-
-def test_a_form_that_was_open_while_one_signed_out_does_nothing(
-    served: Any, operator: Tab, open_tab: Callable[..., Tab]
-) -> None:
-    (task_id,) = send(served)
-    operator.go(f"/waiting/task?id={task_id}")
-    open_tab(served.page, OPERATOR).go("/now")  # a second tab, whose cookies are gone
-    operator.press("Cancel")
-    operator.see("Password")
-    assert state(served, task_id) == "waiting"
+    tab.see("1 of 1 cancelled")
+    assert [state(served, each) for each in (first, second)] == ["waiting", "cancelled"]
+    assert tab.complaints(UNKNOWN) == []
 
 
 def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[..., Tab]) -> None:
@@ -168,6 +154,48 @@ def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[...,
             assert tab.texts("h1"), path
     assert state(served, task_id) == "cancelled"
     assert tab.complaints(UNKNOWN) == []
+
+
+def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
+    configuration: dict[str, Any],
+    make_shop: Callable[..., Any],
+    redis: RedisServer,
+    private_rabbitmq: RabbitMQServer,
+    open_tab: Callable[..., Tab],
+) -> None:
+    settings = with_users(redis.url)
+    shop = make_shop(**settings)
+    task_id = send(shop)[0]
+    with ServedPage({**configuration, **settings}) as page:
+        tab, acting = signed_in(open_tab, page), open_tab(page, "acting")
+        tab.see("1 messages wait in the levels")
+        tab.run("window.isTheSamePage = true")
+        private_rabbitmq.kill()
+        try:
+            tab.see("The broker cannot be asked", "1 messages wait in the levels")
+            assert "guest:" not in tab.text
+        finally:
+            private_rabbitmq.start()
+        tab.see_no("The broker cannot be asked")
+
+        acting.go(f"/waiting/task?id={task_id}&refresh=off")
+        sign_in(acting)
+        acting.see("State waiting")
+        with Redis.from_url(redis.url) as client:
+            client.save()
+        redis.kill()
+        try:
+            tab.see("Redis cannot be asked", "messages wait in the levels")
+            acting.press("Cancel")
+            acting.see("0 of 1 cancelled", task_id)
+        finally:
+            redis.start()
+        tab.see_no("Redis cannot be asked")
+        acting.go(f"/waiting/task?id={task_id}")
+        acting.press("Cancel")
+        acting.see("1 of 1 cancelled")
+        assert tab.run("return window.isTheSamePage")
+        assert tab.complaints(UNKNOWN, "responded with a status of 503") == []
 
 
 #: What anybody may have written. What runs of it changes ``window.hacked``.

@@ -39,16 +39,6 @@ def alarm(broker: RabbitMQServer) -> Iterator[None]:
 
 
 @contextmanager
-def disk_alarm(broker: RabbitMQServer) -> Iterator[None]:
-    """The same for want of disk space."""
-    node_control.set_disk_limit(broker, "{mem_relative, 1.0e6}")
-    try:
-        yield
-    finally:
-        node_control.set_disk_limit(broker, "50000000")
-
-
-@contextmanager
 def user(
     broker: RabbitMQServer, name: str, configure: str, write: str = ".*", read: str = ".*"
 ) -> Iterator[str]:

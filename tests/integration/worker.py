@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,21 +124,3 @@ class Worker(ShopProcess):
 
     def _ready(self) -> bool:
         return " ready." in self.log[self._log_before :]
-
-
-class PlainWorker(ShopProcess):
-    """A worker of plain Celery on the same broker, as where this package is not installed.
-
-    Not by the command line of Celery, which loads this package's commands.
-    """
-
-    def _command(self) -> list[str]:
-        broker, name = self._settings["broker_url"], "plain@localhost"
-        program = (
-            f"import celery; app = celery.Celery('plain', broker={broker!r}); "
-            f"app.Worker(hostname={name!r}, pool='solo', queues='plain', loglevel='INFO').start()"
-        )
-        return [sys.executable, "-c", program]
-
-    def _ready(self) -> bool:
-        return " ready." in self.log
