@@ -12,7 +12,8 @@ import argparse
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Final
 
 from tests.brokers import BROKERS, NotPossibleHere
@@ -40,26 +41,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{'':18} {', '.join(scenario.cases)}")
         return 0
     every = {"all": [*SCENARIOS], "short": [*SHORT]}.get(given.scenario, [given.scenario])
-    plays = [
-        _play(play)
-        for version in given.broker or VERSIONS[-1:]
-        for name in every
-        for play in _plays(name, version, given)
-    ]
+    plays = []
+    for version, name in product(given.broker or VERSIONS[-1:], every):
+        _, _, tasks, minutes, cases = SCENARIOS[name]
+        if given.scenario == "short":
+            tasks, minutes = SHORT[name]
+        if given.case not in (None, *cases):
+            sys.exit(f"{name} has the cases {', '.join(cases)}")
+        for case in cases if given.scenario == "all" else [given.case or cases[0]]:
+            tasks, minutes = given.tasks or tasks, given.minutes or minutes
+            plays.append(_play(Play(version, name, case, tasks, minutes)))
     print("", HEADER, *(row for row, _ in plays), sep="\n")
     return int(not all(is_good for _, is_good in plays))
-
-
-def _plays(name: str, version: str, given: argparse.Namespace) -> Iterator[Play]:
-    scenario = SCENARIOS[name]
-    tasks, minutes = scenario.tasks, scenario.minutes
-    if given.scenario == "short":
-        tasks, minutes = SHORT[name]
-    case = given.case or scenario.cases[0]
-    if case not in scenario.cases:
-        sys.exit(f"{name} has the cases {', '.join(scenario.cases)}")
-    for each in scenario.cases if given.scenario == "all" else [case]:
-        yield Play(version, name, each, given.tasks or tasks, given.minutes or minutes)
 
 
 def _play(play: Play) -> tuple[str, bool]:
@@ -74,9 +67,9 @@ def _play(play: Play) -> tuple[str, bool]:
     except Exception:  # noqa: BLE001  # the others are played all the same
         traceback.print_exc()
         return f"| {title} | it could not be played to its end |", False
-    (stage,) = play.stages
-    print(stage.text(title), flush=True)
-    return stage.row(title), not stage.verdict.complaints
+    assert play.stage is not None
+    print(play.stage.text(title), flush=True)
+    return play.stage.row(title), not play.stage.verdict.complaints
 
 
 if __name__ == "__main__":

@@ -41,27 +41,24 @@ class Node(RabbitMQServer):
     """A node of a cluster.
 
     Attributes:
-        further: Further environment variables.
+        ahead: Seconds that its clock is ahead.
         while_waiting: Called while the node starts, for what has to go on meanwhile.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.further: dict[str, str] = {}
-        self.while_waiting: Callable[[], object] = lambda: None
-
-    def have_wrong_clock(self, seconds: int) -> None:
-        """Have a clock that is ahead, or behind, from the next start on."""
-        # The node sees its folder, but perhaps not this machine's libraries.
-        shutil.copy(library(), self.folder)
-        self.further |= off_by(seconds, f"{self._home}/{library().name}")
+    ahead = 0
+    while_waiting: Callable[[], object] = staticmethod(lambda: None)
 
     def _answers(self) -> bool:
         self.while_waiting()
         return super()._answers()
 
     def _environment(self) -> dict[str, str]:
-        return {**super()._environment(), **self.further}
+        if not self.ahead:
+            return super()._environment()
+        # The node sees its folder, but perhaps not this machine's libraries.
+        shutil.copy(library(), self.folder)
+        off = off_by(self.ahead, f"{self._home}/{library().name}")
+        return {**super()._environment(), **off}
 
 
 class Cluster(SetUp):
@@ -94,7 +91,7 @@ class Cluster(SetUp):
         for number in range(count):
             self.nodes.append(self._node(number, QUIET, self.nodes[0] if number else None))
         for number, seconds in (clocks or {}).items():
-            self.nodes[number].have_wrong_clock(seconds)
+            self.nodes[number].ahead = seconds
 
     def _node(self, number: int, settings: Sequence[str], first: Node | None) -> Node:
         return Node(self._root, settings, first, certificates=self._certificates)

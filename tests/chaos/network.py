@@ -16,7 +16,6 @@ import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import permutations
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +28,15 @@ ROUTER: Final = "198.18.{}.1"
 
 #: The number of this machine's own subnet; nodes are counted from 1.
 MACHINE: Final = 0
+
+#: Between which nodes of three packets are dropped. ``halves``: the clients reach all nodes.
+#: ``node``: one node is cut off from the others and from the clients. ``ring``: each node reaches
+#: its neighbors only; the last and the first do not reach each other.
+CUTS: Final = {
+    "halves": [(1, 2), (1, 3)],
+    "node": [(1, MACHINE), (1, 2), (1, 3)],
+    "ring": [(1, 3)],
+}
 
 #: The port of AMQP in each namespace.
 AMQP_PORT: Final = 5672
@@ -113,8 +121,7 @@ class NetworkedCluster(Cluster):
                 ip(f"netns del {name}", must=False)
         stack.callback(self._remove)
         ip(f"netns add {self._router}")
-        forwarding = "netns exec {} sysctl -qw net.ipv4.ip_forward=1"
-        ip(forwarding.format(self._router))
+        ip(f"netns exec {self._router} sysctl -qw net.ipv4.ip_forward=1")
         for number in range(MACHINE, self._count + 1):
             self._connect(number)
         super()._set_up(stack)
@@ -143,10 +150,9 @@ class NetworkedCluster(Cluster):
 
     @contextmanager
     def cut(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Drop every packet from the first to the second of each pair, until the block ends."""
-        rules = [
-            f"from {NODE.format(one)} to {NODE.format(other)} blackhole" for one, other in pairs
-        ]
+        """Drop every packet between the two of each pair, until the block ends."""
+        both = [each for pair in pairs for each in (pair, pair[::-1])]
+        rules = [f"from {NODE.format(a)} to {NODE.format(b)} blackhole" for a, b in both]
         try:
             for rule in rules:
                 ip(f"rule add {rule}", self._router)
@@ -154,13 +160,3 @@ class NetworkedCluster(Cluster):
         finally:
             for rule in rules:
                 ip(f"rule del {rule}", self._router, must=False)
-
-    @contextmanager
-    def parted(self, *sides: Sequence[int]) -> Iterator[None]:
-        """Drop every packet between nodes of different sides, until the block ends.
-
-        This machine, :data:`MACHINE`, reaches all nodes if it is on no side.
-        """
-        between = permutations(sides, 2)
-        with self.cut((one, other) for near, far in between for one in near for other in far):
-            yield

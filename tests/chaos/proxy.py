@@ -1,85 +1,61 @@
-"""A TCP proxy that is slow, or that forgets its connections without closing them."""
+"""A TCP proxy that forgets its connections without closing them."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import socket
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+from threading import Thread
 
 from tests.chaos.cluster import Cluster
-from tests.set_up import SetUp
-
-#: Bytes that are passed on at a time.
-PIECE: Final = 16_384
 
 
-class Proxy(SetUp):
-    """Passes connections on to a port of this machine, from a thread of its own.
-
-    Args:
-        port: The port that it passes connections on to.
+class Proxy(ThreadingTCPServer):
+    """Passes connections on to a port of this machine.
 
     Attributes:
-        port: The port on which it listens.
-        delay: Seconds that each piece of data is held back.
+        generation: Connections of an earlier one are forgotten: what is written to them is lost,
+            and neither side is told.
     """
 
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self.port = 0
-        self.delay = 0.0
-        self._generation = 0
-        # Nothing else refers to the tasks of forgotten connections.
-        self._passing: set[asyncio.Task[Any] | None] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+    daemon_threads = True
 
-    def _set_up(self, stack: ExitStack) -> None:
-        self._thread.start()
-        stack.callback(self._tear_down)
-        listening = asyncio.start_server(self._pass, "127.0.0.1", 0)
-        self._server = asyncio.run_coroutine_threadsafe(listening, self._loop).result()
-        self.port = self._server.sockets[0].getsockname()[1]
+    def __init__(self, target: int) -> None:
+        super().__init__(("127.0.0.1", 0), Passing)
+        self.target, self.generation = target, 0
+        Thread(target=self.serve_forever, daemon=True).start()
 
-    def _tear_down(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    @property
+    def url(self) -> str:
+        """``amqp://`` URL of the broker behind it."""
+        return f"amqp://guest:guest@127.0.0.1:{self.server_address[1]}//"
 
-    def forget(self) -> None:
-        """Forget all present connections: what is written to them is lost, and nobody is told."""
-        self._generation += 1
 
-    async def _end(self) -> None:
-        self._server.close()
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+class Passing(BaseRequestHandler):
+    """A connection that is passed on."""
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        born = self._generation
-        self._passing.add(asyncio.current_task())
-        # A task of asyncio's own server that ends as cancelled is reported as an error.
-        with suppress(OSError, asyncio.CancelledError):
-            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target)
-            await asyncio.gather(
-                self._pump(reader, there_writer, born), self._pump(there_reader, writer, born)
-            )
+    server: Proxy
 
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, born: int
-    ) -> None:
+    def handle(self) -> None:
+        """Pass on what comes from either side, until one closes the connection."""
+        self._born = self.server.generation
+        with (
+            suppress(OSError),
+            socket.create_connection(("127.0.0.1", self.server.target)) as there,
+        ):
+            back = Thread(target=self._pump, args=(there, self.request), daemon=True)
+            back.start()
+            self._pump(self.request, there)
+            back.join()
+
+    def _pump(self, source: socket.socket, to: socket.socket) -> None:
         with suppress(OSError):
-            while piece := await reader.read(PIECE):
-                await asyncio.sleep(self.delay)
-                if born == self._generation:
-                    writer.write(piece)
-                    await writer.drain()
-        if born == self._generation:
-            writer.close()
+            while piece := source.recv(16_384):
+                if self._born == self.server.generation:
+                    to.sendall(piece)
+        if self._born == self.server.generation:
+            with suppress(OSError):
+                to.shutdown(socket.SHUT_RDWR)
 
 
 class ProxiedCluster(Cluster):
@@ -87,9 +63,11 @@ class ProxiedCluster(Cluster):
 
     def _set_up(self, stack: ExitStack) -> None:
         super()._set_up(stack)
-        self.proxies = [stack.enter_context(Proxy(node.port)) for node in self.nodes]
+        self.proxies = [Proxy(node.port) for node in self.nodes]
+        for proxy in self.proxies:
+            stack.callback(proxy.server_close)
+            stack.callback(proxy.shutdown)
 
     def url(self, first: int = 0) -> str:
         """Return the proxies of all nodes as kombu takes them."""
-        ports = [proxy.port for proxy in (*self.proxies[first:], *self.proxies[:first])]
-        return ";".join(f"amqp://guest:guest@127.0.0.1:{port}//" for port in ports)
+        return ";".join(each.url for each in (*self.proxies[first:], *self.proxies[:first]))

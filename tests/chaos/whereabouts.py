@@ -26,8 +26,7 @@ def look(
         By the id of a task, the queues in which it was found; and how many messages there are in
         ``undeliverable``, by what the modules and the broker say about them.
     """
-    found: dict[str, list[str]] = defaultdict(list)
-    reasons: Counter[str] = Counter()
+    found, reasons = defaultdict[str, list[str]](list), Counter[str]()
     for place, message in messages(connection, topology, queues):
         for identity in _ids(message):
             found[identity].append(place)

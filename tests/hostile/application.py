@@ -18,7 +18,7 @@ from kombu import Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels.entities import MODULES
 from tests.celery_process import CeleryProcess
-from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
+from tests.hostile.kinds import ALLOWED, MAX_BODY, TASKS
 
 #: How a message says which one it is.
 MARK: Final = re.compile(r"#(\d{8})")
@@ -40,15 +40,11 @@ def make_app(settings: dict[str, Any]) -> Celery:
     """
     prefix = settings["prefix"]
     app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
+    names = [f"{prefix}.{name}" for name in (TASKS, ALLOWED)]
     quorum = {"x-queue-type": "quorum"}
-    expires = {**quorum, "x-dead-letter-exchange": f"{prefix}.{EXPIRED}"}
-    tasks, allowed = f"{prefix}.{TASKS}", f"{prefix}.{ALLOWED}"
     app.conf.update(
-        task_default_queue=tasks,
-        task_queues=[
-            Queue(tasks, routing_key=tasks, queue_arguments=quorum),
-            Queue(allowed, routing_key=allowed, queue_arguments=expires),
-        ],
+        task_default_queue=names[0],
+        task_queues=[Queue(name, routing_key=name, queue_arguments=quorum) for name in names],
         task_ignore_result=True,
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
