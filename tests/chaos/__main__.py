@@ -18,7 +18,6 @@ from typing import Final
 
 from tests.brokers import BROKERS, NotPossibleHere
 from tests.chaos.scenarios import SCENARIOS, SHORT, Play
-from tests.chaos.stage import HEADER
 
 VERSIONS: Final = [broker.version for broker in BROKERS]
 
@@ -51,25 +50,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in cases if given.scenario == "all" else [given.case or cases[0]]:
             tasks, minutes = given.tasks or tasks, given.minutes or minutes
             plays.append(_play(Play(version, name, case, tasks, minutes)))
-    print("", HEADER, *(row for row, _ in plays), sep="\n")
+            print(plays[-1][0], flush=True)
+    print("", *(text for text, _ in plays), sep="\n")
     return int(not all(is_good for _, is_good in plays))
 
 
 def _play(play: Play) -> tuple[str, bool]:
-    """Play one scenario; return its row of the table, and whether it is good."""
-    title = play.title
-    print(f"\n{title} on RabbitMQ {play.version}", flush=True)
+    """Play one scenario; return its verdict in words, and whether it is good."""
+    print(f"\n{play.title} on RabbitMQ {play.version}", flush=True)
     try:
         SCENARIOS[play.name].play(play)
     except NotPossibleHere as reason:
-        print(f"{title}: {reason}", file=sys.stderr)
-        return f"| {title} | {reason} |", False
+        return f"{play.title}: {reason}", False
     except Exception:  # noqa: BLE001  # the others are played all the same
         traceback.print_exc()
-        return f"| {title} | it could not be played to its end |", False
+        return f"{play.title}: it could not be played to its end", False
     assert play.stage is not None
-    print(play.stage.text(title), flush=True)
-    return play.stage.row(title), not play.stage.verdict.complaints
+    return f"{play.title}: {play.stage.text()}", not play.stage.verdict.complaints
 
 
 if __name__ == "__main__":

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kombu import Connection
 
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
 from tests.chaos.clocks import library, off_by
 from tests.private_broker import QUIET
@@ -67,7 +66,6 @@ class Cluster(SetUp):
     Args:
         version: The version of RabbitMQ, for example "4.3".
         count: How many nodes.
-        tls: Whether it is reached over TLS only; nodes and clients check each other.
         clocks: By the number of a node, the seconds that its clock is ahead.
 
     Attributes:
@@ -75,29 +73,19 @@ class Cluster(SetUp):
     """
 
     def __init__(
-        self,
-        version: str,
-        count: int = 1,
-        *,
-        tls: bool = False,
-        clocks: Mapping[int, int] | None = None,
+        self, version: str, count: int = 1, clocks: Mapping[int, int] | None = None
     ) -> None:
-        self._root, self._made = root_of(version), ExitStack()
-        self._certificates = None
-        if tls:
-            folder = self._made.enter_context(tempfile.TemporaryDirectory())
-            self._certificates = Certificates.make(Path(folder))
+        self._root = root_of(version)
         self.nodes: list[Node] = []
         for number in range(count):
-            self.nodes.append(self._node(number, QUIET, self.nodes[0] if number else None))
+            self.nodes.append(self._node(number, self.nodes[0] if number else None))
         for number, seconds in (clocks or {}).items():
             self.nodes[number].ahead = seconds
 
-    def _node(self, number: int, settings: Sequence[str], first: Node | None) -> Node:
-        return Node(self._root, settings, first, certificates=self._certificates)
+    def _node(self, number: int, first: Node | None) -> Node:
+        return Node(self._root, QUIET, first)
 
     def _set_up(self, stack: ExitStack) -> None:
-        stack.push(self._made)
         for node in self.nodes:
             stack.callback(node.stop)
         for node in self.nodes:
@@ -108,13 +96,9 @@ class Cluster(SetUp):
         """Return all nodes as kombu takes them, beginning with one of them."""
         return ";".join(node.url for node in (*self.nodes[first:], *self.nodes[:first]))
 
-    def ssl(self) -> dict[str, Any] | bool:
-        """Return ``broker_use_ssl``; False without TLS."""
-        return self.nodes[0].ssl
-
-    def connection(self, node: Node | None = None) -> Connection:
-        """Return a connection to a node, by default to the first that runs."""
-        return Connection((node or self.running).url, ssl=self.ssl())
+    def connection(self) -> Connection:
+        """Return a connection to the first node that runs."""
+        return Connection(self.running.url)
 
     @property
     def running(self) -> Node:

@@ -14,13 +14,14 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from tests.brokers import NotPossibleHere
 from tests.chaos.cluster import Cluster, Node
+from tests.private_broker import QUIET
 
 #: The addresses of the nodes; 198.18.0.0/15 is for tests of networks (RFC 2544).
 NODE: Final = "198.18.{}.2"
@@ -51,10 +52,10 @@ def ip(arguments: str, inside: str | None = None, *, must: bool = True) -> None:
 class NetworkedNode(Node):
     """A node with an address, in a namespace of its own."""
 
-    def __init__(self, address: str, namespace: str, root: Any, settings: Any, first: Any) -> None:
+    def __init__(self, address: str, namespace: str, root: Any, first: Any) -> None:
         self._address, self._namespace = address, namespace
         listener = f"listeners.tcp.2 = {address}:{AMQP_PORT}"
-        super().__init__(root, (*settings, listener), first)
+        super().__init__(root, (*QUIET, listener), first)
 
     @property
     def url(self) -> str:
@@ -110,9 +111,9 @@ class NetworkedCluster(Cluster):
         self._router = f"{self._name}-router"
         super().__init__(version, count)
 
-    def _node(self, number: int, settings: Sequence[str], first: Node | None) -> Node:
+    def _node(self, number: int, first: Node | None) -> Node:
         address, namespace = NODE.format(number + 1), f"{self._name}-{number + 1}"
-        return NetworkedNode(address, namespace, self._root, settings, first)
+        return NetworkedNode(address, namespace, self._root, first)
 
     def _set_up(self, stack: ExitStack) -> None:
         listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
@@ -160,3 +161,14 @@ class NetworkedCluster(Cluster):
         finally:
             for rule in rules:
                 ip(f"rule del {rule}", self._router, must=False)
+
+    @contextmanager
+    def half_open(self) -> Iterator[None]:
+        """All present connections of clients are dead for good, and neither side is told."""
+        here = NODE.format(MACHINE)
+        command = ["ss", "-Htn", "src", here]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for port in re.findall(rf"{re.escape(here)}:(\d+)", listed):
+            for side in ("sport", "dport"):
+                ip(f"rule add ipproto tcp {side} {port} blackhole", self._router)
+        yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -27,12 +26,6 @@ SOUND: Final = "sound"
 
 #: Seconds that a producer has to end, with every send's time limit.
 TO_END: Final = 600.0
-
-#: The head of the table of verdicts.
-HEADER: Final = (
-    "| scenario | RabbitMQ | confirmed | raised (arrived) | lost | early | copies | late "
-    "p50/p99/max s | not started, where |\n|---|---|---|---|---|---|---|---|---|"
-)
 
 
 @contextmanager
@@ -82,7 +75,6 @@ class Stage(SetUp):
         self.producers: list[Producer] = []
         self._limits, self._early, self._patience = limits or {}, early, patience
         self._version, self._send_for = "", 0.0
-        self._remarks: Counter[str] = Counter()
         self._began = time.monotonic()
 
     def _set_up(self, stack: ExitStack) -> None:
@@ -112,8 +104,7 @@ class Stage(SetUp):
 
     def part(self, first_node: int = 0) -> Part:
         """Return what a process has to know, with the node that it tries first."""
-        settings = {**self.settings, "broker_use_ssl": self.cluster.ssl()}
-        return Part(self.cluster.url(first_node), self.queues, str(self._folder), settings)
+        return Part(self.cluster.url(first_node), self.queues, str(self._folder), self.settings)
 
     def worker(
         self,
@@ -199,43 +190,32 @@ class Stage(SetUp):
         for worker in self.workers:
             worker.end()
         with self.cluster.connection() as connection:
-            places, reasons = look(connection, Topology(PREFIX), self.queues)
+            places = look(connection, Topology(PREFIX), self.queues)
         # Last, because the workers have gone on until they were ended.
         self.say(f"{len(self.missing())} have not started")
-        self._remarks += Counter({f"in undeliverable: {why}": n for why, n in reasons.items()})
         found, self.verdict = self.verdict, judge(self.ledger, places, self._limits, self._early)
         self.verdict.complaints += found.complaints
 
-    def row(self, title: str) -> str:
-        """Return the row of the table."""
-        verdict = self.verdict
-        early = f", by up to {max(verdict.early.values()):.1f} s" if verdict.early else ""
-        late = (
-            f"{group} ({len(each)}) {each[len(each) // 2]:.2f}/"
-            f"{each[len(each) * 99 // 100]:.1f}/{each[-1]:.1f}"
-            for group, each in verdict.late.items()
-        )
-        cells = [title, self._version, str(verdict.sent["confirmed"]), listed(verdict.errors)]
-        cells += [str(len(verdict.lost)), f"{len(verdict.early)}{early}", listed(verdict.copies)]
-        return f"| {' | '.join([*cells, '; '.join(late), listed(verdict.where)])} |"
-
-    def text(self, title: str) -> str:
-        """Return all of it in lines."""
-        lines = [self.row(title), f"cut off while they were sent: {self.verdict.sent['unknown']}"]
-        lines += [f"{n} times {what}" for what, n in self._remarks.items()]
-        lines += [f"NOT GOOD: {complaint}" for complaint in self.verdict.complaints]
-        return "\n  ".join(lines)
+    def text(self) -> str:
+        """Return the verdict in lines."""
+        verdict, figures = self.verdict, {"RabbitMQ": self._version}
+        figures |= {what: str(n) for what, n in verdict.sent.items()}
+        for what, counts in {
+            "raised": verdict.errors,
+            "copies": verdict.copies,
+            "not started, where": verdict.where,
+        }.items():
+            figures[what] = ", ".join(f"{n} {each}" for each, n in counts.items() if n)
+        for group, late in verdict.late.items():
+            p50, p99 = (late[len(late) * part // 100] for part in (50, 99))
+            figures[f"{group}, late"] = f"{p50:.2f}/{p99:.1f}/{late[-1]:.1f} s, {len(late)} tasks"
+        lines = [f"{what}: {figure}" for what, figure in figures.items() if figure]
+        return "\n    ".join([*lines, *(f"NOT GOOD: {each}" for each in verdict.complaints)])
 
     def _look_after(self) -> None:
         for worker in self.workers:
             if not worker.running:
-                self._remarks[f"ended by itself: {worker.last_words()}"] += 1
                 self.say(f"a worker has ended: {worker.last_words()}")
                 worker.begin()
         for producer in self.producers:
             assert not producer.failed, producer.log[-3000:]
-
-
-def listed(counts: Mapping[str, int]) -> str:
-    """Return counts in words, the largest first."""
-    return ", ".join(f"{n} {what}" for what, n in Counter(counts).most_common() if n) or "0"

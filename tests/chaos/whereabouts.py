@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope
-from celery_rabbitdelay.kombu import Topology, examine
+from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -19,26 +19,13 @@ from celery_rabbitdelay.publishing.message import headers_of
 
 def look(
     connection: Connection, topology: Topology, queues: Sequence[Queue]
-) -> tuple[dict[str, list[str]], Counter[str]]:
-    """Look into every queue; each message is put back.
-
-    Returns:
-        By the id of a task, the queues in which it was found; and how many messages there are in
-        ``undeliverable``, by what the modules and the broker say about them.
-    """
-    found, reasons = defaultdict[str, list[str]](list), Counter[str]()
+) -> dict[str, list[str]]:
+    """Return, by the id of a task, the queues in which it is; each message is put back."""
+    found = defaultdict[str, list[str]](list)
     for place, message in messages(connection, topology, queues):
         for identity in _ids(message):
             found[identity].append(place)
-        if place == topology.module_queues.undeliverable.name:
-            reasons[reason_of(message, topology)] += 1
-    return found, reasons
-
-
-def reason_of(message: Any, topology: Topology) -> str:
-    """Return why a message is in ``undeliverable``."""
-    key = message.delivery_info["routing_key"]
-    return examine(headers_of(message), topology, key).reason
+    return found
 
 
 def messages(

@@ -36,7 +36,7 @@ def make_app(settings: dict[str, Any]) -> Celery:
 
     Args:
         settings: ``broker_url``, ``prefix``, and ``journal``: the file that each task that runs is
-            noted in; ``pool``: the pool of the worker; ``rabbitdelay``: further settings.
+            noted in; ``pool``: the pool of the worker.
     """
     prefix = settings["prefix"]
     app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
@@ -51,8 +51,8 @@ def make_app(settings: dict[str, Any]) -> Celery:
         rabbitdelay_prefix=prefix,
         rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)],
         rabbitdelay_retry_for=0,
+        rabbitdelay_max_message_bytes=MAX_BODY,
     )
-    app.conf.update(settings["rabbitdelay"] or {"rabbitdelay_max_message_bytes": MAX_BODY})
 
     def note(*line: Any) -> None:
         with Path(settings["journal"]).open("a") as journal:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, Final
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import PublishError
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.publishing.declaration import (
     declare,
     declare_destination,
@@ -25,12 +26,12 @@ from celery_rabbitdelay.publishing.declaration import (
     queue_counts,
 )
 from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.message import body_of
+from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
-from tests.chaos.whereabouts import messages, reason_of
+from tests.chaos.whereabouts import messages
 from tests.hostile.application import MARK, AttackedWorker, make_app
 from tests.hostile.kinds import ALLOWED, BEHIND, FORBIDDEN, KINDS, MAX_GROWTH, TASKS
 from tests.hostile.kinds import hostile_messages as hostile
@@ -39,7 +40,7 @@ from tests.hostile.kinds import hostile_messages as hostile
 PATIENCE: Final = 1_800.0
 
 #: What ends a worker's connection, in its log.
-TROUBLE: Final = ("connects again", "Connection to broker lost", "Unrecoverable error")
+TROUBLE: Final = "connects again|Connection to broker lost|Unrecoverable error"
 
 #: The queues beside those of the levels.
 NAMES: Final = (TASKS, ALLOWED, FORBIDDEN)
@@ -84,9 +85,7 @@ class Account:
         return "\n".join([*lines, *(f"NOT GOOD: {each}" for each in self.complaints)])
 
 
-def attack(
-    broker_url: str, prefix: str, count: int, seed: int, pool: str = "prefork", **rabbitdelay: Any
-) -> Account:
+def attack(broker_url: str, prefix: str, count: int, seed: int, pool: str = "prefork") -> Account:
     """Publish so many hostile messages while an honest client sends tasks; account for all.
 
     Args:
@@ -95,14 +94,13 @@ def attack(
         count: How many messages.
         seed: Chooses them.
         pool: The pool of the worker, which runs one task at a time.
-        **rabbitdelay: Further settings of the application.
     """
     account = Account()
     with ExitStack() as stack:
         journal = Path(stack.enter_context(tempfile.TemporaryDirectory()), "journal")
         journal.touch()
-        settings: dict[str, Any] = {"broker_url": broker_url, "prefix": prefix, "pool": pool}
-        settings |= {"journal": str(journal), "rabbitdelay": rabbitdelay}
+        settings = {"broker_url": broker_url, "prefix": prefix, "pool": pool}
+        settings["journal"] = str(journal)
         app: Any = make_app(settings)
         stack.callback(app.close)
         topology: Topology = app.rabbitdelay.topology
@@ -116,12 +114,9 @@ def attack(
                 _wait_until_at_rest(connection, worker, topology, account)
             with suppress(TimeoutError):  # it shows below
                 wait_for(lambda: len(_noted(journal, "honest")) >= account.sent, "", 60, 0.5)
-            log = worker.log.splitlines()
-            account.complaints += [line for line in log if any(each in line for each in TROUBLE)]
-            if worker.running:
-                account.growth = worker.peak_bytes - before
-            else:
-                account.complaints.append("the worker has ended")
+            account.complaints += re.findall(f".*(?:{TROUBLE}).*", worker.log)
+            account.complaints += [] if worker.running else ["the worker has ended"]
+            account.growth = worker.peak_bytes - before if worker.running else 0
         _settle(broker_url, topology, queues, journal, account)
     return account
 
@@ -210,21 +205,20 @@ def _wait_until_at_rest(
     Not longer than the worker lives; what it leaves behind shows in the account.
     """
     modules = topology.module_queues
-    tasks, allowed = (f"{topology.prefix}.{name}" for name in (TASKS, ALLOWED))
-    busy_ones = modules.checkin.name, modules.distribution.name, tasks
-    names = (*busy_ones, modules.undeliverable.name, allowed)
-    last: list[list[int]] = []
+    own = (f"{topology.prefix}.{name}" for name in (TASKS, ALLOWED))
+    names = modules.checkin.name, modules.distribution.name, *own, modules.undeliverable.name
+    last: deque[list[int]] = deque(maxlen=10)
 
     def at_rest() -> bool:
         found = queue_counts(connection, map(Queue, names)).values()
-        *busy, undeliverable, allowed = (each.messages for each in found if each)
+        *busy, allowed, undeliverable = (each.messages for each in found if each)
         if sum(busy) > 5:  # honest tasks and meditation go on
             last.clear()
-        last.append([undeliverable, allowed])
-        return len(last) > 10 and all(each == last[-1] for each in last[-10:])
+        last.append([allowed, undeliverable])
+        return len(last) == 10 and all(each == last[-1] for each in last)
 
     try:
-        wait_for(lambda: not worker.running or at_rest(), "rest", PATIENCE, interval=0.5)
+        wait_for(lambda: not worker.running or at_rest(), "rest", PATIENCE, interval=0.3)
     except TimeoutError as error:
         account.complaints.append(str(error))
 
@@ -252,19 +246,17 @@ def _settle(
             places[place if place in (*NAMES, "undeliverable") else "waiting"] += 1
             text = f"{message.properties.get('message_id')} {body_of(message)!r}"
             found.update(map(int, MARK.findall(text)[-1:]))
-            assert place != "undeliverable" or reason_of(message, topology)
+            if place == "undeliverable":
+                assert examine(headers_of(message), topology, message.delivery_info["routing_key"])
     for number in account.confirmed - found:
-        if KINDS[kinds[number]].is_dropped:
-            places["dropped by Celery"] += 1
-        else:
-            lost[kinds[number]] += 1
+        is_dropped = KINDS[kinds[number]].is_dropped
+        (places if is_dropped else lost)["dropped by Celery" if is_dropped else kinds[number]] += 1
+    behind = {number for number, kind in kinds.items() if kind == BEHIND}
     wrong = {
         f"lost: {lost}": lost.total(),
         "reached what nobody may reach": places[FORBIDDEN],
         "honest tasks did not run": account.sent - sum(map(len, account.late.values())),
-        "tasks behind a malformed one did not run": len(
-            [each for each in account.confirmed - ran if kinds[each] == BEHIND]
-        ),
+        "tasks behind a malformed one did not run": len(behind & account.confirmed - ran),
         "tasks are left that a worker has held": places[TASKS],
         "MiB more memory than allowed": max(account.growth - MAX_GROWTH, 0) // 2**20,
     }

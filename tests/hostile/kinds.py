@@ -56,6 +56,12 @@ _PLACE: Final = "#--------"
 
 JSON: Final = {"content_type": "application/json", "content_encoding": "utf-8"}
 
+#: The body of a task.
+_PLAIN: Final = b"[[], {}, {}]"
+
+#: How a task goes to the worker.
+_WAYS: Final = ("checked in", "checked in with a delay", "in levels", "delivered", "distributed")
+
 Headers: TypeAlias = Mapping[Any, Any]
 
 #: Exchange, key, properties and body of a message.
@@ -170,12 +176,14 @@ def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Host
 def _not_allowed(draw: Draw) -> Made:
     exchanges = ("celery.pidbox", "celeryev", "amq.fanout", "reply.celery", draw.forbidden)
     own = {"rabbitdelay-exchange": draw.choice(exchanges)} if draw.random() < 0.5 else {}
-    return draw.checkin, draw.forbidden, properties({"x-delay": draw.soon(), **own}), b"body"
+    exchange, _, content, body = draw.checked_in(own)
+    return exchange, draw.forbidden, content, body
 
 
 def _bad_key(draw: Draw) -> Made:
-    key = draw.choice((*BAD_TEXTS, draw.allowed.encode() + b"\xff", b"\xff" * 255, b"k" * 255))
-    return draw.checkin, key, properties({"x-delay": draw.soon()}), b"body"
+    exchange, _, content, body = draw.checked_in({})
+    keys = (*BAD_TEXTS, draw.allowed.encode() + b"\xff", b"\xff" * 255, b"k" * 255)
+    return exchange, draw.choice(keys), content, body
 
 
 def _odd_properties(draw: Draw) -> Made:
@@ -278,15 +286,12 @@ def _envelope(draw: Draw) -> Made:
     return draw.routed(DISTRIBUTION, draw.passed_on(draw.allowed), body, content_type=ENVELOPE)
 
 
-def _meditated(draw: Draw) -> Made:
-    content = properties({"rabbitdelay-due": draw.due(), **draw.own()})
-    return draw.modules.meditated.name, draw.choice((b"nowhere", b"\xff")), content, b"body"
-
-
 def _level(draw: Draw) -> Made:
-    exchange = draw.choice(draw.topology.exchanges[1:3]).name
+    """Straight into the levels, or to meditation."""
+    exchanges = [*draw.topology.exchanges[1:3], draw.modules.meditated]
     key = draw.choice((b"1.2.nowhere", b"0.0.%nothing", b"9.9.9.9", b"", b"\xff.\xff", b"#.*"))
-    return exchange, key, properties(draw.own()), b"body"
+    content = properties({"rabbitdelay-due": draw.due(), **draw.own()})
+    return draw.choice(exchanges).name, key, content, b"body"
 
 
 def _undeliverable(draw: Draw) -> Made:
@@ -299,67 +304,55 @@ def _undeliverable(draw: Draw) -> Made:
 
 
 def _task(draw: Draw) -> Made:
-    """A task for the worker's own consumer, which restores it, by distribution."""
-    headers = {
-        **draw.task(),
-        **draw.own(),
-        **_nested_headers(draw),
-        "sentry-task-enqueued-time": any_field(draw, 0),
-        **draw.passed_on(draw.tasks),
-        # A due time: distribution leaves it to the worker.
-        "rabbitdelay-due": draw.choice((5, "soon", True, {})),
-    }
-    headers.pop("rabbitdelay-expiration", None)  # it could expire in its queue
-    headers.pop("rabbitdelay-queue", None)
+    """A task for the worker's own consumer, which restores it."""
+    headers = {**draw.task(), **draw.own(), **_nested_headers(draw)}
+    for name in ("expiration", "queue"):  # it could expire in its queue
+        headers.pop(f"rabbitdelay-{name}", None)
+    headers["sentry-task-enqueued-time"] = any_field(draw, 0)
     if draw.random() < 0.5:
         headers["rabbitdelay-queue"] = draw.tasks
-    return draw.routed(DISTRIBUTION, headers, f'[["{_PLACE}"], {{}}, {{}}]'.encode(), **JSON)
+    draw.way = "distributed"
+    return _to_worker(draw, headers, _PLAIN)
 
 
 def _following(draw: Draw) -> Made:
     """A task for check-in that has a worker publish to the forbidden queue, if it runs."""
     options = {"exchange": "amq.direct", "routing_key": draw.forbidden}
-    evil = {"task": "hostile", "args": [_PLACE], "kwargs": {}, "options": options}
+    evil = {"task": "hostile", "args": [], "kwargs": {}, "options": options}
     name = draw.choice(("callbacks", "errbacks", "chain", "chord", "group", "taskset"))
     following = {name: evil if name == "chord" else [evil]}
-    headers: dict[str, Any] = {"x-delay": draw.soon()}
-    short, choice = dict(JSON), draw.random()
+    headers, encoding, choice = draw.task(), "utf-8", draw.random()
     if choice < 0.4:
-        body = json.dumps([[_PLACE], {}, following]).encode()
-        headers |= draw.task() | ({"group": "g"} if name == "group" else {})
+        body = json.dumps([[], {}, following])
+        headers |= {"group": "g"} if name == "group" else {}
     elif choice < 0.6:
-        own = draw.choice(("celery.group", "celery.chain", "celery.chord", "celery.map"))
-        body = json.dumps([[[evil], ["0", []], "g", []], {}, {}]).encode()
-        headers |= {**draw.task(), "task": own}
+        headers["task"] = draw.choice(("celery.group", "celery.chain", "celery.chord"))
+        body = json.dumps([[[evil], ["0", []], "g", []], {}, {}])
     else:
-        told = {"task": "hostile", "id": "1", "args": [_PLACE], "kwargs": {}, **following}
         escaped = (draw.choice((each, f"\\u{ord(each):04x}")) for each in "task")
         # py-amqp decodes a body for the worker.
-        spelled, short["content_encoding"] = draw.choice(
+        spelled, encoding = draw.choice(
             (("".join(escaped), "utf-8"), ("+AHQ-ask", "utf-7"), ("\\x74ask", "unicode_escape"))
         )
-        body = json.dumps(told).encode().replace(b'"task"', f'"{spelled}"'.encode(), 1)
-    return draw.checkin, draw.tasks, properties(headers, reply_to=draw.forbidden, **short), body
+        headers, told = {}, {"task": "hostile", "id": "1", "args": [], "kwargs": {}, **following}
+        body = json.dumps(told).replace('"task"', f'"{spelled}"', 1)
+    draw.way = "checked in"
+    short = {"content_encoding": encoding, "reply_to": draw.forbidden}
+    return _to_worker(draw, headers, body.encode(), **short)
 
 
 def _unread(draw: Draw) -> Made:
     """A task that check-in and Celery do not read."""
-    mark, headers = draw.mark.decode(), {**draw.task(), "x-delay": draw.soon()}
-    body = [[mark], {}, {}]
-    kinds = {
-        "application/x-python-serialize": pickle.dumps(body),
-        "application/x-yaml": f"!!python/object/apply:os.system ['true {mark}']".encode(),
-        "application/x-msgpack": b"\x93\x91\xa9" + draw.mark + b"\x80\x80",
-        "application/json": draw.choice((draw.randbytes(50), b"")),
-    }
-    content_type, written = draw.choice(list(kinds.items()))
-    if content_type == "application/json":
-        headers["compression"] = draw.choice(encoders())
-        written += compress(json.dumps(body).encode(), headers["compression"])[0][:-5]
-    elif draw.random() < 0.3:
-        del headers["task"]
-    content = properties(headers, content_type=content_type, content_encoding="utf-8")
-    return draw.checkin, draw.tasks, content, written
+    content_type, body = draw.choice(
+        (
+            ("application/x-python-serialize", pickle.dumps([[], {}, {}])),
+            ("application/x-yaml", b"!!python/object/apply:os.system [true]"),
+            ("application/x-msgpack", b"\x93\x90\x80\x80"),
+            ("application/json", draw.choice((draw.randbytes(50), b""))),
+        )
+    )
+    draw.way = draw.choice(_WAYS)
+    return _to_worker(draw, draw.task(), body, content_type=content_type)
 
 
 @cache
@@ -369,50 +362,40 @@ def _bomb(name: str) -> bytes:
 
 
 def _compressed(draw: Draw) -> Made:
-    """A compressed task for the worker, of which some run and the others are too large."""
-    name = draw.choice(encoders())
-    headers = {**draw.task(), "compression": name}
-    # Decompressors of these ignore the bytes behind the stream.
-    if draw.random() < 0.8 and name in ("application/x-gzip", "application/x-bz2"):
-        body = compress(json.dumps([[draw.mark.decode()], {}, {}]).encode(), name)[0]
-    else:
-        body = _bomb(name)
-    if draw.random() < 0.5:
-        headers["rabbitdelay-due"] = 5
-    choice = draw.random()
-    if choice < 0.3:
-        return *_delivered(draw), properties(headers, **JSON), body
-    if choice < 0.6:
-        return draw.routed(draw.tasks, headers, body, **JSON)
-    return draw.routed(DISTRIBUTION, {**headers, **draw.passed_on(draw.tasks)}, body, **JSON)
-
-
-def _delivered(draw: Draw) -> tuple[str, str]:
-    """The exchange behind the levels, and the key that it has for the tasks' queue."""
-    return draw.topology.delivery.name, draw.topology.keys.key_without_digits(draw.tasks)
+    """A compressed task for the worker: some run, and the others are too large."""
+    name, draw.way = draw.choice(encoders()), draw.choice(_WAYS)
+    body = draw.choice((_bomb(name), compress(_PLAIN, name)[0]))
+    return _to_worker(draw, {**draw.task(), "compression": name}, body)
 
 
 def _malformed(draw: Draw) -> Made:
     """A task whose fields have any value, by one of the ways that a task reaches a worker."""
-    draw.way = draw.choice(("checked in", "checked in with a delay", "in levels", "delivered"))
+    draw.way = draw.choice(_WAYS[:-1])
     return _to_worker(draw, *malformed(draw))
 
 
 def _behind(draw: Draw) -> Made:
     """A task without a fault, right behind the former message."""
-    return _to_worker(draw, draw.task(), b"[[], {}, {}]")
+    return _to_worker(draw, draw.task(), _PLAIN)
 
 
-def _to_worker(draw: Draw, headers: Headers, body: bytes) -> Made:
-    address, own = (draw.checkin, draw.tasks), dict[str, int]()
+def _to_worker(draw: Draw, headers: Headers, body: bytes, **short: str) -> Made:
+    topology, own = draw.topology, dict[str, Any]()
+    address = draw.checkin, draw.tasks
     if draw.way == "checked in with a delay":
         own = {"x-delay": 200}
     elif draw.way == "in levels":
-        address, own = draw.topology.route(0.2, draw.tasks)[:2], {"rabbitdelay-due": 5}
+        address, own = topology.route(0.2, draw.tasks)[:2], {"rabbitdelay-due": 5}
     elif draw.way == "delivered":
-        address = _delivered(draw)
+        address = topology.delivery.name, topology.keys.key_without_digits(draw.tasks)
+    elif draw.way == "distributed":
+        address = topology.route(0, DISTRIBUTION)[:2]
+        # A due time: distribution leaves it to the worker.
+        due: Any = draw.choice((5, "soon", True, {}))
+        own = {**draw.passed_on(draw.tasks), "rabbitdelay-due": due}
     # The body has to stay as it is.
-    return *address, properties({**headers, **own}, **JSON, message_id=_PLACE), body
+    content = properties({**headers, **own}, message_id=_PLACE, **{**JSON, **short})
+    return *address, content, body
 
 
 #: The kind of a task that follows another message.
@@ -441,11 +424,10 @@ KINDS: Final[dict[str, Kind]] = {
     "distributed with forged headers": Kind(_distributed, 15),
     "envelope": Kind(_envelope),
     "task": Kind(_task),
-    "meditated": Kind(_meditated, 5),
-    "level": Kind(_level, 5),
+    "levels": Kind(_level),
     "undeliverable": Kind(_undeliverable),
     "followed by others": Kind(_following, 15),
-    "not read": Kind(_unread, 5),
+    "not read": Kind(_unread, 5, is_dropped=True),
     "compressed": Kind(_compressed, 2),
     "malformed task": Kind(_malformed, 60, is_dropped=True, is_followed=True),
     BEHIND: Kind(_behind, 1),
