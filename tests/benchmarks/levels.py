@@ -31,6 +31,7 @@ from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.benchmarks import measure
 from tests.private_broker import private_broker
@@ -103,8 +104,9 @@ def ways(connection: Connection, scale: int) -> dict[str, Way]:
 
 def publish(publisher: Publisher, places: list[Place], window: int) -> float:
     """Publish messages; return when the first is due."""
+    made = partial(amqp.Message, b"x" * 200, delivery_mode=2)
     messages = (
-        (exchange, key, amqp.Message(b"x" * 200, application_headers={DUE: int(due_ms)}))
+        (exchange, key, Content.of(made(application_headers={DUE: int(due_ms)})))
         for exchange, key, due_ms in places
     )
     measure.publish(publisher, messages, window)

@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
-import amqp
 from kombu import Connection, Exchange, Queue
 from kombu.transport.native_delayed_delivery import (
     MAX_LEVEL,
@@ -138,20 +137,16 @@ def purge(connection: Connection, queues: Sequence[str], expected: int) -> None:
 
 
 def publish(
-    publisher: Publisher, messages: Iterable[tuple[str, str, amqp.Message]], window: int = 1000
+    publisher: Publisher, messages: Iterable[tuple[str, str, Content]], window: int = 1000
 ) -> None:
     """Publish messages to exchanges with routing keys; all have to be confirmed at once."""
-
-    def publications() -> Iterator[Publication]:
-        for exchange, key, message in messages:
-            message.properties["delivery_mode"] = 2
-            yield Publication(Content.of(message), partial(tuple[str, str], (exchange, key)))
 
     def done(made: Publication) -> None:
         if made.error or made.resent:
             raise made.error or RuntimeError("sent again")
 
-    publisher.publish_all(publications(), PublishPolicy(timeout=PATIENCE, window=window), done=done)
+    made = (Publication(content, partial(tuple[str, str], to)) for *to, content in messages)
+    publisher.publish_all(made, PublishPolicy(timeout=PATIENCE, window=window), done=done)
 
 
 def registered(registry: Registry, registrations: Iterator[Registration]) -> str:

@@ -26,6 +26,7 @@ from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.testing import RedisServer
@@ -74,13 +75,12 @@ def modules(*, rounds: int = 3, messages: int = 40_000, signing: bool = False) -
         end(connection.default_channel).declare()
         publisher = Publisher(Connection(broker.url))
 
-        def message(
-            headers: dict[str, Any], body: bytes = b"x" * 200, **properties: str
-        ) -> amqp.Message:
-            made = amqp.Message(body, application_headers=headers, **properties)
-            if key is None or names.DUE not in headers:
-                return made
-            return SigningKeys(key).sign(WaitingMessage.of(made, names.parse(headers)[0])).amqp()
+        def message(headers: dict[str, Any], body: bytes = b"x" * 200, **more: str) -> Content:
+            made = amqp.Message(body, application_headers=headers, delivery_mode=2, **more)
+            if key is not None and names.DUE in headers:
+                waiting = WaitingMessage.of(made, names.parse(headers)[0])
+                made = SigningKeys(key).sign(waiting).amqp()
+            return Content.of(made)
 
         told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: end.name}
         five_hours = message({"x-delay": 5 * 3_600_000})
@@ -98,7 +98,7 @@ def modules(*, rounds: int = 3, messages: int = 40_000, signing: bool = False) -
             return rate
 
         def served(
-            module: str, reached: str, to: str, key: str, sent: amqp.Message, tasks: int = 1
+            module: str, reached: str, to: str, key: str, sent: Content, tasks: int = 1
         ) -> float:
             """Fill the module's queue; return how many messages a second reach another one."""
             publish(to, key, sent, times=messages // tasks)

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for version, name in product(given.broker or VERSIONS[-1:], every):
         _, _, tasks, minutes, cases = SCENARIOS[name]
         if given.scenario == "short":
-            tasks, minutes = SHORT[name]
+            tasks, minutes = SHORT[name], 1.0
         if given.case not in (None, *cases):
             sys.exit(f"{name} has the cases {', '.join(cases)}")
         for case in cases if given.scenario == "all" else [given.case or cases[0]]:

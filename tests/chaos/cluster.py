@@ -9,8 +9,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
-from kombu import Connection
-
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
 from tests.chaos.clocks import library, off_by
@@ -96,10 +94,6 @@ class Cluster(SetUp):
         """Return all nodes as kombu takes them, beginning with one of them."""
         return ";".join(node.url for node in (*self.nodes[first:], *self.nodes[:first]))
 
-    def connection(self) -> Connection:
-        """Return a connection to the first node that runs."""
-        return Connection(self.running.url)
-
     @property
     def running(self) -> Node:
         """The first node that runs."""
@@ -108,6 +102,6 @@ class Cluster(SetUp):
     def is_together(self) -> bool:
         """Return whether all nodes run and each sees all others."""
         with suppress(subprocess.CalledProcessError):
-            everybody = all(node.running for node in self.nodes)
-            return everybody and int(self.running.ctl("eval", FEWEST_SEEN)) == len(self.nodes) - 1
+            seen = int(self.running.ctl("eval", FEWEST_SEEN))
+            return all(node.running for node in self.nodes) and seen == len(self.nodes) - 1
         return False

@@ -155,22 +155,16 @@ def send_rows(notes: Notes) -> None:
                 yield Row(delay=delay, task_id=sent.id)
 
         errors: dict[int, Exception] = {}
+        rest: int | None = None  # rows from here on were not taken, and are as if cut off
         try:
             envelopes = stream.way == "envelopes"
             app.rabbitdelay.send_many("note", rows(), queue=stream.queue, envelopes=envelopes)
         except RowsNotConfirmed as failed:
-            rest = len(ids) if failed.rest is None else failed.rest
-            errors = {**failed.errors, **{at: NotTaken() for at in range(rest, len(ids))}}
-        for number, identity in enumerate(ids):
+            errors, rest = {**failed.errors}, failed.rest
+        for number, identity in enumerate(ids[:rest]):
             notes.end(identity, errors.get(number))
         if not ids:
             return
-
-
-class NotTaken(Exception):
-    """``send_many`` gave up before it took this row."""
-
-    may_have_arrived = False
 
 
 class ChaosProcess(CeleryProcess):

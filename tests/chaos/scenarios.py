@@ -15,7 +15,7 @@ from kombu import Queue
 from tests.chaos.clocks import off_by
 from tests.chaos.cluster import Cluster
 from tests.chaos.network import CUTS, NetworkedCluster
-from tests.chaos.programs import PREFIX, Stream, Way, task_queue
+from tests.chaos.programs import PREFIX, Stream, task_queue
 from tests.chaos.schedules import play_schedules
 from tests.chaos.stage import SOUND, Stage, done, frozen, killed
 
@@ -75,17 +75,12 @@ class Scenario(NamedTuple):
 Round: TypeAlias = AbstractContextManager[None]
 
 
-def three(version: str, _: str) -> Cluster:
-    """A cluster of three nodes."""
-    return Cluster(version, 3)
-
-
 def streamed(
     what: str,
     tasks: int,
     cases: Mapping[str, float],
     rounds: Callable[[Any, str], Sequence[Round]],
-    cluster: Callable[[str, str], Cluster] = three,
+    cluster: Callable[[str, str], Cluster] = lambda version, _: Cluster(version, 3),
     workers: Sequence[str] = (),
 ) -> Scenario:
     """Return a scenario in which tasks are sent and come due all along, while there is trouble.
@@ -100,8 +95,7 @@ def streamed(
     """
 
     def stream(play: Play) -> None:
-        ways: dict[str, Way] = {"rows": "rows", "envelopes": "envelopes"}
-        way = ways.get(play.case, "task")
+        way: Any = play.case if play.case in ("rows", "envelopes") else "task"
         with play.on(cluster(play.version, play.case)) as stage:
             for node, _ in zip(cycle(range(len(stage.cluster.nodes))), "12", strict=False):
                 stage.worker(SOUND, *workers, first_node=node)
@@ -301,9 +295,5 @@ SCENARIOS: Final[dict[str, Scenario]] = {
     "schedules": told(schedules, 100, 20.0),
 }
 
-#: A few of them, for a first look, with their tasks and minutes.
-SHORT: Final = {
-    "full-destination": (60, 0.0),
-    "node-crash": (1500, 1.0),
-    "process-killed": (1500, 1.0),
-}
+#: A few of them, for a first look, with their tasks.
+SHORT: Final = {"full-destination": 60, "node-crash": 1500, "process-killed": 1500}

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import cycle
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from kombu.exceptions import OperationalError
 from redis import Redis
@@ -52,12 +52,8 @@ AFTERMATH: Final = 90.0
 EMPTY, BACK = "Redis killed, and empty", "Redis back at an older snapshot"
 
 
-class Trouble(NamedTuple):
-    """Something that goes wrong: what, for how many seconds, and what makes it."""
-
-    what: str
-    seconds: float
-    make: Callable[[], AbstractContextManager[None]]
+#: Something that goes wrong: what, for how many seconds, and what makes it.
+Trouble: TypeAlias = tuple[str, float, Callable[[], AbstractContextManager[None]]]
 
 
 def play_schedules(stage: Stage, number: int, seconds: float) -> None:
@@ -93,12 +89,12 @@ def play_schedules(stage: Stage, number: int, seconds: float) -> None:
     while time.time() * 1000 < calm_ms:
         over = (time.time() * 1000 - begin_ms) / (calm_ms - begin_ms)
         is_time = once and over > (planned - len(once)) / planned
-        for trouble in (regular[0], once.pop(0) if is_time else next(always)):
+        for what, lasts, make in (regular[0], once.pop(0) if is_time else next(always)):
             stage.pause(REST / 2)
-            with stage.trouble(trouble.what):
-                with trouble.make():
-                    stage.pause(trouble.seconds)
-                if trouble.what == EMPTY:
+            with stage.trouble(what):
+                with make():
+                    stage.pause(lasts)
+                if what == EMPTY:
                     put_all()
     stage.say(f"calm; {len(once)} kinds of trouble were left out")
     stage.pause((end_ms + shift_ms - now_ms()) / 1000)
@@ -138,15 +134,15 @@ def troubles_of(stage: Stage, redis: RedisServer) -> tuple[list[Trouble], list[T
             yield
         stage.workers = workers
 
-    once = [
-        Trouble("all workers stopped", 60, stopped),
-        Trouble(EMPTY, 10, lambda: redis_away(dump.unlink)),
-        Trouble(BACK, 10, lambda: redis_away(shutil.copy, older, dump)),
+    once: list[Trouble] = [
+        ("all workers stopped", 60, stopped),
+        (EMPTY, 10, lambda: redis_away(dump.unlink)),
+        (BACK, 10, lambda: redis_away(shutil.copy, older, dump)),
     ]
     return once, [
-        Trouble("worker killed", 0, lambda: done("kill", "begin", [random.choice(stage.workers)])),
-        Trouble("Redis killed", 10, lambda: redis_away(shutil.copy, dump, older)),
-        Trouble("node killed", 10, lambda: killed([random.choice(cluster.nodes)])),
-        Trouble("partition", 10, lambda: cluster.cut(CUTS["node"])),
-        Trouble("Redis frozen", 10, lambda: frozen([redis])),
+        ("worker killed", 0, lambda: done("kill", "begin", [random.choice(stage.workers)])),
+        ("Redis killed", 10, lambda: redis_away(shutil.copy, dump, older)),
+        ("node killed", 10, lambda: killed([random.choice(cluster.nodes)])),
+        ("partition", 10, lambda: cluster.cut(CUTS["node"])),
+        ("Redis frozen", 10, lambda: frozen([redis])),
     ]

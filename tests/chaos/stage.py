@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from kombu import Queue
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.testing import RedisServer, wait_for
@@ -189,7 +189,7 @@ class Stage(SetUp):
         self.pause(6)  # for copies
         for worker in self.workers:
             worker.end()
-        with self.cluster.connection() as connection:
+        with Connection(self.cluster.running.url) as connection:
             places = look(connection, Topology(PREFIX), self.queues)
         # Last, because the workers have gone on until they were ended.
         self.say(f"{len(self.missing())} have not started")

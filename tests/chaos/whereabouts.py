@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope
@@ -52,8 +50,7 @@ def messages(
 
 def _ids(message: Any) -> list[str]:
     """Return the ids of a message's tasks; an envelope has many."""
-    if message.properties.get("content_type") != ENVELOPE:
-        return [str(headers_of(message).get("id"))]
-    with suppress(InvalidEnvelope):
-        return [str(each.headers.get("id")) for each in Envelope.unpack(message.body).items]
-    return []
+    headers: list[Any] = [headers_of(message)]
+    if message.properties.get("content_type") == ENVELOPE:
+        headers = [each.headers for each in Envelope.unpack(message.body).items]
+    return [str(each.get("id")) for each in headers]

@@ -27,7 +27,6 @@ from celery_rabbitdelay.modules.envelope import (
     Item,
     OpenedEnvelope,
     compressed,
-    length_prefixed,
 )
 from celery_rabbitdelay.modules.forwarding import (
     EarlyMessages,
@@ -41,7 +40,6 @@ from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.publishing.incoming import _frame_handler
 from celery_rabbitdelay.publishing.kombu_internals import decompressed
 from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests
 from tests.hostile.kinds import ALLOWED as ALLOWED_QUEUE
 from tests.hostile.kinds import TASKS, hostile_messages
@@ -230,15 +228,6 @@ def undeliverable(message: amqp.Message) -> None:
         assert headers.get("rabbitdelay-queue", min(QUEUES)) in QUEUES
 
 
-def wire(message: amqp.Message) -> None:
-    """The properties of a message, and the names in its delivery."""
-    try:
-        content = Content.of(message)
-    except Exception:  # noqa: BLE001 - of any kind; ``encoded`` catches them
-        return
-    content.message()
-
-
 def _of_message(target: Callable[[amqp.Message], None], *exchanges: str) -> Callable[[bytes], None]:
     """Return a target that takes the message that bytes are."""
 
@@ -255,7 +244,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "distribution": _of_message(distribution, *DELIVERED),
     "envelope": envelope,
     "undeliverable": _of_message(undeliverable, UNDELIVERABLE),
-    "wire": _of_message(wire, "anywhere"),
 }
 
 
@@ -266,10 +254,8 @@ def _seeds() -> Iterator[bytes]:
             which = int(each.exchange in (CHECKED_IN[1], DELIVERED[1]))
             size = pack(">H", len(each.properties))
             yield bytes((which, len(each.key))) + each.key + size + each.properties + each.body
-    blocks = length_prefixed(b'{"headers":{"a":1},"copies":{"headers":{"b":"a"}}}')
-    blocks += length_prefixed(b'{"properties":{"priority":1}}') + length_prefixed(b"body")
     item = Item(b"body", {"id": "a"}, {"priority": 1})
-    yield from (blocks, Envelope((item,), {"lang": "py"}, {"type": "t"}).pack())
+    yield Envelope((item,), {"lang": "py"}, {"type": "t"}).pack()
     yield from (compress(bytes(2**12), name)[0] for name in encoders())
 
 

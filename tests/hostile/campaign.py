@@ -77,11 +77,9 @@ class Account:
 
     def __str__(self) -> str:
         lines = [f"{len(self.kinds)} hostile messages, {self.refused} refused by the broker"]
-        lines += [f"{place}: {count}" for place, count in self.places.most_common()]
-        lines += [f"the worker has grown by {self.growth / 2**20:.0f} MiB"]
-        for way, each in self.late.items():
-            half, most = sorted(each)[len(each) // 2], max(each)
-            lines += [f"honest tasks, {way}: {len(each)}, late p50 {half:.3f} s, most {most:.3f} s"]
+        lines += [f"{dict(self.places)}, the worker has grown by {self.growth >> 20} MiB"]
+        for way, late in ((way, sorted(each)) for way, each in self.late.items()):
+            lines.append(f"honest tasks, {way}, late: {late[len(late) // 2]:.3f}/{late[-1]:.3f} s")
         return "\n".join([*lines, *(f"NOT GOOD: {each}" for each in self.complaints)])
 
 

@@ -120,10 +120,12 @@ class Draw(Random):
         """The headers of a task."""
         return {"task": "hostile", "id": f"{self.getrandbits(64):x}"}
 
-    def checked_in(self, headers: Headers, body: bytes = b"body", **short: Any) -> Made:
-        """A message for check-in and the allowed queue."""
+    def checked_in(
+        self, headers: Headers, body: bytes = b"body", to: str | bytes | None = None, **short: Any
+    ) -> Made:
+        """A message for check-in, and by default for the allowed queue."""
         content = properties({"x-delay": self.soon(), **headers}, **short)
-        return self.checkin, self.allowed, content, body
+        return self.checkin, self.allowed if to is None else to, content, body
 
     def routed(self, to: str, headers: Headers, body: bytes = b"body", **short: Any) -> Made:
         """A message that leaves the levels at once, for a queue or for distribution."""
@@ -176,14 +178,12 @@ def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Host
 def _not_allowed(draw: Draw) -> Made:
     exchanges = ("celery.pidbox", "celeryev", "amq.fanout", "reply.celery", draw.forbidden)
     own = {"rabbitdelay-exchange": draw.choice(exchanges)} if draw.random() < 0.5 else {}
-    exchange, _, content, body = draw.checked_in(own)
-    return exchange, draw.forbidden, content, body
+    return draw.checked_in(own, to=draw.forbidden)
 
 
 def _bad_key(draw: Draw) -> Made:
-    exchange, _, content, body = draw.checked_in({})
     keys = (*BAD_TEXTS, draw.allowed.encode() + b"\xff", b"\xff" * 255, b"k" * 255)
-    return exchange, draw.choice(keys), content, body
+    return draw.checked_in({}, to=draw.choice(keys))
 
 
 def _odd_properties(draw: Draw) -> Made:
@@ -232,29 +232,25 @@ def _deaths(draw: Draw) -> Headers:
 
 
 def _refused(draw: Draw) -> Made:
-    not_finite = draw.choice((float("nan"), float("inf")))  # Erlang has no such numbers
     choices = (
         pack(">H", draw.getrandbits(16)) + draw.randbytes(draw.randint(0, 60)),
         pack(">HI", 0x2000, draw.choice((2**32 - 1, 1_000))) + b"\1aV",
         properties({"a": Field(b"?" + draw.randbytes(4))}),
         properties({"CC": any_field(draw)}, expiration="soon", user_id="somebody"),
-        properties({"nan": Field(b"d" + pack(">d", not_finite))}),
+        properties({"nan": Field(b"d" + pack(">d", float("nan")))}),  # Erlang has no such number
     )
     return draw.checkin, draw.allowed, draw.choice(choices), b"body"
 
 
 def _distributed(draw: Draw) -> Made:
-    """Forged headers, or forged due times of a message for the allowed queue."""
+    """Forged headers, destinations, or due times of a message for the allowed queue."""
     times = {"times": draw.choice(DUES), "until": draw.choice(DUES)}
     early = {"rabbitdelay-early": draw.choice((times, any_field(draw)))}
     dues = {**draw.passed_on(draw.allowed), "rabbitdelay-due": draw.due(), **early}
-    return draw.routed(DISTRIBUTION, draw.choice((dues, draw.own())))
-
-
-def _forged_destination(draw: Draw) -> Made:
     exchange = draw.choice(("", "", "celery.pidbox", "celeryev", "amq.topic"))
     own = {"rabbitdelay-queue": draw.forbidden} if draw.random() < 0.3 else {}
-    return draw.routed(DISTRIBUTION, {**draw.passed_on(draw.forbidden, exchange), **own})
+    forged = {**draw.passed_on(draw.forbidden, exchange), **own}
+    return draw.routed(DISTRIBUTION, draw.choice((dues, forged, draw.own())))
 
 
 def _envelope(draw: Draw) -> Made:
@@ -420,8 +416,7 @@ KINDS: Final[dict[str, Kind]] = {
     "forged x-death": Kind(_deaths),
     "sender-selected": Kind(lambda draw: {draw.choice(("CC", "BCC")): [draw.forbidden]}, 5),
     "refused by the broker": Kind(_refused, 0.2, is_refused=True),
-    "forged destination": Kind(_forged_destination, 15),
-    "distributed with forged headers": Kind(_distributed, 15),
+    "distributed with forged headers": Kind(_distributed, 30),
     "envelope": Kind(_envelope),
     "task": Kind(_task),
     "levels": Kind(_level),
