@@ -33,9 +33,8 @@ CASES: Final[dict[str, Callable[..., None]]] = {
 
 def options(run: Callable[..., None], name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the parameters of a benchmark: each is an option, whose type its default has."""
-    how = argparse.RawDescriptionHelpFormatter
-    program, what = f"python -m tests.benchmarks {name}", run.__doc__
-    parser = argparse.ArgumentParser(program, description=what, formatter_class=how)
+    parser = argparse.ArgumentParser(f"python -m tests.benchmarks {name}", description=run.__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for option, parameter in inspect.signature(run).parameters.items():
         default, flag = parameter.default, f"--{option.replace('_', '-')}"
         given: dict[str, Any] = {"type": type(default)}

@@ -36,8 +36,6 @@ from celery_rabbitdelay.testing import wait_for
 from tests.benchmarks import measure
 from tests.private_broker import private_broker
 
-HOUR, WEEK = 3600, 7 * 86_400
-
 #: Messages that are published together while the lateness is measured.
 BATCH: Final = 16
 
@@ -86,8 +84,8 @@ def ways(connection: Connection, scale: int) -> dict[str, Way]:
     declare_queue = channel.queue_declare
 
     def shorter(arguments: dict[str, Any], **options: Any) -> Any:
-        ttl = arguments["x-message-ttl"] // 1000 * second_ms
-        return declare_queue(arguments={**arguments, "x-message-ttl": ttl}, **options)
+        ttl = {"x-message-ttl": arguments["x-message-ttl"] // scale}
+        return declare_queue(arguments={**arguments, **ttl}, **options)
 
     channel.queue_declare = shorter
     measure.declare_native(connection, end, SimpleNamespace(channel=lambda: channel))
@@ -132,7 +130,7 @@ def levels(*, rounds: int = 3, messages: int = 10_000, window: int = 1000) -> No
             return messages / taken
 
         drawn: dict[str, list[float]] = {}
-        kinds = {"a minute to an hour": (60, HOUR), "an hour to a week": (HOUR, WEEK)}
+        kinds = {"a minute to an hour": (60, 3600), "an hour to a week": (3600, 7 * 86_400)}
         for kind, between in kinds.items():
             contestants = {name: partial(rate, way, *between) for name, way in every.items()}
             figures = measure.in_turn(contestants, rounds)

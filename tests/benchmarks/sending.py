@@ -10,9 +10,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, Final, TypeAlias
 
 import amqp
@@ -20,7 +18,6 @@ import celery
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Celery, Row
-from celery_rabbitdelay.testing import wait_for
 from tests.benchmarks import measure
 from tests.private_broker import private_broker
 
@@ -37,6 +34,8 @@ ONE, PIPELINE = "apply_async(delay=)", "apply_async(delay=), in a pipeline"
 GROUPED: Final = f"group of {GROUP:,}, delay"
 NATIVE_GROUPED: Final = f"group of {GROUP:,}, countdown, confirm_publish"
 MANY: Final = "send_many, no envelopes"
+ENVELOPED: Final = f"send_many, envelopes, tolerance {TOLERANCE} s"
+OPTIONS: Final = {"envelopes": True, "tolerance": TOLERANCE}
 NATIVE: Final = "apply_async(countdown=), confirm_publish"
 UNCONFIRMED: Final = "apply_async(countdown=), unconfirmed"
 
@@ -85,18 +84,12 @@ def many(app: Any, options: dict[str, Any], delays: Sequence[float]) -> int:
 
 
 def sends(
-    *,
-    rounds: int = 3,
-    slow: int = 2_000,
-    fast: int = 100_000,
-    enveloped: int = 200_000,
-    signing: bool = False,
+    *, rounds: int = 3, slow: int = 2_000, fast: int = 100_000, signing: bool = False
 ) -> None:
     """Delayed sends of one process, beside Celery's confirmed countdown and py-amqp.
 
     Ours are confirmed. Celery's own take its native delayed delivery; unconfirmed, the calls return
-    before the broker has everything, which is measured as well. ``--slow`` are those that wait for
-    each confirm.
+    before the broker has everything. ``--slow`` are those that wait for each confirm.
     """
     confirms = {"confirm_publish": True}
     with private_broker() as broker, Connection(broker.url) as connection:
@@ -109,11 +102,10 @@ def sends(
         topology = ours.rabbitdelay.topology
         our_queues = [*(queue.name for queue in topology.queues), "ours"]
         native_queues = [*measure.NATIVE_QUEUES, "native"]
-        delays = [random.uniform(60, WEEK) for _ in range(max(slow, fast, enveloped, GROUP))]
+        delays = [random.uniform(60, WEEK) for _ in range(max(slow, fast, GROUP))]
         few, group = delays[:slow], delays[:GROUP]
         raw = Connection(broker.url, transport_options=confirms)
         message = amqp.Message(b"x" * 1000, delivery_mode=2)  # a task's with its headers
-        landed: dict[str, list[float]] = {UNCONFIRMED: []}
 
         def by_amqp(delays: Sequence[float]) -> int:
             channel: Any = raw.default_channel
@@ -121,32 +113,22 @@ def sends(
                 channel.basic_publish(message, exchange=exchange, routing_key=key)
             return len(delays)
 
-        def rate(name: str, queues: Sequence[str], delays: Sequence[float], send: Send) -> float:
-            tasks = len(delays)
+        def rate(queues: Sequence[str], delays: Sequence[float], send: Send) -> float:
             gc.collect()
             began = time.monotonic()
             messages = send(delays)
             taken = time.monotonic() - began
-            if name in landed:
-                has_all = partial(measure.count, connection, queues)
-                wait_for(lambda: has_all() >= messages, name, measure.PATIENCE, interval=0)
-                landed[name].append(tasks / (time.monotonic() - began))
             measure.purge(connection, queues, messages)
-            return tasks / taken
+            return len(delays) / taken
 
-        enclosed = {"envelopes": True, "tolerance": TOLERANCE}
-        by_one, by_one_confirmed = (
-            partial(one_by_one, *way) for way in ((ours, "delay"), (confirmed, "countdown"))
-        )
+        by_one = partial(one_by_one, ours, "delay")
+        by_one_confirmed = partial(one_by_one, confirmed, "countdown")
         rows: dict[str, tuple[list[str], list[float], Send]] = {
             ONE: (our_queues, few, by_one),
             PIPELINE: (our_queues, few, partial(in_pipeline, ours)),
             GROUPED: (our_queues, group, partial(in_group, ours, "delay")),
             MANY: (our_queues, delays[:fast], partial(many, ours, {"envelopes": False})),
-            f"send_many, envelopes, tolerance {TOLERANCE} s": (
-                *(our_queues, delays[:enveloped]),
-                partial(many, ours, enclosed),
-            ),
+            ENVELOPED: (our_queues, delays[:fast], partial(many, ours, OPTIONS)),
             NATIVE: (native_queues, few, by_one_confirmed),
             NATIVE_GROUPED: (native_queues, group, partial(in_group, confirmed, "countdown")),
             UNCONFIRMED: (native_queues, few, partial(one_by_one, native, "countdown")),
@@ -157,70 +139,42 @@ def sends(
             rows[name][2](few[:1])
         measure.purge(connection, our_queues, 1)
         measure.purge(connection, native_queues, 2)
-        contestants = {name: partial(rate, name, *row) for name, row in rows.items()}
+        contestants = {name: partial(rate, *row) for name, row in rows.items()}
         figures = measure.in_turn(contestants, rounds)
         goals = {(ONE, NATIVE): 1, (PIPELINE, NATIVE): 2, (GROUPED, NATIVE_GROUPED): 2}
         title = "Delayed tasks sent by one process"
         measure.show(title, "tasks/s", figures, NATIVE, {**goals, (MANY, NATIVE): 10})
-        measure.show("Until the broker had everything", "tasks/s", landed)
         measure.draw("sends", "tasks/s", figures, measure.about(broker))
         for each in (ours, confirmed, native, raw):
             each.close()
 
 
-def send_part(url: str, prefix: str, queue: str, numbers: range) -> int:
-    """Send a part of Spark's rows by ``send_many``; return how many are confirmed."""
-    app = Celery("bench", broker=url, set_as_current=False)
-    app.conf.update(rabbitdelay_prefix=prefix, task_queues=[Queue(queue, routing_key=queue)])
-    rows = (
-        Row((f"order-{n}", str(n % 9973), str(n % 7)), delay=n * 2_654_435_761 % (4 * WEEK) + 600)
-        for n in numbers
-    )
-    report = app.rabbitdelay.send_many("remind", rows, tolerance=TOLERANCE, queue=queue)
-    app.close()
-    return report.confirmed
-
-
 def spark(*, rounds: int = 3, rows: int = 200_000) -> None:
-    """Rows a second from Spark on two cores, beside two processes of ``send_many``."""
+    """Rows a second from Spark on two cores, one by one and grouped."""
     from celery_rabbitdelay.spark import grouped
     from tests.integration.spark import spark_session
 
-    prefix, queue, peer = "bench-spark", "bench-rows", "send_many, two processes"
-    with (
-        private_broker() as broker,
-        spark_session() as session,
-        ProcessPoolExecutor(2, get_context("spawn")) as pool,
-    ):
+    prefix, queue = "bench-spark", "bench-rows"
+    with private_broker() as broker, spark_session() as session:
         with Connection(broker.url) as connection:
             Queue(queue, channel=connection.default_channel).declare()
         url, own = broker.url.replace("guest:guest@", "guest@"), {"prefix": prefix, "queue": queue}
         given = {"broker": url, "brokerPassword": "guest", "task": "remind", **own}
         given["tolerance"] = str(TOLERANCE)
-
         frame = session.range(0, rows, 1, 2).selectExpr(
             "array(concat('order-', id), string(id % 9973), string(id % 7)) args",
             f"double(pmod(hash(id), {4 * WEEK}) + 600) delay",
         )
 
-        def write(frame: Any, **more: str) -> None:
-            frame.write.format("rabbitdelay").mode("append").options(**given, **more).save()
-
-        def send_many() -> None:
-            parts = [range(rows // 2), range(rows // 2, rows)]
-            assert sum(pool.map(partial(send_part, broker.url, prefix, queue), parts)) == rows
-
-        def rate(run: Callable[[], None]) -> float:
+        def rate(frame: Any) -> float:
             began = time.monotonic()
-            run()
+            frame.write.format("rabbitdelay").mode("append").options(**given).save()
             return rows / (time.monotonic() - began)
 
-        contestants = {
-            peer: partial(rate, send_many),
-            "format rabbitdelay, row by row": partial(rate, partial(write, frame)),
-            "format rabbitdelay, grouped": partial(rate, lambda: write(grouped(frame, **given))),
+        by_row, in_groups = "format rabbitdelay, row by row", "format rabbitdelay, grouped"
+        contestants: dict[str, Callable[[], float]] = {
+            by_row: partial(rate, frame),
+            in_groups: lambda: rate(grouped(frame, **given)),
         }
         measure.in_turn(contestants, 1)  # warms up
-        figures = measure.in_turn(contestants, rounds)
-    goals = {(name, peer): 0.7 for name in contestants if name != peer}
-    measure.show("Rows of Spark", "rows/s", figures, peer, goals)
+        measure.show("Rows of Spark", "rows/s", measure.in_turn(contestants, rounds), by_row)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from typing import Any, Final
 from uuid import uuid4
 
@@ -39,14 +39,8 @@ DAY: Final = timedelta(days=1)
 #: Tasks in an envelope.
 PER_ENVELOPE: Final = 50
 
-#: What a worker has in the benchmark of the registry; and what is sent: with keys, tracked.
-WORDS: Final = ("no registry", "with a registry")
-SENDS: Final = (
-    ("send_many", False, False),
-    ("send_many, with keys", True, False),
-    ("send_many, tracked", False, True),
-    ("send_many, tracked, with keys", True, True),
-)
+#: What the workers of the benchmark of the registry have.
+WORDS: Final = ("no", "with")
 
 #: The peer of the modules.
 RAW: Final = "raw, confirmed (messages/s)"
@@ -130,11 +124,7 @@ def modules(*, rounds: int = 3, messages: int = 40_000, signing: bool = False) -
 
 
 def registry(
-    *,
-    rounds: int = 5,
-    arrivals: int = 10_000,
-    rows: int = 50_000,
-    listed: int = 1_000_000,
+    *, rounds: int = 5, arrivals: int = 10_000, rows: int = 50_000, listed: int = 1_000_000
 ) -> None:
     """What the registry costs: arrivals and sends with it, beside none; listing a million."""
     with private_broker() as broker, RedisServer() as redis, RedisServer() as other:
@@ -157,13 +147,14 @@ def registry(
         contestants: dict[str, Callable[[], float]] = {}
         goals: dict[tuple[str, str], float] = {}
         for prefetch in (4, 100):
-            without, with_it = (f"worker, {word}, prefetch {prefetch}" for word in WORDS)
+            without, with_it = (f"worker, {word} registry, prefetch {prefetch}" for word in WORDS)
             contestants[without] = partial(arriving, plain, prefetch)
             contestants[with_it] = partial(arriving, registered, prefetch)
             goals[with_it, without] = 0.85
-        for name, *what in SENDS:
-            contestants[name] = partial(sending, *what)
-            goals[name, SENDS[0][0]] = 0.7
+        for track, keys in product((False, True), repeat=2):
+            name = f"send_many{', tracked' * track}{', with keys' * keys}"
+            contestants[name] = partial(sending, keys, track)
+            goals[name, "send_many"] = 0.7
         figures = measure.in_turn(contestants, rounds)
         measure.show("The registry", "tasks/s", figures, goals=goals)
         registry, start_ms = registered.app.rabbitdelay.registry, int(time.time() + 86_400) * 1000
