@@ -36,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.scenario == "list":
         for name, scenario in SCENARIOS.items():
-            print(f"{name:18} {scenario.what.splitlines()[0]}")
-            print(f"{'':18} {', '.join(scenario.cases)}")
+            print(f"{name:18} {scenario.what.splitlines()[0]} {', '.join(scenario.cases)}")
         return 0
     every = {"all": [*SCENARIOS], "short": [*SHORT]}.get(given.scenario, [given.scenario])
     plays = []

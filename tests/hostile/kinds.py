@@ -189,9 +189,8 @@ def _bad_key(draw: Draw) -> Made:
 def _odd_properties(draw: Draw) -> Made:
     names = ("content_type", "content_encoding", "correlation_id", "reply_to", "message_id", "type")
     short: dict[str, Any] = {draw.choice(names): draw.choice(BAD_TEXTS)}
-    short |= {"priority": draw.randint(0, 255), "delivery_mode": draw.choice((1, 2))}
-    short["timestamp"] = draw.choice((0, 2**64 - 1))
-    return draw.checked_in({}, **short)
+    short |= {"priority": draw.randint(0, 255), "timestamp": draw.choice((0, 2**64 - 1))}
+    return draw.checked_in({}, delivery_mode=draw.choice((1, 2)), **short)
 
 
 def _deep(draw: Draw) -> Headers:
@@ -305,8 +304,7 @@ def _task(draw: Draw) -> Made:
     for name in ("expiration", "queue"):  # it could expire in its queue
         headers.pop(f"rabbitdelay-{name}", None)
     headers["sentry-task-enqueued-time"] = any_field(draw, 0)
-    if draw.random() < 0.5:
-        headers["rabbitdelay-queue"] = draw.tasks
+    headers |= {"rabbitdelay-queue": draw.tasks} if draw.random() < 0.5 else {}
     draw.way = "distributed"
     return _to_worker(draw, headers, _PLAIN)
 
