@@ -63,7 +63,7 @@ def make_app(settings: dict[str, Any]) -> Celery:
         note("honest", way, time.time() - due)
 
     def hostile(task: Any, *args: Any, **kwargs: Any) -> None:
-        (mark,) = MARK.findall(f"{args} {(task.request.properties or {}).get('message_id')}")
+        mark, *_ = MARK.findall(f"{args} {(task.request.properties or {}).get('message_id')}")
         note("hostile", int(mark))
 
     for name, options in HOSTILE.items():

@@ -306,7 +306,9 @@ def _task(draw: Draw) -> Made:
     headers["sentry-task-enqueued-time"] = any_field(draw, 0)
     headers |= {"rabbitdelay-queue": draw.tasks} if draw.random() < 0.5 else {}
     draw.way = "distributed"
-    return _to_worker(draw, headers, _PLAIN)
+    body = f'[["{_PLACE}"], {{}}, {{}}]'.encode()  # it may lose its properties
+    # A due time: distribution leaves it to the worker.
+    return _to_worker(draw, headers, body, draw.choice((5, "soon", True, {})))
 
 
 def _following(draw: Draw) -> Made:
@@ -373,7 +375,7 @@ def _behind(draw: Draw) -> Made:
     return _to_worker(draw, draw.task(), _PLAIN)
 
 
-def _to_worker(draw: Draw, headers: Headers, body: bytes, **short: str) -> Made:
+def _to_worker(draw: Draw, headers: Headers, body: bytes, due: Any = 5, **short: str) -> Made:
     topology, own = draw.topology, dict[str, Any]()
     address = draw.checkin, draw.tasks
     if draw.way == "checked in with a delay":
@@ -384,8 +386,6 @@ def _to_worker(draw: Draw, headers: Headers, body: bytes, **short: str) -> Made:
         address = topology.delivery.name, topology.keys.key_without_digits(draw.tasks)
     elif draw.way == "distributed":
         address = topology.route(0, DISTRIBUTION)[:2]
-        # A due time: distribution leaves it to the worker.
-        due: Any = draw.choice((5, "soon", True, {}))
         own = {**draw.passed_on(draw.tasks), "rabbitdelay-due": due}
     # The body has to stay as it is.
     content = properties({**headers, **own}, message_id=_PLACE, **{**JSON, **short})
