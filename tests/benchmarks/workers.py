@@ -172,7 +172,8 @@ def schedules(*, rounds: int = 3, tasks: int = 5000) -> None:
     """What schedules cost: an occurrence beside a delayed task with a key."""
     with private_broker() as broker, RedisServer() as redis:
         print(measure.about(broker))
-        shop = measure.Shop.at(broker.url, redis.url, rabbitdelay_registry_url=redis.url)
+        own: dict[str, Any] = {"rabbitdelay_registry_options": {"socket_timeout": 20}}
+        shop = measure.Shop.at(broker.url, redis.url, rabbitdelay_registry_url=redis.url, **own)
 
         def send(due: datetime) -> None:
             rows = (Row(eta=due, key=uuid4().hex) for _ in range(tasks))
@@ -183,7 +184,7 @@ def schedules(*, rounds: int = 3, tasks: int = 5000) -> None:
                 shop.app.rabbitdelay.schedules.put(uuid4().hex, "at", DAY, start=due, **options)
 
         def rate(send: Callable[[datetime], None]) -> float:
-            due = datetime.now(UTC) + timedelta(seconds=10 + tasks / 50)
+            due = datetime.now(UTC) + timedelta(seconds=10 + tasks / 20)
             send(due)
             assert datetime.now(UTC) < due, "sending has taken too long"
             return shop.drained(tasks, "--prefetch-multiplier=100")
