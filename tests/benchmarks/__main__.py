@@ -12,6 +12,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from tests.benchmarks import beside, journeys, levels, sending, web, web_request, workers
@@ -48,8 +49,8 @@ def options(run: Callable[..., None], name: str, arguments: Sequence[str]) -> di
 
 def main(arguments: Sequence[str]) -> None:
     """Run the benchmarks that are named before the first option, with the options behind them."""
-    names = [each for each in arguments if each in CASES]
-    if not names or set(arguments[: len(names)]) != set(names):
+    names = list(takewhile(CASES.__contains__, arguments))
+    if not names:
         for name, run in CASES.items():
             print(f"{name:12} {(run.__doc__ or '').partition(chr(10))[0]}")
         sys.exit(arguments != ["list"])
