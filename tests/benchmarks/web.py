@@ -91,6 +91,4 @@ def web(*, rounds: int = 15, tasks: int = 1_000_000) -> None:
             measure.in_turn(contestants, 1)
             times = measure.in_turn(contestants, rounds)
     measure.show("Each page", "ms", times)
-    print(
-        f"  goal: {max(map(median, times.values())):.0f} ms for the slowest, at most {GOAL_MS:.0f}"
-    )
+    print(f"  goal: slowest {max(map(median, times.values())):.0f} ms, at most {GOAL_MS:.0f}")
