@@ -8,20 +8,14 @@ a peer's in the same run more.
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from itertools import takewhile
+from typing import Any, Final
 
-from tests.benchmarks import (
-    beside,
-    journeys,
-    levels,
-    options,
-    sending,
-    web,
-    web_request,
-    workers,
-)
+from tests.benchmarks import beside, journeys, levels, sending, web, web_request, workers
 
 CASES: Final[dict[str, Callable[..., None]]] = {
     "sends": sending.sends,
@@ -38,15 +32,30 @@ CASES: Final[dict[str, Callable[..., None]]] = {
 }
 
 
+def options(run: Callable[..., None], name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of a benchmark: each is an option, whose type its default has."""
+    parser = argparse.ArgumentParser(f"python -m tests.benchmarks {name}", description=run.__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for option, parameter in inspect.signature(run).parameters.items():
+        default, flag = parameter.default, f"--{option.replace('_', '-')}"
+        given: dict[str, Any] = {"type": type(default)}
+        if isinstance(default, bool):
+            given = {"action": "store_true"}
+        elif isinstance(default, tuple):
+            given = {"type": type(default[0]), "nargs": "+"}
+        parser.add_argument(flag, default=default, help=f"({default})", **given)
+    return vars(parser.parse_args(arguments))
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the benchmarks that are named before the first option, with the options behind them."""
-    names = [each for each in arguments if each in CASES]
-    if not names or set(arguments[: len(names)]) != set(names):
-        print(*(f"{name:12} {options.first_line(run)}" for name, run in CASES.items()), sep="\n")
+    names = list(takewhile(CASES.__contains__, arguments))
+    if not names:
+        for name, run in CASES.items():
+            print(f"{name:12} {(run.__doc__ or '').partition(chr(10))[0]}")
         sys.exit(arguments != ["list"])
     for name in names:
-        program = f"python -m tests.benchmarks {name}"
-        CASES[name](**options.read(CASES[name], program, arguments[len(names) :]))
+        CASES[name](**options(CASES[name], name, arguments[len(names) :]))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -22,11 +23,10 @@ LINE: Final = re.compile(r"\s*(?P<label>\S.*?)(?=\s{2,}|\s\d)(?P<figures>.*)")
 
 def lines_of(folder: Path, name: str, options: list[str]) -> list[str]:
     """Run a version's own benchmark; return the lines that it prints."""
-    command = [sys.executable, "-m", "tests.benchmarks", name]
-    if not (folder / "tests/benchmarks/__main__.py").exists():
-        command = [sys.executable, "-m", f"tests.benchmarks.{name}"]
+    has_table = (folder / "tests/benchmarks/__main__.py").exists()
+    named = ["tests.benchmarks", name] if has_table else [f"tests.benchmarks.{name}"]
     done = subprocess.run(
-        [*command, *options],
+        [sys.executable, "-m", *named, *options],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         stdout=subprocess.PIPE,
@@ -57,16 +57,13 @@ def beside(
         contestants = {"before": (before, given), "today": (REPOSITORY, given)}
         if signing:
             contestants["today, signing"] = (REPOSITORY, [*given, "--signing"])
-        seen: dict[tuple[str, int], list[str]] = {}
-        for turn in range(turns):
-            for contestant, (folder, own) in contestants.items():
-                print(f"turn {turn + 1}: {contestant}", file=sys.stderr, flush=True)
-                times: Counter[str] = Counter()
-                for match in map(LINE.fullmatch, lines_of(folder, name, own)):
-                    if match is not None:
-                        label = match["label"]
-                        times[label] += 1
-                        figures = f"{contestant:15} {match['figures'].strip()}"
-                        seen.setdefault((label, times[label]), []).append(figures)
+        seen: dict[tuple[str, int], list[str]] = defaultdict(list)
+        for turn, (contestant, (folder, own)) in product(range(turns), contestants.items()):
+            print(f"turn {turn + 1}: {contestant}", file=sys.stderr, flush=True)
+            times: Counter[str] = Counter()
+            for match in filter(None, map(LINE.fullmatch, lines_of(folder, name, own))):
+                times[match["label"]] += 1
+                figures = f"{contestant:15} {match['figures'].strip()}"
+                seen[match["label"], times[match["label"]]].append(figures)
     for (label, _), lines in seen.items():
         print(label, *sorted(lines, key=lambda line: line[:15]), sep="\n  ")

@@ -32,36 +32,32 @@ PACKAGE: Final = Path(celery_rabbitdelay.__file__).parent
 ROWS: Final = 100
 
 
-class Counted:
-    """The file and name of each function of the package that is called; lambdas are none."""
+def counting(functions: set[tuple[str, str]]) -> Callable[[FrameType, str, object], None]:
+    """Return a profiler that adds each function of the package that is called; no lambdas."""
 
-    def __init__(self) -> None:
-        self.functions: set[tuple[str, str]] = set()
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+    def called(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         path = Path(code.co_filename)
         if event == "call" and PACKAGE in path.parents and not code.co_name.startswith("<"):
-            self.functions.add((str(path.relative_to(PACKAGE)), code.co_qualname))
+            functions.add((str(path.relative_to(PACKAGE)), code.co_qualname))
+
+    return called
 
 
 def called_by(call: Callable[[], object]) -> set[tuple[str, str]]:
     """Return the functions that a call runs in this thread, after it was made twice."""
-    counted = Counted()
-    call()
-    call()
-    sys.setprofile(counted)
-    try:
+    functions: set[tuple[str, str]] = set()
+    for profiler in (None, None, counting(functions)):
+        sys.setprofile(profiler)
         call()
-    finally:
-        sys.setprofile(None)
-    return counted.functions
+    sys.setprofile(None)
+    return functions
 
 
 def distribute(app: Any, exchange: Exchange) -> set[tuple[str, str]]:
     """Return the functions by which distribution passes one message on, in a thread of its own."""
-    counted = Counted()
-    threading.setprofile(counted)
+    functions: set[tuple[str, str]] = set()
+    threading.setprofile(counting(functions))
     service = _service(app, "distribution", WorkerDeclaration(app))
     service.start()
     threading.setprofile(None)  # threads that start later have none
@@ -69,12 +65,12 @@ def distribute(app: Any, exchange: Exchange) -> set[tuple[str, str]]:
     def has_finished(messages: int) -> bool:
         return service.statistics.finished >= messages
 
-    for finished in range(3):
-        counted.functions.clear()
+    for number in range(3):
+        functions.clear()
         app.send_task("remind", ("order",), delay=0.3, exchange=exchange.name, routing_key="a.b")
-        wait_for(partial(has_finished, finished + 1), "the message")
+        wait_for(partial(has_finished, number + 1), "the message")
     time.sleep(1)  # nothing that all versions have says when its acknowledgement is written
-    found = set(counted.functions)
+    found = set(functions)
     service.stop()
     return found
 
@@ -83,10 +79,8 @@ def write(given: dict[str, str]) -> None:
     """Write rows as Spark's executor and driver do, in this process."""
     schema = StructType().add("args", ArrayType(StringType())).add("delay", DoubleType())
     writer = BatchWriter(schema, WriteOptions.of(given))
-    columns = {
-        "args": [[f"order-{n}"] for n in range(ROWS)],
-        "delay": [600.0 + n for n in range(ROWS)],
-    }
+    args, delays = [[f"order-{n}"] for n in range(ROWS)], [600.0 + n for n in range(ROWS)]
+    columns = {"args": args, "delay": delays}
     writer.commit([writer.write(iter([pa.RecordBatch.from_pydict(columns)]))])
 
 
@@ -105,14 +99,9 @@ def journeys(*, verbose: bool = False) -> None:
         for each in (queue, Queue(f"{name}-topic", exchange, routing_key="#")):
             each(connection.default_channel).declare()
         rows = [Row((f"order-{n}",), delay=600 + n) for n in range(ROWS)]
-        given = {
-            "broker": broker.url.replace("guest:guest@", "guest@"),
-            "brokerPassword": "guest",
-            "prefix": name,
-            "task": "remind",
-            "queue": name,
-            "tolerance": "60",
-        }
+        url, own = broker.url.replace("guest:guest@", "guest@"), {"prefix": name, "queue": name}
+        given = {"broker": url, "brokerPassword": "guest", "task": "remind", **own}
+        given["tolerance"] = "60"
         many = partial(app.rabbitdelay.send_many, "remind", rows, tolerance=60, queue=name)
         one = partial(app.tasks["remind"].apply_async, ("order",), delay=100)
         for journey, functions in {

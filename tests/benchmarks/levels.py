@@ -12,50 +12,37 @@ import gc
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from statistics import median, quantiles
 from types import SimpleNamespace
-from typing import Any, Final, NamedTuple
-from uuid import uuid4
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from kombu import Connection
 from kombu.transport.native_delayed_delivery import calculate_routing_key
-from kombu.utils.json import dumps
 
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.wire import Content
-from celery_rabbitdelay.testing import RedisServer, wait_for
+from celery_rabbitdelay.testing import wait_for
 from tests.benchmarks import measure
-from tests.integration.worker import Worker
 from tests.private_broker import private_broker
-
-HOUR, WEEK = 3600, 7 * 86_400
 
 #: Messages that are published together while the lateness is measured.
 BATCH: Final = 16
 
 NATIVE: Final = "Celery's 28 levels"
-ETA: Final = "eta, held by a worker"
 
-
-class Place(NamedTuple):
-    """Where a message goes, when it is then due (milliseconds since 1970), and what it is."""
-
-    exchange: str
-    routing_key: str
-    due_ms: float
-    message: amqp.Message
+#: Where a message goes, and when it is then due (milliseconds since 1970).
+Place: TypeAlias = tuple[str, str, float]
 
 
 class Way(NamedTuple):
@@ -71,11 +58,6 @@ class Way(NamedTuple):
 def now_ms() -> float:
     """Return the time of day in milliseconds since 1970."""
     return time.time() * 1000
-
-
-def message(due_ms: float) -> amqp.Message:
-    """Return a message that carries when it is due."""
-    return amqp.Message(b"x" * 200, application_headers={DUE: int(due_ms)}, delivery_mode=2)
 
 
 def ways(connection: Connection, scale: int) -> dict[str, Way]:
@@ -94,48 +76,39 @@ def ways(connection: Connection, scale: int) -> dict[str, Way]:
 
         def ours(due_ms: int, topology: Topology = topology, end: str = end.name) -> Place:
             exchange, key, _ = topology.route((due_ms - now_ms()) / 1000, end)
-            return Place(exchange, key, due_ms, message(due_ms))
+            return exchange, key, due_ms
 
         found[name] = Way(ours, [*(queue.name for queue in topology.queues), end.name])
     end = measure.quorum_queue("bench-native-end")
-    with connection.channel() as opened:
-        channel: Any = opened
-        declare_queue = channel.queue_declare
+    channel: Any = connection.channel()
+    declare_queue = channel.queue_declare
 
-        def shorter(arguments: dict[str, Any], **options: Any) -> Any:
-            ttl = arguments["x-message-ttl"] // 1000 * second_ms
-            return declare_queue(arguments={**arguments, "x-message-ttl": ttl}, **options)
+    def shorter(arguments: dict[str, Any], **options: Any) -> Any:
+        ttl = {"x-message-ttl": arguments["x-message-ttl"] // scale}
+        return declare_queue(arguments={**arguments, **ttl}, **options)
 
-        channel.queue_declare = shorter
-        measure.declare_native(connection, end, SimpleNamespace(channel=lambda: channel))
+    channel.queue_declare = shorter
+    measure.declare_native(connection, end, SimpleNamespace(channel=lambda: channel))
 
     def native(due_ms: int) -> Place:
         now = now_ms()
         seconds = max(1, round((due_ms - now) / second_ms))  # what ends closest to the instant
-        due, key = now + seconds * second_ms, calculate_routing_key(seconds, end.name)
-        return Place(measure.NATIVE_ENTRANCE, key, due, message(due))
+        key = calculate_routing_key(seconds, end.name)
+        return measure.NATIVE_ENTRANCE, key, now + seconds * second_ms
 
     found[NATIVE] = Way(native, [*measure.NATIVE_QUEUES, end.name])
     return found
 
 
-def publish(publisher: Publisher, places: Iterable[Place], window: int) -> float:
+def publish(publisher: Publisher, places: list[Place], window: int) -> float:
     """Publish messages; return when the first is due."""
-    first_ms = float("inf")
-
-    def publications() -> Iterator[Publication]:
-        nonlocal first_ms
-        for exchange, key, due_ms, message in places:
-            first_ms = min(first_ms, due_ms)
-            yield Publication(Content.of(message), partial(tuple[str, str], (exchange, key)))
-
-    def done(posting: Publication) -> None:
-        if posting.error or posting.resent:
-            raise posting.error or RuntimeError("sent again")
-
-    policy = PublishPolicy(timeout=measure.PATIENCE, window=window)
-    publisher.publish_all(publications(), policy, done=done)
-    return first_ms
+    made = partial(amqp.Message, b"x" * 200, delivery_mode=2)
+    messages = (
+        (exchange, key, Content.of(made(application_headers={DUE: int(due_ms)})))
+        for exchange, key, due_ms in places
+    )
+    measure.publish(publisher, messages, window)
+    return min(due_ms for _, _, due_ms in places)
 
 
 def levels(*, rounds: int = 3, messages: int = 10_000, window: int = 1000) -> None:
@@ -157,7 +130,7 @@ def levels(*, rounds: int = 3, messages: int = 10_000, window: int = 1000) -> No
             return messages / taken
 
         drawn: dict[str, list[float]] = {}
-        kinds = {"a minute to an hour": (60, HOUR), "an hour to a week": (HOUR, WEEK)}
+        kinds = {"a minute to an hour": (60, 3600), "an hour to a week": (3600, 7 * 86_400)}
         for kind, between in kinds.items():
             contestants = {name: partial(rate, way, *between) for name, way in every.items()}
             figures = measure.in_turn(contestants, rounds)
@@ -174,11 +147,9 @@ def arrivals(url: str, queue: str, count: int) -> list[float]:
     gc.disable()
     with Connection(url) as connection:
         channel: Any = connection.default_channel
-
-        def arrived(message: Any) -> None:
-            late.append(now_ms() - message.headers[DUE])
-
-        channel.basic_consume(queue, no_ack=True, callback=arrived)
+        channel.basic_consume(
+            queue, no_ack=True, callback=lambda got: late.append(now_ms() - got.headers[DUE])
+        )
         while len(late) < count:
             assert time.monotonic() < deadline, f"{len(late)} of {count} messages came"
             with suppress(TimeoutError):
@@ -194,7 +165,7 @@ def lateness(
     lead: float = 60.0,
     scale: int = 100,
 ) -> None:
-    """How late messages come, beside Celery's native delayed delivery and tasks held for an eta.
+    """How late messages come, beside Celery's native delayed delivery.
 
     All are sent in ``--lead`` seconds, at the same pace: who sends ten times as fast puts ten times
     as many messages into the queue of one digit, which then leave it as fast. Then so many come due
@@ -204,80 +175,45 @@ def lateness(
     """
     with (
         private_broker() as broker,
-        RedisServer() as redis,
         Connection(broker.url) as connection,
         ProcessPoolExecutor(1, get_context("spawn")) as pool,
     ):
         publisher, every = Publisher(Connection(broker.url)), ways(connection, scale)
         channel: Any = connection.default_channel
-        # It holds tasks as a worker of plain Celery does.
-        shop = measure.Shop.at(broker.url, redis.url, rabbitdelay_takeover=False)
 
-        def paced(way: Way, due_ms: list[int]) -> bool:
-            """Publish; return whether all were confirmed before the first was due."""
-            began, first_ms, number = time.monotonic(), float("inf"), len(due_ms)
+        def late_of(way: Way, due_ms: list[int]) -> list[float]:
+            """Return how late messages came; nothing, if some were due before all were sent."""
+            end, number = way.queues[-1], len(due_ms)
+            late = pool.submit(arrivals, broker.url, end, number)
+            consumers = partial(channel.queue_declare, end, passive=True)
+            wait_for(lambda: consumers().consumer_count, "the consumer")
+            began, first_ms = time.monotonic(), float("inf")
             # With more at a time, messages would enter their queues later than they were placed.
             for start in range(0, number, BATCH):
                 time.sleep(max(began + 0.8 * lead * start / number - time.monotonic(), 0))
-                places = map(way.place, due_ms[start : start + BATCH])
+                places = [way.place(each) for each in due_ms[start : start + BATCH]]
                 first_ms = min(first_ms, publish(publisher, places, BATCH))
-            return now_ms() < first_ms
+            is_in_time = now_ms() < first_ms
+            return late.result() if is_in_time else late.result()[:0]
 
-        def in_levels(way: Way, due_ms: list[int]) -> list[float]:
-            end = way.queues[-1]
-            late = pool.submit(arrivals, broker.url, end, len(due_ms))
-            consumers = partial(channel.queue_declare, end, passive=True)
-            wait_for(lambda: consumers().consumer_count, "the consumer")
-            in_time = paced(way, due_ms)
-            return late.result() if in_time else late.result()[:0]
-
-        def held(due_ms: list[int]) -> list[float]:
-            key = uuid4().hex
-
-            def place(each: int) -> Place:
-                eta = datetime.fromtimestamp(each / 1000, UTC)
-                task = shop.app.amqp.as_task_v2(
-                    str(uuid4()), "note", (each,), {"key": key}, eta=eta
-                )
-                made = amqp.Message(
-                    dumps(task.body),
-                    application_headers=task.headers,
-                    content_type="application/json",
-                    content_encoding="utf-8",
-                    **task.properties,
-                )
-                return Place("", shop.queue, each, made)
-
-            options = ("-P", "threads", "-c", "2", "--prefetch-multiplier=0")
-            with Worker(shop.settings, [shop.queue], *options):
-                in_time = paced(Way(place, []), due_ms)
-                late = shop.late(key, len(due_ms))
-            return late if in_time else []
-
-        measures = {name: partial(in_levels, way) for name, way in every.items()} | {ETA: held}
         found: dict[tuple[str, int], list[list[float]]] = defaultdict(list)
-        for rate, (name, late_of) in [
-            (rate, each) for rate in [*rates] * rounds for each in measures.items()
-        ]:
-            if name == ETA and rate > 500:
-                continue  # it has fallen behind before
+        for rate, (name, way) in product([*rates] * rounds, every.items()):
             begin = int(now_ms() + lead * 1000)
             instants = range(begin, begin + int(seconds * 1000))
-            late = late_of(random.choices(instants, k=int(rate * seconds)))
+            late = late_of(way, random.choices(instants, k=int(rate * seconds)))
             if late:
                 cuts = quantiles(late, n=100, method="inclusive")
                 found[name, rate].append([cuts[49], cuts[98], max(late)])
                 assert name == NATIVE or min(late) >= 0, f"{name}: {-min(late)} ms early"
-            print(
-                f"  {name}, {rate}/s: {found[name, rate][-1:] or 'due before it is in'}", flush=True
-            )
+            seen = found[name, rate][-1:] or "due before it is in"
+            print(f"  {name}, {rate}/s: {seen}", flush=True)
         about = f"{measure.about(broker)}, times to live divided by {scale}"
         publisher.close()
-        shop.app.close()
     by_rate: dict[str, dict[int, float]] = defaultdict(dict)
     print("\nlateness in ms, median of the rounds: p50, p99, max")
     for (name, rate), figures in sorted(found.items()):
-        p50, p99, latest = (median(each) for each in zip(*figures, strict=True))
-        print(f"  {name:34} {rate:5}/s {p50:8,.0f} {p99:8,.0f} {latest:8,.0f}")
-        by_rate[name][rate] = p99
+        if figures:
+            p50, p99, latest = (median(each) for each in zip(*figures, strict=True))
+            print(f"  {name:34} {rate:5}/s {p50:8,.0f} {p99:8,.0f} {latest:8,.0f}")
+            by_rate[name][rate] = p99
     measure.draw("lateness-p99", "99 of 100 are no later than so many ms", by_rate, about)

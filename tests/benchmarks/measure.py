@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +23,9 @@ from kombu.transport.native_delayed_delivery import (
 )
 
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
+from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.shop import make_app
@@ -55,12 +56,6 @@ def in_turn(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict
     return figures
 
 
-def ratio(figures: Figures, name: str, peer: str) -> float:
-    """Return the median of a contestant's figure as a multiple of the peer's of the same round."""
-    pairs = zip(figures[name], figures[peer], strict=True)
-    return median(own / other for own, other in pairs)
-
-
 def show(
     title: str,
     unit: str,
@@ -68,18 +63,22 @@ def show(
     peer: str | None = None,
     goals: Mapping[tuple[str, str], float] | None = None,
 ) -> None:
-    """Print medians and spread, ratios to a peer, and goals: the least ratio of one to another."""
+    """Print medians and spread, ratios to a peer, and goals: the least ratio of one to another.
+
+    A ratio is the median of those of the rounds.
+    """
+
+    def ratio(name: str, other: str) -> float:
+        return median(a / b for a, b in zip(figures[name], figures[other], strict=True))
+
     print(f"\n{title} ({unit})")
     for name, rounds in figures.items():
-        compared = f"  {ratio(figures, name, peer):8.2f} x {peer}" if peer else ""
-        print(
-            f"  {name:44} median {median(rounds):12,.1f}  from {min(rounds):12,.1f} "
-            f"to {max(rounds):12,.1f}{compared}"
-        )
+        spread = f"from {min(rounds):12,.1f} to {max(rounds):12,.1f}"
+        compared = f"  {ratio(name, peer):8.2f} x {peer}" if peer else ""
+        print(f"  {name:44} median {median(rounds):12,.1f}  {spread}{compared}")
     for (name, other), least in (goals or {}).items():
-        found = ratio(figures, name, other)
-        verdict = "met" if found >= least else "NOT MET"
-        print(f"  goal: {name} / {other} is {found:.2f}, at least {least:g}: {verdict}")
+        met = "met" if ratio(name, other) >= least else "NOT MET"
+        print(f"  goal: {name} / {other} is {ratio(name, other):.2f}, at least {least:g}: {met}")
 
 
 def about(broker: RabbitMQServer) -> str:
@@ -96,26 +95,19 @@ def draw(name: str, unit: str, points: Mapping[str, Any], footnote: str) -> None
     for contestant, found in points.items():
         if isinstance(found, Mapping):
             axes.loglog(list(found), list(found.values()), marker="o", label=contestant)
+            axes.legend()
         else:
             axes.barh(contestant, median(found), color="#4c72b0")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
     axes.set(title=unit, xlabel=footnote)
     PICTURES.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(PICTURES / f"{name}.png", dpi=120)
 
 
-def a_name() -> str:
-    """Return a prefix that nobody else has."""
-    return f"bench-{uuid4().hex[:8]}"
-
-
 def quorum_queue(name: str) -> Queue:
     """Return a quorum queue on a topic exchange of its own, which native delayed delivery needs."""
-    return Queue(
-        name, Exchange(name, type="topic"), name, queue_arguments={"x-queue-type": "quorum"}
-    )
+    own = Exchange(name, type="topic")
+    return Queue(name, own, name, queue_arguments={"x-queue-type": "quorum"})
 
 
 def declare_native(connection: Connection, queue: Queue, levels_by: Any = None) -> None:
@@ -142,29 +134,29 @@ def purge(connection: Connection, queues: Sequence[str], expected: int) -> None:
     time.sleep(1)
 
 
-def cpu(pid: int) -> float:
-    """Return the seconds of processor time of a process and its descendants, by proc(5)."""
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own = (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return own + sum(map(cpu, children))
+def publish(
+    publisher: Publisher, messages: Iterable[tuple[str, str, Content]], window: int = 1000
+) -> None:
+    """Publish messages to exchanges with routing keys; all have to be confirmed at once."""
+
+    def done(made: Publication) -> None:
+        if made.error or made.resent:
+            raise made.error or RuntimeError("sent again")
+
+    made = (
+        Publication(content, partial(tuple[str, str], (exchange, key)))
+        for exchange, key, content in messages
+    )
+    publisher.publish_all(made, PublishPolicy(timeout=PATIENCE, window=window), done=done)
 
 
 def registered(registry: Registry, registrations: Iterator[Registration]) -> str:
-    """Register tasks in the registry; return how fast that was, and what each takes."""
-    began, number, before = time.monotonic(), 0, bytes_of_redis(registry)
+    """Register tasks in the registry; return how fast that was."""
+    began, number = time.monotonic(), 0
     while chunk := list(islice(registrations, 1000)):
         registry.register(chunk)
         number += len(chunk)
-    rate, size = number / (time.monotonic() - began), bytes_of_redis(registry) - before
-    return f"registered {number:,}: {rate:,.0f} a second, {size / number:,.0f} bytes each"
-
-
-def bytes_of_redis(registry: Registry) -> int:
-    """Return the bytes that the Redis of a registry uses."""
-    (found,) = registry.store.commands(lambda pipe: pipe.info("memory"))
-    return int(found["used_memory"])
+    return f"registered {number:,}: {number / (time.monotonic() - began):,.0f} a second"
 
 
 class Shop(NamedTuple):
@@ -176,15 +168,9 @@ class Shop(NamedTuple):
     @classmethod
     def at(cls, broker_url: str, redis_url: str, **settings: Any) -> Shop:
         """Make it, and declare its levels."""
-        prefix = a_name()
-        given = {
-            "prefix": prefix,
-            "broker_url": broker_url,
-            "result_backend": redis_url,
-            "task_ignore_result": True,
-            "rabbitdelay_prefix": prefix,
-            **settings,
-        }
+        prefix = f"bench-{uuid4().hex[:8]}"
+        given: dict[str, Any] = {"prefix": prefix, "rabbitdelay_prefix": prefix, **settings}
+        given |= {"broker_url": broker_url, "result_backend": redis_url, "task_ignore_result": True}
         app: Any = make_app(given)
         with Connection(broker_url) as connection:
             declare(connection, app.rabbitdelay.topology)
@@ -202,18 +188,6 @@ class Shop(NamedTuple):
             wait_for(lambda: waiting() >= tasks, "the tasks", PATIENCE)
             with Worker(self.settings, [self.queue], *options):
                 return growth(lambda: -waiting(), -waiting(), 0)
-
-    def late(self, key: str, tasks: int) -> list[float]:
-        """Wait for tasks ``note`` that were given when they are due; return how late they ran.
-
-        Args:
-            key: Where in Redis they note it.
-            tasks: How many.
-        """
-        redis = self.app.backend.client
-        wait_for(lambda: redis.llen(key) >= tasks, "the tasks", PATIENCE, 0.5)
-        notes = map(json.loads, redis.lrange(key, 0, -1))
-        return [each["at"] * 1000 - each["given"][0] for each in notes]
 
 
 def growth(count: Callable[[], int], before: int, last: int) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import product, repeat
 from typing import Any, Final
 from uuid import uuid4
 
@@ -19,23 +20,27 @@ import amqp
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import Row
-from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.headers import ENVELOPE, parse
+from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.testing import RedisServer
 from tests.benchmarks import measure
 from tests.integration.worker import Worker
 from tests.private_broker import private_broker
 
 DAY: Final = timedelta(days=1)
+
+#: Tasks in an envelope.
+PER_ENVELOPE: Final = 50
+
+#: What the workers of the benchmark of the registry have.
+WORDS: Final = ("no", "with")
 
 #: The peer of the modules.
 RAW: Final = "raw, confirmed (messages/s)"
@@ -53,54 +58,44 @@ def modules(*, rounds: int = 3, messages: int = 40_000, signing: bool = False) -
         Connection(broker.url) as connection,
         ThreadPoolExecutor() as threads,
     ):
-        layout = [("hours", 6, 3600), ("seconds", 10, 360)]
         shop = measure.Shop.at(
             *(broker.url, redis.url),
-            rabbitdelay_layout=layout,
+            rabbitdelay_layout=[("hours", 6, 3600), ("seconds", 10, 360)],
             rabbitdelay_checkin_allowed=["bench-*"],
             rabbitdelay_signing_key=key,
         )
         topology = shop.app.rabbitdelay.topology
         end = Queue(f"{topology.prefix}-end", queue_arguments={"x-queue-type": "quorum"})
         end(connection.default_channel).declare()
-        in_levels = f"{topology.prefix}.hours.5"
         publisher = Publisher(Connection(broker.url))
-        five_hours = amqp.Message(
-            b"x" * 200, application_headers={"x-delay": 5 * 3_600_000}, delivery_mode=2
-        )
-        told = {
-            header_names.DUE: 0,
-            header_names.EXCHANGE: "",
-            header_names.ROUTING_KEY: end.name,
-        }
-        due = amqp.Message(b"x" * 200, application_headers=told, delivery_mode=2)
-        per_envelope = 50
-        items = tuple(Item(b"x" * 200, {"id": str(each)}) for each in range(per_envelope))
-        envelope = amqp.Message(
-            Envelope(items).pack(), content_type=ENVELOPE, application_headers=told
-        )
 
-        def publish(exchange: str, routing_key: str, message: amqp.Message, times: int) -> float:
-            if key and header_names.DUE in headers_of(message):
-                headers, _ = parse(headers_of(message))
-                message = SigningKeys(key).sign(WaitingMessage.of(message, headers)).amqp()
-            content, address = Content.of(message), (exchange, routing_key)
-            made = [Publication(content, lambda: address) for _ in range(times)]
+        def message(headers: dict[str, Any], body: bytes = b"x" * 200, **more: str) -> Content:
+            made = amqp.Message(body, application_headers=headers, delivery_mode=2, **more)
+            if key is not None and names.DUE in headers:
+                waiting = WaitingMessage.of(made, names.parse(headers)[0])
+                made = SigningKeys(key).sign(waiting).amqp()
+            return Content.of(made)
+
+        told = {names.DUE: 0, names.EXCHANGE: "", names.ROUTING_KEY: end.name}
+        five_hours = message({"x-delay": 5 * 3_600_000})
+        items = tuple(Item(b"x" * 200, {"id": str(each)}) for each in range(PER_ENVELOPE))
+        envelope = message(told, Envelope(items).pack(), content_type=names.ENVELOPE)
+
+        def publish(*sent: Any, times: int = messages) -> float:
             began = time.monotonic()
-            publisher.publish_all(made, PublishPolicy(timeout=measure.PATIENCE))
-            assert not any(each.error for each in made)
+            measure.publish(publisher, repeat(sent, times))
             return times / (time.monotonic() - began)
 
         def raw() -> float:
-            rate = publish("", end.name, five_hours, messages)
+            rate = publish("", end.name, five_hours)
             measure.purge(connection, [end.name], messages)
             return rate
 
         def served(
-            module: str, reached: str, to: str, key: str, sent: amqp.Message, tasks: int = 1
+            module: str, reached: str, to: str, key: str, sent: Content, tasks: int = 1
         ) -> float:
             """Fill the module's queue; return how many messages a second reach another one."""
-            publish(to, key, sent, messages // tasks)
+            publish(to, key, sent, times=messages // tasks)
 
             def rate() -> float:
                 with Connection(broker.url) as own:
@@ -113,16 +108,14 @@ def modules(*, rounds: int = 3, messages: int = 40_000, signing: bool = False) -
             measure.purge(connection, [reached], messages)
             return found
 
-        check_in = topology.module_queues.checkin.exchange.name, end.name, five_hours
-        distribution = topology.route(0, DISTRIBUTION)[:2]
-        by_distribution = partial(served, "distribution", end.name, *distribution)
+        check_in = f"{topology.prefix}.hours.5", topology.module_queues.checkin.exchange.name
+        routed = topology.route(0, DISTRIBUTION)[:2]
+        by_distribution = partial(served, "distribution", end.name, *routed)
         contestants: dict[str, Callable[[], float]] = {
             RAW: raw,
-            "check-in (messages/s)": partial(served, "check-in", in_levels, *check_in),
-            "distribution (messages/s)": partial(by_distribution, due),
-            "distribution, enveloped (tasks/s)": partial(
-                by_distribution, envelope, tasks=per_envelope
-            ),
+            "check-in (messages/s)": partial(served, "check-in", *check_in, end.name, five_hours),
+            "distribution (messages/s)": partial(by_distribution, message(told)),
+            "distribution, enveloped (tasks/s)": partial(by_distribution, envelope, PER_ENVELOPE),
         }
         figures = measure.in_turn(contestants, rounds)
         measure.show("Through one worker", "a second", figures, RAW)
@@ -131,11 +124,7 @@ def modules(*, rounds: int = 3, messages: int = 40_000, signing: bool = False) -
 
 
 def registry(
-    *,
-    rounds: int = 5,
-    arrivals: int = 10_000,
-    rows: int = 50_000,
-    listed: int = 1_000_000,
+    *, rounds: int = 5, arrivals: int = 10_000, rows: int = 50_000, listed: int = 1_000_000
 ) -> None:
     """What the registry costs: arrivals and sends with it, beside none; listing a million."""
     with private_broker() as broker, RedisServer() as redis, RedisServer() as other:
@@ -158,81 +147,52 @@ def registry(
         contestants: dict[str, Callable[[], float]] = {}
         goals: dict[tuple[str, str], float] = {}
         for prefetch in (4, 100):
-            names = [f"worker, {word} registry, prefetch {prefetch}" for word in ("no", "with")]
-            contestants[names[0]] = partial(arriving, plain, prefetch)
-            contestants[names[1]] = partial(arriving, registered, prefetch)
-            goals[names[1], names[0]] = 0.85
-        contestants["send_many"] = partial(sending, False, False)
-        for word, what in {
-            "with keys": (True, False),
-            "tracked": (False, True),
-            "tracked, with keys": (True, True),
-        }.items():
-            contestants[f"send_many, {word}"] = partial(sending, *what)
-            goals[f"send_many, {word}", "send_many"] = 0.7
+            without, with_it = (f"worker, {word} registry, prefetch {prefetch}" for word in WORDS)
+            contestants[without] = partial(arriving, plain, prefetch)
+            contestants[with_it] = partial(arriving, registered, prefetch)
+            goals[with_it, without] = 0.85
+        for track, keys in product((False, True), repeat=2):
+            name = f"send_many{', tracked' * track}{', with keys' * keys}"
+            contestants[name] = partial(sending, keys, track)
+            goals[name, "send_many"] = 0.7
         figures = measure.in_turn(contestants, rounds)
         measure.show("The registry", "tasks/s", figures, goals=goals)
-        _list(registered.app.rabbitdelay.registry, listed)
+        registry, start_ms = registered.app.rabbitdelay.registry, int(time.time() + 86_400) * 1000
+        many = (Registration(uuid4().hex, "copy", start_ms + n, name="many") for n in range(listed))
+        print(measure.registered(registry, many))
+        began = time.monotonic()
+        found = sum(1 for _ in registry.index.pending(Filter(task="many")))
+        print(f"listed {found:,}: {found / (time.monotonic() - began):,.0f} a second")
+        began = time.monotonic()
+        counted = registry.index.count(Filter(task="many"))
+        print(f"counted {counted:,} in {(time.monotonic() - began) * 1000:,.1f} ms")
 
 
-def _list(registry: Registry, tasks: int) -> None:
-    """Fill the index, and read all of it."""
-    start_ms = int(time.time() + 86_400) * 1000
-    many = (Registration(str(uuid4()), "copy", start_ms + n, name="many") for n in range(tasks))
-    print(measure.registered(registry, many))
-    began = time.monotonic()
-    found = sum(1 for _ in registry.index.pending(Filter(task="many")))
-    print(f"listed {found:,}: {found / (time.monotonic() - began):,.0f} a second")
-    began = time.monotonic()
-    counted = registry.index.count(Filter(task="many"))
-    print(f"counted {counted:,} in {(time.monotonic() - began) * 1000:,.1f} ms")
-
-
-def schedules(*, rounds: int = 3, tasks: int = 5000, number: int = 10_000) -> None:
-    """What schedules cost: an occurrence beside a delayed task, and ten thousand that wait."""
+def schedules(*, rounds: int = 3, tasks: int = 5000) -> None:
+    """What schedules cost: an occurrence beside a delayed task with a key."""
     with private_broker() as broker, RedisServer() as redis:
         print(measure.about(broker))
-        settings = {
-            "rabbitdelay_registry_url": redis.url,
-            "rabbitdelay_registry_options": {"socket_timeout": 20},
-        }
-        shop, other = (measure.Shop.at(broker.url, redis.url, **settings) for _ in range(2))
+        own: dict[str, Any] = {"rabbitdelay_registry_options": {"socket_timeout": 20}}
+        shop = measure.Shop.at(broker.url, redis.url, rabbitdelay_registry_url=redis.url, **own)
 
         def send(due: datetime) -> None:
             rows = (Row(eta=due, key=uuid4().hex) for _ in range(tasks))
-            other.app.rabbitdelay.send_many("at", rows, envelopes=False)
+            shop.app.rabbitdelay.send_many("at", rows, envelopes=False)
 
-        def put(shop: measure.Shop, number: int, start: datetime, **options: Any) -> None:
-            for _ in range(number):
-                name = uuid4().hex
-                shop.app.rabbitdelay.schedules.put(name, "at", DAY, start=start, **options)
+        def put(due: datetime, **options: Any) -> None:
+            for _ in range(tasks):
+                shop.app.rabbitdelay.schedules.put(uuid4().hex, "at", DAY, start=due, **options)
 
         def rate(send: Callable[[datetime], None]) -> float:
-            due = datetime.now(UTC) + timedelta(seconds=10 + tasks / 50)
+            due = datetime.now(UTC) + timedelta(seconds=10 + tasks / 20)
             send(due)
             assert datetime.now(UTC) < due, "sending has taken too long"
-            return other.drained(tasks, "--prefetch-multiplier=100")
+            return shop.drained(tasks, "--prefetch-multiplier=100")
 
-        occurrences = partial(put, other, tasks)
         contestants = {
             "delayed tasks, with a key each": partial(rate, send),
-            "occurrences": partial(rate, partial(occurrences, overlap="allow")),
-            "occurrences, overlap skip": partial(rate, occurrences),
+            "occurrences": partial(rate, partial(put, overlap="allow")),
+            "occurrences, overlap skip": partial(rate, put),
         }
         figures = measure.in_turn(contestants, rounds)
         measure.show("Due when a worker starts", "a second", figures, next(iter(contestants)))
-
-        def ready() -> float:
-            began = time.monotonic()
-            with Worker(shop.settings):
-                return time.monotonic() - began
-
-        alone, registry = ready(), shop.app.rabbitdelay.registry
-        before, began = measure.bytes_of_redis(registry), time.monotonic()
-        put(shop, number, datetime.now(UTC) + 400 * DAY)
-        taken = time.monotonic() - began
-        size = (measure.bytes_of_redis(registry) - before) / number
-        print(
-            f"{number:,} schedules: {number / taken:,.0f} put a second, {size:,.0f} bytes of Redis "
-            f"each; a worker is ready after {ready():.1f} s, without them after {alone:.1f} s"
-        )

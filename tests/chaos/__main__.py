@@ -12,12 +12,12 @@ import argparse
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Final
 
 from tests.brokers import BROKERS, NotPossibleHere
 from tests.chaos.scenarios import SCENARIOS, SHORT, Play
-from tests.chaos.stage import HEADER
 
 VERSIONS: Final = [broker.version for broker in BROKERS]
 
@@ -36,47 +36,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.scenario == "list":
         for name, scenario in SCENARIOS.items():
-            print(f"{name:18} {scenario.what.splitlines()[0]}")
-            print(f"{'':18} {', '.join(scenario.cases)}")
+            print(f"{name:18} {scenario.what.splitlines()[0]} {', '.join(scenario.cases)}")
         return 0
     every = {"all": [*SCENARIOS], "short": [*SHORT]}.get(given.scenario, [given.scenario])
-    plays = [
-        _play(play)
-        for version in given.broker or VERSIONS[-1:]
-        for name in every
-        for play in _plays(name, version, given)
-    ]
-    print("", HEADER, *(row for row, _ in plays), sep="\n")
+    plays = []
+    for version, name in product(given.broker or VERSIONS[-1:], every):
+        _, _, tasks, minutes, cases = SCENARIOS[name]
+        if given.scenario == "short":
+            tasks, minutes = SHORT[name], 1.0
+        if given.case not in (None, *cases):
+            sys.exit(f"{name} has the cases {', '.join(cases)}")
+        for case in cases if given.scenario == "all" else [given.case or cases[0]]:
+            tasks, minutes = given.tasks or tasks, given.minutes or minutes
+            plays.append(_play(Play(version, name, case, tasks, minutes)))
+            print(plays[-1][0], flush=True)
+    print("", *(text for text, _ in plays), sep="\n")
     return int(not all(is_good for _, is_good in plays))
 
 
-def _plays(name: str, version: str, given: argparse.Namespace) -> Iterator[Play]:
-    scenario = SCENARIOS[name]
-    tasks, minutes = scenario.tasks, scenario.minutes
-    if given.scenario == "short":
-        tasks, minutes = SHORT[name]
-    case = given.case or scenario.cases[0]
-    if case not in scenario.cases:
-        sys.exit(f"{name} has the cases {', '.join(scenario.cases)}")
-    for each in scenario.cases if given.scenario == "all" else [case]:
-        yield Play(version, name, each, given.tasks or tasks, given.minutes or minutes)
-
-
 def _play(play: Play) -> tuple[str, bool]:
-    """Play one scenario; return its row of the table, and whether it is good."""
-    title = play.title
-    print(f"\n{title} on RabbitMQ {play.version}", flush=True)
+    """Play one scenario; return its verdict in words, and whether it is good."""
+    print(f"\n{play.title} on RabbitMQ {play.version}", flush=True)
     try:
         SCENARIOS[play.name].play(play)
     except NotPossibleHere as reason:
-        print(f"{title}: {reason}", file=sys.stderr)
-        return f"| {title} | {reason} |", False
+        return f"{play.title}: {reason}", False
     except Exception:  # noqa: BLE001  # the others are played all the same
         traceback.print_exc()
-        return f"| {title} | it could not be played to its end |", False
-    (stage,) = play.stages
-    print(stage.text(title), flush=True)
-    return stage.row(title), not stage.verdict.complaints
+        return f"{play.title}: it could not be played to its end", False
+    assert play.stage is not None
+    return f"{play.title}: {play.stage.text()}", not play.stage.verdict.complaints
 
 
 if __name__ == "__main__":

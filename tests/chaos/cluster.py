@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from kombu import Connection
-
-from celery_rabbitdelay.testing import Certificates, RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.brokers import BROKERS, packaged_version, system_with
 from tests.chaos.clocks import library, off_by
 from tests.private_broker import QUIET
@@ -41,27 +38,24 @@ class Node(RabbitMQServer):
     """A node of a cluster.
 
     Attributes:
-        further: Further environment variables.
+        ahead: Seconds that its clock is ahead.
         while_waiting: Called while the node starts, for what has to go on meanwhile.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.further: dict[str, str] = {}
-        self.while_waiting: Callable[[], object] = lambda: None
-
-    def have_wrong_clock(self, seconds: int) -> None:
-        """Have a clock that is ahead, or behind, from the next start on."""
-        # The node sees its folder, but perhaps not this machine's libraries.
-        shutil.copy(library(), self.folder)
-        self.further |= off_by(seconds, f"{self._home}/{library().name}")
+    ahead = 0
+    while_waiting: Callable[[], object] = staticmethod(lambda: None)
 
     def _answers(self) -> bool:
         self.while_waiting()
         return super()._answers()
 
     def _environment(self) -> dict[str, str]:
-        return {**super()._environment(), **self.further}
+        if not self.ahead:
+            return super()._environment()
+        # The node sees its folder, but perhaps not this machine's libraries.
+        shutil.copy(library(), self.folder)
+        off = off_by(self.ahead, f"{self._home}/{library().name}")
+        return {**super()._environment(), **off}
 
 
 class Cluster(SetUp):
@@ -70,7 +64,6 @@ class Cluster(SetUp):
     Args:
         version: The version of RabbitMQ, for example "4.3".
         count: How many nodes.
-        tls: Whether it is reached over TLS only; nodes and clients check each other.
         clocks: By the number of a node, the seconds that its clock is ahead.
 
     Attributes:
@@ -78,29 +71,19 @@ class Cluster(SetUp):
     """
 
     def __init__(
-        self,
-        version: str,
-        count: int = 1,
-        *,
-        tls: bool = False,
-        clocks: Mapping[int, int] | None = None,
+        self, version: str, count: int = 1, clocks: Mapping[int, int] | None = None
     ) -> None:
-        self._root, self._made = root_of(version), ExitStack()
-        self._certificates = None
-        if tls:
-            folder = self._made.enter_context(tempfile.TemporaryDirectory())
-            self._certificates = Certificates.make(Path(folder))
+        self._root = root_of(version)
         self.nodes: list[Node] = []
         for number in range(count):
-            self.nodes.append(self._node(number, QUIET, self.nodes[0] if number else None))
+            self.nodes.append(self._node(number, self.nodes[0] if number else None))
         for number, seconds in (clocks or {}).items():
-            self.nodes[number].have_wrong_clock(seconds)
+            self.nodes[number].ahead = seconds
 
-    def _node(self, number: int, settings: Sequence[str], first: Node | None) -> Node:
-        return Node(self._root, settings, first, certificates=self._certificates)
+    def _node(self, number: int, first: Node | None) -> Node:
+        return Node(self._root, QUIET, first)
 
     def _set_up(self, stack: ExitStack) -> None:
-        stack.push(self._made)
         for node in self.nodes:
             stack.callback(node.stop)
         for node in self.nodes:
@@ -111,14 +94,6 @@ class Cluster(SetUp):
         """Return all nodes as kombu takes them, beginning with one of them."""
         return ";".join(node.url for node in (*self.nodes[first:], *self.nodes[:first]))
 
-    def ssl(self) -> dict[str, Any] | bool:
-        """Return ``broker_use_ssl``; False without TLS."""
-        return self.nodes[0].ssl
-
-    def connection(self, node: Node | None = None) -> Connection:
-        """Return a connection to a node, by default to the first that runs."""
-        return Connection((node or self.running).url, ssl=self.ssl())
-
     @property
     def running(self) -> Node:
         """The first node that runs."""
@@ -127,6 +102,6 @@ class Cluster(SetUp):
     def is_together(self) -> bool:
         """Return whether all nodes run and each sees all others."""
         with suppress(subprocess.CalledProcessError):
-            everybody = all(node.running for node in self.nodes)
-            return everybody and int(self.running.ctl("eval", FEWEST_SEEN)) == len(self.nodes) - 1
+            seen = int(self.running.ctl("eval", FEWEST_SEEN))
+            return all(node.running for node in self.nodes) and seen == len(self.nodes) - 1
         return False

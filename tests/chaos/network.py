@@ -14,14 +14,14 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import permutations
 from pathlib import Path
 from typing import Any, Final
 
 from tests.brokers import NotPossibleHere
 from tests.chaos.cluster import Cluster, Node
+from tests.private_broker import QUIET
 
 #: The addresses of the nodes; 198.18.0.0/15 is for tests of networks (RFC 2544).
 NODE: Final = "198.18.{}.2"
@@ -29,6 +29,15 @@ ROUTER: Final = "198.18.{}.1"
 
 #: The number of this machine's own subnet; nodes are counted from 1.
 MACHINE: Final = 0
+
+#: Between which nodes of three packets are dropped. ``halves``: the clients reach all nodes.
+#: ``node``: one node is cut off from the others and from the clients. ``ring``: each node reaches
+#: its neighbors only; the last and the first do not reach each other.
+CUTS: Final = {
+    "halves": [(1, 2), (1, 3)],
+    "node": [(1, MACHINE), (1, 2), (1, 3)],
+    "ring": [(1, 3)],
+}
 
 #: The port of AMQP in each namespace.
 AMQP_PORT: Final = 5672
@@ -43,10 +52,10 @@ def ip(arguments: str, inside: str | None = None, *, must: bool = True) -> None:
 class NetworkedNode(Node):
     """A node with an address, in a namespace of its own."""
 
-    def __init__(self, address: str, namespace: str, root: Any, settings: Any, first: Any) -> None:
+    def __init__(self, address: str, namespace: str, root: Any, first: Any) -> None:
         self._address, self._namespace = address, namespace
         listener = f"listeners.tcp.2 = {address}:{AMQP_PORT}"
-        super().__init__(root, (*settings, listener), first)
+        super().__init__(root, (*QUIET, listener), first)
 
     @property
     def url(self) -> str:
@@ -102,9 +111,9 @@ class NetworkedCluster(Cluster):
         self._router = f"{self._name}-router"
         super().__init__(version, count)
 
-    def _node(self, number: int, settings: Sequence[str], first: Node | None) -> Node:
+    def _node(self, number: int, first: Node | None) -> Node:
         address, namespace = NODE.format(number + 1), f"{self._name}-{number + 1}"
-        return NetworkedNode(address, namespace, self._root, settings, first)
+        return NetworkedNode(address, namespace, self._root, first)
 
     def _set_up(self, stack: ExitStack) -> None:
         listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
@@ -113,8 +122,7 @@ class NetworkedCluster(Cluster):
                 ip(f"netns del {name}", must=False)
         stack.callback(self._remove)
         ip(f"netns add {self._router}")
-        forwarding = "netns exec {} sysctl -qw net.ipv4.ip_forward=1"
-        ip(forwarding.format(self._router))
+        ip(f"netns exec {self._router} sysctl -qw net.ipv4.ip_forward=1")
         for number in range(MACHINE, self._count + 1):
             self._connect(number)
         super()._set_up(stack)
@@ -143,10 +151,9 @@ class NetworkedCluster(Cluster):
 
     @contextmanager
     def cut(self, pairs: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Drop every packet from the first to the second of each pair, until the block ends."""
-        rules = [
-            f"from {NODE.format(one)} to {NODE.format(other)} blackhole" for one, other in pairs
-        ]
+        """Drop every packet between the two of each pair, until the block ends."""
+        both = [each for pair in pairs for each in (pair, pair[::-1])]
+        rules = [f"from {NODE.format(a)} to {NODE.format(b)} blackhole" for a, b in both]
         try:
             for rule in rules:
                 ip(f"rule add {rule}", self._router)
@@ -156,11 +163,12 @@ class NetworkedCluster(Cluster):
                 ip(f"rule del {rule}", self._router, must=False)
 
     @contextmanager
-    def parted(self, *sides: Sequence[int]) -> Iterator[None]:
-        """Drop every packet between nodes of different sides, until the block ends.
-
-        This machine, :data:`MACHINE`, reaches all nodes if it is on no side.
-        """
-        between = permutations(sides, 2)
-        with self.cut((one, other) for near, far in between for one in near for other in far):
-            yield
+    def half_open(self) -> Iterator[None]:
+        """All present connections of clients are dead for good, and neither side is told."""
+        here = NODE.format(MACHINE)
+        command = ["ss", "-Htn", "src", here]
+        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for port in re.findall(rf"{re.escape(here)}:(\d+)", listed):
+            for side in ("sport", "dport"):
+                ip(f"rule add ipproto tcp {side} {port} blackhole", self._router)
+        yield

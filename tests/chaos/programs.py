@@ -1,6 +1,6 @@
 """The programs that run as processes: producers, and workers of Celery.
 
-A process gets its part as JSON in the environment variable ``CHAOS``. The only task of the
+A process gets its part, pickled, in the environment variable ``CHAOS``. The only task of the
 application notes that it starts, and lasts as long as it is told.
 """
 
@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, Final, Literal
 from uuid import uuid4
 
-from celery.signals import worker_ready
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, Row, RowsNotConfirmed
-from celery_rabbitdelay.levels.headers import QUEUE
 from tests.celery_process import CeleryProcess
 from tests.chaos.ledger import Notes, Sent, Start, now_ms
 
@@ -41,17 +39,11 @@ BEHIND: Final = 5.0
 Way = Literal["task", "rows", "envelopes"]
 
 
-@dataclass(frozen=True)
-class TaskQueue:
-    """A queue of the application."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=lambda: {"x-queue-type": "quorum"})
-
-    def entity(self) -> Queue:
-        """Return it as kombu declares it."""
-        own = Exchange(self.name, type="direct")
-        return Queue(self.name, own, self.name, queue_arguments=dict(self.arguments))
+def task_queue(name: str, **arguments: Any) -> Queue:
+    """Return a quorum queue of the application; ``x_max_length=5`` stands for ``x-max-length``."""
+    given = {key.replace("_", "-"): value for key, value in arguments.items()}
+    own = Exchange(name, type="direct")
+    return Queue(name, own, name, queue_arguments={"x-queue-type": "quorum", **given})
 
 
 @dataclass(frozen=True)
@@ -60,31 +52,15 @@ class Part:
 
     Attributes:
         broker_url: The nodes, separated by semicolons, in the order in which they are tried.
-        queues: The queues of the application.
+        queues: The queues of the application; the first is its default.
         folder: Where it notes what it does.
         settings: Further settings of Celery.
-        place: The queue that a worker consumes from, and notes for tasks that do not say theirs:
-            those that come through distribution.
-        ready: The file that it makes when it takes tasks.
-        task: The name of its task.
     """
 
     broker_url: str
-    queues: Sequence[TaskQueue]
+    queues: Sequence[Queue]
     folder: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    place: str = ""
-    ready: str = ""
-    task: str = "note"
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Part:
-        """Return it from what ``asdict`` made of it."""
-        return cls(**{**values, "queues": [TaskQueue(**each) for each in values["queues"]]})
-
-    def queue(self, name: str) -> Queue:
-        """Return one of the queues."""
-        return next(each for each in self.queues if each.name == name).entity()
 
 
 @dataclass(frozen=True)
@@ -124,7 +100,7 @@ def make_app(part: Part) -> Celery:
     app = Celery("chaos", broker=part.broker_url, set_as_current=False)
     app.conf.update(
         task_default_queue=part.queues[0].name,
-        task_queues=[queue.entity() for queue in part.queues],
+        task_queues=part.queues,
         task_ignore_result=True,
         # A task is lost only if this package or the broker loses it, not by a worker that dies
         # after its ack.
@@ -139,35 +115,34 @@ def make_app(part: Part) -> Celery:
     app.conf.update(part.settings)
     notes = Notes(part.folder)
 
-    @app.task(bind=True, name=part.task, shared=False)
-    def note(self: Any, *args: Any, seconds: float = 0.0) -> None:
-        request, at_ms = self.request, now_ms()
-        place = (request.headers or {}).get(QUEUE, part.place)
-        again = bool(request.delivery_info.get("redelivered"))
-        notes.start(Start(request.id, place, at_ms, again, args, part.place))
+    @app.task(bind=True, name="note", shared=False)
+    def note(self: Any, seconds: float = 0.0) -> None:
+        # An occurrence that a schedule sends again ends in another number.
+        identity = self.request.id.rpartition(":")[0] or self.request.id
+        again = bool(self.request.delivery_info.get("redelivered"))
+        notes.start(Start(identity, now_ms(), again))
         time.sleep(seconds)
 
     return app
 
 
-def send(part: Part, stream: Stream) -> None:
-    """Send a stream, and note each send."""
-    notes, app = Notes(part.folder), make_app(part)
+def produce() -> None:
+    """Send the stream of this process, and note each send."""
+    notes = Notes(given.folder)
     if stream.way != "task":
-        send_rows(app, part, stream, notes)
+        send_rows(notes)
         return
-    task: Any = app.tasks[part.task]
     for sent, delay in stream.tasks():
         notes.begin(sent)
         try:
-            task.apply_async(task_id=sent.id, delay=delay, queue=stream.queue)
+            app.send_task("note", task_id=sent.id, delay=delay, queue=stream.queue)
         except Exception as error:  # noqa: BLE001  # whatever a call raises is what is asked for
             notes.end(sent.id, error)
         else:
             notes.end(sent.id)
 
 
-def send_rows(app: Celery, part: Part, stream: Stream, notes: Notes) -> None:
+def send_rows(notes: Notes) -> None:
     """Send by one ``send_many`` after the other; only its end says what is confirmed."""
     tasks = stream.tasks()
     while True:
@@ -180,22 +155,16 @@ def send_rows(app: Celery, part: Part, stream: Stream, notes: Notes) -> None:
                 yield Row(delay=delay, task_id=sent.id)
 
         errors: dict[int, Exception] = {}
+        rest: int | None = None  # rows from here on were not taken, and are as if cut off
         try:
             envelopes = stream.way == "envelopes"
-            app.rabbitdelay.send_many(part.task, rows(), queue=stream.queue, envelopes=envelopes)
+            app.rabbitdelay.send_many("note", rows(), queue=stream.queue, envelopes=envelopes)
         except RowsNotConfirmed as failed:
-            rest = len(ids) if failed.rest is None else failed.rest
-            errors = {**failed.errors, **{at: NotTaken() for at in range(rest, len(ids))}}
-        for number, identity in enumerate(ids):
+            errors, rest = {**failed.errors}, failed.rest
+        for number, identity in enumerate(ids[:rest]):
             notes.end(identity, errors.get(number))
         if not ids:
             return
-
-
-class NotTaken(Exception):
-    """``send_many`` gave up before it took this row."""
-
-    may_have_arrived = False
 
 
 class ChaosProcess(CeleryProcess):
@@ -203,47 +172,37 @@ class ChaosProcess(CeleryProcess):
 
     Args:
         part: What it has to know.
+        stream: What it sends, if it is a producer.
         environment: Further environment variables, for a clock that is wrong.
-        **settings: Further values for its program.
     """
 
     module = "tests.chaos.programs"
     variable = "CHAOS"
 
     def __init__(
-        self, part: Part, environment: Mapping[str, str] | None = None, **settings: Any
+        self,
+        part: Part,
+        stream: Stream | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__({})
-        self._ready_file = self.folder / "ready"
-        self.part = replace(part, ready=str(self._ready_file))
-        self._settings = {"part": asdict(self.part), **settings}
+        super().__init__({"pickled": pickle.dumps((part, stream)).hex()})
         self._further = dict(environment or {})
 
     def begin(self) -> None:
-        """Start the process and do not wait."""
-        assert not self.running, "the process runs already"
-        self._ready_file.unlink(missing_ok=True)
-        self._process = self._spawn(self._command())
+        """Start the process, unless it runs, and do not wait."""
+        if not self.running:
+            self._process = self._spawn(self._command())
 
-    def end(self, signum: signal.Signals = signal.SIGTERM) -> None:
-        """End the process; its folder stays."""
-        self._end(signum)
+    def end(self) -> None:
+        """End the process in order; its folder stays."""
+        self._end(signal.SIGTERM)
 
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), **self._further}
 
-    def _ready(self) -> bool:
-        return self._ready_file.exists()
-
 
 class Producer(ChaosProcess):
     """Sends a stream, then ends."""
-
-    def __init__(
-        self, part: Part, stream: Stream, environment: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(part, environment, stream=asdict(stream))
-        self.stream = stream
 
     @property
     def failed(self) -> bool:
@@ -251,40 +210,33 @@ class Producer(ChaosProcess):
         return self._process is not None and (self._process.poll() or 0) > 0
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", self.module]
+        return [sys.executable, "-c", f"from {self.module} import produce; produce()"]
 
 
 class Worker(ChaosProcess):
-    """``celery worker`` for the queue ``part.place``, with further options."""
+    """``celery worker`` for a queue, with further options."""
 
     def __init__(
-        self, part: Part, *options: str, environment: Mapping[str, str] | None = None
+        self, part: Part, queue: str, options: Sequence[str], environment: Mapping[str, str] | None
     ) -> None:
-        super().__init__(part, environment)
-        self._options = options
-
-    @property
-    def name(self) -> str:
-        """The worker's node name."""
-        return f"chaos-{self.port}@localhost"
+        super().__init__(part, None, environment)
+        self._queue, self._options = queue, options
 
     def last_words(self) -> str:
         """Return the last error in its log, without numbers."""
         errors = re.findall(r"^[\w.]+: .*", self.log, re.MULTILINE)
         return re.sub(r"\d+", "#", (errors or [""])[-1])[:150]
 
+    def _ready(self) -> bool:
+        return " ready." in self.log
+
     def _command(self) -> list[str]:
-        command = f"worker -c 1 -l WARNING -n {self.name} -Q {self.part.place}"
-        return [*self.celery(command), *self._options]
+        name = f"chaos-{self.port}@localhost"
+        return [*self.celery(f"worker -c 1 -l INFO -n {name} -Q {self._queue}"), *self._options]
 
 
-if __name__ == "__main__":
-    told = json.loads(os.environ["CHAOS"])
-    send(Part.of(told["part"]), Stream(**told["stream"]))
-elif "CHAOS" in os.environ:
-    given = Part.of(json.loads(os.environ["CHAOS"])["part"])
+if "CHAOS" in os.environ:
+    given: Part
+    stream: Stream
+    given, stream = pickle.loads(bytes.fromhex(json.loads(os.environ["CHAOS"])["pickled"]))
     app = make_app(given)
-
-    @worker_ready.connect(weak=False)
-    def on_ready(**_: Any) -> None:
-        Path(given.ready).touch()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope
-from celery_rabbitdelay.kombu import Topology, examine
+from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.publishing.declaration import queue_counts
@@ -19,27 +17,13 @@ from celery_rabbitdelay.publishing.message import headers_of
 
 def look(
     connection: Connection, topology: Topology, queues: Sequence[Queue]
-) -> tuple[dict[str, list[str]], Counter[str]]:
-    """Look into every queue; each message is put back.
-
-    Returns:
-        By the id of a task, the queues in which it was found; and how many messages there are in
-        ``undeliverable``, by what the modules and the broker say about them.
-    """
-    found: dict[str, list[str]] = defaultdict(list)
-    reasons: Counter[str] = Counter()
+) -> dict[str, list[str]]:
+    """Return, by the id of a task, the queues in which it is; each message is put back."""
+    found = defaultdict[str, list[str]](list)
     for place, message in messages(connection, topology, queues):
         for identity in _ids(message):
             found[identity].append(place)
-        if place == topology.module_queues.undeliverable.name:
-            reasons[reason_of(message, topology)] += 1
-    return found, reasons
-
-
-def reason_of(message: Any, topology: Topology) -> str:
-    """Return why a message is in ``undeliverable``."""
-    key = message.delivery_info["routing_key"]
-    return examine(headers_of(message), topology, key).reason
+    return found
 
 
 def messages(
@@ -66,8 +50,7 @@ def messages(
 
 def _ids(message: Any) -> list[str]:
     """Return the ids of a message's tasks; an envelope has many."""
-    if message.properties.get("content_type") != ENVELOPE:
-        return [str(headers_of(message).get("id"))]
-    with suppress(InvalidEnvelope):
-        return [str(each.headers.get("id")) for each in Envelope.unpack(message.body).items]
-    return []
+    headers: list[Any] = [headers_of(message)]
+    if message.properties.get("content_type") == ENVELOPE:
+        headers = [each.headers for each in Envelope.unpack(message.body).items]
+    return [str(each.get("id")) for each in headers]

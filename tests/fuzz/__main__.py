@@ -53,19 +53,11 @@ def _fuzz(name: str, seconds: int) -> bool:
     with tempfile.TemporaryDirectory() as corpus:
         for number, seed in enumerate(SEEDS):
             Path(corpus, f"seed-{number}").write_bytes(seed)
-        command = [sys.executable, "-m", "tests.fuzz", "--target", name, "--fuzz", corpus]
-        run = subprocess.run(
-            [*command, *LIMITS, f"-max_total_time={seconds}", f"-artifact_prefix={FOUND}/{name}-"],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        command = [sys.executable, "-m", "tests.fuzz", "--target", name, "--fuzz", corpus, *LIMITS]
+        command += [f"-max_total_time={seconds}", f"-artifact_prefix={FOUND}/{name}-"]
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     lines = (run.stdout + run.stderr).splitlines()
-    done = [line for line in lines if line.startswith(("Done", "#")) and "exec" in line][-1:]
-    print(f"{name}: {' '.join(done)}", flush=True)
-    if run.returncode:
-        print("\n".join(lines[-40:]), flush=True)
+    print(f"{name}:", *lines[-40 if run.returncode else -1 :], sep="\n  ", flush=True)
     return run.returncode == 0
 
 

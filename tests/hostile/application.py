@@ -18,7 +18,7 @@ from kombu import Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels.entities import MODULES
 from tests.celery_process import CeleryProcess
-from tests.hostile.kinds import ALLOWED, EXPIRED, MAX_BODY, TASKS
+from tests.hostile.kinds import ALLOWED, MAX_BODY, TASKS
 
 #: How a message says which one it is.
 MARK: Final = re.compile(r"#(\d{8})")
@@ -36,27 +36,23 @@ def make_app(settings: dict[str, Any]) -> Celery:
 
     Args:
         settings: ``broker_url``, ``prefix``, and ``journal``: the file that each task that runs is
-            noted in; ``pool``: the pool of the worker; ``rabbitdelay``: further settings.
+            noted in; ``pool``: the pool of the worker.
     """
     prefix = settings["prefix"]
     app = Celery("attacked", broker=settings["broker_url"], set_as_current=False)
+    names = [f"{prefix}.{name}" for name in (TASKS, ALLOWED)]
     quorum = {"x-queue-type": "quorum"}
-    expires = {**quorum, "x-dead-letter-exchange": f"{prefix}.{EXPIRED}"}
-    tasks, allowed = f"{prefix}.{TASKS}", f"{prefix}.{ALLOWED}"
     app.conf.update(
-        task_default_queue=tasks,
-        task_queues=[
-            Queue(tasks, routing_key=tasks, queue_arguments=quorum),
-            Queue(allowed, routing_key=allowed, queue_arguments=expires),
-        ],
+        task_default_queue=names[0],
+        task_queues=[Queue(name, routing_key=name, queue_arguments=quorum) for name in names],
         task_ignore_result=True,
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
         rabbitdelay_prefix=prefix,
         rabbitdelay_layout=[("seconds", 6, 1), ("ms", 10, 0.1)],
         rabbitdelay_retry_for=0,
+        rabbitdelay_max_message_bytes=MAX_BODY,
     )
-    app.conf.update(settings["rabbitdelay"] or {"rabbitdelay_max_message_bytes": MAX_BODY})
 
     def note(*line: Any) -> None:
         with Path(settings["journal"]).open("a") as journal:
@@ -67,7 +63,7 @@ def make_app(settings: dict[str, Any]) -> Celery:
         note("honest", way, time.time() - due)
 
     def hostile(task: Any, *args: Any, **kwargs: Any) -> None:
-        (mark,) = MARK.findall(f"{args} {(task.request.properties or {}).get('message_id')}")
+        mark, *_ = MARK.findall(f"{args} {(task.request.properties or {}).get('message_id')}")
         note("hostile", int(mark))
 
     for name, options in HOSTILE.items():

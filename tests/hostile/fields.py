@@ -6,9 +6,10 @@ Each letter is that of RabbitMQ (https://www.rabbitmq.com/amqp-0-9-1-errata#sect
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from random import Random
 from struct import pack
-from typing import Final
+from typing import Any, Final
 
 #: Texts that are none: Latin-1, a lone surrogate, an overlong form, a null, and nothing at all.
 BAD_TEXTS: Final = (b"caf\xe9", b"\xed\xa0\x80", b"\xc0\xaf", b"a\0b", b"", b"\xff" * 20)
@@ -19,7 +20,7 @@ _PROPERTIES: Final = (
     *("correlation_id", "reply_to", "expiration", "message_id", "timestamp", "type"),
     *("user_id", "app_id", "cluster_id"),
 )
-_NUMBERS: Final = frozenset({"delivery_mode", "priority", "timestamp"})
+_NUMBERS: Final = {"delivery_mode": ">B", "priority": ">B", "timestamp": ">Q"}
 
 #: The letter, the format and values of each kind of number.
 _OF_NUMBERS: Final[Sequence[tuple[bytes, str, Sequence[float]]]] = (
@@ -37,88 +38,83 @@ _OF_NUMBERS: Final[Sequence[tuple[bytes, str, Sequence[float]]]] = (
 )
 
 
-def text(value: bytes) -> bytes:
-    """A long string."""
-    return b"S" + _sized(value)
+class Field(bytes):
+    """A value that is written as a field already."""
 
 
-def integer(value: int) -> bytes:
-    """A signed integer of 64 bits."""
-    return b"l" + pack(">q", value)
+def field(value: Any) -> Field:
+    """Write a value of Python as a field; bytes as a long string."""
+    match value:
+        case Field():
+            return value
+        case None:
+            return Field(b"V")
+        case bool():
+            return Field(b"t" + bytes((value,)))
+        case int():
+            return Field(b"l" + pack(">q", value))
+        case float() if isfinite(value):  # RabbitMQ takes no others
+            return Field(b"d" + pack(">d", value))
+        case list():
+            return Field(b"A" + _sized(b"".join(map(field, value))))
+        case dict():
+            return Field(b"F" + _sized(_entries(value)))
+    return Field(b"S" + _sized(_text(value)))
 
 
-def double(value: float) -> bytes:
-    """A floating-point number of 64 bits."""
-    return b"d" + pack(">d", value)
-
-
-def boolean(value: bool) -> bytes:
-    """A truth value."""
-    return b"t" + bytes((value,))
-
-
-def table(fields: Mapping[bytes, bytes]) -> bytes:
-    """A table, as a field."""
-    return b"F" + _sized(_entries(fields))
-
-
-def array(values: list[bytes]) -> bytes:
-    """An array."""
-    return b"A" + _sized(b"".join(values))
-
-
-def nested(depth: int, in_arrays: bool = False) -> bytes:
+def nested(depth: int, in_arrays: bool = False) -> Field:
     """Tables within each other, or arrays."""
-    field = b"V"
+    inner = field(None)
     for _ in range(depth):
-        field = array([field]) if in_arrays else table({b"n": field})
-    return field
+        inner = field([inner] if in_arrays else {"n": inner})
+    return inner
 
 
-def any_field(random: Random, depth: int = 3) -> bytes:
+def any_field(random: Random, depth: int = 3) -> Field:
     """A value of any type, as RabbitMQ takes it."""
     if depth and random.random() < 0.3:
         inner = [any_field(random, depth - 1) for _ in range(random.randint(0, 4))]
-        return (
-            array(inner) if random.random() < 0.5 else table(dict(zip(_KEYS, inner, strict=False)))
-        )
+        return field(inner if random.random() < 0.5 else dict(zip("0123", inner, strict=False)))
     letter, form, values = random.choice(_OF_NUMBERS)
     decimal = pack(">Bi", random.choice((0, 2, 28, 255)), random.choice((0, 7, -(2**31))))
-    number = letter + pack(form, random.choice(values))
-    some = (text(random.choice((b"text", *BAD_TEXTS))), b"D" + decimal, b"V")
-    return random.choice((*some, b"x" + _sized(random.randbytes(20)), *(number,) * 11))
+    number = Field(letter + pack(form, random.choice(values)))
+    some = (field(random.choice((b"text", *BAD_TEXTS))), Field(b"D" + decimal), field(None))
+    return random.choice((*some, Field(b"x" + _sized(random.randbytes(20))), *(number,) * 11))
 
 
-_KEYS: Final = (b"0", b"1", b"2", b"3")
-
-
-def properties(headers: Mapping[bytes, bytes] | None = None, **short: bytes) -> bytes:
+def properties(headers: Mapping[Any, Any] | None = None, **short: Any) -> bytes:
     """The properties of a message.
 
     Args:
-        headers: Its headers, as fields.
-        **short: Its other properties, by their AMQP names with ``_``: bytes of a short string; of
-            ``delivery_mode``, ``priority`` and ``timestamp``, the number's bytes.
+        headers: Its headers, by names that are texts or bytes.
+        **short: Its other properties, by their AMQP names with ``_``.
     """
     flags, parts = 0, b""
     for bit, name in enumerate(_PROPERTIES):
         if name == "headers" and headers is not None:
             parts += _sized(_entries(headers))
+        elif name in _NUMBERS and name in short:
+            parts += pack(_NUMBERS[name], short[name])
         elif name in short:
-            parts += short[name] if name in _NUMBERS else _short(short[name])
+            parts += _short(short[name])
         else:
             continue
         flags |= 0x8000 >> bit
     return pack(">H", flags) + parts
 
 
-def _entries(fields: Mapping[bytes, bytes]) -> bytes:
-    return b"".join(_short(name) + field for name, field in fields.items())
+def _entries(fields: Mapping[Any, Any]) -> bytes:
+    return b"".join(_short(name) + field(value) for name, value in fields.items())
 
 
-def _short(value: bytes) -> bytes:
-    return bytes((len(value),)) + value
+def _short(value: object) -> bytes:
+    text = _text(value)
+    return bytes((len(text),)) + text
 
 
 def _sized(content: bytes) -> bytes:
     return pack(">I", len(content)) + content
+
+
+def _text(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")

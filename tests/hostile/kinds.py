@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from random import Random
 from struct import pack
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from kombu.compression import compress, encoders
 
@@ -18,8 +18,7 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope, Item, length_prefixed
-from tests.hostile.fields import BAD_TEXTS, any_field, array, integer, nested, properties, table
-from tests.hostile.fields import text as field_text
+from tests.hostile.fields import BAD_TEXTS, Field, any_field, nested, properties
 from tests.hostile.malformed import malformed
 
 #: The queue that check-in may reach, and nobody consumes; the queue of a Celery worker; a queue
@@ -27,9 +26,6 @@ from tests.hostile.malformed import malformed
 ALLOWED: Final = "allowed"
 TASKS: Final = "tasks"
 FORBIDDEN: Final = "forbidden"
-
-#: Where the messages of the allowed queue go that expire there.
-EXPIRED: Final = "expired"
 
 #: The largest body that the worker takes in a campaign.
 MAX_BODY: Final = 2**20
@@ -41,36 +37,39 @@ MAX_GROWTH: Final = 384 * 2**20
 #: A day before 1970, and a million years after.
 DUES: Final = (-86_400_000, 0, 5, 2**62, 2**63 - 1, -(2**63))
 
+#: Delays in texts.
+DELAYS: Final = ("1e3", " 5", "0x10", "\u0663", "9" * 5_000, "-1", "7")
+
 #: The headers of this package, and one of a later version.
 OWN_NAMES: Final = (
-    *(b"due", b"exchange", b"routing-key", b"queue", b"priority", b"expiration", b"early"),
-    *(b"reason", b"attempts", b"failed-since", b"first-reason", b"redriven", b"unreadable"),
-    *(b"properties", b"copy", b"key", b"job", b"once", b"version", b"later"),
+    *("due", "exchange", "routing-key", "queue", "priority", "expiration", "early"),
+    *("reason", "attempts", "failed-since", "first-reason", "redriven", "unreadable"),
+    *("properties", "copy", "key", "job", "once", "version", "later"),
 )
+
+#: What ends the line of a list, or speaks to a terminal.
+BREAKS: Final = (b"\n", b"\r\n", b"\x85", b"\xe2\x80\xa8", b"\x1b[2J\x1b]0;title\x07", b"\x9b2J")
 
 #: How a body says which message it is; in a body that has it somewhere, it replaces this.
 _NUMBER: Final = b"#%08d"
-_PLACE: Final = b"#--------"
+_PLACE: Final = "#--------"
 
-JSON: Final = {"content_type": b"application/json", "content_encoding": b"utf-8"}
+JSON: Final = {"content_type": "application/json", "content_encoding": "utf-8"}
 
-Headers = Mapping[bytes, bytes]
+#: The body of a task.
+_PLAIN: Final = b"[[], {}, {}]"
+
+#: How a task goes to the worker.
+_WAYS: Final = ("checked in", "checked in with a delay", "in levels", "delivered", "distributed")
+
+Headers: TypeAlias = Mapping[Any, Any]
 
 #: Exchange, key, properties and body of a message.
-Made = tuple[str, bytes, bytes, bytes]
+Made: TypeAlias = tuple[str, str | bytes, bytes, bytes]
 
 
 class Hostile(NamedTuple):
-    """A message, as it is written.
-
-    Attributes:
-        number: Which one; its body ends with it.
-        kind: The name of its kind.
-        exchange: Where it is published.
-        key: Its routing key.
-        properties: Its properties.
-        body: Its body.
-    """
+    """A message of a kind, as it is written; its number is in it."""
 
     number: int
     kind: str
@@ -91,69 +90,61 @@ class Draw(Random):
     mark = b""
     way = "checked in"
 
-    # Random makes an object of its first argument alone.
-    def __new__(cls, seed: int, topology: Topology) -> Draw:
-        return super().__new__(cls, seed)  # type: ignore[call-arg]
-
-    def __init__(self, seed: int, topology: Topology) -> None:
-        super().__init__(seed)
-        self.topology = topology
-        self.modules = topology.module_queues
+    def aim(self, topology: Topology) -> None:
+        """Let messages be for a topology and the queues beside it."""
+        self.topology, self.modules = topology, topology.module_queues
         self.checkin = self.modules.checkin.exchange.name
-        self.allowed, self.forbidden, self.tasks = (
-            f"{topology.prefix}.{name}".encode() for name in (ALLOWED, FORBIDDEN, TASKS)
-        )
+        names = (ALLOWED, FORBIDDEN, TASKS)
+        self.allowed, self.forbidden, self.tasks = (f"{topology.prefix}.{name}" for name in names)
 
-    def soon(self) -> bytes:
+    def soon(self) -> int:
         """A delay."""
-        return integer(self.randint(0, 2_000))
+        return self.randint(0, 2_000)
 
-    def due(self) -> bytes:
+    def due(self) -> Any:
         """A due time, or any other value."""
-        return self.choice((integer(self.choice(DUES)), any_field(self)))
+        return self.choice((self.choice(DUES), any_field(self)))
 
-    def own(self) -> dict[bytes, bytes]:
+    def own(self) -> dict[str, Any]:
         """Forged headers of this package and of the broker, with values of any type."""
-        values = (
-            *(field_text(self.forbidden),) * 3,
-            *(integer(self.choice(DUES)),) * 2,
-            field_text(b"celery.pidbox"),
-            *(any_field(self) for _ in range(4)),
-        )
-        names = (*(b"rabbitdelay-" + name for name in OWN_NAMES), b"x-delivery-count")
+        values: list[Any] = [*(self.forbidden,) * 3, *(self.choice(DUES),) * 2, "celery.pidbox"]
+        values += [any_field(self) for _ in range(4)]
+        names = (*(f"rabbitdelay-{name}" for name in OWN_NAMES), "x-delivery-count")
         return {name: self.choice(values) for name in self.sample(names, self.randint(1, 6))}
 
-    def to_allowed(self) -> dict[bytes, bytes]:
-        """The headers by which distribution passes a message on to the allowed queue."""
-        key = field_text(self.allowed)
-        return {b"rabbitdelay-exchange": field_text(b""), b"rabbitdelay-routing-key": key}
+    def passed_on(self, key: str, exchange: str = "") -> dict[str, Any]:
+        """The headers by which distribution passes a message on."""
+        return {"rabbitdelay-exchange": exchange, "rabbitdelay-routing-key": key}
 
-    def task(self) -> dict[bytes, bytes]:
+    def task(self) -> dict[str, Any]:
         """The headers of a task."""
-        return {b"task": field_text(b"hostile"), b"id": field_text(b"%x" % self.getrandbits(64))}
+        return {"task": "hostile", "id": f"{self.getrandbits(64):x}"}
 
-    def checked_in(self, headers: Headers, **short: bytes) -> Made:
-        """A message for check-in and the allowed queue."""
-        return self.checkin, self.allowed, properties(headers, **short), b"body"
+    def checked_in(
+        self, headers: Headers, body: bytes = b"body", to: str | bytes | None = None, **short: Any
+    ) -> Made:
+        """A message for check-in, and by default for the allowed queue."""
+        content = properties({"x-delay": self.soon(), **headers}, **short)
+        return self.checkin, self.allowed if to is None else to, content, body
 
-    def routed(self, to: str, headers: Headers, body: bytes = b"body", **short: bytes) -> Made:
+    def routed(self, to: str, headers: Headers, body: bytes = b"body", **short: Any) -> Made:
         """A message that leaves the levels at once, for a queue or for distribution."""
         exchange, key, _ = self.topology.route(0, to)
-        return exchange, key.encode(), properties(headers, **short), body
+        return exchange, key, properties(headers, **short), body
 
 
 class Kind(NamedTuple):
     """A kind of hostile messages.
 
     Attributes:
-        make: Makes one.
+        make: Makes one; if it makes headers alone, they are checked in for the allowed queue.
         weight: How often, compared with the others.
         is_refused: Whether the broker may refuse it.
         is_dropped: Whether Celery may drop it, as it does with what its worker cannot read.
         is_followed: Whether a good task follows on the same way, which has to run.
     """
 
-    make: Callable[[Draw], Made]
+    make: Callable[[Draw], Made | Headers]
     weight: float = 10
     is_refused: bool = False
     is_dropped: bool = False
@@ -162,280 +153,202 @@ class Kind(NamedTuple):
 
 def hostile_messages(topology: Topology, count: int, seed: int) -> Iterator[Hostile]:
     """Yield so many messages; the same ones for the same seed."""
-    random = Draw(seed, topology)
+    draw = Draw(seed)
+    draw.aim(topology)
     names, weights = list(KINDS), [kind.weight for kind in KINDS.values()]
     # Each kind at least once.
-    chosen = [*names, *random.choices(names, weights, k=max(count - len(names), 0))][:count]
-    random.shuffle(chosen)
-    numbers = itertools.count()
+    chosen = [*names, *draw.choices(names, weights, k=max(count - len(names), 0))][:count]
+    draw.shuffle(chosen)
+    numbers, place = itertools.count(), _PLACE.encode()
     for name in chosen:
         for each in (name, *([BEHIND] if KINDS[name].is_followed else [])):
             number = next(numbers)
-            mark = random.mark = _NUMBER % number
-            exchange, key, content, body = KINDS[each].make(random)
-            if _PLACE in content:
-                content = content.replace(_PLACE, mark)
-            else:
-                body = body.replace(_PLACE, mark) if _PLACE in body else body + mark
+            mark = draw.mark = _NUMBER % number
+            made = KINDS[each].make(draw)
+            exchange, key, content, body = (
+                made if isinstance(made, tuple) else draw.checked_in(made)
+            )
+            if place not in content + body:
+                body += mark
+            content, body = (part.replace(place, mark) for part in (content, body))
+            key = key if isinstance(key, bytes) else key.encode()
             yield Hostile(number, each, exchange, key, content, body)
 
 
-def _delay(random: Draw) -> Made:
-    texts = (b"1e3", b" 5", b"0x10", b"\xd9\xa3", b"9" * 5_000, b"-1", b"7")
-    return random.checked_in(
-        {b"x-delay": random.choice((field_text(random.choice(texts)), random.due()))}
-    )
+def _not_allowed(draw: Draw) -> Made:
+    exchanges = ("celery.pidbox", "celeryev", "amq.fanout", "reply.celery", draw.forbidden)
+    own = {"rabbitdelay-exchange": draw.choice(exchanges)} if draw.random() < 0.5 else {}
+    return draw.checked_in(own, to=draw.forbidden)
 
 
-def _not_allowed(random: Draw) -> Made:
-    exchanges: tuple[bytes, ...] = (b"celery.pidbox", b"celeryev", b"amq.fanout", b"reply.celery")
-    headers = {b"x-delay": random.soon()}
-    if random.random() < 0.5:
-        headers[b"rabbitdelay-exchange"] = field_text(random.choice((*exchanges, random.forbidden)))
-    return random.checkin, random.forbidden, properties(headers), b"body"
+def _bad_key(draw: Draw) -> Made:
+    keys = (*BAD_TEXTS, draw.allowed.encode() + b"\xff", b"\xff" * 255, b"k" * 255)
+    return draw.checked_in({}, to=draw.choice(keys))
 
 
-def _bad_key(random: Draw) -> Made:
-    key = random.choice((*BAD_TEXTS, random.allowed + b"\xff", b"\xff" * 255, b"k" * 255))
-    return random.checkin, key, properties({b"x-delay": random.soon()}), b"body"
-
-
-def _bad_names(random: Draw) -> Made:
-    names = (b"\xff", b"rabbitdelay-\xff", b"x-death\xff", b"", b"n" * 128, b"headers")
-    return random.checked_in({random.choice(names): any_field(random), b"x-delay": random.soon()})
-
-
-def _bad_properties(random: Draw) -> Made:
+def _odd_properties(draw: Draw) -> Made:
     names = ("content_type", "content_encoding", "correlation_id", "reply_to", "message_id", "type")
-    short: dict[str, bytes] = {random.choice(names): random.choice(BAD_TEXTS)}
-    short["priority"] = bytes((random.randint(0, 255),))
-    short["delivery_mode"] = random.choice((b"\1", b"\2"))
-    short["timestamp"] = pack(">Q", random.choice((0, 2**64 - 1)))
-    return random.checked_in({b"x-delay": random.soon()}, **short)
+    short: dict[str, Any] = {draw.choice(names): draw.choice(BAD_TEXTS)}
+    short |= {"priority": draw.randint(0, 255), "timestamp": draw.choice((0, 2**64 - 1))}
+    return draw.checked_in({}, delivery_mode=draw.choice((1, 2)), **short)
 
 
-def _deep(random: Draw) -> Made:
-    depth = random.choice((31, 32, 33, 300, 990, 5_000))
-    name = random.choice((b"deep", b"headers", b"rabbitdelay-early"))
-    deep = nested(depth, random.random() < 0.5)
-    return random.checked_in({name: deep, b"x-delay": random.soon()})
+def _deep(draw: Draw) -> Headers:
+    depth = draw.choice((31, 32, 33, 300, 990, 5_000))
+    name = draw.choice(("deep", "headers", "rabbitdelay-early"))
+    return {name: nested(depth, draw.random() < 0.5)}
 
 
-def _nested_headers(random: Draw) -> dict[bytes, bytes]:
-    inner: bytes = table(random.own())
-    for _ in range(random.randint(0, 30)):
-        inner = table({b"headers": inner, b"rabbitdelay-due": integer(5)})
-    return {b"headers": inner, b"x-delay": random.soon()}
+def _nested_headers(draw: Draw) -> dict[str, Any]:
+    inner = draw.own()
+    for _ in range(draw.randint(0, 30)):
+        inner = {"headers": inner, "rabbitdelay-due": 5}
+    return {"headers": inner}
 
 
-def _wide(random: Draw) -> Made:
+def _wide(draw: Draw) -> Headers:
     """Headers as large as a frame, and many times as large once they are read."""
     names = (b"%c%c" % pair for pair in itertools.product(range(33, 127), repeat=2))
-    choices = (
-        lambda: table(dict.fromkeys(names, b"V")),
-        lambda: array([b"F\0\0\0\0"] * 25_000),
-        lambda: field_text(b"x" * random.randint(126_000, 130_800)),
-    )
-    return random.checked_in({b"wide": random.choice(choices)()})
+    text = "x" * draw.randint(126_000, 130_800)
+    return {"wide": draw.choice((dict.fromkeys(names), [{}] * 25_000, text))}
 
 
-def _large(random: Draw) -> Made:
-    size = random.choice((MAX_BODY - 9, MAX_BODY + 1, 2 * MAX_BODY))
-    return (*random.checked_in({b"x-delay": random.soon()})[:3], b"\0" * size)
+def _large(draw: Draw) -> Made:
+    return draw.checked_in({}, b"\0" * draw.choice((MAX_BODY - 9, MAX_BODY + 1, 2 * MAX_BODY)))
 
 
-def _deaths(random: Draw) -> dict[bytes, bytes]:
-    checkin = random.checkin
-    queues = [queue.name.encode() for queue in random.modules.queues]
+def _deaths(draw: Draw) -> Headers:
+    queues = [queue.name for queue in draw.modules.queues]
     death = {
-        b"queue": field_text(random.choice((b"nowhere", b"\xff", random.forbidden, *queues))),
-        b"reason": field_text(random.choice((b"rejected", b"expired", b"\xff"))),
-        b"exchange": field_text(random.choice((random.modules.meditated.name, checkin)).encode()),
-        b"routing-keys": random.choice((array([field_text(b"\xff")]), any_field(random))),
-        b"count": integer(random.choice(DUES)),
-        b"time": b"T" + pack(">Q", 2**40),
+        "queue": draw.choice(("nowhere", b"\xff", draw.forbidden, *queues)),
+        "reason": draw.choice(("rejected", "expired", b"\xff")),
+        "exchange": draw.choice((draw.modules.meditated.name, draw.checkin)),
+        "routing-keys": draw.choice(([b"\xff"], any_field(draw))),
+        "count": draw.choice(DUES),
+        "time": Field(b"T" + pack(">Q", 2**40)),
     }
-    return {b"x-delay": random.soon(), b"x-death": array([table(death)])}
+    return {"x-death": [death]}
 
 
-def _expiring(random: Draw) -> Made:
-    expiration = random.choice((b"0", b"1", b"60000"))
-    return random.checked_in({b"x-delay": random.soon()}, expiration=expiration)
-
-
-def _refused_properties(random: Draw) -> Made:
-    not_finite = random.choice((float("nan"), float("inf")))  # Erlang has no such numbers
+def _refused(draw: Draw) -> Made:
     choices = (
-        lambda: pack(">H", random.getrandbits(16)) + random.randbytes(random.randint(0, 60)),
-        lambda: pack(">HI", 0x2000, random.choice((2**32 - 1, 1_000))) + b"\1aV",
-        lambda: properties({b"a": b"?" + random.randbytes(4)}),
-        lambda: properties({b"CC": any_field(random)}),
-        lambda: properties({}, expiration=b"soon"),
-        lambda: properties({}, delivery_mode=b"\7"),
-        lambda: properties({}, user_id=b"somebody"),
-        lambda: properties({b"nan": b"d" + pack(">d", not_finite)}),
+        pack(">H", draw.getrandbits(16)) + draw.randbytes(draw.randint(0, 60)),
+        pack(">HI", 0x2000, draw.choice((2**32 - 1, 1_000))) + b"\1aV",
+        properties({"a": Field(b"?" + draw.randbytes(4))}),
+        properties({"CC": any_field(draw)}, expiration="soon", user_id="somebody"),
+        properties({"nan": Field(b"d" + pack(">d", float("nan")))}),  # Erlang has no such number
     )
-    return random.checkin, random.allowed, random.choice(choices)(), b"body"
+    return draw.checkin, draw.allowed, draw.choice(choices), b"body"
 
 
-def _forged_destination(random: Draw) -> Made:
-    exchange = random.choice((b"", b"", b"celery.pidbox", b"celeryev", b"amq.topic"))
-    forbidden = field_text(random.forbidden)
-    headers = {b"rabbitdelay-exchange": field_text(exchange), b"rabbitdelay-routing-key": forbidden}
-    if random.random() < 0.3:
-        headers[b"rabbitdelay-queue"] = forbidden
-    return random.routed(DISTRIBUTION, headers)
+def _distributed(draw: Draw) -> Made:
+    """Forged headers, destinations, or due times of a message for the allowed queue."""
+    times = {"times": draw.choice(DUES), "until": draw.choice(DUES)}
+    early = {"rabbitdelay-early": draw.choice((times, any_field(draw)))}
+    dues = {**draw.passed_on(draw.allowed), "rabbitdelay-due": draw.due(), **early}
+    exchange = draw.choice(("", "", "celery.pidbox", "celeryev", "amq.topic"))
+    own = {"rabbitdelay-queue": draw.forbidden} if draw.random() < 0.3 else {}
+    forged = {**draw.passed_on(draw.forbidden, exchange), **own}
+    return draw.routed(DISTRIBUTION, draw.choice((dues, forged, draw.own())))
 
 
-def _far_due(random: Draw) -> Made:
-    times = {b"times": integer(random.choice(DUES)), b"until": integer(random.choice(DUES))}
-    early = (table(times), any_field(random))
-    own = {b"rabbitdelay-due": random.due(), b"rabbitdelay-early": random.choice(early)}
-    return random.routed(DISTRIBUTION, {**random.to_allowed(), **own})
-
-
-def _envelope(random: Draw) -> Made:
+def _envelope(draw: Draw) -> Made:
     """An envelope with something wrong in it."""
-    forbidden, mark = random.forbidden.decode(), random.mark
-    items = (
-        Item(mark, {"rabbitdelay-routing-key": forbidden}),
-        Item(mark, {"CC": [forbidden]}),
-        Item(mark, {}, {"body": "y", "self": 1, "channel": {}}),
-        Item(mark, {}, {"priority": "high", "content_type": 7}),
-        Item(b"\0" * (MAX_BODY + 1) + mark),
-        Item(mark, {}, {"content_type": ENVELOPE}),
-        Item(mark, {"n": 10**300}),
-        Item(mark, {"rabbitdelay-routing-key": "\ud800"}),
+    mark, block = draw.mark, length_prefixed
+    items: tuple[tuple[Any, ...], ...] = (
+        (mark, {"rabbitdelay-routing-key": draw.forbidden}),
+        (mark, {"CC": [draw.forbidden]}),
+        (mark, {}, {"priority": "high", "self": 1, "channel": {}}),
+        (b"\0" * (MAX_BODY + 1) + mark,),
+        (mark, {}, {"content_type": ENVELOPE}),
+        (mark, {"n": 10**300}),
+        (mark, {"rabbitdelay-routing-key": "\ud800"}),
     )
-    block = length_prefixed
     blocks = (
         lambda: block(b'{"headers":{"a":' + b"[" * 2_000 + b"]" * 2_000 + b"}}"),
-        lambda: block(b'{"headers":{"a":NaN}}') + block(mark),
-        lambda: block(b'{"headers":{"a":1e999}}') + block(mark),
+        lambda: block(b'{"headers":{"a":1e999,"b":NaN}}') + block(mark),
         lambda: pack(">I", 2**32 - 1) + b"{}",  # a length that lies
-        lambda: block(random.randbytes(20)),
-        lambda: block(b'{"headers":{"a":' + b"9" * 5_000 + b"}}"),
         lambda: block(json.dumps({"headers": {"a": "x" * 2**20}}).encode()),
         lambda: (block(b"{}") + block(b"\0" * (MAX_BODY - 9) + mark)) * 4,
     )
-    choice = random.random()
+    choice = draw.random()
     if choice < 0.5:
-        body = Envelope((random.choice(items),)).pack()
+        body = Envelope((Item(*draw.choice(items)),)).pack()
     elif choice < 0.9:
-        body = zlib.compress(block(b"{}") + random.choice(blocks)())
+        body = zlib.compress(block(b"{}") + draw.choice(blocks)())
     else:
-        body = random.choice((random.randbytes(50), Envelope((Item(mark),)).pack()[:-5]))
-    return random.routed(DISTRIBUTION, random.to_allowed(), body, content_type=ENVELOPE.encode())
+        body = draw.choice((draw.randbytes(50), Envelope((Item(mark),)).pack()[:-5]))
+    return draw.routed(DISTRIBUTION, draw.passed_on(draw.allowed), body, content_type=ENVELOPE)
 
 
-def _meditated(random: Draw) -> Made:
-    content = properties({b"rabbitdelay-due": random.due(), **random.own()})
-    return random.modules.meditated.name, random.choice((b"nowhere", b"\xff")), content, b"body"
+def _level(draw: Draw) -> Made:
+    """Straight into the levels, or to meditation."""
+    exchanges = [*draw.topology.exchanges[1:3], draw.modules.meditated]
+    key = draw.choice((b"1.2.nowhere", b"0.0.%nothing", b"9.9.9.9", b"", b"\xff.\xff", b"#.*"))
+    content = properties({"rabbitdelay-due": draw.due(), **draw.own()})
+    return draw.choice(exchanges).name, key, content, b"body"
 
 
-def _level(random: Draw) -> Made:
-    exchange = random.choice(random.topology.exchanges[1:3]).name
-    key = random.choice((b"1.2.nowhere", b"0.0.%nothing", b"9.9.9.9", b"", b"\xff.\xff", b"#.*"))
-    return exchange, key, properties(random.own()), b"body"
+def _undeliverable(draw: Draw) -> Made:
+    """Anything, straight to ``undeliverable``, perhaps with a reason that breaks its line."""
+    reason = b"gone" + draw.choice(BREAKS) + b"2026-01-01 forged by me"
+    forged = {"rabbitdelay-reason": reason, **draw.passed_on(draw.allowed)}
+    content = properties(draw.choice((forged, {**draw.own(), **_deaths(draw)})))
+    key = draw.choice((*BAD_TEXTS, reason))
+    return draw.modules.undeliverable.exchange.name, key, content, b"body"
 
 
-def _straight_to_undeliverable(random: Draw) -> Made:
-    content = properties({**random.own(), **_deaths(random)})
-    return random.modules.undeliverable.exchange.name, random.choice(BAD_TEXTS), content, b"body"
+def _task(draw: Draw) -> Made:
+    """A task for the worker's own consumer, which restores it."""
+    headers = {**draw.task(), **draw.own(), **_nested_headers(draw)}
+    for name in ("expiration", "queue"):  # it could expire in its queue
+        headers.pop(f"rabbitdelay-{name}", None)
+    headers["sentry-task-enqueued-time"] = any_field(draw, 0)
+    headers |= {"rabbitdelay-queue": draw.tasks} if draw.random() < 0.5 else {}
+    draw.way = "distributed"
+    body = f'[["{_PLACE}"], {{}}, {{}}]'.encode()  # it may lose its properties
+    # A due time: distribution leaves it to the worker.
+    return _to_worker(draw, headers, body, draw.choice((5, "soon", True, {})))
 
 
-def _forged_reason(random: Draw) -> Made:
-    """A reason that breaks the line of a list, or speaks to a terminal."""
-    breaks = (b"\n", b"\r\n", b"\x85", b"\xe2\x80\xa8", b"\x1b[2J\x1b]0;title\x07", b"\x9b2J")
-    reason = b"gone" + random.choice(breaks) + b"2026-01-01 forged by me"
-    content = properties({b"rabbitdelay-reason": field_text(reason), **random.to_allowed()})
-    exchange = random.modules.undeliverable.exchange.name
-    return exchange, random.choice((b"", reason)), content, b"body"
-
-
-def _task(random: Draw) -> Made:
-    """A task for the worker's own consumer, which restores it, by distribution."""
-    headers = {
-        **random.task(),
-        **random.own(),
-        **_nested_headers(random),
-        b"sentry-task-enqueued-time": any_field(random, 0),
-        b"rabbitdelay-exchange": field_text(b""),
-        b"rabbitdelay-routing-key": field_text(random.tasks),
-        # A due time: distribution leaves it to the worker.
-        b"rabbitdelay-due": random.choice((integer(5), field_text(b"soon"), b"t\1", table({}))),
-    }
-    headers.pop(b"rabbitdelay-expiration", None)  # it could expire in its queue
-    headers.pop(b"rabbitdelay-queue", None)
-    if random.random() < 0.5:
-        headers[b"rabbitdelay-queue"] = headers[b"rabbitdelay-routing-key"]
-    return random.routed(DISTRIBUTION, headers, b'[["' + _PLACE + b'"], {}, {}]', **JSON)
-
-
-def _following(random: Draw) -> Made:
+def _following(draw: Draw) -> Made:
     """A task for check-in that has a worker publish to the forbidden queue, if it runs."""
-    options = {"exchange": "amq.direct", "routing_key": random.forbidden.decode()}
-    place, short = _PLACE.decode(), dict(JSON)
-    evil = {"task": "hostile", "args": [place], "kwargs": {}, "options": options}
-    name = random.choice(("callbacks", "errbacks", "chain", "chord", "group", "taskset"))
+    options = {"exchange": "amq.direct", "routing_key": draw.forbidden}
+    evil = {"task": "hostile", "args": [], "kwargs": {}, "options": options}
+    name = draw.choice(("callbacks", "errbacks", "chain", "chord", "group", "taskset"))
     following = {name: evil if name == "chord" else [evil]}
-    headers = {b"x-delay": random.soon()}
-    choice = random.random()
+    headers, encoding, choice = draw.task(), "utf-8", draw.random()
     if choice < 0.4:
-        body = json.dumps([[place], {}, following]).encode()
-        headers |= random.task() | ({b"group": field_text(b"g")} if name == "group" else {})
+        body = json.dumps([[], {}, following])
+        headers |= {"group": "g"} if name == "group" else {}
     elif choice < 0.6:
-        own = random.choice((b"celery.group", b"celery.chain", b"celery.chord", b"celery.map"))
-        body = json.dumps([[[evil], ["0", []], "g", []], {}, {}]).encode()
-        headers |= {**random.task(), b"task": field_text(own)}
+        headers["task"] = draw.choice(("celery.group", "celery.chain", "celery.chord"))
+        body = json.dumps([[[evil], ["0", []], "g", []], {}, {}])
     else:
-        told = {"task": "hostile", "id": "1", "args": [place], "kwargs": {}, **following}
-        escaped = (random.choice((each, f"\\u{ord(each):04x}")) for each in "task")
+        escaped = (draw.choice((each, f"\\u{ord(each):04x}")) for each in "task")
         # py-amqp decodes a body for the worker.
-        spelled, short["content_encoding"] = random.choice(
-            (("".join(escaped), b"utf-8"), ("+AHQ-ask", b"utf-7"), ("\\x74ask", b"unicode_escape"))
+        spelled, encoding = draw.choice(
+            (("".join(escaped), "utf-8"), ("+AHQ-ask", "utf-7"), ("\\x74ask", "unicode_escape"))
         )
-        body = json.dumps(told).encode().replace(b'"task"', f'"{spelled}"'.encode(), 1)
-    return (
-        random.checkin,
-        random.tasks,
-        properties(headers, reply_to=random.forbidden, **short),
-        body,
+        headers, told = {}, {"task": "hostile", "id": "1", "args": [], "kwargs": {}, **following}
+        body = json.dumps(told).replace('"task"', f'"{spelled}"', 1)
+    draw.way = "checked in"
+    short = {"content_encoding": encoding, "reply_to": draw.forbidden}
+    return _to_worker(draw, headers, body.encode(), **short)
+
+
+def _unread(draw: Draw) -> Made:
+    """A task that check-in and Celery do not read."""
+    content_type, body = draw.choice(
+        (
+            ("application/x-python-serialize", pickle.dumps([[], {}, {}])),
+            ("application/x-yaml", b"!!python/object/apply:os.system [true]"),
+            ("application/x-msgpack", b"\x93\x90\x80\x80"),
+            ("application/json", draw.choice((draw.randbytes(50), b""))),
+        )
     )
-
-
-def _unread(random: Draw) -> tuple[dict[bytes, bytes], dict[str, bytes], bytes]:
-    """Headers, properties and body of a task that check-in and Celery do not read."""
-    mark, headers = random.mark.decode(), random.task()
-    body = [[mark], {}, {}]
-    kinds = {
-        b"application/x-python-serialize": pickle.dumps(body),
-        b"application/x-yaml": f"!!python/object/apply:os.system ['true {mark}']".encode(),
-        b"application/x-msgpack": b"\x93\x91\xa9" + random.mark + b"\x80\x80",
-        b"application/json": random.choice((random.randbytes(50), b"")),
-    }
-    content_type, written = random.choice(list(kinds.items()))
-    if content_type == b"application/json":
-        name = random.choice((*encoders(), "unknown"))
-        headers[b"compression"] = field_text(name.encode())
-        if name != "unknown":
-            written += compress(json.dumps(body).encode(), name)[0][:-5]
-    return headers, {"content_type": content_type, "content_encoding": b"utf-8"}, written
-
-
-def _unread_by_check_in(random: Draw) -> Made:
-    told, short, body = _unread(random)
-    headers = {**told, b"x-delay": random.soon()}
-    if short["content_type"] == b"application/x-python-serialize" and random.random() < 0.5:
-        del headers[b"task"]
-    return random.checkin, random.tasks, properties(headers, **short), body
-
-
-def _unread_by_worker(random: Draw) -> Made:
-    headers, short, body = _unread(random)
-    return random.routed(
-        random.tasks.decode(), {**headers, b"rabbitdelay-due": integer(5)}, body, **short
-    )
+    draw.way = draw.choice(_WAYS)
+    return _to_worker(draw, draw.task(), body, content_type=content_type)
 
 
 @cache
@@ -444,93 +357,70 @@ def _bomb(name: str) -> bytes:
     return compress(bytes(2 * MAX_GROWTH // 3), name)[0]
 
 
-def _compressed(random: Draw) -> Made:
-    """A compressed task for the worker, of which some run and the others are too large."""
-    name, tasks = random.choice(encoders()), random.tasks.decode()
-    headers = {**random.task(), b"compression": field_text(name.encode())}
-    # Decompressors of these ignore the bytes behind the stream.
-    if random.random() < 0.8 and name in ("application/x-gzip", "application/x-bz2"):
-        body = compress(json.dumps([[random.mark.decode()], {}, {}]).encode(), name)[0]
-    else:
-        body = _bomb(name)
-    if random.random() < 0.5:
-        headers[b"rabbitdelay-due"] = integer(5)
-    choice = random.random()
-    if choice < 0.3:
-        key = random.topology.keys.key_without_digits(tasks).encode()
-        return random.topology.delivery.name, key, properties(headers, **JSON), body
-    if choice < 0.6:
-        return random.routed(tasks, headers, body, **JSON)
-    headers |= {**random.to_allowed(), b"rabbitdelay-routing-key": field_text(random.tasks)}
-    return random.routed(DISTRIBUTION, headers, body, **JSON)
+def _compressed(draw: Draw) -> Made:
+    """A compressed task for the worker: some run, and the others are too large."""
+    name, draw.way = draw.choice(encoders()), draw.choice(_WAYS)
+    body = draw.choice((_bomb(name), compress(_PLAIN, name)[0]))
+    return _to_worker(draw, {**draw.task(), "compression": name}, body)
 
 
-def _malformed(random: Draw) -> Made:
+def _malformed(draw: Draw) -> Made:
     """A task whose fields have any value, by one of the ways that a task reaches a worker."""
-    random.way = random.choice(("checked in", "checked in with a delay", "in levels", "delivered"))
-    return _to_worker(random, *malformed(random))
+    draw.way = draw.choice(_WAYS[:-1])
+    return _to_worker(draw, *malformed(draw))
 
 
-def _behind(random: Draw) -> Made:
+def _behind(draw: Draw) -> Made:
     """A task without a fault, right behind the former message."""
-    return _to_worker(random, random.task(), b"[[], {}, {}]")
+    return _to_worker(draw, draw.task(), _PLAIN)
 
 
-def _to_worker(random: Draw, headers: Headers, body: bytes) -> Made:
-    topology, tasks = random.topology, random.tasks.decode()
-    exchange, key = random.checkin, random.tasks
-    own: dict[bytes, bytes] = {}
-    if random.way == "checked in with a delay":
-        own = {b"x-delay": integer(200)}
-    elif random.way == "in levels":
-        exchange, written = topology.route(0.2, tasks)[:2]
-        key, own = written.encode(), {b"rabbitdelay-due": integer(5)}
-    elif random.way == "delivered":
-        exchange, key = topology.delivery.name, topology.keys.key_without_digits(tasks).encode()
+def _to_worker(draw: Draw, headers: Headers, body: bytes, due: Any = 5, **short: str) -> Made:
+    topology, own = draw.topology, dict[str, Any]()
+    address = draw.checkin, draw.tasks
+    if draw.way == "checked in with a delay":
+        own = {"x-delay": 200}
+    elif draw.way == "in levels":
+        address, own = topology.route(0.2, draw.tasks)[:2], {"rabbitdelay-due": 5}
+    elif draw.way == "delivered":
+        address = topology.delivery.name, topology.keys.key_without_digits(draw.tasks)
+    elif draw.way == "distributed":
+        address = topology.route(0, DISTRIBUTION)[:2]
+        own = {**draw.passed_on(draw.tasks), "rabbitdelay-due": due}
     # The body has to stay as it is.
-    return exchange, key, properties({**headers, **own}, **JSON, message_id=_PLACE), body
+    content = properties({**headers, **own}, message_id=_PLACE, **{**JSON, **short})
+    return *address, content, body
 
 
 #: The kind of a task that follows another message.
 BEHIND: Final = "task behind it"
 
 KINDS: Final[dict[str, Kind]] = {
-    "plain": Kind(
-        lambda random: random.checked_in({b"x-delay": random.soon(), b"own": any_field(random)}), 20
+    "plain": Kind(lambda draw: {"own": any_field(draw)}, 20),
+    "delay of any type": Kind(
+        lambda draw: {"x-delay": draw.choice((draw.choice(DELAYS), draw.due()))}, 15
     ),
-    "delay of any type": Kind(_delay, 15),
     "not allowed": Kind(_not_allowed),
     "key not UTF-8": Kind(_bad_key),
-    "header name not UTF-8": Kind(_bad_names),
-    "property not UTF-8": Kind(_bad_properties),
+    "header name not UTF-8": Kind(
+        lambda draw: {draw.choice((b"\xff", b"rabbitdelay-\xff", b"", b"n" * 128)): draw.due()}
+    ),
+    "property not UTF-8": Kind(_odd_properties, 15),
     "deep": Kind(_deep, 2),
-    "nested headers": Kind(lambda random: random.checked_in(_nested_headers(random))),
+    "nested headers": Kind(_nested_headers),
     "as large as a frame": Kind(_wide, 0.5),
     "large body": Kind(_large, 0.1),
-    "forged headers": Kind(lambda random: random.checked_in(random.own()), 20),
-    "forged x-death": Kind(lambda random: random.checked_in(_deaths(random))),
-    "expiring": Kind(_expiring, 5),
-    "sender-selected": Kind(
-        lambda random: random.checked_in(
-            {random.choice((b"CC", b"BCC")): array([field_text(random.forbidden)])}
-        ),
-        5,
-    ),
-    "refused by the broker": Kind(_refused_properties, 0.2, is_refused=True),
-    "forged destination": Kind(_forged_destination, 15),
-    "distributed with forged headers": Kind(
-        lambda random: random.routed(DISTRIBUTION, random.own())
-    ),
-    "forged due time": Kind(_far_due, 5),
+    "forged headers": Kind(Draw.own, 20),
+    "forged x-death": Kind(_deaths),
+    "sender-selected": Kind(lambda draw: {draw.choice(("CC", "BCC")): [draw.forbidden]}, 5),
+    "refused by the broker": Kind(_refused, 0.2, is_refused=True),
+    "distributed with forged headers": Kind(_distributed, 30),
     "envelope": Kind(_envelope),
     "task": Kind(_task),
-    "meditated": Kind(_meditated, 5),
-    "level": Kind(_level, 5),
-    "undeliverable": Kind(_straight_to_undeliverable, 5),
-    "forged reason": Kind(_forged_reason, 5),
+    "levels": Kind(_level),
+    "undeliverable": Kind(_undeliverable),
     "followed by others": Kind(_following, 15),
-    "not read by check-in": Kind(_unread_by_check_in, 5),
-    "not read by Celery": Kind(_unread_by_worker, 5, is_dropped=True),
+    "not read": Kind(_unread, 5, is_dropped=True),
     "compressed": Kind(_compressed, 2),
     "malformed task": Kind(_malformed, 60, is_dropped=True, is_followed=True),
     BEHIND: Kind(_behind, 1),

@@ -14,12 +14,11 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final
 
 from tests.mutation.operators import Mutant, mutants, unbroken
 from tests.project_copy import NO_TESTS, PASSED, REPOSITORY, project_copy, run_tests
@@ -54,18 +53,6 @@ UNBROKEN_TIMEOUT: Final = 3600.0
 IGNORED: Final = ("--ignore-glob=*test_doc*", "--ignore-glob=*test_upstream*")
 
 
-class Result(NamedTuple):
-    """What became of a mutant.
-
-    Attributes:
-        mutant: The mutant.
-        noticed_by: The test that failed first, or why there is none; None if all passed.
-    """
-
-    mutant: Mutant
-    noticed_by: str | None
-
-
 def main() -> int:
     """Run everything; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
@@ -76,36 +63,28 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     parser.add_argument("--verbose", action="store_true", help="say which test noticed a mutant")
     given = parser.parse_args()
-    files, survived, is_enough = given.files or pure_files(), [], True
-    with ExitStack() as stack, ThreadPoolExecutor(given.jobs) as pool:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for _ in range(given.jobs):
-            copies.put(stack.enter_context(_copy()))
-        first = copies.get()
-        started = time.monotonic()
-        failed = _failure(first, UNBROKEN_TIMEOUT, "tests/unit")
-        if failed:
-            print(f"the tests fail already without a mutant: {failed}", file=sys.stderr)
-            return 2
-        timeout = _timeout_since(started)
-        copies.put(first)
-        running = {
-            file: [
-                pool.submit(_result, copies, file, mutant, timeout)
-                for mutant in _choose(file, given.places, given.seed)
-            ]
-            for file in files
-        }
-        try:
-            for file in files:
-                results = [future.result() for future in running[file]]
-                _print_row(file, results, given.verbose)
-                own = [each.mutant for each in results if each.noticed_by is None]
-                is_enough &= len(own) <= len(results) * (1 - WANTED) + 1e-9
-                survived += [f"survived: {file}:{each.line} {each.what}" for each in own]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    print(*survived, sep="\n")
+    started = time.monotonic()
+    sources = {file: unbroken((REPOSITORY / PACKAGE / file).read_text()) for file in pure_files()}
+    if failed := _failure(sources, UNBROKEN_TIMEOUT, "tests/unit"):
+        print(f"the tests fail already without a mutant: {failed}", file=sys.stderr)
+        return 2
+    timeout = max(MIN_TIMEOUT, SLOWER * (time.monotonic() - started))
+    is_enough = True
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for file in given.files or pure_files():
+            every = mutants((REPOSITORY / PACKAGE / file).read_text())
+            some = random.Random(f"{given.seed}/{file}").sample(
+                every, min(given.places, len(every))
+            )
+            results = list(pool.map(partial(_noticed_by, file, timeout), some))
+            noticed = sum(each is not None for each in results)
+            print(f"{file:32} {noticed:3} of {len(some):3} noticed", flush=True)
+            for mutant, noticed_by in zip(some, results, strict=True):
+                if noticed_by is None or given.verbose or "tests/" not in noticed_by:
+                    print(
+                        f"    {mutant.line}: {mutant.what}: {noticed_by or 'SURVIVED'}", flush=True
+                    )
+            is_enough &= noticed >= len(some) * WANTED - 1e-9
     return 0 if is_enough else 1
 
 
@@ -117,56 +96,24 @@ def pure_files() -> list[str]:
     return [*(name for name in names if name not in NOT_PURE), *ELSEWHERE]
 
 
-def _choose(file: str, places: int, seed: int) -> list[Mutant]:
-    source = (REPOSITORY / PACKAGE / file).read_text()
-    every = mutants(source)
-    return random.Random(f"{seed}/{file}").sample(every, min(places, len(every)))
+def _noticed_by(file: str, timeout: float, mutant: Mutant) -> str | None:
+    """Return the test that fails first, or why there is none; None if all pass."""
+    # First the file's own tests, which notice most; then all others.
+    own, noticed_by = f"tests/unit/test_{Path(file).stem}.py", None
+    if (REPOSITORY / own).exists():
+        noticed_by = _failure({file: mutant.source}, timeout, own)
+    others = "tests/unit", f"--ignore={own}"
+    return noticed_by or _failure({file: mutant.source}, timeout, *others)
 
 
-@contextmanager
-def _copy() -> Iterator[Path]:
-    """Copy the project, with its pure files laid out like their mutants."""
+def _failure(sources: Mapping[str, str], timeout: float, *tests: str) -> str | None:
+    """Return which test fails first where files have other sources; None if all pass."""
     with project_copy() as folder:
-        for file in pure_files():
-            path = folder / PACKAGE / file
-            path.write_text(unbroken(path.read_text()))
-        yield folder
-
-
-def _timeout_since(started: float) -> float:
-    return max(MIN_TIMEOUT, SLOWER * (time.monotonic() - started))
-
-
-def _result(copies: SimpleQueue[Path], file: str, mutant: Mutant, timeout: float) -> Result:
-    folder = copies.get()
-    target = folder / PACKAGE / file
-    original = target.read_text()
-    try:
-        target.write_text(mutant.source)
-        # First the file's own tests, which notice most; then all others.
-        own, noticed_by = f"tests/unit/test_{Path(file).stem}.py", None
-        if (folder / own).exists():
-            noticed_by = _failure(folder, timeout, own)
-        others = "tests/unit", f"--ignore={own}"
-        return Result(mutant, noticed_by or _failure(folder, timeout, *others))
-    finally:
-        target.write_text(original)
-        copies.put(folder)
-
-
-def _failure(folder: Path, timeout: float, *tests: str) -> str | None:
-    """Return which test fails first; None if all pass."""
-    profile = "--hypothesis-profile=mutation"
-    run = run_tests(folder, profile, *tests, *IGNORED, timeout=timeout)
+        for file, source in sources.items():
+            (folder / PACKAGE / file).write_text(source)
+        profile = "--hypothesis-profile=mutation"
+        run = run_tests(folder, profile, *tests, *IGNORED, timeout=timeout)
     return None if run.code in (PASSED, NO_TESTS) else run.failed
-
-
-def _print_row(file: str, results: Sequence[Result], verbose: bool) -> None:
-    noticed = sum(result.noticed_by is not None for result in results)
-    print(f"{file:32} {noticed:3} of {len(results):3} noticed", flush=True)
-    for mutant, noticed_by in results:
-        if noticed_by and (verbose or "tests/" not in noticed_by):
-            print(f"    {mutant.line}: {mutant.what}: {noticed_by}", flush=True)
 
 
 if __name__ == "__main__":
