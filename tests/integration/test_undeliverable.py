@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -16,7 +17,8 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.operations.undeliverable import reader as undeliverable_reader
+from celery_rabbitdelay.operations.moving import source as source_module
+from celery_rabbitdelay.operations.moving.mover import Place
 from celery_rabbitdelay.operations.undeliverable.messages import (
     UndeliverableMessage,
     undeliverable_messages,
@@ -28,7 +30,7 @@ from celery_rabbitdelay.operations.undeliverable.redrive import (
 )
 from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
 from celery_rabbitdelay.publishing.declaration import declare
-from celery_rabbitdelay.testing import RabbitMQServer, wait_for
+from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.shop import named
 from tests.integration.undeliverable_messages import (
@@ -76,7 +78,7 @@ def read(connection: Connection, topology: Topology, **options: int) -> list[int
 def test_messages_stay_where_they_are_however_often_they_are_read(
     connection: Connection, declared: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(undeliverable_reader, "SILENCE", 0.01)
+    monkeypatch.setattr(source_module, "SILENCE", 0.01)
     assert read(connection, declared) == []
     name = put(connection, declared, *numbered(40))
     assert read(connection, declared, limit=15) == [*range(15)]
@@ -85,16 +87,14 @@ def test_messages_stay_where_they_are_however_often_they_are_read(
     wait_until_waiting(connection, name, 40)
 
 
-@pytest.mark.parametrize(("queue_type", "of_a_tag"), [("quorum", 20), ("classic", 1000)])
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
 def test_a_read_goes_on_behind_what_it_has_taken_and_takes_few_ahead(
     connection: Connection,
     make_topology: Callable[..., Topology],
     monkeypatch: pytest.MonkeyPatch,
     queue_type: str,
-    of_a_tag: int,
 ) -> None:
-    monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
-    monkeypatch.setattr(undeliverable_reader, "MOST_OF_A_TAG", of_a_tag)
+    monkeypatch.setattr(source_module, "AHEAD", 10)
     topology = make_topology(queue_type=queue_type)
     declare(connection, topology)
     name = put(connection, topology, *numbered(75))
@@ -111,31 +111,29 @@ def test_a_read_that_takes_too_long_fails_and_loses_nothing(
     name = put(connection, declared, *numbered(5))
     messages = undeliverable_messages(connection, declared)
     assert int(next(messages).body) == 0
-    monkeypatch.setattr(undeliverable_reader, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(source_module, "MOST_SECONDS", 0.0)
     with pytest.raises(ReadTooLong, match=r"1 undeliverable messages.*with a limit"):
         next(messages)
     wait_until_waiting(connection, name, 5)
 
 
-def test_messages_come_to_their_queue_and_the_others_stay_in_their_order(
-    connection: Connection, declared: Topology, queue: Queue, monkeypatch: pytest.MonkeyPatch
+def test_messages_come_to_their_queue_and_the_others_stay(
+    connection: Connection, declared: Topology, queue: Queue
 ) -> None:
-    monkeypatch.setattr(undeliverable_reader, "AHEAD", 10)
     name = put(connection, declared, *numbered(95, queue.name))
 
     def is_odd(copy: UndeliverableMessage) -> bool:
         return int(copy.body) % 2 == 1
 
-    report = redrive(connection, declared, to_queues(declared, queue), is_odd)
+    report = redrive(Place(connection, declared), to_queues(declared, queue), is_odd)
 
     assert (report.present, report.examined, report.matched) == (95, 95, 47)
     assert (report.removed, report.left, report.stopped) == (47, {}, None)
     assert report.is_complete
     wait_until_waiting(connection, name, 48)
     arrived = take(connection, [queue], 47)
-    assert [int(each.body) for each in arrived] == [*range(1, 95, 2)]
-    for _ in range(2):
-        assert read(connection, declared) == [*range(0, 95, 2)]
+    assert sorted(int(each.body) for each in arrived) == [*range(1, 95, 2)]
+    assert sorted(read(connection, declared)) == [*range(0, 95, 2)]
     # The header says how often; the others are those of any delayed message.
     headers = arrived[0].message.headers
     assert headers == straight(queue.name, **{header_names.REDRIVEN: 1})
@@ -146,11 +144,11 @@ def test_a_limit_and_a_rate_are_kept_and_a_dry_run_changes_nothing(
 ) -> None:
     name = put(connection, declared, *numbered(30, queue.name))
     redriving = to_queues(declared, queue)
-    assert redrive(connection, declared, redriving, dry_run=True).removed == 30
+    assert redrive(Place(connection, declared), redriving, dry_run=True).removed == 30
     wait_until_waiting(connection, name, 30)
-    some = redrive(connection, declared, redriving, limit=12, rate=20)
-    # The first one goes at once.
-    assert (some.removed, some.seconds >= 11 / 20) == (12, True)
+    some = redrive(Place(connection, declared), redriving, limit=12, rate=20)
+    # The first ones go at once, as after a pause.
+    assert (some.removed, some.seconds >= 8 / 20) == (12, True)
     wait_until_waiting(connection, name, 18)
     wait_until_waiting(connection, queue.name, 12)
 
@@ -177,8 +175,10 @@ def test_forged_headers_reach_nothing(
     name = put(connection, topology, *messages)
     put(connection, topology, message("x", {}), routing_key=f"0.0.{secret.name}")
 
-    report = redrive(connection, topology, redriving_for(shop))
-    open_to_all = redrive(connection, topology, redriving_for(shop, allow=["*"]), dry_run=True)
+    report = redrive(Place(connection, topology), redriving_for(shop))
+    open_to_all = redrive(
+        Place(connection, topology), redriving_for(shop, allow=["*"]), dry_run=True
+    )
 
     assert (report.removed, report.left.total()) == (0, len(messages) + 1), report
     wait_until_waiting(connection, name, len(messages) + 1)
@@ -228,12 +228,12 @@ def test_attempts_are_counted_through_distribution(connection: Connection, serve
     name = put(connection, topology, message("by distribution", gone), envelope)
     redriving = redriving_for(shop, max_attempts=2)
     for attempt in (1, 2):
-        report = redrive(connection, topology, redriving)
+        report = redrive(Place(connection, topology), redriving)
         assert report.removed == 2, report
         wait_until_waiting(connection, name, 2)
         copies = list(undeliverable_messages(connection, topology))
         assert [each.headers[header_names.REDRIVEN] for each in copies] == [attempt] * 2
-    report = redrive(connection, topology, redriving)
+    report = redrive(Place(connection, topology), redriving)
     assert report.left == {"it was redriven 2 times already": 2}
 
 
@@ -243,13 +243,13 @@ def test_messages_stay_if_the_levels_are_gone(
     name = put(connection, declared, *numbered(5, queue.name))
     channel: Any = connection.default_channel
     declared.delivery(channel).delete()
-    report = redrive(connection, declared, to_queues(declared, queue))
+    report = redrive(Place(connection, declared), to_queues(declared, queue))
     assert report.removed == 0
     assert report.left
     wait_until_waiting(connection, name, 5)
 
 
-def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
+def test_if_the_connections_are_lost_a_redrive_goes_on_and_no_message_is_lost(
     private_rabbitmq: RabbitMQServer, connection: Connection, declared: Topology, queue: Queue
 ) -> None:
     name = put(connection, declared, *numbered(100, queue.name))
@@ -261,15 +261,12 @@ def test_if_the_connections_are_lost_the_report_says_so_and_no_message_is(
             close_all_connections(private_rabbitmq, "a test")
         return True
 
-    report = redrive(connection, declared, to_queues(declared, queue), lose, rate=50)
+    report = redrive(Place(connection, declared), to_queues(declared, queue), lose, rate=50)
 
     assert lost
-    assert report.stopped is not None
+    assert (report.left, report.stopped) == ({}, None)
     with connection.clone() as again:
-        wait_for(
-            lambda: count(again, name) + count(again, queue.name) >= 100, "all of the messages"
-        )
-        assert redrive(again, declared, to_queues(declared, queue)).left == {}
         wait_until_waiting(again, name, 0)
-        arrived = take(again, [queue], count(again, queue.name))
-    assert {int(each.body) for each in arrived} == {*range(100)}
+        arrived = Counter(int(each.body) for each in take(again, [queue], report.removed))
+    assert {*arrived} == {*range(100)}
+    assert arrived.total() <= 100 + report.uncertain
