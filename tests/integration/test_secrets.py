@@ -41,7 +41,6 @@ COMMANDS: Final = {
     "export": "--format definitions",
     "permissions": "producer",
     "route": "1.5",
-    "send": "look -",
 }
 
 #: Where nobody answers.
@@ -161,7 +160,7 @@ def test_no_command_shows_a_password(
         assert PLANTED not in shown.by(command), command
     # Otherwise there was little to show.
     if password == PLANTED:
-        assert {"declare", "send", "status"} <= shown.succeeded
+        assert {"declare", "status"} <= shown.succeeded
     else:
         assert shown.succeeded <= {"export", "permissions", "route"}
     app.close()
