@@ -12,6 +12,7 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.operations.moving.mover import Place
 from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.testing import wait_for
@@ -118,10 +119,11 @@ def test_what_is_refused_for_long_is_signed_and_can_be_redriven(
     wait_until_waiting(connection, undeliverable, 3)
     channel: Any = connection.default_channel
     channel.queue_delete(full.name)
-    report = redrive(connection, topology, redriving_for(shop, allow=[full.name]))
+    place = Place(connection, topology)
+    report = redrive(place, redriving_for(shop, allow=[full.name]))
     assert (report.removed, report.left) == (2, {NOT_SIGNED: 1})
     vouched = redriving_for(shop, allow=[full.name], vouches=True)
-    assert redrive(connection, topology, vouched).removed == 1
+    assert redrive(place, vouched).removed == 1
     channel.queue_declare(full.name, durable=True, auto_delete=False)
     assert len(take(connection, [full], 3)) == 3
 

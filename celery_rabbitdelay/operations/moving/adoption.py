@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from kombu import Exchange, Queue
@@ -26,7 +26,7 @@ from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution
-from celery_rabbitdelay.operations.moving.mover import Convert, Stay
+from celery_rabbitdelay.operations.moving.mover import Stay
 from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -59,6 +59,10 @@ KEEPS_OWN: Final = "its task has rabbitdelay=False"
 SLACK_MS: Final = 2000
 
 _BITS = re.compile(rf"((?:[01]\.){{{BITS}}})(.*)", re.DOTALL)
+
+
+#: Returns the delayed message of one in a queue; it raises :class:`.Stay`.
+Adopt: TypeAlias = Callable[[amqp.Message, str], Outgoing]
 
 
 def native_queues(prefix: str = "") -> list[str]:
@@ -163,7 +167,7 @@ class TaskMessages:
         return Outgoing(*address(), delayed.message, address)
 
 
-def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Convert:
+def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Adopt:
     """Return what converts tasks in Celery's native delayed delivery.
 
     It raises :class:`.Stay` if the destination of a task is unknown.
@@ -224,7 +228,7 @@ def _destination(bound: Sequence[_Bound], routing_key: str) -> Destination:
 
 def nservicebus_chain(
     topology: Topology, version: int = 2, signing_keys: SigningKeys | None = None
-) -> Convert:
+) -> Adopt:
     """Return what converts messages in NServiceBus's delay infrastructure.
 
     When a message is due, it goes to the last exchange of the infrastructure, so that it reaches
@@ -263,7 +267,7 @@ def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
         return None
 
 
-def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]) -> Convert:
+def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]) -> Adopt:
     """Return what converts tasks in their own queue, where workers would hold them until their eta.
 
     It raises :class:`.Stay` for a task that is due, has no eta, or cannot wait in the levels.
