@@ -10,7 +10,6 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -45,32 +44,15 @@ def served(serving: tuple[dict[str, Any], Worker]) -> Iterator[Any]:
     app.close()
 
 
-@pytest.fixture
-def secret(connection: Connection, make_queue: Callable[..., Queue]) -> Queue:
-    """A queue of somebody else, which nobody has bound to the levels."""
-    queue = make_queue("secret")
-    queue(connection.default_channel).declare()
-    return queue
-
-
 def forge(
-    stranger: Connection, shop: Any, told: dict[str, Any], to: str = DISTRIBUTION, **options: Any
+    stranger: Connection, shop: Any, told: dict[str, Any], to: str, body: Any, **options: Any
 ) -> None:
     """Publish a message into the levels that is due now."""
     exchange, routing_key, _ = shop.rabbitdelay.topology.route(0, to)
-    channel: Any = stranger.default_channel
-    channel.confirm_select()
+    told = {headers.DUE: 5, **told}
     stranger.Producer().publish(
-        options.pop("body", "forged"),
-        exchange=exchange,
-        routing_key=routing_key,
-        headers={headers.DUE: 5, **told},
-        **options,
+        body, exchange=exchange, routing_key=routing_key, headers=told, **options
     )
-
-
-def to(exchange: str, routing_key: str, **more: Any) -> dict[str, Any]:
-    return {headers.EXCHANGE: exchange, headers.ROUTING_KEY: routing_key, **more}
 
 
 def test_a_message_that_finds_no_queue_comes_when_the_queue_is_bound_again(
@@ -80,7 +62,7 @@ def test_a_message_that_finds_no_queue_comes_when_the_queue_is_bound_again(
     gone, topology = make_queue("gone"), served.rabbitdelay.topology
     declare_destination(connection, topology, gone)
     gone(connection.default_channel).delete()
-    forge(connection, served, {headers.QUEUE: gone.name}, gone.name, body="first")
+    forge(connection, served, {headers.QUEUE: gone.name}, gone.name, "first")
     wait_for(lambda: "does not take a message" in served.worker.log, "the first attempt")
     # Another producer, which declares and binds the queue.
     with connection.clone() as other:
@@ -109,29 +91,21 @@ def test_a_queue_that_only_its_producer_knows_gets_what_goes_through_distributio
         assert not {headers.ATTEMPTS, headers.REASON} & told
 
 
-def retried_task(connection: Connection, shop: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Send a task that is retried once and take it out of the levels.
-
-    Returns:
-        Its result, its message, and the properties that it was sent with.
-    """
-    result = shop.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=600)
-    waiting = [each for each in shop.rabbitdelay.topology.queues if count(connection, each.name)]
-    (taken,) = take(connection, waiting, 1)
-    own = {name: taken.message.properties[name] for name in ("correlation_id", "reply_to")}
-    return result, taken.message, {"body": taken.body, "serializer": "json", **own}
-
-
 def test_a_retry_goes_only_where_distribution_may_go(
-    served: Any, connection: Connection, secret: Queue
+    served: Any, connection: Connection, make_queue: Callable[..., Queue]
 ) -> None:
     """Whatever a message for a queue of the application claims about where it came from."""
-    queue = named(served, "default")
-    for claimed in (to("", secret.name), to("celery.pidbox", "")):
-        result, message, sent = retried_task(connection, served)
-        assert message.headers[headers.QUEUE] == queue
-        told = {**message.headers, **claimed, headers.DUE: 5}
-        forge(connection, served, told, queue, **sent)
+    secret, queue = make_queue("secret"), named(served, "default")
+    secret(connection.default_channel).declare()
+    for exchange, routing_key in (("", secret.name), ("celery.pidbox", "")):
+        result = served.tasks["retry"].apply_async(([], 1, {"countdown": 0.2}), delay=600)
+        levels = served.rabbitdelay.topology.queues
+        (taken,) = take(connection, [each for each in levels if count(connection, each.name)], 1)
+        sent = taken.message.headers
+        assert sent[headers.QUEUE] == queue
+        claims = {headers.EXCHANGE: exchange, headers.ROUTING_KEY: routing_key, headers.DUE: 5}
+        own = {name: taken.message.properties[name] for name in ("correlation_id", "reply_to")}
+        forge(connection, served, {**sent, **claims}, queue, taken.body, serializer="json", **own)
         past = result.get(timeout=PATIENCE)
         assert [(each["exchange"], each["routing_key"]) for each in past] == [("", queue)] * 2
     assert count(connection, secret.name) == 0
