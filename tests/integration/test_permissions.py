@@ -232,19 +232,14 @@ def send_several(acting: Acting) -> None:
 def cancel_one(acting: Acting) -> None:
     """A task is cancelled by a call and by the command; a producer does not reach the workers."""
     sender = make_app({**acting.settings, "broker_url": acting.host.url})
-    with Worker({**acting.settings, "broker_url": acting.host.url}) as worker:
-        sent = [sender.tasks["remind"].apply_async((1,), delay=600) for _ in range(3)]
-        for each in sent[:2]:
-            assert acting.app.rabbitdelay.cancel(each) is Outcome.NOTED
-        not_told = "" if acting.user == "operator" else "The cancel counts, but workers"
-        said = acting.command(f"cancel {sent[2].id} --also-future", not_told)
-        assert said.startswith(f"{sent[2].id}: noted")
-        if acting.user == "operator":
-            wait_for(lambda: worker.log.count("flagged as revoked") == 3, "revokes")
-        else:
-            # A refusal leaves nothing broken.
-            acting.remind.apply_async((2,), delay=1).get(timeout=PATIENCE)
+    sent = [sender.tasks["remind"].apply_async((1,), delay=600) for _ in range(2)]
     sender.close()
+    assert acting.app.rabbitdelay.cancel(sent[0]) is Outcome.NOTED
+    not_told = "" if acting.user == "operator" else "The cancel counts, but workers"
+    said = acting.command(f"cancel {sent[1].id} --also-future", not_told)
+    assert said.startswith(f"{sent[1].id}: noted")
+    # A refusal leaves nothing broken.
+    send_one(acting)
 
 
 def postpone_one(acting: Acting) -> None:
@@ -379,12 +374,6 @@ def rows_of_page() -> dict[str, list[str]]:
         user = users[role.removesuffix(" client"), mode.strip('`"')]
         found[user] = re.findall("`(.*?)`", actions)
     return found
-
-
-def test_the_page_has_all_users_and_actions() -> None:
-    rows = rows_of_page()
-    assert rows.keys() == USERS.keys()
-    assert {action for actions in rows.values() for action in actions} == ACTIONS.keys()
 
 
 @pytest.mark.parametrize(("user", "actions"), rows_of_page().items())

@@ -20,8 +20,7 @@ from tests.integration.modules import OPEN
 from tests.integration.notes import Notes
 from tests.integration.shop import named
 
-OLD, NEW, FOREIGN = (letter * 32 for letter in "onf")
-SIGNING: Final = {**OPEN, "rabbitdelay_signing_key": NEW}
+SIGNING: Final = {**OPEN, "rabbitdelay_signing_key": "n" * 32}
 
 
 def undeliverable(connection: Connection, shop: Any, number: int = 1) -> list[Arrival]:
@@ -116,19 +115,3 @@ def test_what_is_refused_for_long_is_signed_and_can_be_redriven(
     assert redrive(connection, topology, vouched).removed == 1
     channel.queue_declare(full.name, durable=True, auto_delete=False)
     assert len(take(connection, [full], 3)) == 3
-
-
-def test_keys_are_rotated_while_tasks_wait(
-    make_shop: Callable[..., Any], serve: Any, connection: Connection
-) -> None:
-    # In one tick, and so in one envelope.
-    due = datetime.now(UTC) + timedelta(seconds=8)
-    rows = [{"args": (number,), "eta": due} for number in range(5)]
-    for keys in (OLD, [NEW, OLD], FOREIGN):
-        shop = make_shop(rabbitdelay_signing_key=keys)
-        shop.rabbitdelay.send_many("look", rows, queue=named(shop, "mirror"))
-    shop = serve(only="default", rabbitdelay_signing_key=[NEW, OLD])
-    assert len(take(connection, [Queue(named(shop, "mirror"))], 10)) == 10
-    (refused,) = undeliverable(connection, shop)
-    assert refused.message.headers[headers.REASON] == NOT_SIGNED
-    assert not [key for key in (OLD, NEW, FOREIGN) if key in shop.worker.log]

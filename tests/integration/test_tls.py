@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 import time
 from pathlib import Path
-from threading import Timer
 from typing import Any, Final
 from uuid import uuid4
 
@@ -15,11 +14,8 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import connect, declare, missing
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
-from tests.integration.conftest import SHORT
 from tests.integration.management import wait_until_managed
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.tls import certificates, tls_configuration, tls_node, tls_redis, tls_shop
@@ -131,20 +127,6 @@ def test_a_frozen_broker_costs_a_producer_no_more_than_its_timeout(
             assert time.monotonic() - began < 25
         finally:
             tls_node.resume()
-
-
-def test_an_answer_may_take_longer_than_connecting(tls_node: RabbitMQServer) -> None:
-    topology = Topology(f"test-{uuid4().hex[:8]}", SHORT)
-    with connection_to(tls_node, connect_timeout=5) as connection:
-        connect(connection)
-        tls_node.suspend()
-        resumed = Timer(6.5, tls_node.resume)
-        resumed.start()
-        try:
-            declare(connection, topology)
-        finally:
-            resumed.join()
-        assert missing(connection, topology) == ()
 
 
 def test_the_certificate_alone_authenticates_the_user(

@@ -292,7 +292,7 @@ def main() -> None:
             if queue.name != f"{PREFIX}.topic.reports":
                 queue(connection.default_channel).declare()
         # So that everything is declared before a delay begins.
-        shop.rabbitdelay.declare(connection)
+        shop.tasks["note"].apply_async((0,), {"key": NOTES_KEY}, delay=0.1)
         messages = [asdict(each) for each in _messages(shop, connection)]
         shop.close()
         for name, content in (("messages", messages), ("definitions", _definitions(broker))):
