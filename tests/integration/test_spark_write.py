@@ -63,13 +63,15 @@ def bodies(shop: Any, queue: str, number: int) -> list[Any]:
 
 
 def test_rows_become_tasks_that_run_when_they_are_due(spark: SparkSession, noted: Notes) -> None:
+    """By the call; the format takes Spark several Python processes, which start for seconds."""
     began = time.time()
-    write(notes(spark, noted, 3, "2D", partitions=1))
+    report = dispatch(notes(spark, noted, 3, "2D", partitions=1), "note", app=APP)
+    assert (report.rows, report.confirmed) == (3, 3)
     assert all(note["at"] >= began + 2 for note in noted.wait(3))
     assert sorted(noted()) == [0, 1, 2]
 
 
-def test_columns_may_have_many_types(spark: SparkSession, noted: Notes) -> None:
+def test_the_format_takes_columns_of_many_types(spark: SparkSession, noted: Notes) -> None:
     columns = [
         "array(id) args, map('key', '{key}') kwargs, interval 3 second delay",
         "struct(id) args, to_json(map('key', '{key}')) kwargs, 3 delay",
@@ -77,9 +79,10 @@ def test_columns_may_have_many_types(spark: SparkSession, noted: Notes) -> None:
         "array(id) args, map('key', '{key}') kwargs, now() + interval 3 second eta",
         "array(id) Args, map('key', '{key}') KWARGS, 3 delaY, 'note' TASK, 0.1 tolerance",
     ]
+    began = time.time()
     for each in columns:
         write(spark.sql(f"select {each.format(key=noted.key)} from range(0, 2, 1, 1)"))
-    noted.wait(2 * len(columns))
+    assert all(note["at"] >= began + 3 for note in noted.wait(2 * len(columns)))
     assert sorted(noted()) == [0] * len(columns) + [1] * len(columns)
 
 
