@@ -179,8 +179,8 @@ def report(notes: Any, half: int) -> int:
         wait_for(lambda: len({run[0] for run in runs()}) == 2 * half, all_ran, PATIENCE, 1.0)
         # A copy may come behind its original.
         time.sleep(3)
-    except TimeoutError as late:
-        sys.stderr.write(f"{late}\n")
+    except TimeoutError as time_is_up:
+        sys.stderr.write(f"{time_is_up}\n")
     found = runs()
     ran = Counter(run[0] for run in found)
     lost, late = 2 * half - len(ran), sorted(at - due_ms / 1000 for _, at, due_ms, _ in found)

@@ -44,8 +44,8 @@ from celery_rabbitdelay.publishing.wire import (
     Wire,
     publish_frames,
 )
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
-from tests.integration.arrivals import count
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from tests.integration.arrivals import wait_until_waiting
 from tests.integration.shop import make_app, named
 from tests.node_control import add_virtual_host
 from tests.unit.waiting import waiting
@@ -124,13 +124,12 @@ def read(folder: Path, what: str) -> list[dict[str, Any]]:
 
 def publish_raw(connection: Connection, exchange: str, routing_key: str, content: Content) -> None:
     """Publish bytes, and wait until the broker has them."""
-    wire, channel = Wire(connection), connection.channel()
-    any_channel: Any = channel
-    number = any_channel.channel_id
-    frames = publish_frames(number, exchange, routing_key, content, wire.frame_max)
+    wire = Wire(connection)
+    channel: Any = connection.channel()
+    frames = publish_frames(channel.channel_id, exchange, routing_key, content, wire.frame_max)
     wire.write(frames, 30.0)
     # The broker answers after it has routed what came before.
-    any_channel.exchange_declare("amq.topic", "topic", passive=True)
+    channel.exchange_declare("amq.topic", "topic", passive=True)
     channel.close()
 
 
@@ -162,7 +161,9 @@ def _kinds(shop: Any, connection: Connection) -> list[tuple[str, str, Callable[[
         rows = [{"args": (first + each,), "kwargs": {"key": NOTES_KEY}} for each in range(5)]
         shop.rabbitdelay.send_many(note, [{**row, "eta": due} for row in rows], envelopes=True)
 
-    def made(number: int, to: str = queue, late: float = 0, **more: Any) -> Any:
+    def made(
+        number: int, to: str = queue, late: float = 0, more: dict[str, Any] | None = None
+    ) -> Any:
         """A task as it waits for its own queue."""
         message = shop.amqp.as_task_v2(str(uuid4()), "note", (number,), {"key": NOTES_KEY})
         due = {header_names.DUE: int((time.time() + late) * 1000), header_names.EXCHANGE: ""}
@@ -186,7 +187,7 @@ def _kinds(shop: Any, connection: Connection) -> list[tuple[str, str, Callable[[
         publish(outgoing.exchange, outgoing.routing_key, outgoing.message)
 
     def client(number: int) -> None:
-        publish(checkin, queue, made(number, **{"x-delay": 1000}))
+        publish(checkin, queue, made(number, more={"x-delay": 1000}))
 
     def without_queue(number: int) -> None:
         # Nobody has bound it, so it comes to distribution with the broker's own headers.
@@ -245,12 +246,11 @@ def _messages(shop: Any, connection: Connection) -> list[Recorded]:
         channel.auto_decode = False
         first = 0
         for kind, short, send in _kinds(shop, connection):
-            queue, numbers = f"{PREFIX}.{short}", [*range(first, first + 1)]
-            if kind == "an envelope":
-                numbers = [*range(first, first + 5)]
+            queue, tasks = f"{PREFIX}.{short}", 5 if kind == "an envelope" else 1
+            numbers = [*range(first, first + tasks)]
             first += len(numbers)
             send(numbers[0])
-            wait_for(lambda queue=queue: count(connection, queue) == 1, f"{kind} in {queue}")
+            wait_until_waiting(connection, queue, 1)
             message = channel.basic_get(queue, no_ack=True)
             due_ms, now_ms = headers_of(message).get(header_names.DUE), int(time.time() * 1000)
             info = message.delivery_info
@@ -292,7 +292,8 @@ def main() -> None:
             if queue.name != f"{PREFIX}.topic.reports":
                 queue(connection.default_channel).declare()
         # So that everything is declared before a delay begins.
-        shop.tasks["note"].apply_async((0,), {"key": NOTES_KEY}, delay=0.1)
+        note: Any = shop.tasks["note"]
+        note.apply_async((0,), {"key": NOTES_KEY}, delay=0.1)
         messages = [asdict(each) for each in _messages(shop, connection)]
         shop.close()
         for name, content in (("messages", messages), ("definitions", _definitions(broker))):
