@@ -28,9 +28,8 @@ demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is k
 
 INTEGRATION = $(wildcard $(patsubst %,tests/integration/test_%.py,$(1)))
 
-# What starts Spark. All files but the first ones share a session, which ends where one needs its own.
-OWN_SPARK = example_project/tests/test_pipelines.py tests/integration/test_spark_speculation.py
-SPARK_TESTS = $(OWN_SPARK) $(filter-out $(OWN_SPARK),$(call INTEGRATION,spark_*))
+# What starts Spark. All files but the first one share a session, which ends where one needs its own.
+SPARK_TESTS = example_project/tests/test_pipelines.py $(call INTEGRATION,spark_*)
 
 # The operator's commands against real servers, the code of the documentation, probes, pauses, metrics and the page.
 OPERATIONS_TESTS = $(call INTEGRATION,adopt command* documentation flower leaving metrics migrate pause \
@@ -54,8 +53,8 @@ BROWSER_TESTS = $(call INTEGRATION,web_browser*)
 SMOKE_TESTS = $(patsubst %,tests/integration/test_%,\
         schedules.py::test_each_instant_runs_once_and_edits_and_deletes_end_what_waits \
         travel.py::test_all_ways_to_send_travel \
-        spark_write.py::test_each_row_becomes_a_task_whatever_the_types_of_its_columns \
-        undeliverable.py::test_messages_come_to_their_queue_and_the_others_stay_in_their_order \
+        spark_write.py::test_rows_become_tasks_that_run_when_they_are_due \
+        undeliverable.py::test_messages_come_to_their_queue_and_the_others_stay \
         metrics.py::test_each_verdict_of_the_registry_is_counted \
         web.py::test_an_action_does_what_it_says_for_each_task_and_is_logged)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.integration.notes import Notes
 from tests.integration.publishing import posting
 from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
 from tests.integration.shop import make_app, named
+from tests.integration.spark_apps import publish
 from tests.integration.worker import Worker
 
 #: Levels of tenths and seconds, up to 5.9 s: declared in a blink, and all that most tests need.
@@ -180,6 +182,37 @@ def spark_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     yield tmp_path_factory.mktemp("spark")
     end_shared_session()
+
+
+@pytest.fixture
+def spark(spark_folder: Path) -> Any:
+    """That session."""
+    from tests.integration.spark import shared_session
+
+    return shared_session(spark_folder)
+
+
+@pytest.fixture(scope="session")
+def spark_settings(
+    request: pytest.FixtureRequest, redis_url: str, spark_folder: Path
+) -> dict[str, Any]:
+    """The settings of an application with a registry that Spark's Python processes find."""
+    url = os.environ.get("RABBITDELAY_BROKER_URL")
+    url = url or request.getfixturevalue("session_rabbitmq").url
+    settings = small_configuration(url, redis_url, f"spark-{uuid4().hex[:8]}")
+    settings["rabbitdelay_registry_url"] = redis_url
+    publish(spark_folder, "shop", settings)
+    return settings
+
+
+@pytest.fixture(scope="session")
+def spark_shop(spark_settings: dict[str, Any]) -> Iterator[Any]:
+    """The application; one worker serves its queues for all tests of Spark."""
+    app = make_app(spark_settings)
+    with Worker(spark_settings):
+        yield app
+    delete_what_it_declared(app)
+    app.close()
 
 
 def delete_what_it_declared(app: Any) -> None:

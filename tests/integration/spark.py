@@ -23,9 +23,14 @@ from tests.integration.spark_apps import APPS
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 
-#: For a Java process that lives for a few tests: compiling thoroughly takes longer than it gains.
-#: Not for benchmarks.
-QUICK_JAVA: Final = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+#: For a Java process that lives for a few tests: compiling thoroughly takes longer than it gains,
+#: and so does verifying Spark's classes. Not for benchmarks.
+QUICK_JAVA: Final = {
+    "JAVA_TOOL_OPTIONS": (
+        "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC "
+        "-XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+    )
+}
 
 
 def _end_java() -> None:

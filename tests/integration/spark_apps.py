@@ -16,24 +16,18 @@ from tests.integration.shop import make_app
 
 APPS: Final = "SPARK_APPS"
 
-
-def name_of(module: str) -> str:
-    """Return the name of the application of a test module, by the module's name."""
-    return module.rpartition(".")[2]
-
-
-def app_of(module: str) -> str:
-    """Return the import path of that application."""
-    return f"{__name__}:{name_of(module)}"
+#: Where to find the application of the fixture ``spark_shop``.
+APP: Final = "tests.integration.spark_apps:shop"
 
 
 def publish(folder: Path, name: str, settings: dict[str, Any]) -> None:
-    """Let Spark's Python processes find an application.
+    """Let the driver and Spark's Python processes find an application.
 
     Args:
         folder: That of the session.
         name: The application's name.
-        settings: What :func:`tests.integration.shop.make_app` takes.
+        settings: What :func:`tests.integration.shop.make_app` takes; with ``commits``: False for
+            one whose drivers die before they commit.
     """
     (folder / name).write_text(json.dumps(settings))
 
@@ -42,4 +36,10 @@ def __getattr__(name: str) -> Any:
     file = Path(os.environ.get(APPS, os.devnull), name)
     if not file.is_file():
         raise AttributeError(name)
-    return make_app(json.loads(file.read_text()))
+    settings = json.loads(file.read_text())
+    commits = settings.pop("commits", True)
+    app: Any = make_app(settings)
+    if not commits:
+        app.rabbitdelay.commit_job = lambda job: None
+    globals()[name] = app
+    return app

@@ -45,7 +45,7 @@ LEAST: dict[str | None, tuple[str, ...]] = {
     ),
     None: (
         *("export --format mermaid", "permissions producer --user web", "route 5"),
-        *("schedules import -", "send some-task --by-name", "web"),
+        *("schedules import -", "web"),
     ),
 }
 

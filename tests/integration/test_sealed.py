@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ def command(settings: dict[str, Any], command: str) -> Any:
 
 
 def test_encrypted_tasks_take_every_route(
-    shop: Any, settings: dict[str, Any], connection: Connection, tmp_path: Path
+    shop: Any, settings: dict[str, Any], connection: Connection
 ) -> None:
     prefix, redis, delays = settings["prefix"], shop.backend.client, shop.rabbitdelay
     note, told = shop.tasks["note"], {"key": f"notes-{settings['prefix']}"}
@@ -84,13 +83,10 @@ def test_encrypted_tasks_take_every_route(
         listing = f"undeliverable list --full --id {sent['lost'].id}"
         wait_for(lambda: command(settings, listing)["messages"], "the lost one", PATIENCE, 1)
         [shown] = command(settings, listing)["messages"]
-        command(settings, f"undeliverable export {tmp_path}/messages.jsonl")
-        exported = (tmp_path / "messages.jsonl").read_text()
         command(settings, f"undeliverable redrive --to {prefix}.second")
-        assert command(settings, "status -t 10")["workers"]
         expected = ["callback", "levels", "linked", "lost", "newest", "overflow"]
         expected += ["row 0", "row 1", "row 2", "tracked"]
         wait_for(lambda: noted() == expected, "all tasks", PATIENCE)
     assert shown["task"] == "note"
     assert shown["body"]["base64"] is not None
-    assert SECRET not in f"{shown} {exported} {worker.log}"
+    assert SECRET not in f"{shown} {worker.log}"

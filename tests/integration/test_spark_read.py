@@ -17,29 +17,13 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.spark.application import HAS_FILTERS
 from tests.integration.arrivals import wait_until_waiting
-from tests.integration.conftest import delete_what_it_declared
-from tests.integration.shop import make_app
-from tests.integration.spark_apps import app_of
-from tests.integration.spark_fixtures import registry, settings, spark, without_registry
+from tests.integration.spark_apps import APP
+from tests.integration.spark_fixtures import shop
 from tests.integration.unreadable import FAR_TIMESTAMP, Raw
 
-__all__ = ["registry", "settings", "spark", "without_registry"]
-
-#: Where Spark's Python processes find the application.
-APP = app_of(__name__)
-
-
-@pytest.fixture(scope="module")
-def shop(settings: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(settings)
-    with Connection(app.conf.broker_url) as connection:
-        declare(connection, app.rabbitdelay.topology)
-    yield app
-    delete_what_it_declared(app)
-    app.close()
+__all__ = ["shop"]
 
 
 def read(spark: SparkSession, **options: str) -> DataFrame:
@@ -96,13 +80,6 @@ def test_tasks_that_wait_are_filtered_by_a_query(
         spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
-def test_the_levels_are_read_with_what_waits_in_each_queue(spark: SparkSession, shop: Any) -> None:
-    queues = {row.queue: row for row in read(spark, what="levels").collect()}
-    expected = {queue.name for queue in shop.rabbitdelay.topology.digit_queues}
-    assert queues.keys() == expected
-    assert all(row.wait_ms > 0 and row.messages >= 0 for row in queues.values())
-
-
 @pytest.fixture
 def undeliverable(shop: Any) -> Iterator[str]:
     """The queue of undeliverable messages, with a task, a large body, and bytes of a stranger."""
@@ -122,12 +99,19 @@ def undeliverable(shop: Any) -> Iterator[str]:
     ]
     with Connection(shop.conf.broker_url) as connection:
         channel: Any = connection.default_channel
+        queue(channel).purge()
         for message in messages:
             channel.basic_publish(message, queue.exchange.name, "")
         wait_until_waiting(connection, queue.name, len(messages))
         yield queue.name
         wait_until_waiting(connection, queue.name, len(messages))
         queue(channel).purge()
+
+
+def test_the_levels_are_read_with_what_waits_in_each_queue(spark: SparkSession, shop: Any) -> None:
+    queues = {row.queue: row for row in read(spark, what="levels").collect()}
+    assert queues.keys() == {queue.name for queue in shop.rabbitdelay.topology.digit_queues}
+    assert all(row.wait_ms > 0 and row.messages >= 0 for row in queues.values())
 
 
 def test_a_copy_of_each_undeliverable_message_is_read_and_stays_where_it_is(

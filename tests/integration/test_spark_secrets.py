@@ -1,4 +1,4 @@
-"""No password is in Spark's plans, its event log, the errors of its tasks, or its own log."""
+"""A write by URLs over TLS; no password is in Spark's plans, events, errors or its own log."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from typing import Any, Final
 from uuid import uuid4
 
 import pytest
+from kombu import Connection, Queue
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
 
+from celery_rabbitdelay.kombu import Topology, binary
+from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.spark import dispatch
-from celery_rabbitdelay.testing import RabbitMQServer
-from tests.integration.conftest import delete_what_it_declared, small_configuration
-from tests.integration.shop import make_app
-from tests.integration.spark import shared_session
+from celery_rabbitdelay.testing import Certificates, RabbitMQServer
 from tests.integration.spark_fixtures import write
-from tests.node_control import add_user, delete_user
+from tests.integration.tls import certificates, tls_node
+from tests.node_control import add_user
 from tests.redis_servers import ConfiguredRedis
 from tests.told import told
+
+__all__ = ["certificates", "tls_node"]
 
 #: The password of broker and registry, and a part of the wrong ones.
 PLANTED: Final = "opensesame"
@@ -27,71 +31,66 @@ PLANTED: Final = "opensesame"
 USER: Final = "planted-spark"
 
 
-@pytest.fixture(scope="module")
-def redis() -> Iterator[ConfiguredRedis]:
-    """The registry's Redis."""
-    with ConfiguredRedis(password=PLANTED) as server:
-        yield server
-
-
 @pytest.fixture
-def options(
-    private_rabbitmq: RabbitMQServer, redis: ConfiguredRedis, redis_url: str
-) -> Iterator[dict[str, str]]:
+def options(tls_node: RabbitMQServer, certificates: Certificates) -> Iterator[dict[str, str]]:
     """The options of a write to a broker and with a registry that have that password."""
     prefix = f"test-{uuid4().hex[:8]}"
-    settings = small_configuration(private_rabbitmq.url, redis_url, prefix)
-    app: Any = make_app({**settings, "rabbitdelay_layout": "binary"})
-    with app.connection_for_write() as connection:
-        app.amqp.queues[f"{prefix}.default"](connection.default_channel).declare()
+    with Connection(tls_node.url, ssl=tls_node.ssl) as connection:
+        Queue(f"{prefix}.default")(connection.default_channel).declare()
         # Not by Spark's own application, whose sends have a limit of 30 s.
-        app.rabbitdelay.declare(connection)
-    add_user(private_rabbitmq, USER, ".*", ".*", ".*", PLANTED)
-    yield {
-        "broker": f"amqp://{USER}@127.0.0.1:{private_rabbitmq.port}//",
-        "brokerPassword": PLANTED,
-        "registry": f"redis://127.0.0.1:{redis.port}/0",
-        "registryPassword": PLANTED,
-        "prefix": prefix,
-        "layout": "binary",  # of few queues
-        "queue": f"{prefix}.default",
-    }
-    delete_user(private_rabbitmq, USER)
-    delete_what_it_declared(app)
-    app.close()
+        declare(connection, Topology(prefix, binary()))
+    add_user(tls_node, USER, ".*", ".*", ".*", PLANTED)
+    with ConfiguredRedis(password=PLANTED) as redis:
+        yield {
+            "broker": tls_node.url.replace("guest:guest@127.0.0.1", f"{USER}@localhost"),
+            "brokerPassword": PLANTED,
+            "brokerCaFile": str(certificates.authority),
+            "brokerCertFile": str(certificates.client),
+            "brokerKeyFile": str(certificates.client_key),
+            "registry": f"redis://127.0.0.1:{redis.port}/0",
+            "registryPassword": PLANTED,
+            "prefix": prefix,
+            "layout": "binary",  # of few queues
+            "queue": f"{prefix}.default",
+        }
 
 
 def test_no_password_is_in_a_plan_an_event_or_an_error(
-    spark_folder: Path, options: dict[str, str], capfd: pytest.CaptureFixture[str]
+    spark: SparkSession,
+    spark_folder: Path,
+    certificates: Certificates,
+    options: dict[str, str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    spark = shared_session(spark_folder)
-    frame = spark.sql("select array(id) args, double(60) delay from range(4)")
+    frame = spark.sql("select array(id) args, double(600) delay from range(0, 4, 1, 2)")
     write(frame, **options)
-    shown: list[str] = []
+    given: dict[str, Any] = {**options}
+    report = dispatch(frame, "note", **given)
+    assert report.confirmed == 4
+    shown = [repr(report)]
     application = {name: value for name, value in options.items() if name != "queue"}
     for what in ("pending", "undeliverable", "levels"):
         waiting = spark.read.format("rabbitdelay").options(**application, what=what).load()
         waiting.explain(True)
         shown.append(str(waiting.collect()))
-    assert options["prefix"] in shown[-1]
-    given: dict[str, Any] = {**options}
-    report = dispatch(frame, "note", **given)
-    assert report.confirmed == 4
-    shown.append(repr(report))
-    wrong: list[dict[str, str]] = [
-        {"brokerPassword": f"{PLANTED}-wrong"},
-        {"registryPassword": f"{PLANTED}-wrong"},
-        {"broker": f"amqp://{USER}@127.0.0.1:1//"},
-        {"registry": "redis://127.0.0.1:1/0"},
-        {"queue": "nowhere", "maxRate": "none"},
+    assert sum(row.messages for row in waiting.collect()) >= 1
+    wrong: list[tuple[str, str, dict[str, str]]] = [
+        ("ACCESS_REFUSED", "levels", {"brokerPassword": f"{PLANTED}-wrong"}),
+        ("CERTIFICATE_VERIFY_FAILED", "levels", {"brokerCaFile": str(certificates.client)}),
+        ("Connection ?refused", "levels", {"broker": f"amqps://{USER}@127.0.0.1:1//"}),
+        ("password", "pending", {"registryPassword": f"{PLANTED}-wrong"}),
     ]
-    for each in wrong:
-        with pytest.raises((PySparkException, Py4JError)) as failed:
-            write(frame, **{**options, **each})
+    # Reads, as a write tries for half a minute.
+    for error, what, each in wrong:
+        refused = spark.read.format("rabbitdelay").options(**{**application, **each}, what=what)
+        with pytest.raises((PySparkException, Py4JError), match=error) as failed:
+            refused.load().collect()
         shown.append(told(failed.value))
-    text = "\n".join(
-        log.read_text() for log in (spark_folder / "events").rglob("*") if log.is_file()
-    )
+    with pytest.raises((PySparkException, Py4JError), match="maxRate") as failed:
+        write(frame, **{**options, "maxRate": "none"})
+    shown.append(told(failed.value))
+    logs = [each for each in (spark_folder / "events").rglob("*") if each.is_file()]
+    text = "\n".join(log.read_text() for log in logs)
     assert "SparkListenerSQLExecutionStart" in text
     printed = capfd.readouterr()
     assert "== Physical Plan ==" in printed.out

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from kombu import Connection
+from pyspark import TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
@@ -18,24 +19,10 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.spark import dispatch
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.notes import Notes
-from tests.integration.spark import shared_session
-from tests.integration.spark_apps import app_of, name_of, publish
-from tests.integration.spark_fixtures import (
-    driver,
-    notes,
-    registry,
-    settings,
-    shop,
-    without_registry,
-)
-from tests.integration.spark_fixtures import write as write_to
+from tests.integration.spark_apps import APP
+from tests.integration.spark_fixtures import notes, shop, write
 
-__all__ = ["driver", "registry", "settings", "shop", "without_registry"]
-
-#: Where Spark's Python processes find the application.
-APP = app_of(__name__)
-
-write = partial(write_to, app=APP)
+__all__ = ["shop"]
 
 #: Rows of a write, half of them in each partition; Spark hands on ten at a time, once there are
 #: some kilobytes of them, so the rows are long.
@@ -49,19 +36,13 @@ DELAY = 5.0
 ROWS_AT_A_TIME = "spark.sql.execution.arrow.maxRecordsPerBatch"
 
 
-@pytest.fixture(scope="module")
-def spark(settings: dict[str, Any], spark_folder: Path) -> Iterator[SparkSession]:
-    """The shared session, which hands on ten rows at a time."""
-    publish(spark_folder, name_of(__name__), settings)
-    session = shared_session(spark_folder)
-    session.conf.set(ROWS_AT_A_TIME, "10")
-    yield session
-    session.conf.unset(ROWS_AT_A_TIME)
-
-
-def rows(spark: SparkSession, noted: Notes) -> DataFrame:
+@pytest.fixture
+def rows(spark: SparkSession, noted: Notes) -> Iterator[DataFrame]:
+    """Rows that Spark hands on by ten."""
+    spark.conf.set(ROWS_AT_A_TIME, "10")
     frame = notes(spark, noted, ROWS, f"{DELAY}D", partitions=2)
-    return frame.selectExpr("struct(args[0], repeat('x', 400)) args", "kwargs", "delay")
+    yield frame.selectExpr("struct(args[0], repeat('x', 400)) args", "kwargs", "delay")
+    spark.conf.unset(ROWS_AT_A_TIME)
 
 
 def half_way(frame: DataFrame, attempts: int, then: Callable[[], object]) -> DataFrame:
@@ -74,8 +55,6 @@ def half_way(frame: DataFrame, attempts: int, then: Callable[[], object]) -> Dat
     """
 
     def happening(batches: Iterator[Any]) -> Iterator[Any]:
-        from pyspark import TaskContext
-
         context = TaskContext.get()
         assert context is not None
         happens = context.partitionId() == 0 and context.attemptNumber() < attempts
@@ -100,90 +79,68 @@ def wait_for_good(waits: Path) -> None:
     signal.pause()
 
 
-def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
-    spark: SparkSession, noted: Notes
-) -> None:
-    write(half_way(rows(spark, noted), 1, fail))
-    noted.wait(ROWS)
-    assert sorted(noted.until(1)) == [*range(ROWS)]
+def when_messages_wait(shop: Any, then: Callable[[], object]) -> Thread:
+    """Do something in a thread as soon as the levels hold rows, so that these are sent already."""
 
-
-def write_one_by_one(frame: DataFrame, **options: str) -> None:
-    """No row waits in Spark's processes until an envelope is full."""
-    write(frame, envelopes="false", **options)
-
-
-def dispatch_one_by_one(frame: DataFrame) -> None:
-    dispatch(frame, "note", app=APP, envelopes=False)
-
-
-def wait_for_messages(shop: Any) -> None:
-    """Wait until the levels hold rows of a write, so that it is too late not to send them."""
-
-    def waiting() -> int:
+    def waiting() -> bool:
         with Connection(shop.conf.broker_url) as connection:
             found = queue_counts(connection, shop.rabbitdelay.topology.queues)
-        return sum(each.messages for each in found.values() if each is not None)
-
-    wait_for(lambda: waiting() >= 100, "messages")
-
-
-@pytest.mark.parametrize("task", ["note", "tracked-note"])
-def test_a_write_that_fails_in_the_end_runs_no_row_and_run_again_later_each_row_once(
-    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path, task: str
-) -> None:
-    given, sent = {"task": task, "jobId": f"job-{noted.key}"}, tmp_path / "sent"
+        return sum(each.messages for each in found.values() if each is not None) >= 100
 
     def watch() -> None:
-        wait_for_messages(shop)
-        sent.touch()
+        wait_for(waiting, "messages")
+        then()
 
-    watcher = Thread(target=watch)
-    watcher.start()
-    with pytest.raises(PySparkException, match="made to fail"):
-        write_one_by_one(half_way(rows(spark, noted), 2, partial(fail, sent)), **given)
-    watcher.join()
-    assert noted.until(DELAY) == []
-    write_one_by_one(rows(spark, noted), **given)
+    thread = Thread(target=watch)
+    thread.start()
+    return thread
+
+
+def test_a_partition_that_fails_half_way_and_is_run_again_sends_each_row_once(
+    rows: DataFrame, noted: Notes
+) -> None:
+    write(half_way(rows, 1, fail))
     noted.wait(ROWS)
     assert sorted(noted.until(1)) == [*range(ROWS)]
 
 
-@pytest.mark.parametrize(
-    ("send", "cancel"),
-    [
-        (write_one_by_one, lambda spark: spark.sparkContext.cancelJobGroup("reminders")),
-        (dispatch_one_by_one, lambda spark: spark.interruptAll()),
-    ],
-    ids=["a group", "dispatch"],
-)
-def test_no_row_of_a_write_that_is_cancelled_runs(
-    spark: SparkSession,
-    shop: Any,
-    driver: None,
-    noted: Notes,
-    tmp_path: Path,
-    send: Callable[[DataFrame], None],
-    cancel: Callable[[SparkSession], None],
+def test_a_write_that_fails_in_the_end_runs_no_row_and_run_again_later_each_row_once(
+    rows: DataFrame, shop: Any, noted: Notes, tmp_path: Path
 ) -> None:
-    waits = tmp_path / "waits"
-    frame = half_way(rows(spark, noted), 1, partial(wait_for_good, waits))
+    # Tracked, and no row waits in Spark's processes until an envelope is full.
+    given = {"task": "tracked-note", "jobId": f"job-{noted.key}", "envelopes": "false"}
+    sent = tmp_path / "sent"
+    watcher = when_messages_wait(shop, sent.touch)
+    with pytest.raises(PySparkException, match="made to fail"):
+        write(half_way(rows, 2, partial(fail, sent)), **given)
+    watcher.join()
+    assert noted.until(DELAY) == []
+    write(rows, **given)
+    noted.wait(ROWS)
+    assert sorted(noted.until(1)) == [*range(ROWS)]
 
-    def cancel_half_way() -> None:
+
+@pytest.mark.parametrize("by_dispatch", [False, True], ids=["a group", "dispatch"])
+def test_no_row_of_a_write_that_is_cancelled_runs(
+    spark: SparkSession, rows: DataFrame, shop: Any, noted: Notes, tmp_path: Path, by_dispatch: bool
+) -> None:
+    waits, context = tmp_path / "waits", spark.sparkContext
+    frame = half_way(rows, 1, partial(wait_for_good, waits))
+
+    def cancel() -> None:
         wait_for(waits.exists, "half of the rows")
-        wait_for_messages(shop)
-        cancel(spark)
+        spark.interruptAll() if by_dispatch else context.cancelJobGroup("reminders")
 
     # In a thread of its own, PySpark does not find a format that is written in Python.
-    user = Thread(target=cancel_half_way)
-    spark.sparkContext.setJobGroup("reminders", "tasks", interruptOnCancel=True)
-    user.start()
+    context.setJobGroup("reminders", "tasks", interruptOnCancel=True)
+    user = when_messages_wait(shop, cancel)
+    send = partial(dispatch, task="note", app=APP) if by_dispatch else write
     try:
         # Of PySpark, or of its bridge to Java.
         with pytest.raises(Exception, match="cancelled"):
-            send(frame)
+            send(frame, envelopes=False)
     finally:
         user.join()
         of_no_group: Any = None
-        spark.sparkContext.setLocalProperty("spark.jobGroup.id", of_no_group)
+        context.setLocalProperty("spark.jobGroup.id", of_no_group)
     assert noted.until(DELAY) == []

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import date
-from decimal import Decimal
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 import pytest
@@ -17,8 +14,8 @@ from kombu.utils.json import loads
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
-from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from celery_rabbitdelay import InvalidColumn
 from celery_rabbitdelay.app.sending.rows import MAX_ERRORS
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.spark import dispatch, grouped, task_id
@@ -29,31 +26,16 @@ from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE
-from tests.integration.spark_apps import app_of
-from tests.integration.spark_fixtures import (
-    DELAY,
-    driver,
-    notes,
-    registry,
-    settings,
-    shop,
-    spark,
-    without_registry,
-)
-from tests.integration.spark_fixtures import write as write_to
+from tests.integration.spark_apps import APP, publish
+from tests.integration.spark_fixtures import DELAY, notes, shop, write
 
-__all__ = ["driver", "registry", "settings", "shop", "spark", "without_registry"]
-
-#: Where Spark's Python processes find the application.
-APP = app_of(__name__)
-
-write = partial(write_to, app=APP)
+__all__ = ["shop"]
 
 #: The columns that refused rows have in addition to their own.
-FURTHER = (ERROR, REASON, JOB, ATTEMPT)
+FURTHER: Final = (ERROR, REASON, JOB, ATTEMPT)
 
 #: For rows of a task that no worker knows.
-UNKNOWN: dict[str, Any] = {"task": "nobody.knows", "allowUnknownTasks": "true"}
+UNKNOWN: Final[dict[str, Any]] = {"task": "nobody.knows", "allowUnknownTasks": "true"}
 
 
 @pytest.fixture
@@ -66,6 +48,12 @@ def queue(shop: Any) -> Iterator[str]:
         channel.queue_delete(name)
 
 
+@pytest.fixture
+def errors(tmp_path: Path) -> dict[str, Any]:
+    """The options of a write that collects refused rows."""
+    return {"onError": "collect", "errorsPath": tmp_path.as_uri()}
+
+
 def bodies(shop: Any, queue: str, number: int) -> list[Any]:
     """Return the bodies of so many messages in a queue."""
     with Connection(shop.conf.broker_url) as connection:
@@ -74,34 +62,36 @@ def bodies(shop: Any, queue: str, number: int) -> list[Any]:
         return [loads(channel.basic_get(queue, no_ack=True).body) for _ in range(number)]
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
+def test_rows_become_tasks_that_run_when_they_are_due(spark: SparkSession, noted: Notes) -> None:
+    """By the call; the format takes Spark several Python processes, which start for seconds."""
+    began = time.time()
+    report = dispatch(notes(spark, noted, 3, "2D", partitions=1), "note", app=APP)
+    assert (report.rows, report.confirmed) == (3, 3)
+    assert all(note["at"] >= began + 2 for note in noted.wait(3))
+    assert sorted(noted()) == [0, 1, 2]
+
+
+def test_the_format_takes_columns_of_many_types(spark: SparkSession, noted: Notes) -> None:
+    columns = [
         "array(id) args, map('key', '{key}') kwargs, interval 3 second delay",
         "struct(id) args, to_json(map('key', '{key}')) kwargs, 3 delay",
         "to_json(array(id)) args, named_struct('key', '{key}') kwargs, 3.5BD delay",
         "array(id) args, map('key', '{key}') kwargs, now() + interval 3 second eta",
         "array(id) Args, map('key', '{key}') KWARGS, 3 delaY, 'note' TASK, 0.1 tolerance",
-    ],
-    ids=["maps", "structs", "decimals", "eta", "all"],
-)
-def test_each_row_becomes_a_task_whatever_the_types_of_its_columns(
-    spark: SparkSession, noted: Notes, columns: str
-) -> None:
+    ]
     began = time.time()
-    write(spark.sql(f"select {columns.format(key=noted.key)} from range(3)"))
-    noted.wait(3)
-    assert time.time() - began >= 3
-    assert sorted(noted()) == [0, 1, 2]
+    for each in columns:
+        write(spark.sql(f"select {each.format(key=noted.key)} from range(0, 2, 1, 1)"))
+    assert all(note["at"] >= began + 3 for note in noted.wait(2 * len(columns)))
+    assert sorted(noted()) == [0] * len(columns) + [1] * len(columns)
 
 
 def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
-    spark: SparkSession, driver: None, shop: Any, noted: Notes, queue: str
+    spark: SparkSession, shop: Any, noted: Notes, queue: str
 ) -> None:
     frame = notes(spark, noted, 3, "1D")
     both = frame.selectExpr("args", "args[0] ARGS", "kwargs.key who", "delay")
-    given: dict[str, Any] = {"app": APP, "queue": queue, "idColumn": "ARGS", **UNKNOWN}
-    given["kwargsFromColumns"] = "true"
+    given = {"app": APP, "queue": queue, "idColumn": "ARGS", "kwargsFromColumns": "true", **UNKNOWN}
     with pytest.raises(PySparkException, match=r"column ARGS \(bigint\): is there twice"):
         write(both, **given)
     spark.conf.set("spark.sql.caseSensitive", "true")
@@ -114,73 +104,52 @@ def test_names_of_columns_are_case_sensitive_where_the_session_says_so(
         assert kwargs == {"ARGS": number, "who": noted.key}
 
 
-def test_rows_of_unknown_tasks_are_refused_unless_they_are_allowed(
-    spark: SparkSession, driver: None, shop: Any, queue: str, tmp_path: Path
-) -> None:
-    frame = spark.sql("select array(id) args, 0.1 delay, 'elsewhere' task from range(2)")
-    with pytest.raises(PySparkException, match="its task is unknown to the application"):
-        dispatch(frame, app=APP)
-    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
-    assert dispatch(frame, app=APP, **errors).refused == {"InvalidRow": 2}
-    dispatch(frame, app=APP, queue=queue, allowUnknownTasks=True)
-    assert sorted(args[0] for args, *_ in bodies(shop, queue, 2)) == [0, 1]
-
-
-def test_further_columns_may_be_keyword_arguments(
-    spark: SparkSession, shop: Any, queue: str
-) -> None:
-    frame = spark.sql(
-        "select 1.50BD price, date '2026-01-02' day, map('a', named_struct('b', 1)) box, 0.1 delay"
-    )
-    write(frame, **UNKNOWN, queue=queue, kwargsFromColumns="true")
-    ((args, kwargs, _),) = bodies(shop, queue, 1)
-    assert args == []
-    assert kwargs == {"price": Decimal("1.50"), "day": date(2026, 1, 2), "box": {"a": {"b": 1}}}
-
-
-@pytest.mark.parametrize("group", [False, True], ids=["rows", "grouped"])
 def test_a_job_that_is_run_twice_runs_each_task_once_and_reports_the_known_ids(
-    spark: SparkSession, driver: None, shop: Any, noted: Notes, group: bool
+    spark: SparkSession, shop: Any, noted: Notes
 ) -> None:
-    frame, job_id = notes(spark, noted, 6, f"{DELAY}D"), f"job-{noted.key}"
+    """Also if it is grouped the second time."""
+    frame, job_id = notes(spark, noted, 6), f"job-{noted.key}"
     ids = [task_id(job_id, row) for row in frame.select("args").collect()]
     shop.rabbitdelay.cancel(ids[:2])
-    given: dict[str, Any] = {"app": APP, "jobId": job_id, "idColumn": "args", "group": group}
-    report = dispatch(frame.where("args[0] < 4"), "note", **given)
+    given: dict[str, Any] = {"app": APP, "jobId": job_id, "idColumn": "args"}
+    report = dispatch(frame.where("args[0] < 4"), "note", **given, group=False)
     assert (report.confirmed, report.known) == (4, 2)
     assert {each["correlation_id"] for each in noted.wait(2)} == {*ids[2:4]}
-    again = dispatch(frame, "note", **given)
+    again = dispatch(frame, "note", **given, group=True)
     assert (again.rows, again.confirmed, again.known) == (6, 6, 4)
     assert "4 of the ids were known already" in str(again)
     noted.wait(4)
     assert sorted(noted.until(1)) == [2, 3, 4, 5]
 
 
-def test_a_report_knows_a_task_that_still_waits_only_if_it_is_tracked_or_has_a_key(
-    spark: SparkSession, driver: None, noted: Notes
-) -> None:
-    frame = notes(spark, noted, 3, "3600D")
-    keyed = frame.withColumn("key", F.concat(F.lit(noted.key), F.col("args")[0].cast("string")))
-    for rows, known in ((frame, 0), (keyed, 3)):
-        given: dict[str, Any] = {"app": APP, "jobId": f"job-{uuid4().hex}", "idColumn": "args"}
-        dispatch(rows, "note", **given)
-        again = dispatch(rows, "note", **given)
-        assert (again.confirmed, again.known) == (3, known)
+def test_grouped_rows_run_once_each_whoever_writes_them(spark: SparkSession, noted: Notes) -> None:
+    """Spark, for every second row Python, and Celery for a task that it compresses."""
+    frame, plain = notes(spark, noted, 100), "string(args[0])"
+    half = f"if(args[0] % 2 = 0, 'it\\'s ' || args[0], {plain})"
+    for task, first in (("note", plain), ("note", half), ("compressed-note", plain)):
+        rows = frame.selectExpr(f"array({first}) args", "kwargs", "delay")
+        report = dispatch(rows, task, app=APP, group=True)
+        assert report.rows == report.confirmed == 100
+        if (task, first) == ("note", plain):
+            assert report.envelopes == report.messages < 20
+    noted.wait(300)
+    halves = [str(each) if each % 2 else f"it's {each}" for each in range(100)]
+    assert sorted(noted()) == sorted([*halves, *2 * [str(each) for each in range(100)]])
 
 
 def test_refused_rows_are_collected_with_their_types_mended_and_written_again(
-    spark: SparkSession, noted: Notes, tmp_path: Path
+    spark: SparkSession, noted: Notes, errors: dict[str, Any], tmp_path: Path
 ) -> None:
-    frame = spark.sql(
-        f"select array(id) Args, named_struct('key', '{noted.key}') kwargs, "
-        "case id when 0 then double('nan') when 1 then null when 2 then -1D else 3D end delay "
-        "from range(6)"
+    frame = notes(
+        spark,
+        noted,
+        6,
+        "case id when 0 then double('nan') when 1 then null when 2 then -1D else 3D end",
     )
-    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     write(frame, **errors)
     noted.wait(4)
     assert sorted(noted()) == [2, 3, 4, 5]
-    refused = spark.read.parquet(str(tmp_path)).orderBy("Args")
+    refused = spark.read.parquet(str(tmp_path)).orderBy("args")
     found = refused.select(*FURTHER).collect()
     assert [row.rabbitdelay_error for row in found] == ["InvalidDelay", "InvalidRow"]
     # Of two partitions, in the first attempt of each.
@@ -194,31 +163,25 @@ def test_refused_rows_are_collected_with_their_types_mended_and_written_again(
     assert sorted(noted()) == [*range(6)]
 
 
-def test_no_task_of_a_write_that_fails_runs_although_other_partitions_were_sent(
-    spark: SparkSession, noted: Notes
-) -> None:
-    bad = notes(spark, noted, 1, "double('nan')", partitions=1)
-    with pytest.raises(PySparkException, match="nan"):
-        write(notes(spark, noted, 20, partitions=2).union(bad))
-    assert noted.until(DELAY) == []
-
-
-def test_rows_behind_many_refused_ones_are_sent(
-    spark: SparkSession, driver: None, noted: Notes, tmp_path: Path
+def test_rows_behind_many_refused_ones_are_sent_and_one_refused_row_may_fail_a_write(
+    spark: SparkSession, noted: Notes, errors: dict[str, Any], tmp_path: Path
 ) -> None:
     # More than send_many refuses before it takes no more.
     bad = MAX_ERRORS + 100
     rows = notes(spark, noted, bad + 50, f"if(id < {bad}, double('nan'), 3D)", partitions=1)
-    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     report = dispatch(rows, "note", app=APP, **errors)
     assert (report.confirmed, report.refused) == (50, {"InvalidDelay": bad})
     assert spark.read.parquet(str(tmp_path)).count() == bad
     noted.wait(50)
     assert sorted(noted()) == [*range(bad, bad + 50)]
+    with pytest.raises(PySparkException, match="takes a finite number"):
+        dispatch(rows, "note", app=APP, group=True)
+    report = dispatch(rows.where(f"args[0] > {bad - 2}"), "note", app=APP, group=True, **errors)
+    assert (report.rows, report.confirmed, report.refused) == (51, 50, {"InvalidDelay": 1})
 
 
 def test_refused_rows_keep_the_types_of_their_columns(
-    spark: SparkSession, driver: None, tmp_path: Path
+    spark: SparkSession, errors: dict[str, Any], tmp_path: Path
 ) -> None:
     frame = spark.sql(
         """
@@ -227,7 +190,6 @@ def test_refused_rows_keep_the_types_of_their_columns(
             1.1F amount, map('a', named_struct('b', array(1, null))) box, array() nothing, null void
         """
     )
-    errors: dict[str, Any] = {"onError": "collect", "errorsPath": tmp_path.as_uri()}
     report = dispatch(frame, app=APP, kwargsFromColumns=True, **UNKNOWN, **errors)
     assert (report.confirmed, report.refused) == (0, {"InvalidDelay": 1})
     back = spark.read.parquet(str(tmp_path)).drop(*FURTHER)
@@ -237,24 +199,46 @@ def test_refused_rows_keep_the_types_of_their_columns(
     assert back.collect() == frame.collect()
 
 
-@pytest.mark.parametrize(
-    "past_every_second_row",
-    [
-        "if(id % 2 = 0, timestamp '2013-01-01', now() + interval 1 hour) eta",
-        "if(id % 2 = 0, interval '-1' second, interval '1' hour) delay",
-        "if(id % 2 = 0, -0.001D, 3600D) delay",
-    ],
-    ids=["eta", "interval", "number"],
-)
 def test_rows_whose_time_has_passed_are_dropped_or_refused_if_asked_for(
-    spark: SparkSession, driver: None, past_every_second_row: str
+    spark: SparkSession,
 ) -> None:
-    frame = spark.sql(f"select array(id) args, {past_every_second_row} from range(4)")
+    etas = "if(id % 2 = 0, timestamp '2013-01-01', now() + interval 1 hour) eta"
+    frame = spark.sql(f"select array(id) args, {etas} from range(4)")
     for group in (False, True):
         report = dispatch(frame, "look", app=APP, group=group, past="drop")
         assert (report.rows, report.confirmed, report.dropped) == (4, 2, 2)
-        with pytest.raises(PySparkException, match=r"its time has passed \(past = 'refuse'\)"):
-            dispatch(frame, "look", app=APP, group=group, past="refuse")
+    with pytest.raises(PySparkException, match=r"its time has passed \(past = 'refuse'\)"):
+        dispatch(frame, "look", app=APP, past="refuse")
+
+
+def test_what_cannot_be_grouped_is_sent_row_by_row_unless_it_is_asked_for(
+    spark: SparkSession, noted: Notes
+) -> None:
+    frame = notes(spark, noted, 5).selectExpr("to_json(args) args", "kwargs", "delay")
+    with pytest.raises(InvalidColumn, match="leave grouped out"):
+        dispatch(frame, "note", app=APP, tolerance=1, group=True)
+    assert dispatch(frame, "note", app=APP, tolerance=1).confirmed == 5
+
+
+def test_a_write_of_the_callers_own_job_runs_when_the_caller_commits(
+    spark: SparkSession, shop: Any, noted: Notes
+) -> None:
+    job = f"import-{uuid4().hex}"
+    shop.rabbitdelay.open_job(job, expires=600)
+    report = dispatch(notes(spark, noted, 20, "0.1D"), "note", app=APP, tolerance=1, job=job)
+    assert (report.confirmed, report.job) == (20, job)
+    assert noted.until(1) == []
+    shop.rabbitdelay.commit_job(job)
+    noted.wait(20)
+    assert sorted(noted()) == [*range(20)]
+
+
+def test_all_partitions_share_a_rate(spark: SparkSession, noted: Notes) -> None:
+    frame = notes(spark, noted, 60).repartition(3)
+    began = time.monotonic()
+    assert dispatch(frame, "note", app=APP, maxRate=20, envelopes=False).confirmed == 60
+    # The first ones of each are sent at once.
+    assert time.monotonic() - began >= 60 / 20 - 3 * 0.25 - 0.1
 
 
 def test_tables_and_views_of_sql_send_tasks_and_read(spark: SparkSession, noted: Notes) -> None:
@@ -284,113 +268,72 @@ def test_tables_and_views_of_sql_send_tasks_and_read(spark: SparkSession, noted:
     assert sorted(noted()) == [1, 2]
 
 
-def stream_of(spark: SparkSession, noted: Notes, folder: Path) -> DataStreamWriter:
-    """A stream of the rows in the files of a folder: a run of it ends when all are written."""
-    frame = spark.readStream.schema("id bigint").json(str(folder / "*.json"))
-    frame = frame.selectExpr(
-        "array(id) args", f"named_struct('key', '{noted.key}') kwargs", f"{DELAY}D delay"
-    )
-    stream = frame.writeStream.option("checkpointLocation", str(folder / "checkpoint"))
-    return stream.trigger(availableNow=True)
-
-
-def add_file(folder: Path, numbers: range) -> None:
-    lines = "\n".join(f'{{"id": {each}}}' for each in numbers)
-    (folder / f"from-{numbers.start}.json").write_text(lines)
-
-
-def forget_the_commit(folder: Path) -> None:
-    """As if Spark had been killed after our commit and before it has noted the batch."""
-    for path in (folder / "checkpoint" / "commits").glob("*0*"):
-        path.unlink()
-
-
-@pytest.mark.parametrize("has_registry", [True, False], ids=["registry", "no registry"])
-def test_a_batch_that_is_written_again_sends_each_row_once_or_without_a_registry_twice(
-    spark: SparkSession, shop: Any, noted: Notes, tmp_path: Path, has_registry: bool
+@pytest.mark.parametrize("dies", ["before its commit", "after its commit", "in foreachBatch"])
+def test_a_batch_that_is_written_again_since_its_driver_died_sends_each_row_once(
+    spark: SparkSession,
+    spark_settings: dict[str, Any],
+    spark_folder: Path,
+    noted: Notes,
+    tmp_path: Path,
+    dies: str,
 ) -> None:
-    own: dict[str, Any] = {"app": APP}
-    if not has_registry:
-        own = {
-            "broker": shop.conf.broker_url.replace(":guest@", "@"),
-            "brokerPassword": "guest",
-            "prefix": f"test-{uuid4().hex[:8]}",
-            "layout": "binary",  # of few queues, which a slow machine declares in time
-            "queue": shop.conf.task_default_queue,
-            "envelopes": False,  # nobody serves distribution under that prefix
-        }
+    publish(spark_folder, "dying", {**spark_settings, "commits": False})
 
-    def run() -> None:
-        stream = stream_of(spark, noted, tmp_path).format("rabbitdelay")
-        stream.options(task="note", **own).start().awaitTermination()
-
-    add_file(tmp_path, range(5))
-    run()
-    forget_the_commit(tmp_path)
-    add_file(tmp_path, range(5, 8))
-    run()
-    expected = sorted([*range(8), *(() if has_registry else range(5))])
-    noted.wait(len(expected))
-    assert sorted(noted.until(DELAY)) == expected
-
-
-def test_a_batch_that_foreach_batch_dispatches_twice_runs_each_row_once(
-    spark: SparkSession, driver: None, noted: Notes, tmp_path: Path
-) -> None:
     def send(batch: DataFrame, batch_id: int) -> None:
-        job_id = f"{noted.key}:{batch_id}"
-        assert dispatch(batch, "note", app=APP, tolerance=0.1, jobId=job_id).confirmed == 5
+        dispatch(batch, "note", app=APP, tolerance=0.1, jobId=f"{noted.key}:{batch_id}")
 
-    add_file(tmp_path, range(5))
-    for _ in range(2):
-        stream_of(spark, noted, tmp_path).foreachBatch(send).start().awaitTermination()
-        forget_the_commit(tmp_path)
-    noted.wait(5)
-    assert sorted(noted.until(DELAY)) == [*range(5)]
+    def write_all(app: str, *numbers: int) -> None:
+        """Write what has come, as if Spark had not noted the first batch."""
+        lines = "\n".join(f'{{"id": {each}}}' for each in numbers)
+        (tmp_path / f"{numbers[0]}.json").write_text(lines)
+        for path in (tmp_path / "checkpoint" / "commits").glob("*0*"):
+            path.unlink()
+        rows = spark.readStream.schema("id bigint").json(str(tmp_path / "*.json"))
+        rows = rows.selectExpr("array(id) args", f"map('key', '{noted.key}') kwargs", "4D delay")
+        stream = rows.writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        stream = stream.trigger(availableNow=True)
+        if dies == "in foreachBatch":
+            stream = stream.foreachBatch(send)
+        else:
+            stream = stream.format("rabbitdelay").options(task="note", app=app)
+        stream.start().awaitTermination()
+
+    write_all(APP.replace("shop", "dying") if dies == "before its commit" else APP, *range(5))
+    write_all(APP, *range(5, 8))
+    noted.wait(8)
+    assert sorted(noted.until(DELAY)) == [*range(8)]
 
 
 def test_an_eta_is_an_instant_when_the_clocks_of_the_session_change(spark: SparkSession) -> None:
     # Each half hour of a year.
-    frame = spark.sql("select timestamp_seconds(1800000000 + 1800 * id) eta, id from range(17520)")
-    columns = Columns(frame.drop("id").schema, WriteOptions.of_call({"app": APP, "task": "note"}))
-
-    def wrong(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            rows = columns.taken([batch.select(["eta"])])
-            for number, taken in zip(batch.column("id").to_pylist(), rows, strict=True):
-                eta: Any = None if taken.row is None else taken.row.eta
-                if Due.at(eta).at_ms != (1_800_000_000 + 1800 * number) * 1000:
-                    yield batch.slice(0, 1).select(["id"])
-
+    query = "select timestamp_seconds(1800000000 + 1800 * id) eta from range(0, 17520, 1, 1)"
     before = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "Australia/Lord_Howe")
     try:
-        assert frame.mapInArrow(wrong, "id bigint").collect() == []
+        frame = spark.sql(query)
+        batches = frame.toArrow().to_batches()
     finally:
         spark.conf.set("spark.sql.session.timeZone", str(before))
+    columns = Columns(frame.schema, WriteOptions.of_call({"app": APP, "task": "note"}))
+    etas: list[Any] = [each.row.eta for each in columns.taken(batches) if each.row is not None]
+    assert [Due.at(each).at_ms for each in etas] == [
+        (1_800_000_000 + 1800 * number) * 1000 for number in range(17520)
+    ]
 
 
-#: A column, two columns, an option, and an application; tests/unit/test_spark_values.py has more.
-WRONG: list[tuple[str, dict[str, str], str]] = [
-    ("1 delay, now() eta", {}, "there are both"),
-    ("1 delay, struct(interval 1 year) args", {}, "JSON cannot express interval year"),
-    ("1 delay", {"tasks": "x"}, "option tasks: is unknown; did you mean task"),
-    ("1 delay", {"task": "notes"}, "option task = 'notes': is unknown to the application; did you"),
-    ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
-    ("1 delay", {"app": "<Celery shop>"}, "option app = '<Celery shop>': takes the import path"),
-    ("1 delay, 'x' cat", {"kwargsFromColumns": "true"}, "does not take these columns as its arg"),
-    (
-        "1 delay",
-        {"task": "look", "onError": "collect", "errorsPath": "errs"},
-        "option errorsPath = 'errs': takes the URI of",
-    ),
-]
-
-
-@pytest.mark.parametrize(("columns", "options", "error"), WRONG)
-def test_what_is_wrong_is_said_before_anything_is_sent(
-    spark: SparkSession, shop: Any, columns: str, options: dict[str, str], error: str
-) -> None:
-    with pytest.raises(AnalysisException) as raised:
-        write(spark.sql(f"select {columns}"), **options)
-    assert error in str(raised.value)
+def test_what_is_wrong_is_said_before_anything_is_sent(spark: SparkSession, shop: Any) -> None:
+    """A column, an option, an application; tests/unit/test_spark_values.py has more."""
+    url = {"broker": shop.conf.broker_url.replace("guest:guest@", "guest@")}
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("1 delay, now() eta", {}, "there are both"),
+        ("1 delay", {"tasks": "x"}, "option tasks: is unknown; did you mean task"),
+        ("1 delay", {"task": "notes"}, "option task = 'notes': is unknown to the application; did"),
+        ("1 delay", {"app": "no.such.module"}, "option app = 'no.such.module': cannot be imported"),
+        ("1 delay, 'x' cat", {"kwargsFromColumns": "true"}, "does not take these columns as its a"),
+        ("1 delay", {**url, "maxRate": "5"}, "takes a reg"),
+        ("1 delay", {**url, "job": "import"}, "takes a reg"),
+    ]
+    for columns, options, error in wrong:
+        with pytest.raises(AnalysisException) as raised:
+            write(spark.sql(f"select {columns}"), **options)
+        assert error in str(raised.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 import time
 from pathlib import Path
-from threading import Timer
 from typing import Any, Final
 from uuid import uuid4
 
@@ -15,12 +14,8 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import connect, declare, missing
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
-from tests.integration.arrivals import take
-from tests.integration.conftest import SHORT
 from tests.integration.management import wait_until_managed
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.tls import certificates, tls_configuration, tls_node, tls_redis, tls_shop
@@ -58,13 +53,11 @@ def test_who_is_not_trusted_is_refused_and_the_error_has_no_password(
     app.close()
 
 
-def test_tasks_envelopes_clients_and_unaware_producers_reach_a_worker(
+def test_tasks_envelopes_and_unaware_producers_reach_a_worker(
     tls_configuration: dict[str, Any], tls_shop: Any, tls_node: RabbitMQServer
 ) -> None:
     look, default = tls_shop.tasks["look"], named(tls_shop, "default")
-    letters = Queue(f"{tls_configuration['prefix']}-letters")
-    given = {**tls_configuration, "rabbitdelay_checkin_allowed": [letters.name]}
-    with Worker(given, None) as worker, connection_to(tls_node) as connection:
+    with Worker(tls_configuration, None) as worker, connection_to(tls_node) as connection:
         before = time.time()
         # By the levels, by distribution, and above the capacity of 5.9 s by meditation.
         results = {
@@ -81,62 +74,40 @@ def test_tasks_envelopes_clients_and_unaware_producers_reach_a_worker(
             "look", (4,), countdown=2, queue=default, connection=connection.clone()
         )
         results[2] = tls_shop.AsyncResult(unaware.id)
-        cancelled = look.apply_async((5,), delay=5)
-        tls_shop.rabbitdelay.cancel(cancelled.id)
-        letters(connection.default_channel).declare()
-        connection.Producer(auto_declare=False).publish(
-            "hello",
-            exchange=f"{given['prefix']}.checkin",
-            routing_key=letters.name,
-            headers={"x-delay": 500},
-        )
         for delay, result in results.items():
             assert result.get(timeout=PATIENCE)["at"] >= before + delay
         for row in rows:
             tls_shop.AsyncResult(row["task_id"]).get(timeout=PATIENCE)
-        assert take(connection, [letters], 1)[0].body == "hello"
-        assert cancelled.state in ("PENDING", "REVOKED")
         assert "connects again" not in worker.log
     plain.close()
 
 
 def test_the_commands_of_an_operator(
-    tls_configuration: dict[str, Any], tls_node: RabbitMQServer
+    tls_configuration: dict[str, Any], tls_node: RabbitMQServer, make_shop: Any, broker_url: str
 ) -> None:
-    own, prefix = {**tls_configuration, **LONG}, tls_configuration["prefix"]
-
-    def run(command: str, settings: dict[str, Any] = own) -> str:
-        done = run_celery(settings, f"rabbitdelay {command}")
+    def run(schema: str, command: str, settings: dict[str, Any]) -> dict[str, Any]:
+        done = run_celery(settings, f"rabbitdelay {command} --json")
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return checked(schema, done.stdout)
 
-    run("declare --queues")
-    assert checked("status", run("status --json"))
+    own, prefix = {**tls_configuration, **LONG}, tls_configuration["prefix"]
+    other = {**own, "rabbitdelay_registry_prefix": prefix, "rabbitdelay_prefix": f"{prefix}-new"}
+    assert run("declare", "declare --queues", own)
+    assert run("status", "status", own)
     wait_until_managed(tls_node)
-    assert checked("verify", run(f"verify --json --management {tls_node.management_url}"))
-    assert checked("undeliverable_list", run("undeliverable list --json"))["messages"] == []
-
+    assert run("verify", f"verify --management {tls_node.management_url}", own)
+    assert run("undeliverable_list", "undeliverable list", own)["messages"] == []
     app: Any = make_app(own)
-    for number in range(20):
-        app.tasks["look"].apply_async((number,), delay=300)
-    app.close()
-    other = {**own, "rabbitdelay_registry_prefix": prefix}
-    other["rabbitdelay_prefix"] = f"{prefix}-new"
-    assert checked("moved", run(f"migrate --json --from-prefix {prefix}", other))["moved"] == 20
-
-
-def test_what_waits_on_a_broker_without_tls_is_transferred_to_one_with_it(
-    tls_configuration: dict[str, Any], make_shop: Any, broker_url: str
-) -> None:
     without = make_shop(**LONG)
-    for number in range(20):
-        without.tasks["look"].apply_async((number,), delay=300)
-    settings = {name: each for name, each in tls_configuration.items() if "registry" not in name}
-    prefix = without.conf.rabbitdelay_prefix
-    settings = {**settings, **LONG, "prefix": prefix, "rabbitdelay_prefix": prefix}
-    done = run_celery(settings, f"rabbitdelay transfer --json --from {broker_url}")
-    assert done.returncode == 0, done.stderr
-    assert checked("moved", done.stdout)["moved"] == 20
+    for number in range(40):
+        (app, without)[number % 2].tasks["look"].apply_async((number,), delay=300)
+    app.close()
+    assert run("moved", f"migrate --from-prefix {prefix}", other)["moved"] == 20
+    # From a broker without TLS.
+    former = without.conf.rabbitdelay_prefix
+    settings = {name: each for name, each in own.items() if "registry" not in name}
+    settings |= {"prefix": former, "rabbitdelay_prefix": former}
+    assert run("moved", f"transfer --from {broker_url}", settings)["moved"] == 20
 
 
 def test_a_frozen_broker_costs_a_producer_no_more_than_its_timeout(
@@ -156,20 +127,6 @@ def test_a_frozen_broker_costs_a_producer_no_more_than_its_timeout(
             assert time.monotonic() - began < 25
         finally:
             tls_node.resume()
-
-
-def test_an_answer_may_take_longer_than_connecting(tls_node: RabbitMQServer) -> None:
-    topology = Topology(f"test-{uuid4().hex[:8]}", SHORT)
-    with connection_to(tls_node, connect_timeout=5) as connection:
-        connect(connection)
-        tls_node.suspend()
-        resumed = Timer(6.5, tls_node.resume)
-        resumed.start()
-        try:
-            declare(connection, topology)
-        finally:
-            resumed.join()
-        assert missing(connection, topology) == ()
 
 
 def test_the_certificate_alone_authenticates_the_user(

@@ -1,4 +1,4 @@
-"""Record what this version leaves on a broker: ``python -m tests.upgrade.record``.
+"""Recordings of what a version leaves on a broker: ``python -m tests.upgrade.record`` makes one.
 
 Run it once for each version that is released, before the release. It starts servers of its own,
 sends messages of every kind, and writes them as they lie in their queues, with the definitions that
@@ -8,20 +8,24 @@ the broker exports. A version that has a recording keeps it.
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
 import amqp
+from amqp import method_framing
 from kombu import Connection
 
 import celery_rabbitdelay
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import NS_PER_MS
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -33,13 +37,21 @@ from celery_rabbitdelay.modules.forwarding import (
 )
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.wire import Content
-from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
-from tests.integration.arrivals import count
+from celery_rabbitdelay.publishing.wire import (
+    BEFORE_PROPERTIES,
+    HEADER_FRAME,
+    Content,
+    Wire,
+    publish_frames,
+)
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from tests.integration.arrivals import wait_until_waiting
 from tests.integration.shop import make_app, named
 from tests.node_control import add_virtual_host
 from tests.unit.waiting import waiting
-from tests.upgrade.recording import Recorded, as_read, publish_raw, write
+
+#: Where the recordings are, one folder for each version.
+FOLDER: Final = Path(__file__).parent / "recorded"
 
 #: The prefix of everything that is recorded.
 PREFIX: Final = "recorded"
@@ -63,6 +75,63 @@ TOPOLOGIES: Final[list[dict[str, Any]]] = [
     {"queue_type": "classic", "shards": 2},
 ]
 
+#: How AMQP writes an integer of 64 bits in a table: its type, and its bytes.
+_LONG: Final = struct.Struct(">cq")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A message as it lay in a queue.
+
+    Attributes:
+        kind: What it is, in words.
+        queue: The queue that it lay in.
+        exchange: The exchange that it was published to.
+        routing_key: Its routing key.
+        numbers: The numbers that its tasks note.
+        due_ms: Its due time, in milliseconds since 1970-01-01 UTC; None if it has none.
+        due_in_ms: How long after its recording it was due.
+        properties: Its properties, headers among them, as AMQP encodes them, in base64.
+        body: Its body, in base64.
+    """
+
+    kind: str
+    queue: str
+    exchange: str
+    routing_key: str
+    numbers: list[int]
+    due_ms: int | None
+    due_in_ms: int
+    properties: str
+    body: str
+
+    def due_from_now(self) -> Content:
+        """Return its bytes, but due as long from now as it was due from its recording."""
+        properties, body = b64decode(self.properties), b64decode(self.body)
+        if self.due_ms is not None:
+            former = _LONG.pack(b"l", self.due_ms)
+            assert former in properties, self.kind
+            due = int(time.time() * 1000) + self.due_in_ms
+            properties = properties.replace(former, _LONG.pack(b"l", due))
+        return Content(properties, body)
+
+
+def read(folder: Path, what: str) -> list[dict[str, Any]]:
+    """Return the ``messages`` or the ``definitions`` of a version."""
+    found: list[dict[str, Any]] = json.loads((folder / f"{what}.json").read_text())
+    return found
+
+
+def publish_raw(connection: Connection, exchange: str, routing_key: str, content: Content) -> None:
+    """Publish bytes, and wait until the broker has them."""
+    wire = Wire(connection)
+    channel: Any = connection.channel()
+    frames = publish_frames(channel.channel_id, exchange, routing_key, content, wire.frame_max)
+    wire.write(frames, 30.0)
+    # The broker answers after it has routed what came before.
+    channel.exchange_declare("amq.topic", "topic", passive=True)
+    channel.close()
+
 
 def configuration(broker_url: str, redis_url: str) -> dict[str, Any]:
     """Return the application's settings, for producers and workers of the recorded messages."""
@@ -77,148 +146,119 @@ def configuration(broker_url: str, redis_url: str) -> dict[str, Any]:
     }
 
 
-class Recorder:
-    """Sends messages of each kind, and takes them out of the queues that they come to lie in.
+def _kinds(shop: Any, connection: Connection) -> list[tuple[str, str, Callable[[int], object]]]:
+    """Return each kind of message, its queue, and what sends it with the first of its numbers."""
+    topology, queue = shop.rabbitdelay.topology, named(shop, "default")
+    straight, reports, checkin = "seconds.5", f"{PREFIX}.topic.reports", f"{PREFIX}.checkin"
+    note: Any = shop.tasks["note"]
 
-    Args:
-        shop: The application.
-        connection: The broker; not open yet.
+    def task(number: int, to: str = "default", **more: Any) -> None:
+        options = {"delay": DELAY, "queue": named(shop, to), **more}
+        note.apply_async((number,), {"key": NOTES_KEY}, **options)
 
-    Attributes:
-        messages: What is recorded so far.
-    """
-
-    def __init__(self, shop: Any, connection: Connection) -> None:
-        self.messages: list[Recorded] = []
-        self._shop = shop
-        self._raw = as_read(connection)
-        self._connection = connection
-        self._topology: Topology = shop.rabbitdelay.topology
-        self._number = 0
-
-    def record(self, kind: str, queue: str, send: Callable[[int], None], tasks: int = 1) -> None:
-        """Send something, and take it out of the queue that it comes to lie in.
-
-        Args:
-            kind: What it is, in words.
-            queue: The queue, without the prefix.
-            send: Sends it; is given the first number that its tasks note.
-            tasks: How many tasks it has.
-        """
-        name, numbers = f"{PREFIX}.{queue}", range(self._number, self._number + tasks)
-        self._number += tasks
-        send(numbers[0])
-        wait_for(lambda: count(self._connection, name) == 1, f"{kind} in {name}")
-        channel: Any = self._connection.channel()
-        channel.auto_decode = False
-        message = channel.basic_get(name, no_ack=True)
-        channel.close()
-        due_ms = headers_of(message).get(header_names.DUE)
-        now_ms = time.time_ns() // NS_PER_MS
-        info, body = message.delivery_info, bytes(message.body)
-        self.messages.append(
-            Recorded(
-                kind,
-                name,
-                info["exchange"],
-                info["routing_key"],
-                list(numbers),
-                due_ms,
-                0 if due_ms is None else due_ms - now_ms,
-                next(self._raw),
-                body,
-            )
-        )
-
-    def record_all(self) -> None:
-        """Record each kind of message."""
-        straight = "seconds.5"
-        self.record("a task", straight, self._task())
-        self.record("a compressed task", straight, self._task(compression="gzip"))
-        self.record("a task that expires", straight, self._task(expires=FORTY_YEARS))
-        self.record("a task with a registry key", straight, self._task(key="recorded"))
-        self.record("a tracked task", straight, self._task(track=True))
-        self.record("a task that runs once", straight, self._task(once=True))
-        self.record("a task with a high priority", straight, self._task(priority=9))
-        self.record("a task of a fanout exchange", straight, self._task(queue="mirror"))
-        self.record("a task above the capacity", "meditation", self._task(delay=ABOVE))
-        self.record("an envelope", straight, self._envelope, tasks=5)
-        self.record("a message of a client", "checkin", self._client)
-        self.record("a task without a queue", "distribution", self._without_queue)
-        self.record("a task that is tried again", "ms.900", self._tried_again)
-        self.record("a task that was early", "seconds.5", self._early)
-        self.record("an undeliverable task", "undeliverable", self._undeliverable)
-
-    def _task(self, **options: Any) -> Callable[[int], None]:
-        queue = named(self._shop, options.pop("queue", "default"))
-        options = {"delay": DELAY, "queue": queue, **options}
-
-        def send(number: int) -> None:
-            self._shop.tasks["note"].apply_async((number,), {"key": NOTES_KEY}, **options)
-
-        return send
-
-    def _envelope(self, first: int) -> None:
+    def envelope(first: int) -> None:
         due = datetime.now(UTC) + timedelta(seconds=DELAY)
-        rows = [
-            {"args": (first + each,), "kwargs": {"key": NOTES_KEY}, "eta": due} for each in range(5)
-        ]
-        self._shop.rabbitdelay.send_many(self._shop.tasks["note"], rows, envelopes=True)
+        rows = [{"args": (first + each,), "kwargs": {"key": NOTES_KEY}} for each in range(5)]
+        shop.rabbitdelay.send_many(note, [{**row, "eta": due} for row in rows], envelopes=True)
 
-    def _message(self, number: int, **headers: Any) -> amqp.Message:
-        """Return a task as it waits for its own queue; due in an hour of long ago."""
-        task_id = str(uuid4())
-        made = self._shop.amqp.as_task_v2(task_id, "note", (number,), {"key": NOTES_KEY})
-        message = amqp.Message(
-            json.dumps(made.body),
+    def made(
+        number: int, to: str = queue, late: float = 0, more: dict[str, Any] | None = None
+    ) -> Any:
+        """A task as it waits for its own queue."""
+        message = shop.amqp.as_task_v2(str(uuid4()), "note", (number,), {"key": NOTES_KEY})
+        due = {header_names.DUE: int((time.time() + late) * 1000), header_names.EXCHANGE: ""}
+        due |= {header_names.QUEUE: to, header_names.ROUTING_KEY: to}
+        found = amqp.Message(
+            json.dumps(message.body),
             content_type="application/json",
             content_encoding="utf-8",
-            correlation_id=task_id,
+            correlation_id=message.properties["correlation_id"],
             delivery_mode=2,
-            application_headers={**made.headers, **headers},
+            application_headers={**message.headers, **(more or due)},
         )
-        message.delivery_info = {"exchange": "", "routing_key": ""}
-        return message
+        found.delivery_info = {"exchange": "", "routing_key": ""}
+        return waiting(found)
 
-    def _restorable(self, number: int) -> amqp.Message:
-        queue = named(self._shop, "default")
-        own = {header_names.DUE: time.time_ns() // NS_PER_MS, header_names.QUEUE: queue}
-        return self._message(
-            number, **own, **{header_names.EXCHANGE: "", header_names.ROUTING_KEY: queue}
-        )
+    def publish(exchange: str, routing_key: str, message: Any) -> None:
+        publish_raw(connection, exchange, routing_key, Content.of(message.amqp()))
 
-    def _publish(self, outgoing: Outgoing) -> None:
-        content = Content.of(outgoing.message.amqp())
-        publish_raw(self._connection, outgoing.exchange, outgoing.routing_key, content)
+    def moved(outgoing: Outgoing | None) -> None:
+        assert outgoing is not None
+        publish(outgoing.exchange, outgoing.routing_key, outgoing.message)
 
-    def _client(self, number: int) -> None:
-        exchange, key = f"{PREFIX}.checkin", named(self._shop, "default")
-        self._publish(Outgoing(exchange, key, waiting(self._message(number, **{"x-delay": 1000}))))
+    def client(number: int) -> None:
+        publish(checkin, queue, made(number, more={"x-delay": 1000}))
 
-    def _without_queue(self, number: int) -> None:
+    def without_queue(number: int) -> None:
         # Nobody has bound it, so it comes to distribution with the broker's own headers.
-        route = self._topology.route(0.2, f"{PREFIX}.topic.reports")
-        message = self._restorable(number)
-        headers = message.properties["application_headers"]
-        for name in (header_names.QUEUE, header_names.ROUTING_KEY):
-            headers[name] = f"{PREFIX}.topic.reports"
-        self._publish(Outgoing(route.exchange, route.routing_key, waiting(message)))
+        exchange, key, _ = topology.route(0.2, reports)
+        publish(exchange, key, made(number, reports))
 
-    def _tried_again(self, number: int) -> None:
-        redelivery = Redelivery(self._topology, 86_400, lambda least, most: 0.9)
-        outgoing = Outgoing("", named(self._shop, "default"), waiting(self._restorable(number)))
-        self._publish(redelivery.after_failure(outgoing, DelayHeaders(), "the broker nacked it"))
+    def tried_again(number: int) -> None:
+        redelivery = Redelivery(topology, 86_400, lambda least, most: 0.9)
+        outgoing = Outgoing("", queue, made(number))
+        moved(redelivery.after_failure(outgoing, DelayHeaders(), "the broker nacked it"))
 
-    def _early(self, number: int) -> None:
-        message = self._restorable(number)
-        message.properties["application_headers"][header_names.DUE] += int(DELAY * 1000)
-        early = EarlyMessages(self._topology, 1000).put_back(waiting(message))
-        assert early is not None
-        self._publish(early)
+    def early(number: int) -> None:
+        moved(EarlyMessages(topology, 1000).put_back(made(number, late=DELAY)))
 
-    def _undeliverable(self, number: int) -> None:
-        outgoing = Outgoing("", named(self._shop, "default"), waiting(self._restorable(number)))
-        self._publish(to_undeliverable(f"{PREFIX}.undeliverable", outgoing, "the queue is full"))
+    def undeliverable(number: int) -> None:
+        outgoing = Outgoing("", queue, made(number))
+        moved(to_undeliverable(f"{PREFIX}.undeliverable", outgoing, "the queue is full"))
+
+    return [
+        ("a task", straight, task),
+        ("a compressed task", straight, partial(task, compression="gzip")),
+        ("a task that expires", straight, partial(task, expires=FORTY_YEARS)),
+        ("a task with a registry key", straight, partial(task, key="recorded")),
+        ("a tracked task", straight, partial(task, track=True)),
+        ("a task that runs once", straight, partial(task, once=True)),
+        ("a task with a high priority", straight, partial(task, priority=9)),
+        ("a task of a fanout exchange", straight, partial(task, to="mirror")),
+        ("a task above the capacity", "meditation", partial(task, delay=ABOVE)),
+        ("an envelope", straight, envelope),
+        ("a message of a client", "checkin", client),
+        ("a task without a queue", "distribution", without_queue),
+        ("a task that is tried again", "ms.900", tried_again),
+        ("a task that was early", straight, early),
+        ("an undeliverable task", "undeliverable", undeliverable),
+    ]
+
+
+def _messages(shop: Any, connection: Connection) -> list[Recorded]:
+    """Send each kind, and take it out of the queue that it comes to lie in."""
+    properties: list[bytes] = []
+
+    def frame_handler(*given: Any) -> Callable[[Any], bool]:
+        handle = method_framing.frame_handler(*given)
+
+        def on_frame(frame: Any) -> bool:
+            if frame[0] == HEADER_FRAME:
+                properties.append(bytes(frame[2][BEFORE_PROPERTIES:]))
+            return bool(handle(frame))
+
+        return on_frame
+
+    found: list[Recorded] = []
+    # It keeps the properties of each message as they are on the wire.
+    with connection.clone(transport_options={"frame_handler": frame_handler}) as reading:
+        channel: Any = reading.channel()
+        channel.auto_decode = False
+        first = 0
+        for kind, short, send in _kinds(shop, connection):
+            queue, tasks = f"{PREFIX}.{short}", 5 if kind == "an envelope" else 1
+            numbers = [*range(first, first + tasks)]
+            first += len(numbers)
+            send(numbers[0])
+            wait_until_waiting(connection, queue, 1)
+            message = channel.basic_get(queue, no_ack=True)
+            due_ms, now_ms = headers_of(message).get(header_names.DUE), int(time.time() * 1000)
+            info = message.delivery_info
+            place = (queue, info["exchange"], info["routing_key"], numbers)
+            due = (due_ms, 0 if due_ms is None else due_ms - now_ms)
+            raw = (properties[-1], bytes(message.body))
+            found.append(Recorded(kind, *place, *due, *(b64encode(each).decode() for each in raw)))
+    return found
 
 
 def _definitions(broker: RabbitMQServer) -> list[dict[str, Any]]:
@@ -227,9 +267,8 @@ def _definitions(broker: RabbitMQServer) -> list[dict[str, Any]]:
     for number, kind in enumerate(TOPOLOGIES):
         host = f"host-{number}"
         add_virtual_host(broker, host)
-        topology = Topology(PREFIX, custom(LEVELS), **kind)
         with Connection(broker.url).clone(virtual_host=host) as connection:
-            declare(connection, topology)
+            declare(connection, Topology(PREFIX, custom(LEVELS), **kind))
         exported = json.loads(broker.ctl("export_definitions", "-", "--format", "json"))
         parts = {
             name: [
@@ -244,28 +283,22 @@ def _definitions(broker: RabbitMQServer) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write the recording of this version."""
-    with RabbitMQServer() as broker, RedisServer() as redis:
+    """Write the recording of this version; an error, if it has one."""
+    folder = FOLDER / celery_rabbitdelay.__version__
+    folder.mkdir(parents=True)
+    with RabbitMQServer() as broker, RedisServer() as redis, Connection(broker.url) as connection:
         shop = make_app(configuration(broker.url, redis.url))
-        connection = Connection(broker.url)
-        recorder = Recorder(shop, connection)
-        with connection:
-            for queue in shop.amqp.queues.values():
-                if queue.name != f"{PREFIX}.topic.reports":
-                    queue(connection.default_channel).declare()
-            # So that everything is declared before a delay begins.
-            for task_queue in ("default", "mirror"):
-                options: dict[str, Any] = {"queue": named(shop, task_queue), "delay": 0.1}
-                shop.tasks["note"].apply_async((0,), {"key": NOTES_KEY}, **options)
-            for queue_name in (named(shop, "default"), f"{PREFIX}.distribution"):
-                wait_for(partial(count, connection, queue_name), f"a message in {queue_name}")
-                channel: Any = connection.default_channel
-                channel.queue_purge(queue_name)
-            recorder.record_all()
-        definitions = _definitions(broker)
+        for queue in shop.amqp.queues.values():
+            if queue.name != f"{PREFIX}.topic.reports":
+                queue(connection.default_channel).declare()
+        # So that everything is declared before a delay begins.
+        note: Any = shop.tasks["note"]
+        note.apply_async((0,), {"key": NOTES_KEY}, delay=0.1)
+        messages = [asdict(each) for each in _messages(shop, connection)]
         shop.close()
-    folder = write(celery_rabbitdelay.__version__, recorder.messages, definitions)
-    sys.stdout.write(f"{len(recorder.messages)} messages and definitions: {folder}\n")
+        for name, content in (("messages", messages), ("definitions", _definitions(broker))):
+            (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    sys.stdout.write(f"{len(messages)} messages and definitions: {folder}\n")
 
 
 if __name__ == "__main__":
