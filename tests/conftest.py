@@ -16,7 +16,6 @@ from typing import Any, Final, cast
 
 import pytest
 from celery import _state
-from celery.signals import before_task_publish
 from hypothesis import HealthCheck, Phase, settings
 from kombu import pools
 
@@ -40,12 +39,6 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile("no-deadline")
-
-# With a receiver of its signals, Celery itself makes the message of each send, and no template of
-# ours: RABBITDELAY_WITHOUT_TEMPLATES=1 make test.
-if os.environ.get("RABBITDELAY_WITHOUT_TEMPLATES"):
-    before_task_publish.connect(lambda **_: None, weak=False)
-    collect_ignore = ["unit/test_templates.py", "unit/test_message_template.py"]
 
 #: Characters of each server's log that the report of a failed test shows.
 LOG_TAIL: Final = 3000

@@ -50,11 +50,6 @@ def posting(
     return Publication(Content.of(message), lambda: (exchange, key), body)
 
 
-def postings(key: str, number: int) -> list[Publication]:
-    """So many of them, whose bodies are their numbers."""
-    return [posting(key, str(each)) for each in range(number)]
-
-
 def in_child(run: Callable[[], object]) -> Callable[[], int]:
     """Run a function in a child process; return what waits for its status: 1 if it raised."""
     child = os.fork()

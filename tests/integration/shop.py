@@ -44,13 +44,6 @@ AUTORETRIES: dict[str, dict[str, Any]] = {
     "autoretry-wrong": {"retry_kwargs": {"delay": "soon"}},
 }
 
-#: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.
-FAR_BACKOFFS = {
-    "backoff": {"retry_backoff": 1000, "retry_backoff_max": 5000, "retry_jitter": False},
-    "backoff-max": {"retry_backoff": 9000, "retry_backoff_max": 4000, "retry_jitter": False},
-    "backoff-jitter": {"retry_backoff": 10**8, "retry_backoff_max": 10**8, "retry_jitter": True},
-}
-
 
 def make_app(configuration: dict[str, Any]) -> Celery:
     """Create the application.
@@ -225,11 +218,8 @@ def _add_tasks_that_fail(app: Any) -> None:
         fail_once: Any = app.task(bind=True, name=name, shared=False, **options)
         fail_once(autoretry)
 
-    for name, backoff in FAR_BACKOFFS.items():
-
-        @app.task(name=name, shared=False, autoretry_for=(ConnectionError,), **backoff)
-        def fail_far() -> None:
-            raise ConnectionError("the mail gateway does not answer")
+    far = {"retry_backoff": 9000, "retry_backoff_max": 4000, "retry_jitter": False}
+    app.task(bind=True, name="backoff", shared=False, autoretry_for=(Exception,), **far)(autoretry)
 
     for name, option in (("lost", "reject_on_worker_lost"), ("lost-retry", "retry_on_worker_lost")):
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from socket import SHUT_RDWR
 from threading import Event, Thread
@@ -26,7 +26,7 @@ AROUND = 10
 
 
 def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
-    connection: Connection, topology: Topology, target: Queue, make_queue: Callable[..., Queue]
+    connection: Connection, topology: Topology, target: Queue, make_queue: Any
 ) -> None:
     channel: Any = connection.default_channel
     source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from kombu import Connection, Exchange, Queue, binding
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.modules.envelope import Item
 from tests.integration.arrivals import take
-from tests.integration.modules import MODULES, Client, client, wait_until_served
+from tests.integration.modules import Client, client, wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
 
@@ -21,7 +20,7 @@ __all__ = ["client"]
 
 
 def test_a_client_that_knows_nothing_of_python_delays_a_message(
-    client: Client, connection: Connection, make_queue: Callable[..., Queue], prefix: str
+    client: Client, connection: Connection, make_queue: Any, prefix: str
 ) -> None:
     exchange = Exchange(f"{prefix}-news", type="topic")
     queue = make_queue("news", exchange, "paper.#")
@@ -46,18 +45,16 @@ def test_a_client_that_knows_nothing_of_python_delays_a_message(
 
 @pytest.mark.parametrize("kind", ["fanout", "headers", "topic", "direct"])
 def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
-    client: Client, connection: Connection, make_queue: Callable[..., Queue], prefix: str, kind: str
+    client: Client, connection: Connection, make_queue: Any, prefix: str, kind: str
 ) -> None:
     exchange = Exchange(f"{prefix}-{kind}", type=kind)
-    patterns = {"topic": ["paper.#", "*.daily"], "direct": ["paper.daily"] * 2}
-    keys = patterns.get(kind, ["", ""])
+    keys = {"topic": ["paper.#", "*.daily"], "direct": ["paper.daily"] * 2}.get(kind, ["", ""])
     matching = {"x-match": "all", "colour": "red"} if kind == "headers" else None
     queues = [
         make_queue(f"{kind}-{number}", bindings=[binding(exchange, key, matching)])
         for number, key in enumerate(keys)
     ]
-    other = make_queue("other", bindings=[binding(exchange, "else", {"colour": "blue"})])
-    for queue in [*queues, other] if kind != "fanout" else queues:
+    for queue in queues:
         queue(client.channel).declare()
     published = time.time()
     told = {"x-delay": 300, headers.EXCHANGE: exchange.name, "colour": "red"}
@@ -70,8 +67,6 @@ def test_every_queue_gets_it_once_that_would_get_it_without_a_delay(
         assert (info["exchange"], info["routing_key"]) == (exchange.name, "paper.daily")
         assert (properties["priority"], properties["expiration"]) == (7, "60000")
         assert arrival.message.headers.keys() == {"colour", headers.DUE}
-    if kind != "fanout":
-        assert client.count(other) == 0
 
 
 @pytest.mark.parametrize(
@@ -108,39 +103,26 @@ def test_a_delay_above_the_capacity_is_kept(client: Client, target: Queue, prefi
 
 @pytest.mark.parametrize("priority", [0, 9])
 def test_a_task_for_a_fanout_exchange_reaches_all_its_queues(
-    client: Client, make_queue: Callable[..., Queue], priority: int
+    client: Client, make_queue: Any, priority: int
 ) -> None:
-    shop = client.shop
-    mirror = shop.amqp.queues[named(shop, "mirror")]
-    unknown = make_queue("unknown", mirror.exchange)
+    mirror = client.shop.amqp.queues[named(client.shop, "mirror")]
+    unknown = make_queue("unknown", bindings=[binding(mirror.exchange)])
     unknown(client.channel).declare()
-    before = time.time()
-    result = shop.tasks["look"].apply_async(delay=0.5, queue=mirror.name, priority=priority)
+    before, look = time.time(), client.shop.tasks["look"]
+    result = look.apply_async(delay=0.5, queue=mirror.name, priority=priority)
     (arrival,) = client.take(unknown)
-    assert arrival.at >= before + 0.5
-    assert arrival.message.headers["id"] == result.id
-    assert arrival.message.delivery_info["exchange"] == mirror.exchange.name
-    assert arrival.message.properties["priority"] == priority
-    # The application's own queue, which the worker serves.
+    # The application's own queue is served by the worker.
     seen = result.get(timeout=PATIENCE)
-    assert seen["at"] >= before + 0.5
-    assert seen["exchange"] == mirror.exchange.name
-    unknown(client.channel).delete()
+    assert min(arrival.at, seen["at"]) >= before + 0.5
+    assert arrival.message.headers["id"] == result.id
+    assert arrival.message.delivery_info["exchange"] == mirror.exchange.name == seen["exchange"]
+    assert arrival.message.properties["priority"] == priority
 
 
-@pytest.mark.parametrize(("option", "served"), [("distribution", ["distribution"]), ("", [])])
-def test_the_command_line_says_which_modules_a_worker_serves(
-    configuration: dict[str, Any], shop: Any, option: str, served: list[str]
-) -> None:
-    settings, options = (
-        {**configuration, "rabbitdelay_modules": MODULES},
-        [f"--rabbitdelay-modules={option}"],
-    )
-    with Worker(settings, None, *options) as worker:
-        for name in served:
-            wait_until_served(worker, name)
-        others = set(MODULES) - set(served)
-        assert not [name for name in others if f"{name}: serving" in worker.log]
+def test_the_command_line_says_which_modules_a_worker_serves(configuration: Any, shop: Any) -> None:
+    with Worker(configuration, None, "--rabbitdelay-modules=distribution") as worker:
+        wait_until_served(worker, "distribution")
+        assert "check-in: serving" not in worker.log
 
 
 def test_all_messages_of_an_envelope_reach_their_queue_or_are_undeliverable(

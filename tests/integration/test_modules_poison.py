@@ -52,7 +52,7 @@ def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undelivera
 
 
 def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
-    shop: Any, serve: Callable[..., Any], connection: Connection, target: Queue
+    shop: Any, serve: Any, connection: Connection, target: Queue
 ) -> None:
     """Delivered and never acknowledged, as by a worker whose process dies of it each time."""
     client = Client(connection, shop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,10 +75,7 @@ def assert_delays(connection: Connection, shop: Any, target: Queue) -> None:
 
 
 def test_a_memory_alarm_ends_no_connection_and_a_worker_that_ends_in_it_leaves_all_to_the_next(
-    private_rabbitmq: RabbitMQServer,
-    serve: Callable[..., Any],
-    connection: Connection,
-    target: Queue,
+    private_rabbitmq: RabbitMQServer, serve: Any, connection: Connection, target: Queue
 ) -> None:
     """A connection that is given up would count as one delivery in vain each time."""
     # Celery itself waits without a bound when it closes a blocked connection, which is that of its
@@ -109,7 +106,7 @@ def test_a_memory_alarm_ends_no_connection_and_a_worker_that_ends_in_it_leaves_a
 
 
 def test_where_operators_declare_the_modules_serve_what_stands(
-    standing: Topology, serve: Callable[..., Any], connection: Connection, target: Queue
+    standing: Topology, serve: Any, connection: Connection, target: Queue
 ) -> None:
     # As operators do, who know neither guard nor marker.
     own = (standing.identity.guard, standing.identity.marker)
@@ -129,7 +126,7 @@ def test_where_operators_declare_the_modules_serve_what_stands(
 
 
 def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_what(
-    standing: Topology, serve: Callable[..., Any], connection: Connection
+    standing: Topology, serve: Any, connection: Connection
 ) -> None:
     distribution = standing.module_queues.distribution
     distribution(connection.default_channel).delete()
@@ -139,7 +136,7 @@ def test_where_operators_declare_a_worker_ends_that_misses_something_and_says_wh
 
 
 def test_a_topology_that_is_deleted_beside_its_worker_is_declared_again_as_a_whole(
-    serve: Callable[..., Any], connection: Connection, target: Queue
+    serve: Any, connection: Connection, target: Queue
 ) -> None:
     shop = serve(only="default", **OPEN)
     topology, look, worker = shop.rabbitdelay.topology, shop.tasks["look"], shop.worker

@@ -16,18 +16,17 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
     DeclarationRefused,
     MessageNacked,
     TasksNotConfirmed,
 )
 from celery_rabbitdelay.publishing import publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.integration.arrivals import count, take
+from tests.integration.arrivals import count
 from tests.integration.publishing import in_child
-from tests.integration.shop import PATIENCE, named
+from tests.integration.shop import PATIENCE
 from tests.integration.trouble import resumed, suspended
-from tests.node_control import clear_policy, close_all_connections, set_policy
+from tests.node_control import clear_policy, set_policy
 
 #: Seconds; two stops in the levels, where a message waits for longer than a test takes.
 DELAY = 330
@@ -44,12 +43,12 @@ TIMEOUT = 0.5
 
 
 @pytest.fixture
-def configuration(configuration: dict[str, Any]) -> dict[str, Any]:
+def configuration(configuration: Any) -> dict[str, Any]:
     return {**configuration, "rabbitdelay_layout": LEVELS}
 
 
 @pytest.fixture
-def private_shop(private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any]) -> Any:
+def private_shop(private_rabbitmq: RabbitMQServer, make_shop: Any) -> Any:
     """An application whose broker the test may maltreat."""
     return make_shop(broker_url=private_rabbitmq.url)
 
@@ -102,10 +101,7 @@ SENDS: tuple[Callable[[Any], Any], ...] = (
 
 
 def test_no_send_in_a_block_waits_for_its_confirm_and_its_end_waits_for_all(
-    private_rabbitmq: RabbitMQServer,
-    private_shop: Any,
-    confirmed: list[str],
-    waiting: Callable[[Any], int],
+    private_rabbitmq: RabbitMQServer, private_shop: Any, confirmed: list[str], waiting: Any
 ) -> None:
     with resumed(private_rabbitmq), private_shop.rabbitdelay.pipeline():
         # Celery connects for a group, too.
@@ -116,34 +112,6 @@ def test_no_send_in_a_block_waits_for_its_confirm_and_its_end_waits_for_all(
         private_rabbitmq.resume()
     assert sorted(confirmed) == sorted(connecting + ids)
     assert waiting(private_shop) == len(confirmed)
-
-
-def test_no_more_tasks_are_unconfirmed_than_the_setting_says(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
-) -> None:
-    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=5)
-    ids: list[str] = []
-
-    def send(number: int) -> None:
-        options = {"delay": DELAY, "confirm_timeout": TIMEOUT}
-        ids.extend(shop.tasks["look"].apply_async(**options).id for _ in range(number))
-
-    def block() -> None:
-        with shop.rabbitdelay.pipeline():
-            shop.tasks["look"].apply_async(delay=DELAY)
-            confirm(shop)
-            private_rabbitmq.suspend()
-            send(5)
-            send(1)
-
-    with resumed(private_rabbitmq), pytest.raises(ConfirmTimeout) as caught:
-        block()
-    # The sixth has raised; the others may have arrived, and are named.
-    not_confirmed = not_confirmed_of(caught.value)
-    assert not_confirmed.errors.keys() == {*ids}
-    assert not_confirmed.uncertain == tuple(ids)
-    assert not caught.value.may_have_arrived
-    assert len(confirmed) == 1
 
 
 def test_a_block_in_a_block_is_part_of_it(
@@ -176,37 +144,8 @@ def test_other_threads_and_coroutines_send_as_always(shop: Any, confirmed: list[
     assert len(confirmed) == 4
 
 
-def test_a_plain_task_and_one_that_celery_holds_take_celery_s_own_path(
-    shop: Any, confirmed: list[str], connection: Connection
-) -> None:
-    with shop.rabbitdelay.pipeline():
-        shop.tasks["celery-own"].apply_async(countdown=DELAY)
-        shop.tasks["look"].delay()
-        wait_for(lambda: count(connection, named(shop, "default")) == 2, "both")
-    assert not confirmed
-
-
-def test_a_connection_that_is_lost_in_a_block_costs_no_task(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
-) -> None:
-    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=20)
-    look, ids = shop.tasks["look"], []
-    with shop.rabbitdelay.pipeline():
-        for number in range(300):
-            if number in (100, 200, 299):
-                close_all_connections(private_rabbitmq, "testing")
-            ids.append(look.apply_async(delay=(0.2, 0.9, 1.7)[number % 3]).id)
-    assert sorted(confirmed) == sorted(ids)
-    queue, came = shop.amqp.queues[named(shop, "default")], set()
-    with Connection(private_rabbitmq.url) as connection:
-        while came != {*ids}:
-            came |= {each.message.headers["id"] for each in take(connection, [queue], 1)}
-
-
 @pytest.fixture
-def refusing(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
-) -> Iterator[Any]:
+def refusing(private_rabbitmq: RabbitMQServer, make_shop: Any, prefix: str) -> Iterator[Any]:
     """An application with a level whose queue for ``REFUSED`` is full, and refuses."""
     shop = make_shop(
         broker_url=private_rabbitmq.url,
@@ -332,7 +271,7 @@ def test_a_group_raises_the_error_of_its_member_and_the_others_are_sent(
 
 
 def test_a_queue_that_cannot_be_declared_fails_the_send_and_no_other(
-    shop: Any, connection: Connection, confirmed: list[str], make_queue: Callable[..., Queue]
+    shop: Any, connection: Connection, confirmed: list[str], make_queue: Any
 ) -> None:
     other = make_queue("other", queue_arguments={"x-queue-type": "quorum"})
     other(connection.default_channel).declare()
@@ -372,7 +311,7 @@ def test_the_members_of_a_group_are_written_before_the_first_confirm(
 
 
 def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
-    shop: Any, confirmed: list[str], waiting: Callable[[Any], int]
+    shop: Any, confirmed: list[str], waiting: Any
 ) -> None:
     look = shop.tasks["look"]
 
@@ -391,7 +330,7 @@ def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
 
 
 def test_a_tracked_task_is_confirmed_and_registered_when_its_send_returns(
-    make_shop: Callable[..., Any], redis_url: str, confirmed: list[str]
+    make_shop: Any, redis_url: str, confirmed: list[str]
 ) -> None:
     shop = make_shop(rabbitdelay_registry_url=redis_url, broker_pool_limit=1)
     look = shop.tasks["look"]

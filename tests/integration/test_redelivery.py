@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import Arrival, count, take
+from tests.integration.arrivals import count, take
 from tests.integration.modules import MODULES, OPEN, check_in
 
 #: Tasks for the queue in trouble: more than a level's dead-letter worker has places.
@@ -35,7 +34,7 @@ def served(serve: Any) -> Any:
 
 
 @pytest.fixture
-def full(make_queue: Callable[..., Queue]) -> Queue:
+def full(make_queue: Any) -> Queue:
     """A queue that refuses messages once it holds a few; not declared."""
     bounded = {"x-max-length": ROOM, "x-overflow": "reject-publish"}
     return make_queue("full", queue_arguments={"x-queue-type": "quorum", **bounded})
@@ -44,14 +43,6 @@ def full(make_queue: Callable[..., Queue]) -> Queue:
 def send(shop: Any, publisher: Publisher, queue: Queue, number: int, delay: float) -> None:
     producer = DelayedProducer(publisher, shop.rabbitdelay.topology, modules=MODULES)
     producer.publish_delayed(number, Destination(queue, "", queue.name), delay)
-
-
-def take_all_of(connection: Connection, queue: Queue, number: int) -> list[Arrival]:
-    """Take messages until so many came; a bounded queue never holds all of them."""
-    arrivals: list[Arrival] = []
-    while len(arrivals) < number:
-        arrivals += take(connection, [queue], 1)
-    return arrivals
 
 
 def waiting(connection: Connection, shop: Any) -> int:
@@ -72,7 +63,8 @@ def test_tasks_for_a_full_queue_come_when_there_is_room_and_hold_up_no_others(
     # A quorum queue takes a few more than its bound.
     wait_for(lambda: count(connection, full.name) >= ROOM, "a full queue")
     assert count(connection, full.name) < MANY
-    arrivals = take_all_of(connection, full, MANY)
+    # A bounded queue never holds all of them.
+    arrivals = [take(connection, [full], 1)[0] for _ in range(MANY)]
 
     assert sorted(arrival.body for arrival in sound) == list(range(FEW))
     assert Counter(arrival.body for arrival in arrivals) == Counter(range(MANY))
@@ -86,7 +78,7 @@ def test_tasks_for_a_full_queue_come_when_there_is_room_and_hold_up_no_others(
 
 
 def test_a_task_for_an_exchange_that_is_missing_comes_when_it_is_there(
-    served: Any, connection: Connection, make_queue: Callable[..., Queue], prefix: str
+    served: Any, connection: Connection, make_queue: Any, prefix: str
 ) -> None:
     exchange = Exchange(f"{prefix}-later", type="fanout")
     check_in(connection, served, "any", headers={"x-delay": 100, headers.EXCHANGE: exchange.name})

@@ -12,9 +12,9 @@ from uuid import uuid4
 
 import pytest
 from celery import signals
-from kombu import Connection, Queue
+from kombu import Connection
 
-from celery_rabbitdelay.app.sending.rows import Report, Row
+from celery_rabbitdelay.app.sending.rows import PROGRESS_INTERVAL, Report, Row
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
@@ -66,7 +66,6 @@ def test_each_row_of_any_kind_runs_once_and_none_is_early(
     noted = notes.wait(100)
     assert numbers(noted) == list(range(100))
     assert all(note["at"] >= not_before[note["given"][0]] for note in noted)
-    assert {note["routing_key"] for note in noted} == {named(served_shop, "default")}
     assert all(headers.DUE in note["headers"] for note in noted)
     assert (report.sent, report.confirmed, report.resent) == (100, 100, 0)
     assert not report.errors
@@ -112,14 +111,13 @@ def test_every_row_has_what_the_options_say(
         assert seen["exchange"] == ""  # as Celery has it where the exchange is direct
         assert seen["routing_key"] == named(served_shop, "second")
         assert seen["priority"] == 9
-        assert seen["headers"]["tenant"] == "é"
-        assert seen["headers"]["list"] == [1, 2]
+        assert (seen["headers"]["tenant"], seen["headers"]["list"]) == ("é", [1, 2])
     linked = notes.wait(6)
     assert sorted(note["given"][0]["given"][0] for note in linked) == list(range(6))
 
 
 def test_every_queue_of_a_fanout_exchange_gets_each_row_of_an_envelope(
-    served_shop: Any, send_many: Any, connection: Connection, make_queue: Callable[..., Queue]
+    served_shop: Any, send_many: Any, connection: Connection, make_queue: Any
 ) -> None:
     mirror = served_shop.amqp.queues[named(served_shop, "mirror")]
     unknown = make_queue("unknown", mirror.exchange)
@@ -146,20 +144,17 @@ def listening(signal: Any, receiver: Callable[..., None]) -> Iterator[None]:
 
 
 @both_ways
-def test_the_signals_of_publishing_are_told_of_each_row_and_may_add_to_it(
-    served_shop: Any, send_many: Any, envelopes: bool
+def test_signals_and_monitors_are_told_of_each_row_and_receivers_may_add_to_it(
+    served_shop: Any, send_many: Any, connection: Connection, envelopes: bool
 ) -> None:
-    told: list[str] = []
+    served_shop.conf.task_send_sent_event = True
+    before: list[str] = []
     after: list[str] = []
+    sent: list[str] = []
 
-    def before_publish(
-        headers: dict[str, Any], body: Any, properties: dict[str, Any], **_: Any
-    ) -> None:
-        number = body[0][0]
-        told.append(headers["id"])
-        headers["number"] = number
-        if number == 0:
-            headers["first"] = "only"
+    def before_publish(headers: dict[str, Any], properties: dict[str, Any], **_: Any) -> None:
+        before.append(headers["id"])
+        headers["number"] = number = len(before)
         if number == 3:
             headers["third"] = [3]
             properties["priority"] = 9
@@ -170,49 +165,30 @@ def test_the_signals_of_publishing_are_told_of_each_row_and_may_add_to_it(
     def after_publish(headers: dict[str, Any], **_: Any) -> None:
         after.append(headers["id"])
 
+    def came() -> bool:
+        with suppress(TimeoutError):
+            own.drain_events(timeout=0.2)
+        return len(sent) >= len(ids)
+
     ids = [str(uuid4()) for _ in range(8)]
+    handlers = {"task-sent": lambda event: sent.append(event["uuid"])}
+    receiver = served_shop.events.Receiver(connection, handlers=handlers)
     with (
+        receiver.consumer_context() as (own, *_),
         listening(signals.before_task_publish, before_publish),
         listening(signals.after_task_publish, after_publish),
     ):
-        report = send_many(
-            "look",
-            [{"args": (number,), "delay": 0.4, "task_id": ids[number]} for number in range(8)],
-            envelopes=envelopes,
-        )
-    assert told == ids
-    assert after == ids
+        rows = [{"delay": 0.4, "task_id": each} for each in ids]
+        report = send_many("look", rows, envelopes=envelopes)
+        wait_for(came, "the events")
+    assert before == after == sent == ids
     assert bool(report.envelopes) == envelopes
-    for number, each in enumerate(ids):
+    for number, each in enumerate(ids, 1):
         seen = served_shop.AsyncResult(each).get(timeout=PATIENCE)
-        assert seen["given"] == [number]
         assert seen["headers"]["number"] == number
-        assert seen["headers"].get("first") == ("only" if number == 0 else None)
         assert seen["headers"].get("third") == ([3] if number == 3 else None)
         assert ("when" in seen["headers"]) == (number == 4)
-        if envelopes:
-            assert seen["priority"] == (9 if number == 3 else 0)
-
-
-def test_monitors_are_told_of_each_row_where_they_are_told_of_tasks(
-    served_shop: Any, send_many: Any, connection: Connection
-) -> None:
-    served_shop.conf.task_send_sent_event = True
-    ids = [str(uuid4()) for _ in range(12)]
-    told: list[str] = []
-    receiver = served_shop.events.Receiver(
-        connection, handlers={"task-sent": lambda event: told.append(event["uuid"])}
-    )
-    with receiver.consumer_context() as (own, *_):
-        send_many("look", [{"delay": 0.2, "task_id": each} for each in ids])
-
-        def came() -> bool:
-            with suppress(TimeoutError):
-                own.drain_events(timeout=0.2)
-            return len(told) >= len(ids)
-
-        wait_for(came, "the events")
-    assert told == ids
+        assert not envelopes or seen["priority"] == (9 if number == 3 else 0)
 
 
 def test_progress_is_told_with_growing_numbers_and_at_the_end(send_many: Any) -> None:
@@ -222,14 +198,14 @@ def test_progress_is_told_with_growing_numbers_and_at_the_end(send_many: Any) ->
         told.append((report.sent, report.confirmed, report.seconds))
 
     def slow_rows() -> Iterator[Row]:
-        for number in range(60):
-            work(0.03)
-            yield Row((number,))
+        yield Row()
+        work(PROGRESS_INTERVAL)
+        yield Row()
 
     report = send_many("look", slow_rows(), progress=progress, envelopes=False)
     assert len(told) >= 2
     assert told == sorted(told)
-    assert told[-1] == (60, 60, report.seconds)
+    assert told[-1] == (2, 2, report.seconds)
     assert send_many("look", [], progress=progress)
     assert told[-1][:2] == (0, 0)
 

@@ -23,7 +23,7 @@ REFUSED = "RESOURCE_LOCKED"
     ],
 )
 def test_a_wrong_setting_ends_the_command_with_one_line(
-    configuration: dict[str, Any], settings: dict[str, Any], options: str, told: str
+    configuration: Any, settings: dict[str, Any], options: str, told: str
 ) -> None:
     ended = run_celery({**configuration, **settings}, f"worker -P solo {options}")
     assert ended.returncode == 1
@@ -34,7 +34,7 @@ def test_a_wrong_setting_ends_the_command_with_one_line(
 
 
 def test_with_channel_errors_retried_it_waits_for_its_control_queue_and_works(
-    shop: Any, configuration: dict[str, Any], connection: Connection
+    shop: Any, configuration: Any, connection: Connection
 ) -> None:
     """A former connection of its own has the queue, which the broker still takes for alive."""
     worker = Worker({**configuration, "broker_channel_error_retry": True})
