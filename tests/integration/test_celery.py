@@ -1,9 +1,11 @@
-"""Delayed Celery tasks on real brokers, taken by real worker processes."""
+"""Delayed Celery tasks on real brokers, taken by real worker processes; and what ends a worker."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,26 +16,11 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.publishing.declaration import is_declared, missing
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests import node_control
-from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.arrivals import count, take
 from tests.integration.modules import wait_until_served
-from tests.integration.shop import PATIENCE, QUEUES
+from tests.integration.shop import PATIENCE, make_app
 from tests.integration.trouble import alarm, virtual_host
-from tests.integration.worker import Worker
-
-
-def test_a_producer_alone_on_an_empty_broker_loses_nothing(
-    shop: Any, configuration: Any, connection: Connection, prefix: str
-) -> None:
-    results = [
-        shop.tasks["look"].apply_async(delay=0.3, queue=f"{prefix}.{name}") for name in QUEUES
-    ]
-    for name in QUEUES[:-1]:
-        wait_until_waiting(connection, f"{prefix}.{name}", 1)
-    # The last one is on a fanout exchange.
-    wait_until_waiting(connection, shop.rabbitdelay.topology.module_queues.distribution.name, 1)
-
-    with Worker(configuration):
-        assert all(result.get(timeout=PATIENCE) for result in results)
+from tests.integration.worker import Worker, run_celery
 
 
 def test_no_delay_takes_celery_s_own_path(shop: Any, connection: Connection, prefix: str) -> None:
@@ -54,19 +41,21 @@ def test_no_delay_takes_celery_s_own_path(shop: Any, connection: Connection, pre
 def test_with_a_tolerance_a_delay_lies_in_the_queue_of_a_rounder_one(
     make_shop: Any, connection: Connection, prefix: str
 ) -> None:
-    shop = make_shop(rabbitdelay_layout=[("hours", 3, 3600), ("minutes", 60, 60)])
-    look, due = shop.tasks["look"], datetime.now(UTC) + timedelta(seconds=3530)
+    shop = make_shop(
+        rabbitdelay_layout=[("hours", 3, 3600), ("minutes", 60, 60), ("seconds", 60, 1)]
+    )
+    look, due = shop.tasks["look"], datetime.now(UTC) + timedelta(seconds=3570)
     for options in (
-        {"delay": 3530, "tolerance": 100},
-        {"eta": due, "tolerance": timedelta(seconds=100)},
+        {"delay": 3570, "tolerance": 60},
+        {"eta": due, "tolerance": timedelta(minutes=1)},
     ):
         look.apply_async(**options)
-    look.s().set(countdown=3530, tolerance=100.5).apply_async()
+    look.s().set(countdown=3570, tolerance=60.5).apply_async()
     for arrival in take(connection, [Queue(f"{prefix}.hours.1")], 3):
         # It is due when it was said to be: the tolerance is not a longer delay.
         told = arrival.message.headers[headers.DUE]
         assert due.timestamp() * 1000 <= told + 1 <= (due.timestamp() + 20) * 1000
-    look.apply_async(delay=3530, tolerance=5)
+    look.apply_async(delay=3570, tolerance=20)
     assert len(take(connection, [Queue(f"{prefix}.minutes.59")], 1)) == 1
 
 
@@ -166,3 +155,88 @@ def test_a_worker_declares_once_at_its_start_and_once_after_all_its_connections_
         assert missing(connection, shop.rabbitdelay.topology) == ()
     assert shop.tasks["look"].apply_async(delay=0.2).get(timeout=PATIENCE)
     assert shop.worker.log.count("are in place") == 2
+
+
+@pytest.fixture
+def on_redis(redis_url: str, prefix: str) -> dict[str, Any]:
+    """The configuration of a shop whose broker is Redis."""
+    return {"prefix": prefix, "broker_url": redis_url, "result_backend": redis_url}
+
+
+@pytest.fixture
+def redis_shop(on_redis: Any) -> Iterator[Any]:
+    """A shop whose broker is Redis."""
+    shop = make_app(on_redis)
+    yield shop
+    with shop.connection_for_write() as connection:
+        for queue in shop.amqp.queues.values():
+            queue(connection.default_channel).delete()
+    shop.close()
+
+
+def test_on_redis_a_worker_holds_the_task_until_it_is_due(
+    redis_shop: Any, on_redis: Any, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    look, retry = redis_shop.tasks["look"], redis_shop.tasks["retry"]
+    with Worker(on_redis, [f"{prefix}.default"], "-c", "4") as worker:
+        before = time.time()
+        delayed = [
+            look.apply_async(delay=timedelta(seconds=1.5)),
+            look.s().set(delay=1.5).apply_async(),
+            redis_shop.send_task("look", delay=1.5),
+        ]
+        retried = retry.apply_async(([], 1, {"delay": 1}))
+        for result in delayed:
+            seen = result.get(timeout=PATIENCE)
+            assert seen["at"] >= before + 1.5
+            assert seen["eta"]
+            assert headers.DUE not in seen["headers"]
+        first, second = retried.get(timeout=PATIENCE)
+        assert second["at"] >= first["at"] + 1
+        assert "Delay levels" not in worker.log
+    assert caplog.text.count("treated as Celery's own countdown") == 1
+
+
+REFUSED = "RESOURCE_LOCKED"
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "told"),
+    [
+        ({"rabbitdelay_prefixx": "a"}, "", "did you mean rabbitdelay_prefix?"),
+        ({}, "--rabbitdelay-modules chek", "takes a list of any of check-in, distribution, probe"),
+    ],
+)
+def test_a_wrong_setting_ends_the_command_with_one_line(
+    configuration: Any, settings: dict[str, Any], options: str, told: str
+) -> None:
+    ended = run_celery({**configuration, **settings}, f"worker -P solo {options}")
+    assert ended.returncode == 1
+    assert told in ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if "rabbitdelay_" in line)
+    assert line.startswith("Error: ")
+    assert "Traceback" not in ended.stderr + ended.stdout
+
+
+def test_with_channel_errors_retried_it_waits_for_its_control_queue_and_works(
+    shop: Any, configuration: Any, connection: Connection
+) -> None:
+    """A former connection of its own has the queue, which the broker still takes for alive."""
+    worker = Worker({**configuration, "broker_channel_error_retry": True})
+    name = f"{worker.name}.celery.pidbox"
+    queue = Queue(name, durable=False, exclusive=True, auto_delete=True)
+    holder = connection.clone()
+    queue(holder.default_channel).queue_declare()
+
+    def release() -> None:
+        wait_for(lambda: worker.log.count(REFUSED) >= 2, "the second attempt")
+        holder.release()
+
+    broker = Thread(target=release)
+    broker.start()
+    try:
+        worker.start()
+        assert shop.tasks["look"].apply_async(delay=0.5).get(timeout=PATIENCE)
+    finally:
+        worker.stop()
+        broker.join()

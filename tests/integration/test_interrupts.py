@@ -24,7 +24,6 @@ from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_m
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.registry.connection import ScriptCall, Store, connect
-from celery_rabbitdelay.testing import RedisServer
 from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
 
 #: Seconds; no task comes due meanwhile.
@@ -225,17 +224,3 @@ def test_a_soft_time_limit_is_no_error_of_the_row_that_it_strikes(shop: Any) -> 
     with pytest.raises(SoftTimeLimitExceeded):
         shop.rabbitdelay.send_many("look", [StruckRow(delay=DELAY)])
     send_many(shop)
-
-
-def test_an_interrupted_job_raises_what_came_although_redis_is_away(
-    make_shop: Any, redis: RedisServer
-) -> None:
-    shop = make_shop(rabbitdelay_registry_url=redis.url)
-
-    def block() -> None:
-        with shop.rabbitdelay.job("import", expires=60):
-            redis.kill()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        block()

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import product
+from socket import SHUT_RDWR
+from threading import Event, Thread
 from typing import Any
 
+import amqp
 import pytest
 from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.levels.entities import POISON_LIMIT
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.consumer import ModuleConsumer
 from celery_rabbitdelay.modules.envelope import Item
-from tests.integration.arrivals import take
-from tests.integration.modules import Client, client, wait_until_served
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.module import Module, ModuleStatistics
+from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.testing import wait_for
+from tests.integration.arrivals import count, take, wait_until_waiting
+from tests.integration.modules import MODULES, OPEN, Client, check_in, client, wait_until_served
 from tests.integration.shop import PATIENCE, named
 from tests.integration.worker import Worker
+from tests.unit.waiting import waiting
 
 __all__ = ["client"]
 
@@ -135,3 +154,192 @@ def test_all_messages_of_an_envelope_reach_their_queue_or_are_undeliverable(
     found = [message.headers["id"] for _, message in client.undeliverable(1000)]
     assert sorted(came) == sorted(found) == list(range(1000))
     assert client.count(target) == 0
+
+
+# Messages that no worker can finish go to `undeliverable`, and take no others with them.
+
+
+#: Good messages before the bad one, and behind it.
+AROUND = 10
+
+
+def check_in_around(client: Client, target: Queue, bad: Callable[[], Any]) -> None:
+    """Check in good messages, a bad one amid them."""
+    for number in range(2 * AROUND):
+        if number == AROUND:
+            bad()
+        client.check_in(target.name, {"x-delay": 100, "id": number})
+
+
+def assert_all_good_ones_arrive(client: Client, target: Queue) -> None:
+    """Assert that each good message arrived; a connection that was lost may have doubled some."""
+    came: set[int] = set()
+
+    def all_came() -> bool:
+        ready = min(client.count(target), 1)
+        came.update(arrival.message.headers["id"] for arrival in client.take(target, ready))
+        return came == set(range(2 * AROUND))
+
+    wait_for(all_came, "the good messages")
+
+
+def test_a_message_for_an_exchange_that_clients_may_not_publish_to_is_undeliverable(
+    client: Client, target: Queue, internal: str
+) -> None:
+    """The broker closes the channel on which it is published, with all that is in flight."""
+    told = {"x-delay": 100, headers.EXCHANGE: internal, "mine": 1}
+    check_in_around(client, target, lambda: client.check_in(target.name, told))
+    assert_all_good_ones_arrive(client, target)
+    ((reason, message),) = client.undeliverable()
+    assert message.headers["mine"] == 1
+    assert "internal exchange" in reason
+
+
+def test_a_message_that_every_client_dies_of_is_undeliverable_after_the_limit(
+    shop: Any, serve: Any, connection: Connection, target: Queue
+) -> None:
+    """Delivered and never acknowledged, as by a worker whose process dies of it each time."""
+    client = Client(connection, shop)
+    declare(connection, client.topology)
+    check_in_around(
+        client, target, lambda: client.check_in(target.name, {"x-delay": 100, "mine": 1})
+    )
+    queues = client.topology.module_queues
+    checkin = queues.checkin.name
+    for number in range(AROUND):
+        good = client.channel.basic_get(checkin)
+        assert good.headers["id"] == number
+        client.channel.basic_ack(good.delivery_tag)
+        client.check_in(target.name, {"x-delay": 100, "id": number})
+    for _ in range(POISON_LIMIT + 1):
+        dying: Any
+        with connection.channel() as dying:
+            while (taken := dying.basic_get(checkin)) is None:
+                pass
+            assert taken.headers["mine"] == 1
+    wait_for(lambda: client.count(queues.undeliverable) == 1, "the message")
+    serve(only="default", **OPEN)
+    assert_all_good_ones_arrive(client, target)
+    ((reason, message),) = client.undeliverable()
+    assert message.headers["mine"] == 1
+    (death,) = message.headers["x-death"]
+    assert (death["queue"], death["reason"]) == (checkin, "delivery_limit")
+    assert f"delivery limit of {checkin} exceeded" in reason
+
+
+def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
+    connection: Connection, topology: Topology, target: Queue, make_queue: Any
+) -> None:
+    channel: Any = connection.default_channel
+    source = make_queue("source", queue_arguments={"x-queue-type": "quorum"})
+    declare(connection, topology)
+    source(channel).declare()
+    for number in range(2 * AROUND):
+        channel.basic_publish(amqp.Message(str(number)), "", source.name)
+    dying: Any
+    with connection.clone() as dying:
+        had: list[Any] = []
+        dying.default_channel.basic_consume(source.name, callback=had.append)
+        while len(had) < 2 * AROUND:
+            dying.drain_events(timeout=30)
+    wait_until_waiting(connection, source.name, 2 * AROUND)
+
+    stopping, stands_still, go_on = Event(), Event(), Event()
+
+    def receive(message: amqp.Message) -> Iterator[Outgoing]:
+        if int(message.body) == AROUND:
+            stands_still.set()
+            go_on.wait()
+        yield Outgoing("", target.name, waiting(amqp.Message(b"x", delivery_mode=2)))
+
+    module = Module("test", topology, source, receive, 100, 1000, timeout=30, retry_for=0)
+    serving: Any = connection.clone()
+    reading_unreadable_properties(serving)
+    consumer = ModuleConsumer(module, serving, ModuleStatistics(), stopping)
+
+    def serve() -> None:
+        with suppress(OSError):
+            consumer.serve()
+
+    thread = Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        assert stands_still.wait(PATIENCE)
+        wait_until_waiting(connection, target.name, AROUND)
+        wait_until_waiting(connection, source.name, AROUND - 1)
+        serving.connection.sock.shutdown(SHUT_RDWR)
+        wait_until_waiting(connection, source.name, AROUND)
+        left = [channel.basic_get(source.name, no_ack=True) for _ in range(AROUND)]
+    finally:
+        stopping.set()
+        go_on.set()
+        thread.join(PATIENCE)
+        serving.collect(socket_timeout=0.1)
+    counts = {int(message.body): message.headers["x-delivery-count"] for message in left}
+    assert counts == {n: 2 if n == AROUND else 1 for n in range(AROUND, 2 * AROUND)}
+
+
+# A destination in trouble: its tasks are tried again, and no other task waits for them.
+
+
+#: Tasks for the queue in trouble: more than a level's dead-letter worker has places.
+MANY = 40
+
+#: Tasks for a queue that takes them.
+FEW = 10
+
+#: How many messages the full queue takes.
+ROOM = 5
+
+
+@pytest.fixture
+def served(serve: Any) -> Any:
+    """An application whose levels stand, and whose modules are served by one worker."""
+    return serve(only="default", **OPEN)
+
+
+@pytest.fixture
+def full(make_queue: Any) -> Queue:
+    """A queue that refuses messages once it holds a few; not declared."""
+    bounded = {"x-max-length": ROOM, "x-overflow": "reject-publish"}
+    return make_queue("full", queue_arguments={"x-queue-type": "quorum", **bounded})
+
+
+def test_tasks_for_a_full_queue_come_when_there_is_room_and_hold_up_no_others(
+    served: Any, connection: Connection, publisher: Publisher, full: Queue, target: Queue
+) -> None:
+    asked = time.time()
+    producer = DelayedProducer(publisher, served.rabbitdelay.topology, modules=MODULES)
+    for queue, number in (*product([full], range(MANY)), *product([target], range(FEW))):
+        producer.publish_delayed(number, Destination(queue, "", queue.name), 1.5)
+    # They come although the other queue takes no message any more.
+    sound = take(connection, [target], FEW)
+    # A quorum queue takes a few more than its bound.
+    wait_for(lambda: count(connection, full.name) >= ROOM, "a full queue")
+    assert count(connection, full.name) < MANY
+    # A bounded queue never holds all of them.
+    arrivals = [take(connection, [full], 1)[0] for _ in range(MANY)]
+
+    assert sorted(arrival.body for arrival in sound) == list(range(FEW))
+    assert Counter(arrival.body for arrival in arrivals) == Counter(range(MANY))
+    for arrival in (*sound, *arrivals):
+        assert arrival.at >= asked + 1.5
+        assert arrival.message.headers[headers.QUEUE] == arrival.queue
+    for arrival in arrivals:
+        told = arrival.message.headers.keys()
+        assert not {headers.ATTEMPTS, headers.REASON, "x-death"} & told
+    queues = served.rabbitdelay.topology.queues
+    wait_for(lambda: not sum(count(connection, each.name) for each in queues), "empty levels")
+
+
+def test_a_task_for_an_exchange_that_is_missing_comes_when_it_is_there(
+    served: Any, connection: Connection, make_queue: Any, prefix: str
+) -> None:
+    exchange = Exchange(f"{prefix}-later", type="fanout")
+    check_in(connection, served, "any", headers={"x-delay": 100, headers.EXCHANGE: exchange.name})
+    wait_for(lambda: "there is no exchange" in served.worker.log, "the first attempt")
+    queue = make_queue("later", exchange)
+    queue(connection.default_channel).declare()
+    (arrival,) = take(connection, [queue], 1)
+    assert arrival.message.delivery_info["exchange"] == exchange.name
+    assert set(arrival.message.headers) == {headers.DUE}

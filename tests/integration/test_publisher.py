@@ -97,18 +97,6 @@ def test_each_error_belongs_to_its_own_message_with_many_in_flight(
     assert bodies(connection, target, 400) == Counter(confirmed)
 
 
-def test_bodies_of_any_size_and_names_of_any_script_arrive(
-    connection: Connection, publisher: Publisher, make_queue: Any
-) -> None:
-    """Also a body that fills a frame, and one that is larger by a byte."""
-    queue = make_queue("очередь-🗝")
-    queue(connection.default_channel).declare()
-    sizes = [0, 131_064, 131_065, 300_000]
-    given = [bytes(number % 251 for number in range(size)) for size in sizes]
-    publisher.publish_all([posting(queue.name, body) for body in given], PublishPolicy(window=3))
-    assert [bytes(arrival.body or b"") for arrival in take(connection, [queue], 4)] == given
-
-
 def test_a_broker_that_refuses_the_login_is_an_error_at_once(broker_url: str) -> None:
     for url in (broker_url.replace("guest:guest", "guest:wrong"), f"{broker_url}nowhere"):
         publisher = Publisher(Connection(url))

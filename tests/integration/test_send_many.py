@@ -17,7 +17,6 @@ from kombu import Connection
 from celery_rabbitdelay.app.sending.rows import PROGRESS_INTERVAL, Report, Row
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.publishing import work
 from tests.integration.shop import PATIENCE, named
@@ -114,24 +113,6 @@ def test_every_row_has_what_the_options_say(
         assert (seen["headers"]["tenant"], seen["headers"]["list"]) == ("é", [1, 2])
     linked = notes.wait(6)
     assert sorted(note["given"][0]["given"][0] for note in linked) == list(range(6))
-
-
-def test_every_queue_of_a_fanout_exchange_gets_each_row_of_an_envelope(
-    served_shop: Any, send_many: Any, connection: Connection, make_queue: Any
-) -> None:
-    mirror = served_shop.amqp.queues[named(served_shop, "mirror")]
-    unknown = make_queue("unknown", mirror.exchange)
-    unknown(connection.default_channel).declare()
-    ids = [str(uuid4()) for _ in range(10)]
-    before = time.time()
-    rows = [{"args": (1,), "delay": 0.4, "task_id": each} for each in ids]
-    assert send_many("look", rows, queue=mirror.name).envelopes
-    arrivals = take(connection, [unknown], 10)
-    assert sorted(a.message.headers["id"] for a in arrivals) == sorted(ids)
-    assert all(arrival.at >= before + 0.4 for arrival in arrivals)
-    for each in ids:
-        seen = served_shop.AsyncResult(each).get(timeout=PATIENCE)
-        assert seen["exchange"] == mirror.exchange.name
 
 
 @contextmanager
