@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,12 +126,3 @@ def test_a_periodic_task_of_the_database_sends_delayed_tasks(project: Project) -
         project.wait_for_results("orders.tasks.remind_all", 1, periodic="remind all")
         (*_, seen) = project.wait_for_results("orders.tasks.remind", before + 1)
     assert seen["due"] <= seen["at"]
-
-
-def test_a_wrong_setting_ends_the_worker_and_is_named_as_django_s_settings_name_it(
-    tmp_path: Path, module_broker_url: str
-) -> None:
-    settings = {"CELERY_BROKER_URL": module_broker_url, "CELERY_RABBITDELAY_TICK": -1}
-    run = Project(tmp_path / "shop", APPLICATIONS["Celery"], settings).run(WORKER)
-    assert run.returncode != 0
-    assert "CELERY_RABBITDELAY_TICK = -1: takes a positive number of seconds" in run.stderr

@@ -249,70 +249,73 @@ SOUND: dict[str, Plant] = {
     "bounded-checkin": policy(r"^shop\.checkin$", max_length=1000, max_length_bytes=10**6),
 }
 
+Fault = tuple[Plant, str, set[str]]
+
+
+def danger(plant: Plant, *codes: str) -> Fault:
+    return plant, "danger", {*codes}
+
+
+def warning(plant: Plant, *codes: str) -> Fault:
+    return plant, "warning", {*codes}
+
+
+def note(plant: Plant, *codes: str) -> Fault:
+    return plant, "note", {*codes}
+
+
 #: What is planted, how bad it is, and the codes that have to be found, no others.
-FAULTS: dict[str, tuple[Plant, str, set[str]]] = {
-    "queue-deleted": (without_queue, "danger", {"missing"}),
-    "marker-deleted": (without_marker, "warning", {"marker-missing"}),
-    "nothing-declared": (without_levels, "warning", {"not-declared"}),
-    "no-alternate-exchange": (no_alternate, "danger", {"differs"}),
-    "other-layout": (other_layout, "danger", {"layout-conflict"}),
-    "digit-unbound": (unbound_digit, "danger", {"binding-missing"}),
-    "copies-of-all": (copies_of_all, "danger", {"binding-additional"}),
-    "foreign-binding": (foreign_binding, "danger", {"binding-additional"}),
-    "consumer": (consumer, "danger", {"level-consumed"}),
-    "expires": (policy(r"^shop\.", expires=3_600_000), "danger", {"policy-expires"}),
-    "checkin-that-drops": (
+FAULTS: dict[str, Fault] = {
+    "queue-deleted": danger(without_queue, "missing"),
+    "marker-deleted": warning(without_marker, "marker-missing"),
+    "nothing-declared": warning(without_levels, "not-declared"),
+    "no-alternate-exchange": danger(no_alternate, "differs"),
+    "other-layout": danger(other_layout, "layout-conflict"),
+    "digit-unbound": danger(unbound_digit, "binding-missing"),
+    "copies-of-all": danger(copies_of_all, "binding-additional"),
+    "foreign-binding": danger(foreign_binding, "binding-additional"),
+    "consumer": danger(consumer, "level-consumed"),
+    "expires": danger(policy(r"^shop\.", expires=3_600_000), "policy-expires"),
+    "checkin-that-drops": danger(
         policy("checkin", max_length=10, overflow="drop-head"),
-        "danger",
-        {"policy-max-length", "policy-overflow"},
+        "policy-max-length",
+        "policy-overflow",
     ),
-    "other-routing-key": (
-        policy(r"\.ms\.", dead_letter_routing_key="elsewhere"),
-        "danger",
-        {"policy-dead-letter"},
+    "other-routing-key": danger(
+        policy(r"\.ms\.", dead_letter_routing_key="elsewhere"), "policy-dead-letter"
     ),
-    "drop-undeliverable": (
-        policy("undeliverable", delivery_limit=5),
-        "danger",
-        {"policy-drops-undeliverable"},
+    "drop-undeliverable": danger(
+        policy("undeliverable", delivery_limit=5), "policy-drops-undeliverable"
     ),
-    "impatient-module": (
-        policy("distribution", delivery_limit=5),
-        "warning",
-        {"policy-delivery-limit"},
+    "impatient-module": warning(policy("distribution", delivery_limit=5), "policy-delivery-limit"),
+    "operator-policy": danger(operator_policy_despite_the_guard, "policy-message-ttl"),
+    "destination-expires": warning(policy("orders", expires=60_000), "destination-expires"),
+    "destination-ttl": warning(policy("orders", message_ttl=1000), "destination-message-ttl"),
+    "destination-drops-poison": warning(
+        policy("orders", delivery_limit=5), "destination-delivery-limit"
     ),
-    "operator-policy": (operator_policy_despite_the_guard, "danger", {"policy-message-ttl"}),
-    "destination-expires": (policy("orders", expires=60_000), "warning", {"destination-expires"}),
-    "destination-ttl": (policy("orders", message_ttl=1000), "warning", {"destination-message-ttl"}),
-    "destination-drops-poison": (
-        policy("orders", delivery_limit=5),
-        "warning",
-        {"destination-delivery-limit"},
+    "destination-drops": warning(policy("orders", max_length=5), "destination-drops"),
+    "destination-refuses": danger(
+        policy("orders", max_length=5, overflow="reject-publish"), "destination-refuses"
     ),
-    "destination-drops": (policy("orders", max_length=5), "warning", {"destination-drops"}),
-    "destination-refuses": (
-        policy("orders", max_length=5, overflow="reject-publish"),
-        "danger",
-        {"destination-refuses"},
-    ),
-    "destination-not-declared": (never_declares, "danger", {"destination-missing"}),
-    "destination-not-yet-declared": (another_destination, "note", {"destination-not-declared"}),
-    "destination-unbound": (unbound_destination, "warning", {"destination-unbound"}),
-    "destination-cut-off": (unbound_without_distribution, "danger", {"destination-cut-off"}),
-    "destination-classic": (classic_destination, "note", {"destination-classic"}),
-    "destination-differs": (other_destination, "danger", {"destination-differs"}),
-    "may-not-declare": (may_not_declare, "danger", {"permission-missing"}),
-    "older-layout": (older_layout, "danger", {"orphan", "orphan-empty"}),
-    "full-destination": (full_destination, "note", {"held"}),
-    "limited": (limited, "danger", {"queue-limit"}),
-    "blocked": (blocked, "danger", {"publishers-blocked"}),
-    "nobody-declares": (nobody_declares, "danger", {"nobody-declares"}),
-    "classic-levels": (classic_levels, "warning", {"classic-levels"}),
-    "no-worker-probes": (without_answers, "note", {"probe-unknown"}),
-    "late-probe": (late_probe, "danger", {"probe-failed"}),
-    "overdue-schedule": (schedule(overdue), "danger", {"schedule-overdue"}),
-    "schedule-half-put": (schedule(half_put), "warning", {"schedule-unsent"}),
-    "schedule-without-its-task": (schedule(without_its_task), "warning", {"schedule-lost"}),
-    "redis-away": (without_redis, "danger", {"registry-unavailable"}),
-    "clock-ahead": (fast_clock, "warning", {"clock-difference"}),
+    "destination-not-declared": danger(never_declares, "destination-missing"),
+    "destination-not-yet-declared": note(another_destination, "destination-not-declared"),
+    "destination-unbound": warning(unbound_destination, "destination-unbound"),
+    "destination-cut-off": danger(unbound_without_distribution, "destination-cut-off"),
+    "destination-classic": note(classic_destination, "destination-classic"),
+    "destination-differs": danger(other_destination, "destination-differs"),
+    "may-not-declare": danger(may_not_declare, "permission-missing"),
+    "older-layout": danger(older_layout, "orphan", "orphan-empty"),
+    "full-destination": note(full_destination, "held"),
+    "limited": danger(limited, "queue-limit"),
+    "blocked": danger(blocked, "publishers-blocked"),
+    "nobody-declares": danger(nobody_declares, "nobody-declares"),
+    "classic-levels": warning(classic_levels, "classic-levels"),
+    "no-worker-probes": note(without_answers, "probe-unknown"),
+    "late-probe": danger(late_probe, "probe-failed"),
+    "overdue-schedule": danger(schedule(overdue), "schedule-overdue"),
+    "schedule-half-put": warning(schedule(half_put), "schedule-unsent"),
+    "schedule-without-its-task": warning(schedule(without_its_task), "schedule-lost"),
+    "redis-away": danger(without_redis, "registry-unavailable"),
+    "clock-ahead": warning(fast_clock, "clock-difference"),
 }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from kombu import Connection, Queue
@@ -20,6 +20,7 @@ from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.conftest import small_configuration
 from tests.integration.modules import check_in, put_in_envelope, wait_until_served
 from tests.integration.shop import make_app, named
+from tests.integration.trouble import resumed
 from tests.integration.worker import Worker
 from tests.node_control import evaluate
 
@@ -28,6 +29,8 @@ MESSAGES = 40
 
 #: Milliseconds; the node dies while the messages wait in the levels.
 DELAY_MS = 3000
+
+QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
 
 #: Messages that are on their way to a queue when it stops answering.
 LOAD = 20_000
@@ -69,90 +72,49 @@ def leaders(node: RabbitMQServer) -> dict[str, str]:
     return {row[0]: row[2] for row in rows if row[1:2] == ["quorum"]}
 
 
-class Stage(NamedTuple):
-    """A worker on one node, a queue on the other one, which can be frozen, and a sound queue."""
-
-    home: RabbitMQServer
-    connection: Connection
-    shop: Any
-    worker: Worker
-    lone: Queue
-    sound: Queue
-
-    def put(self, *items: Item) -> None:
-        """Put an envelope for the lone queue into distribution."""
-        told = {headers.EXCHANGE: "", headers.ROUTING_KEY: self.lone.name}
-        put_in_envelope(self.connection, self.shop, list(items), **told)
-
-    def assert_nobody_is_held_up(self) -> None:
-        """Assert that messages for the sound queue arrive."""
-        for each in range(FEW):
-            own = {"x-delay": 100, "id": each}
-            check_in(self.connection, self.shop, self.sound.name, headers=own)
-        came = take(self.connection, [self.sound], FEW, timeout=180)
-        assert {arrival.message.headers["id"] for arrival in came} == set(range(FEW))
-
-    def resume_and_assert_all_come(self, number: int, timeout: float) -> None:
-        """Let the node go on, and wait until all messages of the lone queue have come."""
-        self.home.resume()
-        ids: set[int] = set()
-
-        def all_came() -> bool:
-            ready = min(count(self.connection, self.lone.name), 1000)
-            for arrival in take(self.connection, [self.lone], ready):
-                ids.add(arrival.message.headers["id"])
-            return ids == set(range(number))
-
-        wait_for(all_came, "the messages of the lone queue", timeout)
-        undeliverable = self.shop.rabbitdelay.topology.module_queues.undeliverable
-        assert count(self.connection, undeliverable.name) == 0
-
-
-@pytest.fixture
-def make_stage(
-    cluster: list[RabbitMQServer], redis_url: str, prefix: str
-) -> Iterator[Callable[..., Stage]]:
-    """Makes a stage whose worker has these settings."""
-    living, home, _ = cluster
-    with Connection(living.url) as connection, ExitStack() as stack:
-        stack.callback(home.resume)
-
-        def make(**settings: Any) -> Stage:
-            configuration: dict[str, Any] = {
-                **small_configuration(living.url, redis_url, prefix),
-                # Of one replica each, so that they need no majority of the nodes.
-                "rabbitdelay_queue_type": "classic",
-                "queue_type": "classic",
-                "rabbitdelay_checkin_allowed": [f"{prefix}-*"],
-                **settings,
-            }
-            shop = make_app(configuration)
-            stack.callback(shop.close)
-            arguments = {"x-queue-type": "quorum", "x-quorum-initial-group-size": 1}
-            lone = Queue(f"{prefix}-lone", queue_arguments=arguments)
-            sound = Queue(f"{prefix}-sound")
-            with Connection(home.url) as at_home:
-                lone(at_home.default_channel).declare()
-            declare(connection, shop.rabbitdelay.topology)
-            sound(connection.default_channel).declare()
-            worker = stack.enter_context(Worker(configuration, [named(shop, "default")]))
-            wait_until_served(worker)
-            return Stage(home, connection, shop, worker, lone, sound)
-
-        yield make
-
-
 def test_a_queue_that_stops_answering_in_the_middle_of_many_messages_holds_up_no_other_for_long(
-    make_stage: Any,
+    cluster: list[RabbitMQServer], redis_url: str, prefix: str
 ) -> None:
     """RabbitMQ then reads nothing more from the connection, so the module takes another one."""
-    stage = make_stage()
-    stage.put(*(Item(b"x", {"id": each}) for each in range(LOAD)))
-    arrived = partial(count, stage.connection, stage.lone.name)
-    wait_for(lambda: arrived() > FEW, "the first messages", interval=0.01)
-    stage.home.suspend()
-    stage.assert_nobody_is_held_up()
-    stage.resume_and_assert_all_come(LOAD, timeout=120)
+    living, home, _ = cluster
+    configuration: dict[str, Any] = {
+        **small_configuration(living.url, redis_url, prefix),
+        # Of one replica each, so that they need no majority of the nodes.
+        "rabbitdelay_queue_type": "classic",
+        "queue_type": "classic",
+        "rabbitdelay_checkin_allowed": [f"{prefix}-*"],
+    }
+    shop: Any = make_app(configuration)
+    lone = Queue(f"{prefix}-lone", queue_arguments={**QUORUM, "x-quorum-initial-group-size": 1})
+    sound = Queue(f"{prefix}-sound")
+    with Connection(home.url) as at_home:
+        lone(at_home.default_channel).declare()
+    ids: set[int] = set()
+
+    def all_came() -> bool:
+        ready = min(count(connection, lone.name), 1000)
+        ids.update(arrival.message.headers["id"] for arrival in take(connection, [lone], ready))
+        return ids == set(range(LOAD))
+
+    with Connection(living.url) as connection, resumed(home):
+        declare(connection, shop.rabbitdelay.topology)
+        sound(connection.default_channel).declare()
+        with Worker(configuration, [named(shop, "default")]) as worker:
+            wait_until_served(worker)
+            items = [Item(b"x", {"id": each}) for each in range(LOAD)]
+            to = {headers.EXCHANGE: "", headers.ROUTING_KEY: lone.name}
+            put_in_envelope(connection, shop, items, **to)
+            arrived = partial(count, connection, lone.name)
+            wait_for(lambda: arrived() > FEW, "the first messages", interval=0.01)
+            home.suspend()
+            for _ in range(FEW):
+                check_in(connection, shop, sound.name, headers={"x-delay": 100})
+            take(connection, [sound], FEW, timeout=180)
+            home.resume()
+            wait_for(all_came, "the messages of the lone queue", timeout=120)
+        undeliverable = shop.rabbitdelay.topology.module_queues.undeliverable
+        assert count(connection, undeliverable.name) == 0
+    shop.close()
 
 
 def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
@@ -174,7 +136,7 @@ def test_the_death_of_the_node_that_leads_the_modules_queues_loses_nothing(
     others = [node for node in cluster if node is not victim]
     # The worker is connected to the node that dies.
     configuration["broker_url"] = ";".join(node.url for node in (victim, *others))
-    target = Queue(f"{prefix}-target", queue_arguments={"x-queue-type": "quorum"})
+    target = Queue(f"{prefix}-target", queue_arguments=QUORUM)
     published: dict[int, float] = {}
     came: dict[int, float] = {}
 

@@ -38,9 +38,6 @@ REFUSED = 239
 #: Tasks of which many are confirmed at once: more than Python nests calls.
 MANY = 400
 
-#: Seconds until a missing confirm is an error, where that is what a test waits for.
-TIMEOUT = 0.5
-
 
 @pytest.fixture
 def configuration(configuration: Any) -> dict[str, Any]:
@@ -66,16 +63,9 @@ def confirmed() -> Iterator[list[str]]:
     signals.delayed.disconnect(note)
 
 
-@pytest.fixture
-def waiting(connection: Connection) -> Callable[[Any], int]:
-    """Counts the messages in the levels of an application."""
-
-    def messages(shop: Any) -> int:
-        return sum(
-            count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues
-        )
-
-    return messages
+def waiting(connection: Connection, shop: Any) -> int:
+    """Return how many messages are in the levels of an application."""
+    return sum(count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues)
 
 
 def not_confirmed_of(error: BaseException) -> TasksNotConfirmed:
@@ -101,7 +91,10 @@ SENDS: tuple[Callable[[Any], Any], ...] = (
 
 
 def test_no_send_in_a_block_waits_for_its_confirm_and_its_end_waits_for_all(
-    private_rabbitmq: RabbitMQServer, private_shop: Any, confirmed: list[str], waiting: Any
+    private_rabbitmq: RabbitMQServer,
+    private_shop: Any,
+    connection: Connection,
+    confirmed: list[str],
 ) -> None:
     with resumed(private_rabbitmq), private_shop.rabbitdelay.pipeline():
         # Celery connects for a group, too.
@@ -111,7 +104,7 @@ def test_no_send_in_a_block_waits_for_its_confirm_and_its_end_waits_for_all(
         assert not {*ids} & {*confirmed}
         private_rabbitmq.resume()
     assert sorted(confirmed) == sorted(connecting + ids)
-    assert waiting(private_shop) == len(confirmed)
+    assert waiting(connection, private_shop) == len(confirmed)
 
 
 def test_a_block_in_a_block_is_part_of_it(
@@ -172,15 +165,12 @@ def test_a_task_that_is_refused_is_named_and_holds_up_no_other(
 ) -> None:
     look = refusing.tasks["look"]
     confirmed.clear()
-    refused: list[str] = []
-    others: list[str] = []
+    refused, others = ["3", "4"], [str(each) for each in range(5, 20)]
 
     def block() -> None:
         with refusing.rabbitdelay.pipeline():
-            for number in range(20):
-                is_refused = number in (3, 4)
-                result = look.apply_async(delay=REFUSED if is_refused else 60)
-                (refused if is_refused else others).append(result.id)
+            for task_id in (*refused, *others):
+                look.apply_async(delay=REFUSED if task_id in refused else 60, task_id=task_id)
 
     with pytest.raises(TasksNotConfirmed) as caught:
         block()
@@ -311,7 +301,7 @@ def test_the_members_of_a_group_are_written_before_the_first_confirm(
 
 
 def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
-    shop: Any, confirmed: list[str], waiting: Any
+    shop: Any, connection: Connection, confirmed: list[str]
 ) -> None:
     look = shop.tasks["look"]
 
@@ -326,7 +316,7 @@ def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
         assert in_child(send)() == 0
         ids = [look.apply_async(delay=DELAY).id]
     assert confirmed == ids
-    assert waiting(shop) == 3
+    assert waiting(connection, shop) == 3
 
 
 def test_a_tracked_task_is_confirmed_and_registered_when_its_send_returns(

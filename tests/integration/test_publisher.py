@@ -15,7 +15,6 @@ from celery_rabbitdelay.exceptions import (
     MessageNacked,
     MessageRefused,
     MessageReturned,
-    NoPublisherFree,
     PublishError,
 )
 from celery_rabbitdelay.publishing.message import PERSISTENT
@@ -121,17 +120,6 @@ def test_a_caller_s_connection_is_given_back_as_it_was(broker_url: str, target: 
 
 
 # The pool, whose publishers threads share and no process inherits.
-
-
-def test_a_pool_whose_publishers_are_all_in_use_says_so_in_time(connection: Connection) -> None:
-    pool = PublisherPool(connection, limit=1)
-    with (
-        pool.acquire(),
-        pytest.raises(NoPublisherFree, match="broker_pool_limit"),
-        pool.acquire(timeout=0.1),
-    ):
-        pass
-    pool.close()
 
 
 def test_a_forked_process_has_connections_of_its_own(connection: Connection, target: Queue) -> None:

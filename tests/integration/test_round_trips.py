@@ -16,7 +16,6 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import TopologyNotEmpty
 from celery_rabbitdelay.levels.layout import clock
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
@@ -88,20 +87,11 @@ def test_the_clock_is_declared_checked_and_deleted_in_a_few_round_trips(
     assert round_trips(delete) <= FEW
 
 
-@pytest.mark.parametrize("somebody_else", [False, True])
 def test_a_worker_declares_once_and_after_a_loss_what_is_missing_after_a_random_wait(
-    shop: Any, connection: Connection, broker_url: str, somebody_else: bool
+    shop: Any, connection: Connection, broker_url: str
 ) -> None:
-    topology: Topology = shop.rabbitdelay.topology
-    waits: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if somebody_else:
-            with Connection(broker_url) as other:
-                declare(other, topology)
-
-    declaration = WorkerDeclaration(shop, wait)
+    topology, waits = shop.rabbitdelay.topology, list[float]()
+    declaration = WorkerDeclaration(shop, waits.append)
     connection.connect()
     with Connection(broker_url) as other:
         declaration.declare(connection)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import product
@@ -24,7 +23,6 @@ from celery_rabbitdelay.worker.restore import restore
 from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.shop import PATIENCE, QUEUES, named
-from tests.integration.waited import assert_waited
 
 #: Headers that a delay adds.
 ADDED = (headers.DUE, headers.QUEUE)
@@ -216,27 +214,6 @@ def test_signals_and_the_task_sent_event_are_those_of_a_task_without_a_delay(
     ]
     assert told[1::2] == told[::2]
     assert {each["queue"] for each in told} >= {named(shop, "topic.reports")}
-
-
-def test_a_retry_has_left_behind_what_the_broker_added(
-    served_shop: Any, connection: Connection, make_queue: Any
-) -> None:
-    elsewhere = make_queue("elsewhere")
-    elsewhere(connection.default_channel).declare()
-    options = {"countdown": 2.9, "queue": elsewhere.name}
-    before, own = time.time(), {"x-tenant": "shop"}
-    served_shop.tasks["retry"].apply_async(([], 1, options), delay=3, headers=own)
-    (arrival,) = take(connection, [elsewhere], 1)
-    message = arrival.message
-    assert message.headers["retries"] == 1
-    assert message.headers["x-tenant"] == "shop"
-    # Only the stops of the second delay are in it: never seconds.3, the stop of the first one.
-    stops = {death["queue"].partition(".")[2] for death in message.headers["x-death"]}
-    assert stops
-    assert "seconds.3" not in stops
-    (past,) = arrival.body[0][0]
-    assert_waited(past, before, 3)
-    assert past["headers"].keys() == {*own, *ADDED}
 
 
 # Where it goes.

@@ -16,7 +16,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import find_waiting, take
+from tests.integration.arrivals import take
 from tests.integration.notes import Notes
 from tests.integration.shop import LOST, PATIENCE, QUEUES, make_app, named
 from tests.integration.waited import assert_not_delayed, assert_waited
@@ -174,12 +174,13 @@ def test_autoretry_waits_for_its_delay_or_its_backoff_and_returns(served_shop: A
 
 
 def test_a_backoff_above_ten_minutes_waits_in_full_below_its_maximum(
-    serve: Any, connection: Connection
+    serve: Any, connection: Connection, prefix: str
 ) -> None:
     shop = serve(rabbitdelay_layout=[("hours", 3, 3600), ("minutes", 60, 60)])
     before = time.time()
     shop.tasks["backoff"].apply_async()
-    message = find_waiting(connection, shop.rabbitdelay.topology.digit_queues).message
+    (arrival,) = take(connection, [Queue(f"{prefix}.hours.1")], 1)
+    message = arrival.message
     assert (message.headers["retries"], message.headers["eta"]) == (1, None)
     assert 4000 <= message.headers[headers.DUE] / 1000 - before < 4060
 

@@ -133,15 +133,14 @@ def test_a_delay_of_a_whole_chord_is_the_header_s_alone(served_shop: Any, make: 
     assert_not_delayed(body)
 
 
-@pytest.mark.parametrize("whole", [{}, {"delay": DELAY}], ids=str)
 def test_the_body_runs_once_after_the_last_delayed_task_and_waits_for_its_own_delay(
-    served_shop: Any, whole: Any
+    served_shop: Any,
 ) -> None:
     look, noted, before = served_shop.tasks["look"], Notes(served_shop), time.time()
-    delays = [DELAY] * 5 if whole else [0.2, 0.5, 0.8, 1.1, 1.4]
-    header = [look.si(each).set(**({} if whole else {"delay": each})) for each in delays]
+    delays = [0.2, 0.5, 0.8, 1.1, 1.4]
+    header = [look.si(each).set(delay=each) for each in delays]
     body = served_shop.tasks["note"].s(key=noted.key).set(delay=timedelta(seconds=DELAY))
-    chord(header, body).apply_async(**whole)
+    chord(header, body).apply_async()
     (note,) = noted.wait(1)
     (given,) = note["given"]
     assert sorted(seen["given"][0] for seen in given) == delays
