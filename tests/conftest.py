@@ -146,23 +146,20 @@ def private_rabbitmq(
 @pytest.fixture
 def broker_url(request: pytest.FixtureRequest) -> str:
     """The URL of the RabbitMQ to test against: the private one, if the test has it."""
-    url = os.environ.get("RABBITDELAY_BROKER_URL")
-    if url:
-        return url
     is_private = "private_rabbitmq" in request.fixturenames
-    name = "private_rabbitmq" if is_private else "session_rabbitmq"
-    server: RabbitMQServer = request.getfixturevalue(name)
-    return server.url
+    return _url(request, "BROKER", "private_rabbitmq" if is_private else "session_rabbitmq")
 
 
 @pytest.fixture(scope="module")
 def module_broker_url(request: pytest.FixtureRequest) -> str:
     """The same, for what lives as long as a module: never the private one."""
-    url = os.environ.get("RABBITDELAY_BROKER_URL")
-    if url:
-        return url
-    server: RabbitMQServer = request.getfixturevalue("session_rabbitmq")
-    return server.url
+    return _url(request, "BROKER", "session_rabbitmq")
+
+
+def _url(request: pytest.FixtureRequest, kind: str, fixture: str) -> str:
+    """Return the URL of the server that the environment names, or of that of a fixture."""
+    url: str = os.environ.get(f"RABBITDELAY_{kind}_URL") or request.getfixturevalue(fixture).url
+    return url
 
 
 @pytest.fixture(scope="session")
@@ -175,11 +172,7 @@ def private_redis(run_folder: Path, process_name: str) -> RedisServer:
 @pytest.fixture(scope="session")
 def redis_url(request: pytest.FixtureRequest) -> str:
     """The URL of the Redis to test against."""
-    url = os.environ.get("RABBITDELAY_REDIS_URL")
-    if url:
-        return url
-    server: RedisServer = request.getfixturevalue("private_redis")
-    return server.url
+    return _url(request, "REDIS", "private_redis")
 
 
 class InVirtualHost:

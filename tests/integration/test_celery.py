@@ -200,21 +200,12 @@ def test_on_redis_a_worker_holds_the_task_until_it_is_due(
 REFUSED = "RESOURCE_LOCKED"
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "told"),
-    [
-        ({"rabbitdelay_prefixx": "a"}, "", "did you mean rabbitdelay_prefix?"),
-        ({}, "--rabbitdelay-modules chek", "takes a list of any of check-in, distribution, probe"),
-    ],
-)
-def test_a_wrong_setting_ends_the_command_with_one_line(
-    configuration: Any, settings: dict[str, Any], options: str, told: str
-) -> None:
-    ended = run_celery({**configuration, **settings}, f"worker -P solo {options}")
+def test_a_wrong_setting_ends_the_command_with_one_line(configuration: Any) -> None:
+    ended = run_celery(configuration, "worker -P solo --rabbitdelay-modules chek")
     assert ended.returncode == 1
-    assert told in ended.stderr
     (line,) = (line for line in ended.stderr.splitlines() if "rabbitdelay_" in line)
     assert line.startswith("Error: ")
+    assert "takes a list of any of check-in, distribution, probe" in line
     assert "Traceback" not in ended.stderr + ended.stdout
 
 
