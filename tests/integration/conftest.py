@@ -66,7 +66,7 @@ def make_topology(connection: Connection, prefix: str) -> Iterator[Callable[...,
 
 
 @pytest.fixture
-def topology(make_topology: Any) -> Topology:
+def topology(make_topology: Callable[..., Topology]) -> Topology:
     """A small topology under this test's prefix; not declared."""
     return make_topology()
 
@@ -95,7 +95,7 @@ def delete_queue(connection: Connection, queue: Queue) -> None:
 
 
 @pytest.fixture
-def queue(make_queue: Any) -> Queue:
+def queue(make_queue: Callable[..., Queue]) -> Queue:
     """A quorum queue of this test's own; not declared."""
     return make_queue(queue_arguments={"x-queue-type": "quorum"})
 
@@ -108,7 +108,7 @@ def target(connection: Connection, queue: Queue) -> Queue:
 
 
 @pytest.fixture
-def make_full(connection: Connection, make_queue: Any) -> Callable[[int], Queue]:
+def make_full(connection: Connection, make_queue: Callable[..., Queue]) -> Callable[[int], Queue]:
     """Declares a queue that refuses messages once it holds so many."""
 
     def make(most: int) -> Queue:

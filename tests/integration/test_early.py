@@ -227,7 +227,8 @@ def test_it_runs_when_it_is_due_as_if_it_had_not_been_delayed(
     due = datetime.now(UTC) + timedelta(seconds=10)
     own = {"headers": {"x-tenant": "shop"}, "compression": "zlib", "serializer": "json"}
     sent = []
-    for protocol, priority, time_of in product((1, 2), (3, 9), ({"countdown": 10}, {"eta": due})):
+    times: list[dict[str, Any]] = [{"countdown": 10}, {"eta": due}]
+    for protocol, priority, time_of in product((1, 2), (3, 9), times):
         plain.amqp.create_task_message = plain.amqp.task_protocols[protocol]
         sent.append((protocol, priority, send(priority=priority, **time_of, **own)))
     for protocol, priority, result in sent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
 from socket import SHUT_RDWR
@@ -252,7 +252,7 @@ def served(serve: Any) -> Any:
 
 
 @pytest.fixture
-def full(make_queue: Any) -> Queue:
+def full(make_queue: Callable[..., Queue]) -> Queue:
     """A queue that refuses messages once it holds a few; not declared."""
     bounded = {"x-max-length": ROOM, "x-overflow": "reject-publish"}
     return make_queue("full", queue_arguments={"x-queue-type": "quorum", **bounded})

@@ -81,11 +81,17 @@ def confirm(shop: Any) -> None:
     shop.rabbitdelay.send_many("look", [])
 
 
+def send_a_group(app: Any) -> Any:
+    """Send a group of one task; return the task's result."""
+    result: Any = group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY)
+    return result[0]
+
+
 SENDS: tuple[Callable[[Any], Any], ...] = (
     lambda app: app.tasks["look"].apply_async(delay=DELAY),
     lambda app: app.send_task("look", countdown=DELAY),
     lambda app: app.signature("look").set(delay=DELAY).delay(),
-    lambda app: group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY)[0],
+    send_a_group,
     lambda app: chain(app.tasks["look"].si().set(delay=DELAY), app=app).apply_async(),
 )
 

@@ -66,7 +66,7 @@ def test_the_clock_is_declared_checked_and_deleted_in_a_few_round_trips(
     def round_trips(ask: Callable[..., Any]) -> int:
         with counted(connection) as trips:
             ask(connection, topology)
-        return trips.count
+        return int(trips.count)
 
     assert [round_trips(declare) <= FEW for _ in range(2)] == [True, True]
     for check in (missing, check_complete, backlog_of):
