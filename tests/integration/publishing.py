@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import amqp
@@ -23,14 +22,6 @@ TIMEOUT = 2.0
 
 #: What a slow machine may add to a time limit; together they stay below the default limit of 30.
 GRACE = 25.0
-
-
-@contextmanager
-def in_time(seconds: float = TIMEOUT) -> Iterator[None]:
-    """Assert that a block takes no longer than this, on a slow machine too."""
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < seconds + GRACE
 
 
 def publish(

@@ -20,7 +20,6 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection
 
 from celery_rabbitdelay import Row
-from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
 from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.registry.connection import ScriptCall, Store, connect
@@ -153,9 +152,6 @@ WITH_THE_BROKER: dict[str, Callable[[Any], object]] = {
     "check": lambda shop: shop.rabbitdelay.check(timeout=20),
     "declare": with_a_connection(lambda shop, own: declare(own, shop.rabbitdelay.topology)),
     "backlog": with_a_connection(lambda shop, own: backlog_of(own, shop.rabbitdelay.topology)),
-    "undeliverable": with_a_connection(
-        lambda shop, own: list(undeliverable_messages(own, shop.rabbitdelay.topology, 10))
-    ),
 }
 
 
