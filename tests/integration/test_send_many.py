@@ -324,8 +324,8 @@ OPTIONS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (UnknownOption, "task_id", {"task_id": "any"}),
     (RegistryRequired, "job = 'import-7'", {"job": "import-7"}),
     (InvalidDelay, "tolerance", {"tolerance": -1}),
-    (NeedsDistribution, "", {"envelopes": True}),
-    (NeedsDistribution, "", {"priority": 9}),
+    (NeedsDistribution, "distribution", {"envelopes": True}),
+    (NeedsDistribution, "distribution", {"priority": 9}),
 ]
 
 
