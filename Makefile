@@ -43,8 +43,8 @@ SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bod
 SCHEDULES_TESTS = $(call INTEGRATION,beat_entries recorded_sequences schedule* testing_plugin travel)
 
 # Brokers, workers and Redis servers that are killed or stop answering, and clusters.
-TROUBLE_TESTS = tests/acceptance/test_kill.py $(call INTEGRATION,cluster* modules_trouble publish_retry publisher_trouble \
-        registry_kills registry_trouble send_many_trouble unaware)
+TROUBLE_TESTS = tests/acceptance/test_kill.py $(call INTEGRATION,cluster early modules_trouble publisher_trouble \
+        registry_kills registry_trouble)
 
 # The page in a real browser, also while its servers are killed.
 BROWSER_TESTS = $(call INTEGRATION,web_browser*)

@@ -86,9 +86,8 @@ def _run(broker: Broker) -> int | str:
             print(f"RabbitMQ {server.ctl('version').strip()} in {root}", flush=True)
     except (NotPossibleHere, ServerNotStarted, OSError) as error:
         return str(error)
-    # A container, or a server that runs already, would be taken instead of the version under test.
-    own = {"RABBITDELAY_BROKER_ROOT": str(root), "RABBITDELAY_NODES": "process"}
-    environment = {**os.environ, **own}
+    environment = {**os.environ, "RABBITDELAY_BROKER_ROOT": str(root)}
+    # A server that runs already would be taken instead of the version under test.
     environment.pop("RABBITDELAY_BROKER_URL", None)
     at_a_time = ("--numprocesses=4", "--dist=loadfile")
     command = [sys.executable, "-m", "pytest", *at_a_time, *TESTS]

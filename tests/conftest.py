@@ -16,7 +16,6 @@ from typing import Any, Final, cast
 
 import pytest
 from celery import _state
-from celery.signals import before_task_publish
 from hypothesis import HealthCheck, Phase, settings
 from kombu import pools
 
@@ -40,12 +39,6 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile("no-deadline")
-
-# With a receiver of its signals, Celery itself makes the message of each send, and no template of
-# ours: RABBITDELAY_WITHOUT_TEMPLATES=1 make test.
-if os.environ.get("RABBITDELAY_WITHOUT_TEMPLATES"):
-    before_task_publish.connect(lambda **_: None, weak=False)
-    collect_ignore = ["unit/test_templates.py"]
 
 #: Characters of each server's log that the report of a failed test shows.
 LOG_TAIL: Final = 3000
@@ -153,23 +146,20 @@ def private_rabbitmq(
 @pytest.fixture
 def broker_url(request: pytest.FixtureRequest) -> str:
     """The URL of the RabbitMQ to test against: the private one, if the test has it."""
-    url = os.environ.get("RABBITDELAY_BROKER_URL")
-    if url:
-        return url
     is_private = "private_rabbitmq" in request.fixturenames
-    name = "private_rabbitmq" if is_private else "session_rabbitmq"
-    server: RabbitMQServer = request.getfixturevalue(name)
-    return server.url
+    return _url(request, "BROKER", "private_rabbitmq" if is_private else "session_rabbitmq")
 
 
 @pytest.fixture(scope="module")
 def module_broker_url(request: pytest.FixtureRequest) -> str:
     """The same, for what lives as long as a module: never the private one."""
-    url = os.environ.get("RABBITDELAY_BROKER_URL")
-    if url:
-        return url
-    server: RabbitMQServer = request.getfixturevalue("session_rabbitmq")
-    return server.url
+    return _url(request, "BROKER", "session_rabbitmq")
+
+
+def _url(request: pytest.FixtureRequest, kind: str, fixture: str) -> str:
+    """Return the URL of the server that the environment names, or of that of a fixture."""
+    url: str = os.environ.get(f"RABBITDELAY_{kind}_URL") or request.getfixturevalue(fixture).url
+    return url
 
 
 @pytest.fixture(scope="session")
@@ -182,11 +172,7 @@ def private_redis(run_folder: Path, process_name: str) -> RedisServer:
 @pytest.fixture(scope="session")
 def redis_url(request: pytest.FixtureRequest) -> str:
     """The URL of the Redis to test against."""
-    url = os.environ.get("RABBITDELAY_REDIS_URL")
-    if url:
-        return url
-    server: RedisServer = request.getfixturevalue("private_redis")
-    return server.url
+    return _url(request, "REDIS", "private_redis")
 
 
 class InVirtualHost:

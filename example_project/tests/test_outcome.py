@@ -42,13 +42,10 @@ def test_a_good_run_is_counted_and_has_no_failures() -> None:
     [
         (replace(GOOD, mails={"a": 1, "b": 1}), "1 reminders are lost"),
         (replace(GOOD, mails={"a": 1, "b": 2, "c": 1}), "1 orders were mailed more than once"),
-        (replace(GOOD, dispatch=Dispatch(4, 1.0, 3, 2)), "1 orders were not sent"),
         (
             replace(GOOD, starts=[Start("a", 0, True, 999, False), *GOOD.starts]),
             "a reminder was early",
         ),
-        (replace(GOOD, sent={**GOOD.sent, "a": 1_051}), "a reminder was early"),
-        (replace(GOOD, starts=GOOD.starts[1:]), "1 orders were mailed, and no start was seen"),
         (
             replace(GOOD, starts=[], mails={}, sent={}, dispatch=Dispatch(0, 1.0, 0, 0)),
             "no lateness was measured",

@@ -10,6 +10,7 @@ import csv
 import gzip
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -33,6 +34,8 @@ from tests.integration.spark import QUICK_JAVA, spark_session
 
 #: The tasks' queue: Celery's default.
 TASKS = "celery"
+
+DAY = timedelta(days=1)
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("spark")]
 
@@ -133,8 +136,12 @@ def replay(folder: Path, day: str, due_in: timedelta = timedelta()) -> list[str]
     return ["--orders", str(folder / "orders.txt"), "--begins", begins]
 
 
-def in_queues() -> dict[str, int]:
-    """Return the number of ready messages in each queue of the levels and in the tasks' queue."""
+def in_queues(*, but: str = "none") -> dict[str, int]:
+    """Return the number of ready messages in each queue of the levels and in the tasks' queue.
+
+    Args:
+        but: The end of a queue's name that is left out.
+    """
     names = [queue.name for queue in record_shop.app.rabbitdelay.topology.digit_queues]
     found = {}
     with Connection(os.environ["CELERY_BROKER_URL"]) as connection:
@@ -142,12 +149,7 @@ def in_queues() -> dict[str, int]:
             with connection.channel() as opened, suppress(NotFound):
                 channel: Any = opened
                 found[name] = channel.queue_declare(name, passive=True).message_count
-    return {name: messages for name, messages in found.items() if messages}
-
-
-def without_probe() -> dict[str, int]:
-    """Return the same without the queue in which a worker's probe waits most of the time."""
-    return {name: count for name, count in in_queues().items() if not name.endswith(".minutes.1")}
+    return {name: count for name, count in found.items() if count and not name.endswith(but)}
 
 
 def lose(queues: list[str]) -> None:
@@ -168,6 +170,30 @@ def states(printed: str) -> dict[str, int]:
     return {state: number for state, number in counts.items() if number}
 
 
+def test_each_order_has_an_id_of_its_own_and_a_reminder_at_its_own_time_a_fortnight_later(
+    spark: SparkSession,
+) -> None:
+    orders = spark_job.read_orders(spark).cache()
+    header, *lines = gzip.decompress(spark_job.ORDERS.read_bytes()).decode().splitlines()
+    assert not re.match(spark_job.ORDER_LINE, header)
+    assert len(lines) == orders.select("order_id").distinct().count() == 69_659
+    for line in lines:
+        # At the columns, counted from 1, as Spark's ``substring`` does.
+        cut = [line[start - 1 :][:width].strip() for start, width in spark_job.COLUMNS.values()]
+        assert cut == line.split()
+    begins = datetime(2026, 1, 1, tzinfo=UTC)
+    early = orders.where("ordered_on < date '1997-01-04'")
+    due, again = (
+        {row.order_id: row.eta for row in spark_job.reminders(each, begins, DAY).collect()}
+        for each in (early, early.repartition(3))
+    )
+    assert due == again, "the same in every run"
+    assert len({*due.values()}) == len(due) > 500
+    for order, eta in due.items():
+        days = int(order.split("-")[1]) - 19970101 + 14
+        assert days * DAY <= eta.astimezone(UTC) - begins < (days + 1) * DAY, order
+
+
 def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
     shop: Shop, orders_of: OrdersOf, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,7 +203,8 @@ def test_reminders_that_are_sent_twice_arrive_once_and_the_report_has_each(
         reminders.main(options)
     shop.wait_for(orders)
     # The notes of two commits wait until shortly before the jobs would have expired.
-    wait_for(lambda: sum(without_probe().values()) == 2, "no messages but two notes")
+    # A worker's probe waits for a minute most of the time.
+    wait_for(lambda: sum(in_queues(but=".minutes.1").values()) == 2, "two notes alone")
     shop.worker.stop()  # it finishes the tasks that it has received
     shop.worker.start()
     assert shop.delivered(orders) == dict.fromkeys(orders, 1)

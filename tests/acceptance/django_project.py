@@ -1,7 +1,6 @@
 """The Django project ``django_shop``: copied to a temporary folder, and its commands as processes.
 
-Django is configured once for a process and for good, so nothing of it is imported here: whatever
-needs Django runs in a process of its own, as ``manage.py`` or ``celery``.
+Django is configured once for a process and for good, so nothing of it is imported here.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE
 from tests.celery_process import REPOSITORY, CeleryProcess
@@ -36,13 +33,6 @@ APPLICATIONS: Final = {
 MIGRATE: Final = "python manage.py migrate"
 WORKER: Final = "celery -A django_shop worker"
 BEAT: Final = "celery -A django_shop beat -S django_celery_beat.schedulers:DatabaseScheduler"
-
-#: What the project's settings say about the broker.
-PREFIX: Final = "django_shop"
-QUEUE: Final = "django_shop"
-TOPOLOGY: Final = Topology(
-    PREFIX, custom([("seconds", 10, 100), ("seconds", 10, 10), ("seconds", 10, 1), ("ms", 10, 0.1)])
-)
 
 
 class Project:
@@ -63,10 +53,8 @@ class Project:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of the project's commands."""
-        return {
-            **ProjectProcess.environment(self.settings),
-            "PYTHONPATH": f"{self.folder}{os.pathsep}{REPOSITORY}",
-        }
+        paths = f"{self.folder}{os.pathsep}{REPOSITORY}"
+        return {**ProjectProcess.environment(self.settings), "PYTHONPATH": paths}
 
     def run(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
@@ -79,11 +67,6 @@ class Project:
             check=False,
         )
 
-    def migrate(self) -> None:
-        """Make the tables."""
-        run = self.run(MIGRATE)
-        assert run.returncode == 0, run.stderr
-
     def call(self, code: str) -> Any:
         """Run code with Django in a process of its own; return what it assigns to ``answer``."""
         shell = f"import json\n{code}\nprint(json.dumps(answer))"
@@ -91,31 +74,28 @@ class Project:
         assert run.returncode == 0, run.stderr
         return json.loads(run.stdout.splitlines()[-1])
 
-    def results(self, task: str, periodic: str | None = None) -> list[Any]:
-        """Return what the tasks of a name have returned, out of the database.
+    def wait_for_results(self, task: str, count: int, periodic: str | None = None) -> list[Any]:
+        """Wait until the database has so many results of a task, sent by a periodic one if given.
 
         Args:
             task: The task's name.
+            count: How many results.
             periodic: The name of the periodic task that sent it.
         """
         query = (
             "SELECT result FROM django_celery_results_taskresult "
             "WHERE status = 'SUCCESS' AND task_name = ? AND periodic_task_name IS ? ORDER BY id"
         )
-        with closing(sqlite3.connect(self.folder / "db.sqlite3", timeout=60)) as database:
-            return [json.loads(result) for (result,) in database.execute(query, (task, periodic))]
-
-    def wait_for_results(
-        self, task: str, count: int, periodic: str | None = None, timeout: float = PATIENCE
-    ) -> list[Any]:
-        """Wait until at least ``count`` results are in the database, and return them."""
         found: list[Any] = []
 
         def came() -> bool:
-            found[:] = self.results(task, periodic)
+            with closing(sqlite3.connect(self.folder / "db.sqlite3", timeout=60)) as database:
+                found[:] = [
+                    json.loads(each) for (each,) in database.execute(query, (task, periodic))
+                ]
             return len(found) >= count
 
-        wait_for(came, f"{count} results of {task}", timeout, interval=0.1)
+        wait_for(came, f"{count} results of {task}", PATIENCE, interval=0.1)
         return found
 
 
@@ -133,22 +113,10 @@ class ProjectProcess(CeleryProcess):
 
     def __init__(self, project: Project, command: str, ready: str) -> None:
         super().__init__(project.settings)
-        self._project = project
-        self._line = command
-        self._says = ready
-
-    @classmethod
-    def worker(cls, project: Project) -> ProjectProcess:
-        """The project's worker."""
-        return cls(project, f"{WORKER} -c 1 -l INFO", " ready.")
-
-    @classmethod
-    def beat(cls, project: Project) -> ProjectProcess:
-        """The project's beat."""
-        return cls(project, f"{BEAT} -l INFO --max-interval 1", "beat: Starting")
+        self._project, self._line, self._says = project, command, ready
 
     def _command(self) -> list[str]:
-        return [*command_line(self._line), "--pidfile", ""]
+        return [*command_line(self._line), "-l", "INFO", "--pidfile", ""]
 
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), **self._project.environment}

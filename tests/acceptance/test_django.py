@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from amqp.exceptions import ChannelError
 from kombu import Connection
 
+from celery_rabbitdelay.levels.layout import custom
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete
 from tests.acceptance.django_project import (
     APPLICATIONS,
-    QUEUE,
-    TOPOLOGY,
+    BEAT,
+    MIGRATE,
     WORKER,
     Project,
     ProjectProcess,
 )
-from tests.integration.arrivals import count, wait_until_waiting
+from tests.integration.arrivals import wait_until_waiting
 
 #: Seconds that no test lasts, so that a task which waits so long is seen waiting.
 LONG = 950
 
 #: Where such a task waits first.
-LONG_QUEUE = f"{TOPOLOGY.prefix}.seconds.900"
+LONG_QUEUE = "django_shop.seconds.900"
+
+#: The levels that the project's settings name.
+LEVELS = custom([("seconds", 10, 100), ("seconds", 10, 10), ("seconds", 10, 1), ("ms", 10, 0.1)])
 
 
 @pytest.fixture(scope="module", params=APPLICATIONS)
@@ -40,30 +42,29 @@ def project(
     folder = tmp_path_factory.mktemp("django") / "shop"
     settings = {"CELERY_BROKER_URL": module_broker_url, "CELERY_BROKER_USE_SSL": broker_use_ssl}
     project = Project(folder, APPLICATIONS[request.param], settings)
-    project.migrate()
-    with ProjectProcess.worker(project):
+    migrated = project.run(MIGRATE)
+    assert migrated.returncode == 0, migrated.stderr
+    with ProjectProcess(project, f"{WORKER} -c 1", " ready."):
         yield project
     with Connection(module_broker_url, ssl=broker_use_ssl) as connection:
-        delete(connection, TOPOLOGY, force=True)
+        delete(connection, Topology("django_shop", LEVELS), force=True)
         channel: Any = connection.default_channel
-        channel.queue_delete(QUEUE)
-        channel.exchange_delete(QUEUE)
+        channel.queue_delete("django_shop")
+        channel.exchange_delete("django_shop")
 
 
 @pytest.fixture
 def connection(project: Project) -> Iterator[Connection]:
-    """A connection to the project's broker, whose levels are empty."""
     url, ssl = (project.settings[f"CELERY_BROKER_{name}"] for name in ("URL", "USE_SSL"))
     with Connection(url, ssl=ssl) as connection:
-        with connection.channel() as channel, suppress(ChannelError):
-            cast("Any", channel).queue_purge(LONG_QUEUE)
         yield connection
+        channel: Any = connection.default_channel
+        channel.queue_purge(LONG_QUEUE)
 
 
 def test_a_shared_task_runs_when_it_is_due_and_its_result_is_in_the_database(
     project: Project, connection: Connection
 ) -> None:
-    before = len(project.results("orders.tasks.remind"))
     sent_at = project.call(
         "import time\n"
         "from orders.tasks import remind\n"
@@ -73,7 +74,7 @@ def test_a_shared_task_runs_when_it_is_due_and_its_result_is_in_the_database(
         f"remind.apply_async((3,), delay={LONG})"
     )
     wait_until_waiting(connection, LONG_QUEUE, 1)
-    for seen in project.wait_for_results("orders.tasks.remind", before + 2)[before:]:
+    for seen in project.wait_for_results("orders.tasks.remind", 2):
         assert sent_at + 1.5 - 0.001 <= seen["due"] <= seen["at"]
         assert seen["eta"] is None, "a worker held it"
 
@@ -82,70 +83,46 @@ def test_a_shared_task_runs_when_it_is_due_and_its_result_is_in_the_database(
 
 
 @pytest.mark.parametrize("project", ["Celery"], indirect=True)
-def test_a_task_is_sent_after_the_commit_and_not_after_a_rollback(
+def test_tasks_are_sent_and_confirmed_after_the_commit_and_not_after_a_rollback(
     project: Project, connection: Connection
 ) -> None:
-    waits_inside, orders = project.call(
-        "from django.db import transaction\n"
-        "from django_shop import celery_app\n"
+    seen, orders = project.call(
+        "from celery_rabbitdelay import signals\n"
+        "from django.db import connection, transaction\n"
         "from orders.models import Order\n"
-        "from orders.sales import place_order\n"
-        "with transaction.atomic(), celery_app.connection() as connection:\n"
+        "from orders.sales import place_order, place_orders\n"
+        "seen = []\n"
+        "def note(**task): seen.append(connection.in_atomic_block)\n"
+        "signals.delayed.connect(note)\n"
+        "with transaction.atomic():\n"
         f"    place_order('Ada', {LONG})\n"
-        f"    name = '{LONG_QUEUE}'\n"
-        "    waiting = connection.default_channel.queue_declare(name, passive=True)\n"
+        "    assert not seen\n"
         "try:\n"
         "    with transaction.atomic():\n"
         f"        place_order('Eve', {LONG})\n"
         "        raise ValueError\n"
         "except ValueError:\n"
         "    orders = Order.objects.filter(customer='Eve').count()\n"
-        f"place_order('Bob', {LONG})\n"
-        "answer = [waiting.message_count, orders]"
+        f"place_orders(['Bob', 'Cem', 'Dee'], {LONG})\n"
+        "answer = [seen, orders]"
     )
-    assert (waits_inside, orders) == (0, 0)
-    # Bob's task was sent last, so Eve's would be here too.
-    wait_until_waiting(connection, LONG_QUEUE, 2)
-    assert count(connection, LONG_QUEUE) == 2
-
-
-@pytest.mark.parametrize("project", ["Celery"], indirect=True)
-def test_many_tasks_are_confirmed_together_after_the_commit(
-    project: Project, connection: Connection
-) -> None:
-    seen = project.call(
-        "from celery_rabbitdelay import signals\n"
-        "from django.db import connection\n"
-        "from orders.sales import place_orders\n"
-        "answer = []\n"
-        "def note(**task): answer.append(connection.in_atomic_block)\n"
-        "signals.delayed.connect(note)\n"
-        f"place_orders(['Ada', 'Bob', 'Eve'], {LONG})"
-    )
-    assert seen == [False] * 3
-    wait_until_waiting(connection, LONG_QUEUE, 3)
+    assert (seen, orders) == ([False] * 4, 0)
+    # Eve's would have been sent before the last ones.
+    wait_until_waiting(connection, LONG_QUEUE, 4)
 
 
 @pytest.mark.parametrize("project", ["Celery"], indirect=True)
 def test_a_periodic_task_of_the_database_sends_delayed_tasks(project: Project) -> None:
-    before = len(project.results("orders.tasks.remind"))
-    project.call(
+    before, _ = project.call(
+        "from django_celery_results.models import TaskResult\n"
         "from orders.models import Order\n"
         "from orders.sales import remind_every_second\n"
         "Order.objects.all().delete()\n"
         "remind_every_second()\n"
-        "answer = Order.objects.create(customer='Ada').pk"
+        "before = TaskResult.objects.filter(task_name='orders.tasks.remind').count()\n"
+        "answer = [before, Order.objects.create(customer='Ada').pk]"
     )
-    with ProjectProcess.beat(project):
+    with ProjectProcess(project, f"{BEAT} --max-interval 1", "beat: Starting"):
         project.wait_for_results("orders.tasks.remind_all", 1, periodic="remind all")
         (*_, seen) = project.wait_for_results("orders.tasks.remind", before + 1)
     assert seen["due"] <= seen["at"]
-
-
-def test_a_wrong_setting_ends_the_worker_and_is_named_as_django_s_settings_name_it(
-    tmp_path: Path, module_broker_url: str
-) -> None:
-    settings = {"CELERY_BROKER_URL": module_broker_url, "CELERY_RABBITDELAY_TICK": -1}
-    run = Project(tmp_path / "shop", APPLICATIONS["Celery"], settings).run(WORKER)
-    assert run.returncode != 0
-    assert "CELERY_RABBITDELAY_TICK = -1: takes a positive number of seconds" in run.stderr

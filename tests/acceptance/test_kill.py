@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from pytest_celery import CeleryTestSetup
 
-from tests.acceptance.journal import (
-    Journal,
-    assert_each_ran_once_and_none_early,
-    assert_nothing_is_left_to_run,
-)
+from celery_rabbitdelay.levels import headers
+from tests.integration.notes import Notes
 
 
 @pytest.mark.parametrize(
@@ -18,18 +17,22 @@ from tests.acceptance.journal import (
     # started again, before any is due.
     [("broker", 1000, 40), ("worker", 200, 20)],
 )
-def test_all_tasks_run_after_one_was_killed_while_they_waited(
-    celery_setup: CeleryTestSetup, journal: Journal, victim: str, tasks: int, delay: int
+def test_all_tasks_run_once_and_none_early_after_one_was_killed_while_they_waited(
+    celery_setup: CeleryTestSetup, victim: str, tasks: int, delay: int
 ) -> None:
+    notes, not_before = Notes(celery_setup.app), []
     with celery_setup.app.rabbitdelay.pipeline():
-        published = dict(journal.publish(delay) for _ in range(tasks))
-
+        for number in range(tasks):
+            not_before.append(time.time() + delay)
+            notes.send(number, delay=delay)
     node = getattr(celery_setup, victim)
     node.kill()
-    assert journal.starts() == []
+    assert notes() == []
     node.restart()
-
     # Where the broker is back only after they were due, RabbitMQ may try again after three minutes.
-    journal.wait_until_started(tasks, timeout=300)
-    assert_nothing_is_left_to_run(celery_setup)
-    assert_each_ran_once_and_none_early(journal.starts(), published)
+    noted = notes.wait(tasks, timeout=300)
+    assert sorted(notes()) == [*range(tasks)]
+    for note in noted:
+        assert note["at"] >= not_before[note["given"][0]]
+        assert note["at"] * 1000 >= note["headers"][headers.DUE]
+    notes.forget()

@@ -71,37 +71,3 @@ def wait_until_waiting(connection: Connection, queue_name: str, expected: int) -
     """Wait until a queue holds ``expected`` ready messages."""
     what = f"{expected} messages in {queue_name}"
     wait_for(lambda: count(connection, queue_name) == expected, what)
-
-
-def find_waiting(
-    connection: Connection, queues: Iterable[Queue], timeout: float = PATIENCE, copies: bool = False
-) -> Arrival:
-    """Take the only message that waits in any of many queues, as soon as there is one.
-
-    Args:
-        connection: Where to look.
-        queues: Which queues to look into.
-        timeout: Seconds until the wait is given up.
-        copies: Whether there may be several messages of one task: after a publish that failed, the
-            broker may have the message all the same.
-
-    Raises:
-        TimeoutError: None of the queues got one within ``timeout`` seconds.
-    """
-    names = [queue.name for queue in queues]
-    found: list[Arrival] = []
-
-    def look() -> bool:
-        channel: Any
-        with connection.channel() as channel:
-            for name in names:
-                message: Any = Queue(name, channel=channel, no_declare=True).get(no_ack=True)
-                if message is not None:
-                    found.append(Arrival(name, time.time(), message.decode(), message))
-        return bool(found)
-
-    wait_for(look, "a message in the levels", timeout)
-    arrival, *others = found
-    assert not others or copies
-    assert all(each.message.headers["id"] == arrival.message.headers["id"] for each in others)
-    return arrival

@@ -13,7 +13,6 @@ import pytest
 from amqp.exceptions import ChannelError
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import MessageReturned
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete
@@ -22,10 +21,8 @@ from celery_rabbitdelay.registry import index as index_module
 from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import RedisServer
-from tests.integration.arrivals import count
 from tests.integration.modules import MODULES, OPEN, wait_until_served
 from tests.integration.notes import Notes
-from tests.integration.publishing import posting
 from tests.integration.registering import KEEP_MS, KINDS, MARGIN_MS, RedisSetup, assert_all_expire
 from tests.integration.shop import make_app, named
 from tests.integration.spark_apps import publish
@@ -142,23 +139,6 @@ def publisher(connection: Connection) -> Iterator[Publisher]:
     publisher.close()
 
 
-@pytest.fixture
-def still_works(
-    connection: Connection, publisher: Publisher, make_queue: Callable[..., Queue]
-) -> Callable[[], None]:
-    """Shows that a publisher can be used, and takes no answer for another message's."""
-    after = make_queue("after")
-    after(connection.default_channel).declare()
-
-    def check() -> None:
-        sent = [posting(after.name), posting("test-nowhere"), posting(after.name)]
-        publisher.publish_all(sent)
-        assert [type(each.error) for each in sent] == [type(None), MessageReturned, type(None)]
-        assert count(connection, after.name) == 2
-
-    return check
-
-
 def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
     """A small topology under a prefix, results in Redis."""
     return {
@@ -229,7 +209,7 @@ def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any
 
 
 @pytest.fixture
-def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+def make_shop(configuration: Any) -> Iterator[Callable[..., Any]]:
     """Makes applications; what they have declared is deleted when the test is over."""
     made: list[Any] = []
 
@@ -244,13 +224,13 @@ def make_shop(configuration: dict[str, Any]) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def shop(make_shop: Callable[..., Any]) -> Any:
+def shop(make_shop: Any) -> Any:
     """An application with quorum queues on exchanges of every type."""
     return make_shop()
 
 
 @pytest.fixture
-def worker(configuration: dict[str, Any], shop: Any) -> Iterator[Worker]:
+def worker(configuration: Any, shop: Any) -> Iterator[Worker]:
     """A worker that serves all queues of the shop."""
     with Worker(configuration) as worker:
         yield worker
@@ -277,7 +257,7 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
 
 
 @pytest.fixture
-def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
+def served_shop(served_configuration: Any) -> Iterator[Any]:
     """An application whose queues are served by the module's worker."""
     app = make_app(served_configuration)
     yield app
@@ -285,7 +265,7 @@ def served_shop(served_configuration: dict[str, Any]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def serve(configuration: dict[str, Any], make_shop: Callable[..., Any]) -> Iterator[Any]:
+def serve(configuration: Any, make_shop: Any) -> Iterator[Any]:
     """Makes an application and starts its :class:`Worker`, which is its attribute ``worker``.
 
     It takes settings, options of the worker's command, and with ``only`` the only one of

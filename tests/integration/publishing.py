@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import amqp
@@ -25,14 +24,6 @@ TIMEOUT = 2.0
 GRACE = 25.0
 
 
-@contextmanager
-def in_time(seconds: float = TIMEOUT) -> Iterator[None]:
-    """Assert that a block takes no longer than this, on a slow machine too."""
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < seconds + GRACE
-
-
 def publish(
     publisher: Publisher, queue_name: str, body: str = "x", exchange: str = "", **options: Any
 ) -> None:
@@ -48,11 +39,6 @@ def posting(
     data = body if isinstance(body, bytes) else body.encode()
     message = amqp.Message(data, content_encoding="binary", delivery_mode=2, **properties)
     return Publication(Content.of(message), lambda: (exchange, key), body)
-
-
-def postings(key: str, number: int) -> list[Publication]:
-    """So many of them, whose bodies are their numbers."""
-    return [posting(key, str(each)) for each in range(number)]
 
 
 def in_child(run: Callable[[], object]) -> Callable[[], int]:

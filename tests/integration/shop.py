@@ -44,13 +44,6 @@ AUTORETRIES: dict[str, dict[str, Any]] = {
     "autoretry-wrong": {"retry_kwargs": {"delay": "soon"}},
 }
 
-#: Tasks that fail once and are retried a long time ahead: options of Celery's ``autoretry_for``.
-FAR_BACKOFFS = {
-    "backoff": {"retry_backoff": 1000, "retry_backoff_max": 5000, "retry_jitter": False},
-    "backoff-max": {"retry_backoff": 9000, "retry_backoff_max": 4000, "retry_jitter": False},
-    "backoff-jitter": {"retry_backoff": 10**8, "retry_backoff_max": 10**8, "retry_jitter": True},
-}
-
 
 def make_app(configuration: dict[str, Any]) -> Celery:
     """Create the application.
@@ -69,27 +62,19 @@ def make_app(configuration: dict[str, Any]) -> Celery:
     broadcast = settings.pop("broadcast_queue", False)
     app = Celery("shop", set_as_current=False)
     topic = Exchange(f"{prefix}.topic", type="topic")
-    arguments = {"x-queue-type": queue_type}
+
+    def queue(name: str, *args: Any) -> Queue:
+        arguments = {"x-queue-type": queue_type}
+        return Queue(f"{prefix}.{name}", *args, queue_arguments=arguments)
+
     app.conf.update(
         task_default_queue=settings.pop("task_default_queue", f"{prefix}.default"),
         task_default_exchange_type="direct",
         task_queues=[
-            Queue(f"{prefix}.default", queue_arguments=arguments),
-            Queue(
-                f"{prefix}.second",
-                Exchange(f"{prefix}.direct", type="direct"),
-                "second",
-                queue_arguments=arguments,
-            ),
-            *(
-                Queue(f"{prefix}.{name}", topic, name, queue_arguments=arguments)
-                for name in ("topic.reports", "topic.daily.reports")
-            ),
-            Queue(
-                f"{prefix}.mirror",
-                Exchange(f"{prefix}.fanout", type="fanout"),
-                queue_arguments=arguments,
-            ),
+            queue("default"),
+            queue("second", Exchange(f"{prefix}.direct", type="direct"), "second"),
+            *(queue(name, topic, name) for name in ("topic.reports", "topic.daily.reports")),
+            queue("mirror", Exchange(f"{prefix}.fanout", type="fanout")),
             *([Queue(f"{prefix}.passing", auto_delete=True)] if passing else []),
             *([Queue(f"{prefix}.exclusive", exclusive=True)] if exclusive else []),
             *([Broadcast(f"{prefix}.everybody", queue=f"{prefix}.one")] if broadcast else []),
@@ -225,22 +210,13 @@ def _add_tasks_that_fail(app: Any) -> None:
         fail_once: Any = app.task(bind=True, name=name, shared=False, **options)
         fail_once(autoretry)
 
-    for name, backoff in FAR_BACKOFFS.items():
-
-        @app.task(name=name, shared=False, autoretry_for=(ConnectionError,), **backoff)
-        def fail_far() -> None:
-            raise ConnectionError("the mail gateway does not answer")
+    far = {"retry_backoff": 9000, "retry_backoff_max": 4000, "retry_jitter": False}
+    app.task(bind=True, name="backoff", shared=False, autoretry_for=(Exception,), **far)(autoretry)
 
     for name, option in (("lost", "reject_on_worker_lost"), ("lost-retry", "retry_on_worker_lost")):
+        late = {"acks_late": True, "default_retry_delay": 1, option: True}
 
-        @app.task(
-            bind=True,
-            name=name,
-            shared=False,
-            acks_late=True,
-            default_retry_delay=1,
-            **{option: True},
-        )
+        @app.task(bind=True, name=name, shared=False, **late)
         def lost(self: Any, key: str) -> dict[str, Any]:
             """Kill the process that runs it, the first time."""
             redis: Any = app.backend.client

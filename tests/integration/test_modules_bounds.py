@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import amqp
@@ -14,27 +13,12 @@ from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.modules import OPEN, Client
-from tests.integration.worker import Worker
 
 MEBIBYTE = 2**20
 
 #: What a worker may grow by beyond the bytes that a module holds: copies of single messages on
 #: their way, and memory that Python does not give back.
 MARGIN = 96 * MEBIBYTE
-
-
-def peak_bytes(worker: Worker) -> int:
-    """The most memory that the worker's main process has had, by proc(5)."""
-    status = Path(f"/proc/{worker.pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
-
-
-@pytest.fixture
-def bounded(serve: Callable[..., Any], connection: Connection) -> Iterator[Client]:
-    """A client of an application whose worker takes a mebibyte."""
-    shop = serve(**OPEN, rabbitdelay_max_message_bytes=MEBIBYTE, rabbitdelay_retry_for=0)
-    yield Client(connection, shop)
-    assert "connects again" not in shop.worker.log
 
 
 @pytest.fixture
@@ -50,19 +34,21 @@ def publish(connection: Connection) -> Callable[..., None]:
 
 
 def test_what_the_broker_refuses_in_undeliverable_too_is_put_there_by_the_broker(
-    bounded: Client, target: Queue
+    serve: Any, connection: Connection, target: Queue
 ) -> None:
     """A message in an envelope has a header that closes the channel, wherever it is published."""
-    bounded.put_in_envelope(target.name, Item(b"bad", {"CC": "no list"}))
-    bounded.put_in_envelope(target.name, Item(b"good"))
-    (arrival,) = bounded.take(target)
+    client = Client(connection, serve(**OPEN, rabbitdelay_retry_for=0))
+    client.put_in_envelope(target.name, Item(b"bad", {"CC": "no list"}))
+    client.put_in_envelope(target.name, Item(b"good"))
+    (arrival,) = client.take(target)
     assert arrival.message.body == b"good"
-    ((reason, _),) = bounded.undeliverable()
+    ((reason, _),) = client.undeliverable()
     assert "CC" in reason
+    assert "connects again" not in client.shop.worker.log
 
 
 def test_a_flood_of_large_messages_is_held_within_bounds(
-    serve: Callable[..., Any], connection: Connection, target: Queue, publish: Any
+    serve: Any, connection: Connection, target: Queue, publish: Any
 ) -> None:
     """They wait at the broker, for a consumer that has a prefetch count of 1,000 by then."""
     client = Client(connection, serve(**OPEN))
@@ -71,7 +57,7 @@ def test_a_flood_of_large_messages_is_held_within_bounds(
     large = 3 * MAX_HELD_BYTES // MEBIBYTE
     publish(checkin.exchange.name, target.name, b"small")
     client.take(target)
-    before = peak_bytes(worker)
+    before = worker.peak_bytes
     worker.suspend()
     try:
         for number in range(large):
@@ -80,7 +66,7 @@ def test_a_flood_of_large_messages_is_held_within_bounds(
     finally:
         worker.resume()
     wait_for(lambda: client.count(target) >= large, "the flood")
-    assert peak_bytes(worker) - before < MAX_HELD_BYTES + MARGIN
+    assert worker.peak_bytes - before < MAX_HELD_BYTES + MARGIN
     assert "bytes of messages are held" in worker.log
     assert "connects again" not in worker.log
     # Messages as small as most raise the prefetch again: none is late for the large ones.

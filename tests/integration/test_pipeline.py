@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
-from amqp.exceptions import InternalError
 from celery import chain, chord, group
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import after_task_publish
@@ -22,19 +16,17 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
     DeclarationRefused,
     MessageNacked,
     TasksNotConfirmed,
 )
+from celery_rabbitdelay.publishing import publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.celery_process import REPOSITORY
 from tests.integration.arrivals import count
 from tests.integration.publishing import in_child
-from tests.integration.shop import PATIENCE, named
-from tests.integration.test_send_many_trouble import takes_queues
+from tests.integration.shop import PATIENCE
 from tests.integration.trouble import resumed, suspended
-from tests.node_control import clear_policy, close_all_connections, set_policy
+from tests.node_control import clear_policy, set_policy
 
 #: Seconds; two stops in the levels, where a message waits for longer than a test takes.
 DELAY = 330
@@ -43,21 +35,17 @@ LEVELS = [("minutes", 6, 60), ("seconds", 60, 1)]
 #: Seconds; its first stop is the queue for three minutes, also if some have passed.
 REFUSED = 239
 
-
 #: Tasks of which many are confirmed at once: more than Python nests calls.
 MANY = 400
 
-#: Seconds until a missing confirm is an error, where that is what a test waits for.
-TIMEOUT = 0.5
-
 
 @pytest.fixture
-def configuration(configuration: dict[str, Any]) -> dict[str, Any]:
+def configuration(configuration: Any) -> dict[str, Any]:
     return {**configuration, "rabbitdelay_layout": LEVELS}
 
 
 @pytest.fixture
-def private_shop(private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any]) -> Any:
+def private_shop(private_rabbitmq: RabbitMQServer, make_shop: Any) -> Any:
     """An application whose broker the test may maltreat."""
     return make_shop(broker_url=private_rabbitmq.url)
 
@@ -75,16 +63,9 @@ def confirmed() -> Iterator[list[str]]:
     signals.delayed.disconnect(note)
 
 
-@pytest.fixture
-def waiting(connection: Connection) -> Callable[[Any], int]:
-    """Counts the messages in the levels of an application."""
-
-    def messages(shop: Any) -> int:
-        return sum(
-            count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues
-        )
-
-    return messages
+def waiting(connection: Connection, shop: Any) -> int:
+    """Return how many messages are in the levels of an application."""
+    return sum(count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues)
 
 
 def not_confirmed_of(error: BaseException) -> TasksNotConfirmed:
@@ -100,83 +81,36 @@ def confirm(shop: Any) -> None:
     shop.rabbitdelay.send_many("look", [])
 
 
-def arrived(url: str, queue: Queue, expected: set[str]) -> set[str]:
-    """Look into a queue until the expected tasks are there; return all that are."""
-    came: set[str] = set()
-
-    def all_came() -> bool:
-        # A node that has just started closes the connections of those who come too early. What is
-        # not acknowledged is there again the next time.
-        with Connection(url) as connection, suppress(InternalError):
-            bound = Queue(queue.name)(connection.default_channel)
-            while (message := bound.get()) is not None:
-                came.add(message.headers["id"])
-        return expected <= came
-
-    wait_for(all_came, "all tasks", 240, interval=0.2)
-    return came
-
-
 def send_a_group(app: Any) -> Any:
     """Send a group of one task; return the task's result."""
     result: Any = group(app.tasks["look"].si(), app=app).apply_async(countdown=DELAY)
     return result[0]
 
 
-SENDS: dict[str, Callable[[Any], Any]] = {
-    "apply_async": lambda app: app.tasks["look"].apply_async(delay=DELAY),
-    "send_task": lambda app: app.send_task("look", countdown=DELAY),
-    "signature": lambda app: app.signature("look").set(delay=DELAY).delay(),
-    "group": send_a_group,
-    "chain": lambda app: chain(app.tasks["look"].si().set(delay=DELAY), app=app).apply_async(),
-}
+SENDS: tuple[Callable[[Any], Any], ...] = (
+    lambda app: app.tasks["look"].apply_async(delay=DELAY),
+    lambda app: app.send_task("look", countdown=DELAY),
+    lambda app: app.signature("look").set(delay=DELAY).delay(),
+    send_a_group,
+    lambda app: chain(app.tasks["look"].si().set(delay=DELAY), app=app).apply_async(),
+)
 
 
-@pytest.mark.parametrize("send", SENDS.values(), ids=SENDS)
 def test_no_send_in_a_block_waits_for_its_confirm_and_its_end_waits_for_all(
     private_rabbitmq: RabbitMQServer,
     private_shop: Any,
+    connection: Connection,
     confirmed: list[str],
-    waiting: Callable[[Any], int],
-    send: Callable[[Any], Any],
 ) -> None:
     with resumed(private_rabbitmq), private_shop.rabbitdelay.pipeline():
-        ids = [send(private_shop).id]
         # Celery connects for a group, too.
+        connecting = [send(private_shop).id for send in SENDS]
         private_rabbitmq.suspend()
-        ids += [send(private_shop).id for _ in range(10)]
-        assert not {*ids[1:]} & {*confirmed}
+        ids = [send(private_shop).id for send in SENDS * 2]
+        assert not {*ids} & {*confirmed}
         private_rabbitmq.resume()
-    assert sorted(confirmed) == sorted(ids)
-    assert waiting(private_shop) == len(ids)
-
-
-def test_no_more_tasks_are_unconfirmed_than_the_setting_says(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
-) -> None:
-    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=5)
-    ids: list[str] = []
-
-    def send(number: int) -> None:
-        options = {"delay": DELAY, "confirm_timeout": TIMEOUT}
-        ids.extend(shop.tasks["look"].apply_async(**options).id for _ in range(number))
-
-    def block() -> None:
-        with shop.rabbitdelay.pipeline():
-            shop.tasks["look"].apply_async(delay=DELAY)
-            confirm(shop)
-            private_rabbitmq.suspend()
-            send(5)
-            send(1)
-
-    with resumed(private_rabbitmq), pytest.raises(ConfirmTimeout) as caught:
-        block()
-    # The sixth has raised; the others may have arrived, and are named.
-    not_confirmed = not_confirmed_of(caught.value)
-    assert not_confirmed.errors.keys() == {*ids}
-    assert not_confirmed.uncertain == tuple(ids)
-    assert not caught.value.may_have_arrived
-    assert len(confirmed) == 1
+    assert sorted(confirmed) == sorted(connecting + ids)
+    assert waiting(connection, private_shop) == len(confirmed)
 
 
 def test_a_block_in_a_block_is_part_of_it(
@@ -209,71 +143,8 @@ def test_other_threads_and_coroutines_send_as_always(shop: Any, confirmed: list[
     assert len(confirmed) == 4
 
 
-def test_a_plain_task_and_one_that_celery_holds_take_celery_s_own_path(
-    shop: Any, confirmed: list[str], connection: Connection
-) -> None:
-    with shop.rabbitdelay.pipeline():
-        shop.tasks["celery-own"].apply_async(countdown=DELAY)
-        shop.tasks["look"].delay()
-        wait_for(lambda: count(connection, named(shop, "default")) == 2, "both")
-    assert not confirmed
-
-
-def test_a_connection_that_is_lost_in_a_block_costs_no_task(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
-) -> None:
-    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=20)
-    look, ids = shop.tasks["look"], []
-    with shop.rabbitdelay.pipeline():
-        for number in range(300):
-            if number in (100, 200, 299):
-                close_all_connections(private_rabbitmq, "testing")
-            ids.append(look.apply_async(delay=(0.2, 0.9, 1.7)[number % 3]).id)
-    assert sorted(confirmed) == sorted(ids)
-    queue = shop.amqp.queues[named(shop, "default")]
-    assert arrived(private_rabbitmq.url, queue, {*ids}) == {*ids}
-
-
-def test_a_broker_that_goes_away_has_all_tasks_that_are_not_named(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], confirmed: list[str]
-) -> None:
-    shop = make_shop(broker_url=private_rabbitmq.url, rabbitdelay_max_unconfirmed=50)
-    ids: list[str] = []
-
-    def send(number: int) -> None:
-        ids.extend(shop.tasks["look"].apply_async(delay=DELAY).id for _ in range(number))
-
-    def block() -> None:
-        with shop.rabbitdelay.pipeline():
-            send(100)
-            confirm(shop)
-            send(20)
-            private_rabbitmq.suspend()
-            send(20)
-            # Unlike kill(), it does not let the broker go on before.
-            os.killpg(private_rabbitmq.pid, signal.SIGKILL)
-            private_rabbitmq.kill()
-
-    try:
-        with pytest.raises(TasksNotConfirmed) as caught:
-            block()
-    finally:
-        private_rabbitmq.start()
-        wait_for(lambda: takes_queues(private_rabbitmq), "a broker that is whole", interval=0.2)
-    errors = caught.value.errors
-    assert {*ids[120:]} <= errors.keys() <= {*ids[100:]}
-    assert confirmed == [each for each in ids if each not in errors]
-    # They still wait: RabbitMQ may take minutes with what is due while it starts.
-    levels = shop.rabbitdelay.topology.digit_queues
-    (queue,) = (each for each in levels if each.name.endswith("minutes.5"))
-    came = arrived(private_rabbitmq.url, queue, {*confirmed})
-    assert came <= {*confirmed} | {*caught.value.uncertain}
-
-
 @pytest.fixture
-def refusing(
-    private_rabbitmq: RabbitMQServer, make_shop: Callable[..., Any], prefix: str
-) -> Iterator[Any]:
+def refusing(private_rabbitmq: RabbitMQServer, make_shop: Any, prefix: str) -> Iterator[Any]:
     """An application with a level whose queue for ``REFUSED`` is full, and refuses."""
     shop = make_shop(
         broker_url=private_rabbitmq.url,
@@ -300,15 +171,12 @@ def test_a_task_that_is_refused_is_named_and_holds_up_no_other(
 ) -> None:
     look = refusing.tasks["look"]
     confirmed.clear()
-    refused: list[str] = []
-    others: list[str] = []
+    refused, others = ["3", "4"], [str(each) for each in range(5, 20)]
 
     def block() -> None:
         with refusing.rabbitdelay.pipeline():
-            for number in range(20):
-                is_refused = number in (3, 4)
-                result = look.apply_async(delay=REFUSED if is_refused else 60)
-                (refused if is_refused else others).append(result.id)
+            for task_id in (*refused, *others):
+                look.apply_async(delay=REFUSED if task_id in refused else 60, task_id=task_id)
 
     with pytest.raises(TasksNotConfirmed) as caught:
         block()
@@ -341,27 +209,19 @@ def test_a_task_that_is_ignored_fails_if_what_it_has_sent_instead_is_not_confirm
 
 
 def test_who_is_interrupted_at_the_end_of_a_block_learns_what_is_not_confirmed(
-    private_shop: Any, private_rabbitmq: RabbitMQServer
+    private_shop: Any, private_rabbitmq: RabbitMQServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    def interrupt(*_: object) -> None:
-        raise SoftTimeLimitExceeded
+    look = private_shop.tasks["look"]
+    look.apply_async(delay=DELAY)
 
     def block() -> None:
-        with ExitStack() as stack, private_shop.rabbitdelay.pipeline():
-            look.apply_async(delay=DELAY)
-            confirm(private_shop)
-            stack.enter_context(suspended(private_rabbitmq))
+        with private_shop.rabbitdelay.pipeline(), suspended(private_rabbitmq):
             look.apply_async(delay=DELAY, task_id="unknown")
-            threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            interrupted = mock.Mock(side_effect=SoftTimeLimitExceeded)
+            monkeypatch.setattr(publisher.Run, "go_on", interrupted)
 
-    look = private_shop.tasks["look"]
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        with pytest.raises(SoftTimeLimitExceeded) as caught:
-            block()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(SoftTimeLimitExceeded) as caught:
+        block()
     assert not_confirmed_of(caught.value).uncertain == ("unknown",)
 
 
@@ -407,7 +267,7 @@ def test_a_group_raises_the_error_of_its_member_and_the_others_are_sent(
 
 
 def test_a_queue_that_cannot_be_declared_fails_the_send_and_no_other(
-    shop: Any, connection: Connection, confirmed: list[str], make_queue: Callable[..., Queue]
+    shop: Any, connection: Connection, confirmed: list[str], make_queue: Any
 ) -> None:
     other = make_queue("other", queue_arguments={"x-queue-type": "quorum"})
     other(connection.default_channel).declare()
@@ -420,20 +280,8 @@ def test_a_queue_that_cannot_be_declared_fails_the_send_and_no_other(
     assert confirmed == ids
 
 
-#: Canvases that begin with a group; each is made of the signature of a task.
-CANVASES: dict[str, Callable[[Any], Any]] = {
-    "group": lambda task: group(task.clone() for _ in range(10)),
-    "chord": lambda task: chord([task.clone() for _ in range(10)], task.clone()),
-    "chunks": lambda task: task.type.chunks([() for _ in range(10)], 1),
-}
-
-
-@pytest.mark.parametrize("canvas", CANVASES.values(), ids=CANVASES)
 def test_the_members_of_a_group_are_written_before_the_first_confirm(
-    private_rabbitmq: RabbitMQServer,
-    private_shop: Any,
-    confirmed: list[str],
-    canvas: Callable[[Any], Any],
+    private_rabbitmq: RabbitMQServer, private_shop: Any, confirmed: list[str]
 ) -> None:
     published: list[str] = []
 
@@ -445,7 +293,8 @@ def test_the_members_of_a_group_are_written_before_the_first_confirm(
     after_task_publish.connect(note)
     try:
         with resumed(private_rabbitmq), ThreadPoolExecutor(1) as thread:
-            whole = canvas(private_shop.tasks["look"].si())
+            look = private_shop.tasks["look"]
+            whole: Any = chord([look.si() for _ in range(10)], look.si())
             # Before 5.6, a chord takes a countdown to be for its unlocking.
             sending = thread.submit(whole.apply_async, delay=DELAY)
             wait_for(lambda: len(published) == 10, "all members", PATIENCE)
@@ -458,7 +307,7 @@ def test_the_members_of_a_group_are_written_before_the_first_confirm(
 
 
 def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
-    shop: Any, confirmed: list[str], waiting: Callable[[Any], int]
+    shop: Any, connection: Connection, confirmed: list[str]
 ) -> None:
     look = shop.tasks["look"]
 
@@ -473,34 +322,11 @@ def test_a_child_that_is_forked_in_a_block_has_a_connection_of_its_own(
         assert in_child(send)() == 0
         ids = [look.apply_async(delay=DELAY).id]
     assert confirmed == ids
-    assert waiting(shop) == 3
-
-
-def test_a_child_that_leaves_the_block_of_its_parent_leaves_its_connection_alone(
-    private_rabbitmq: RabbitMQServer, private_shop: Any, confirmed: list[str]
-) -> None:
-    parent = os.getpid()
-    look = private_shop.tasks["look"]
-    with resumed(private_rabbitmq):
-        try:
-            with private_shop.rabbitdelay.pipeline():
-                ids = [look.apply_async(delay=DELAY).id]
-                private_rabbitmq.suspend()
-                ids.append(look.apply_async(delay=DELAY).id)
-                child = os.fork()
-                if child:
-                    private_rabbitmq.resume()
-                    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-                    ids.append(look.apply_async(delay=DELAY).id)
-        finally:
-            if os.getpid() != parent:
-                os._exit(0 if sys.exc_info()[0] is None else 1)
-    assert status == 0
-    assert confirmed == ids
+    assert waiting(connection, shop) == 3
 
 
 def test_a_tracked_task_is_confirmed_and_registered_when_its_send_returns(
-    make_shop: Callable[..., Any], redis_url: str, confirmed: list[str]
+    make_shop: Any, redis_url: str, confirmed: list[str]
 ) -> None:
     shop = make_shop(rabbitdelay_registry_url=redis_url, broker_pool_limit=1)
     look = shop.tasks["look"]
@@ -514,38 +340,3 @@ def test_a_tracked_task_is_confirmed_and_registered_when_its_send_returns(
         shop.rabbitdelay.send_many("look", [{"delay": DELAY}])
         ids.append(look.apply_async(delay=DELAY).id)
     assert confirmed == ids
-
-
-GREENLETS = """
-from gevent import monkey; monkey.patch_all()
-import sys, gevent
-from kombu import Queue
-from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app import signals
-confirmed = []
-def note(task_id, **others): confirmed.append(task_id)
-signals.delayed.connect(note)
-app = Celery(broker=sys.argv[1], set_as_current=False)
-app.conf.update(rabbitdelay_prefix=sys.argv[2], task_default_queue=sys.argv[2] + ".default",
-                rabbitdelay_layout=[("minutes", 6, 60), ("seconds", 60, 1)], task_queues=[
-    Queue(sys.argv[2] + ".default", queue_arguments={"x-queue-type": "quorum"})])
-def send():
-    own = app.send_task("look", delay=330).id
-    assert confirmed[-1] == own
-with app.rabbitdelay.pipeline():
-    app.send_task("look", delay=330)
-    for child in [gevent.spawn(send) for _ in range(3)]: child.get(timeout=300)
-    app.send_task("look", delay=330)
-assert len(confirmed) == 5
-app.close()
-"""
-
-
-def test_a_greenlet_that_is_spawned_in_a_block_sends_as_always(shop: Any, prefix: str) -> None:
-    shop.tasks["look"].apply_async(delay=DELAY)
-    subprocess.run(
-        [sys.executable, "-c", GREENLETS, shop.conf.broker_url, prefix],
-        check=True,
-        cwd=REPOSITORY,
-        timeout=PATIENCE,
-    )

@@ -1,4 +1,4 @@
-"""Every pool of Celery's runs delayed tasks, and publishes their retries itself."""
+"""Each pool runs delayed tasks, publishes their retries itself, and puts early tasks back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import celery
 import pytest
 from kombu import Connection
 
@@ -20,6 +21,9 @@ LATE = {"task_acks_late": True, "worker_prefetch_multiplier": 1}
 
 TASKS = 20
 
+#: Tasks with an ``eta`` that plain Celery sends.
+EARLY = 50
+
 
 @pytest.mark.parametrize(
     ("pool", "size", "settings"),
@@ -32,21 +36,29 @@ TASKS = 20
         ("eventlet", 10, {}),
     ],
 )
-def test_tasks_that_are_due_together_and_retry_together_each_run_once_and_not_early(
-    shop: Any,
-    configuration: dict[str, Any],
+def test_each_task_runs_once_and_not_early_and_plain_celery_s_wait_in_the_levels(
+    make_shop: Any,
+    configuration: Any,
     connection: Connection,
     prefix: str,
     pool: str,
     size: int,
     settings: dict[str, Any],
 ) -> None:
+    # However slow a machine is, all early tasks are seen waiting for a minute.
+    here: dict[str, Any] = {"rabbitdelay_layout": [("seconds", 60, 1), ("ms", 10, 0.1)], **settings}
+    shop = make_shop(**here)
     retry, key = shop.tasks["retry-together"], f"{prefix}-group"
     # Sent before a worker runs, so that all are due together, however slow the machine is.
     together = datetime.now(UTC) + timedelta(seconds=1)
     results = [retry.apply_async(([], key, size), eta=together) for _ in range(TASKS)]
-    options = ("-P", pool, "-c", str(size), "--without-mingle")
-    with Worker({**configuration, **settings}, None, *options) as worker:
+    with (
+        Worker({**configuration, **here}, None, "-P", pool, "-c", str(size)) as worker,
+        celery.Celery("plain", broker=shop.conf.broker_url, set_as_current=False) as plain,
+    ):
+        # More than the worker fetches at once, which is four for each task that it runs.
+        for _ in range(EARLY):
+            plain.send_task("look", countdown=59, exchange=f"{prefix}.direct", routing_key="second")
         for result in results:
             first, second = result.get(timeout=PATIENCE)
             assert (first["retries"], second["retries"]) == (0, 1)
@@ -62,7 +74,8 @@ def test_tasks_that_are_due_together_and_retry_together_each_run_once_and_not_ea
         # The log lags behind the results.
         wait_for(lambda: len(_outcomes(worker)) >= expected.total(), "the last line of the log")
         queues = [queue.name for queue in shop.rabbitdelay.topology.digit_queues]
-        assert not sum(count(connection, name) for name in [*queues, f"{prefix}.default"])
+        wait_for(lambda: sum(count(connection, each) for each in queues) == EARLY, "early tasks")
+        assert not count(connection, f"{prefix}.second") + count(connection, f"{prefix}.default")
         assert Counter(_outcomes(worker)) == expected
     shop.backend.client.delete(key)
 

@@ -1,12 +1,12 @@
-"""A publisher and a real broker that goes away, falls silent or takes nothing.
+"""A publisher, ``send_many``, and a real broker that goes away, falls silent or takes nothing.
 
 Each trouble is played at an exact message in ``tests/unit/test_publish_loop.py``.
 """
 
 from __future__ import annotations
 
+import socket
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionBlocked, ConnectionLost
+from celery_rabbitdelay.app.sending.rows import Row
+from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost, RowsNotConfirmed
 from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take
-from tests.integration.publishing import bodies, postings, publish
+from tests.integration.publishing import GRACE, bodies, posting, publish
+from tests.integration.shop import make_app
 from tests.integration.trouble import alarm, suspended
-from tests.node_control import close_all_connections
+from tests.node_control import close_all_connections, closes, evaluate
 
 #: Seconds of patience where a broker starts on a slow machine.
 LONG = 120.0
@@ -60,28 +62,10 @@ def test_a_broker_that_does_not_answer_may_have_the_message_only_if_it_was_writt
     publish(publisher, target.name)
 
 
-def test_what_a_blocked_broker_got_arrives_when_the_alarm_is_over(
-    private_rabbitmq: RabbitMQServer, connection: Connection, target: Queue
-) -> None:
-    publisher = Publisher(Connection(private_rabbitmq.url))
-    publisher.connection.ensure_connection()
-    transport: Any = publisher.connection.connection
-    # A socket that stays open for the kernel: RabbitMQ reads what was written before it learns that
-    # the connection is gone.
-    with transport.transport.sock.dup():
-        with alarm(private_rabbitmq):
-            with pytest.raises(ConnectionBlocked) as caught:
-                publish(publisher, target.name, "written", timeout=2)
-            assert caught.value.may_have_arrived
-            publisher.close()
-        assert [each.body for each in take(connection, [target], 1)] == ["written"]
-
-
 def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
-    private_rabbitmq: RabbitMQServer, publisher: Publisher, connection: Connection, target: Queue
+    private_rabbitmq: RabbitMQServer, publisher: Publisher, target: Queue
 ) -> None:
-    sent = postings(target.name, 1500)
-    finished: list[Publication] = []
+    sent = [posting(target.name, str(number)) for number in range(1500)]
 
     def source() -> Iterator[Publication]:
         for number, each in enumerate(sent):
@@ -89,8 +73,7 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
                 close_all_connections(private_rabbitmq, "testing")
             yield each
 
-    publisher.publish_all(source(), PublishPolicy(window=300), done=finished.append)
-    assert Counter(map(id, finished)) == Counter(map(id, sent))
+    publisher.publish_all(source(), PublishPolicy(window=300))
     assert {each.error for each in sent} == {None}
     with Connection(private_rabbitmq.url) as own:
         arrived = bodies(own, target, count(own, target.name))
@@ -103,7 +86,7 @@ def test_what_was_in_flight_when_the_broker_closed_the_connection_is_sent_again(
 def test_a_memory_alarm_is_waited_out(
     private_rabbitmq: RabbitMQServer, publisher: Publisher, connection: Connection, target: Queue
 ) -> None:
-    sent = postings(target.name, 1000)
+    sent = [posting(target.name, str(number)) for number in range(1000)]
     with ExitStack() as alarmed, ThreadPoolExecutor(1) as pool:
 
         def source() -> Iterator[Publication]:
@@ -115,3 +98,58 @@ def test_a_memory_alarm_is_waited_out(
         publisher.publish_all(source(), PublishPolicy(60.0, window=100))
     assert {each.error for each in sent} == {None}
     assert set(bodies(connection, target, 1000)) == {each.context for each in sent}
+
+
+def test_connecting_takes_no_longer_than_celery_s_setting_says() -> None:
+    """All attempts together, to a host that takes the connection and says no word."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"amqp://guest:guest@127.0.0.1:{silent.getsockname()[1]}//"
+        given = {"broker_url": url, "prefix": "test", "broker_connection_timeout": 0.5}
+        shop: Any = make_app(given)
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match="attempt 1:") as caught:
+            shop.tasks["look"].apply_async(delay=5)
+        assert time.monotonic() - began < 0.5 + GRACE
+        assert not caught.value.may_have_arrived
+
+
+def test_a_broker_that_goes_away_has_all_rows_that_are_not_named(
+    private_rabbitmq: RabbitMQServer, make_shop: Any, prefix: str
+) -> None:
+    # Declaring may take longer on a busy machine.
+    patient = make_shop(broker_url=private_rabbitmq.url)
+    patient.rabbitdelay.send_many("look", [Row((-1,), delay=0.1)], envelopes=False)
+    settings = {"rabbitdelay_confirm_timeout": 4, "rabbitdelay_max_unconfirmed": 20}
+    shop = make_shop(broker_url=private_rabbitmq.url, **settings)
+    number_of_rows, taken = 10_000, 0
+
+    def rows() -> Iterator[Row]:
+        nonlocal taken
+        for number in range(number_of_rows):
+            if number == 600:
+                # Unlike a node that is killed, it is back in a blink.
+                suspends = "rabbit_maintenance:suspend_all_client_listeners()"
+                evaluate(private_rabbitmq, suspends, closes("the broker is lost"))
+            taken += 1
+            yield Row((number,), delay=(0.2, 0.9, 1.7)[number % 3])
+
+    try:
+        with pytest.raises(RowsNotConfirmed) as caught:
+            shop.rabbitdelay.send_many("look", rows(), envelopes=False)
+    finally:
+        evaluate(private_rabbitmq, "rabbit_maintenance:resume_all_client_listeners()")
+    lost = caught.value
+    taken -= 1  # The last one has only shown that there is one more.
+    assert lost.rest == taken < number_of_rows
+    assert set(lost.errors) <= set(range(taken))
+    assert lost.report.confirmed == taken - len(lost.errors)
+    confirmed, arrived = set(range(taken)) - set(lost.errors), set[int]()
+    with Connection(private_rabbitmq.url) as connection:
+        queue = Queue(f"{prefix}.default")
+        while not confirmed <= arrived:
+            arrivals = take(connection, [queue], max(count(connection, queue.name), 1))
+            arrived.update(arrival.body[0][0] for arrival in arrivals)
+    # A row that is named may be there all the same.
+    assert arrived - {-1} <= confirmed | set(lost.uncertain)
+    assert set(lost.uncertain) <= set(lost.errors)
+    assert lost.may_have_arrived == bool(lost.uncertain)

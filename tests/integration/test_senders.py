@@ -16,9 +16,9 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import find_waiting, take
+from tests.integration.arrivals import take
 from tests.integration.notes import Notes
-from tests.integration.shop import FAR_BACKOFFS, LOST, PATIENCE, QUEUES, make_app, named
+from tests.integration.shop import LOST, PATIENCE, QUEUES, make_app, named
 from tests.integration.waited import assert_not_delayed, assert_waited
 from tests.integration.worker import Beat
 from tests.unit.clock import frozen
@@ -29,25 +29,20 @@ DELAY = 0.3
 #: By the task itself, and by its name alone.
 SENDERS: dict[str, Callable[..., Any]] = {
     "apply_async": lambda app, **options: app.tasks["look"].apply_async(**options),
-    "signature of the task": lambda app, **options: app.tasks["look"].s().apply_async(**options),
-    "set on the signature of the task": lambda app, **options: (
-        app.tasks["look"].s().set(**options).delay()
-    ),
+    "signature": lambda app, **options: app.tasks["look"].s().apply_async(**options),
+    "set": lambda app, **options: app.tasks["look"].s().set(**options).delay(),
 }
 BY_NAME: dict[str, Callable[..., Any]] = {
     "send_task": lambda app, **options: app.send_task("look", **options),
-    "celery.signature": lambda app, **options: celery.signature("look", app=app).apply_async(
-        **options
-    ),
-    "set on app.signature": lambda app, **options: app.signature("look").set(**options).delay(),
-    "signature as a dictionary": lambda app, **options: app.signature(
-        json.loads(json.dumps(app.signature("look", options=options)))
+    "set by name": lambda app, **options: app.signature("look").set(**options).delay(),
+    "dictionary": lambda app, **options: app.signature(
+        json.loads(json.dumps(celery.signature("look", app=app, options=options)))
     ).apply_async(),
 }
 
 
 @pytest.fixture
-def stranger(served_configuration: dict[str, Any]) -> Iterator[Any]:
+def stranger(served_configuration: Any) -> Iterator[Any]:
     """An application that sends to the worker's queues and knows none of its tasks."""
     app: Any = make_app({**served_configuration, "knows_tasks": False})
     yield app
@@ -74,7 +69,7 @@ def test_an_eta_waits_in_the_levels(served_shop: Any) -> None:
     # However long it takes to send it, it is not due yet.
     with frozen():
         now = wall_clock.now()
-        for sender, zone in product(("apply_async", "set on app.signature"), (UTC, None)):
+        for sender, zone in product(("apply_async", "set by name"), (UTC, None)):
             instant = (now + timedelta(seconds=DELAY)).replace(tzinfo=zone)
             for eta in (instant, instant.isoformat()):
                 results.append({**SENDERS, **BY_NAME}[sender](served_shop, eta=eta))
@@ -83,7 +78,7 @@ def test_an_eta_waits_in_the_levels(served_shop: Any) -> None:
 
 
 def test_more_than_eight_years_wait_in_full(
-    make_shop: Callable[..., Any], connection: Connection, prefix: str
+    make_shop: Any, connection: Connection, prefix: str
 ) -> None:
     shop = make_shop(rabbitdelay_layout="clock", rabbitdelay_confirm_timeout=150)
     before = time.time()
@@ -95,24 +90,19 @@ def test_more_than_eight_years_wait_in_full(
     assert -0.001 < arrival.message.headers[headers.DUE] / 1000 - before - 2**28 < 20
 
 
-def test_a_task_that_another_task_sends_waits(served_shop: Any) -> None:
-    before = time.time()
-    sent = served_shop.tasks["send"].delay("look", {"countdown": DELAY}).get(timeout=PATIENCE)
-    assert_waited(served_shop.AsyncResult(sent).get(timeout=PATIENCE), before, DELAY)
-
-
-def test_a_shared_task_waits_and_its_retries_do(served_shop: Any) -> None:
-    before = time.time()
+def test_a_task_that_another_task_sends_waits_and_its_retries_do(served_shop: Any) -> None:
+    before, tasks = time.time(), served_shop.tasks
+    sending = tasks["send"].delay("look", {"countdown": DELAY})
     # The worker sends it with a delay of 0.3 s, through whatever the current application is.
-    sending = served_shop.tasks["send-shared"].delay({"countdown": DELAY})
+    sharing = tasks["send-shared"].delay({"countdown": DELAY})
     seen = served_shop.AsyncResult(sending.get(timeout=PATIENCE)).get(timeout=PATIENCE)
+    assert_waited(seen, before, DELAY)
+    seen = served_shop.AsyncResult(sharing.get(timeout=PATIENCE)).get(timeout=PATIENCE)
     assert seen["retries"] == 1
     assert_waited(seen, before + 0.3, DELAY)
 
 
-def test_beat_hands_its_entries_delay_on(
-    served_shop: Any, served_configuration: dict[str, Any]
-) -> None:
+def test_beat_hands_its_entries_delay_on(served_shop: Any, served_configuration: Any) -> None:
     noted = Notes(served_shop)
     entry = {"task": "note", "schedule": 1.0, "kwargs": {"key": noted.key}, "options": {"delay": 1}}
     before = time.time()
@@ -175,10 +165,7 @@ def test_autoretry_waits_for_its_delay_or_its_backoff_and_returns(served_shop: A
         assert (seen["retries"], seen["routing_key"]) == (1, queue)
         assert_waited(seen, before, seconds)
 
-
-def test_a_retry_that_we_refuse_fails_the_task_with_the_reason_and_its_own_error(
-    served_shop: Any,
-) -> None:
+    # A retry that is refused fails the task, with the reason and the task's own error.
     result = served_shop.tasks["autoretry-wrong"].apply_async()
     with pytest.raises(Exception, match="soon") as caught:
         result.get(timeout=PATIENCE)
@@ -187,19 +174,15 @@ def test_a_retry_that_we_refuse_fails_the_task_with_the_reason_and_its_own_error
 
 
 def test_a_backoff_above_ten_minutes_waits_in_full_below_its_maximum(
-    serve: Any, connection: Connection
+    serve: Any, connection: Connection, prefix: str
 ) -> None:
-    shop = serve(rabbitdelay_layout="clock", rabbitdelay_confirm_timeout=150)
-    # What Celery makes of the options: exactly these, and with jitter anything up to the maximum.
-    exactly = {"backoff": 1000, "backoff-max": 4000}
-    for name, options in FAR_BACKOFFS.items():
-        before = time.time()
-        shop.tasks[name].apply_async()
-        message = find_waiting(connection, shop.rabbitdelay.topology.digit_queues).message
-        assert (message.headers["retries"], message.headers["eta"]) == (1, None)
-        ahead = message.headers[headers.DUE] / 1000 - before
-        least, most = exactly.get(name, 600), exactly.get(name, options["retry_backoff_max"])
-        assert least <= ahead < most + 60
+    shop = serve(rabbitdelay_layout=[("hours", 3, 3600), ("minutes", 60, 60)])
+    before = time.time()
+    shop.tasks["backoff"].apply_async()
+    (arrival,) = take(connection, [Queue(f"{prefix}.hours.1")], 1)
+    message = arrival.message
+    assert (message.headers["retries"], message.headers["eta"]) == (1, None)
+    assert 4000 <= message.headers[headers.DUE] / 1000 - before < 4060
 
 
 @pytest.mark.parametrize("name", LOST)

@@ -5,15 +5,14 @@ What travels in whose message is decided in ``app/canvas.py``; see ``tests/unit/
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import celery
 import pytest
 from celery import chain, chord, group
 from kombu import Connection
@@ -30,17 +29,18 @@ DELAY = 0.3
 #: For maps, whose tasks see the time alone: longer than a task without a delay would take.
 MAP_DELAY = 0.8
 
-#: How signatures are made; each takes the application and what ``Task.si`` takes.
-SIGNATURES: dict[str, Callable[..., Any]] = {
-    "task.si": lambda app, *args: app.tasks["look"].si(*args),
-    "celery.signature": lambda app, *args: celery.signature("look", args, app=app, immutable=True),
-}
 
+@pytest.fixture
+def make(served_shop: Any) -> Callable[..., Any]:
+    """Makes signatures of the task, and by its name, in turns."""
+    numbers = itertools.count()
 
-@pytest.fixture(params=SIGNATURES)
-def make(request: pytest.FixtureRequest, served_shop: Any) -> Callable[..., Any]:
-    """Makes signatures, in every way."""
-    return partial(SIGNATURES[request.param], served_shop)
+    def make(*args: Any) -> Any:
+        if next(numbers) % 2:
+            return served_shop.signature("look", args, immutable=True)
+        return served_shop.tasks["look"].si(*args)
+
+    return make
 
 
 def test_a_delay_of_a_group_is_each_member_s(served_shop: Any, make: Any) -> None:
@@ -56,14 +56,6 @@ def test_a_delay_of_a_group_is_each_member_s(served_shop: Any, make: Any) -> Non
     assert_waited(delayed, before, DELAY)
 
 
-def test_a_delay_of_a_chain_is_its_first_task_s(served_shop: Any, make: Any) -> None:
-    before = time.time()
-    result: Any = chain(make(), make(), app=served_shop).apply_async(countdown=DELAY)
-    following = result.get(timeout=PATIENCE)
-    assert_waited(result.parent.get(timeout=PATIENCE), before, DELAY)
-    assert_not_delayed(following)
-
-
 def test_each_task_of_a_chain_waits_for_its_own_delay(served_shop: Any, make: Any) -> None:
     before = time.time()
     second = make().set(delay=timedelta(seconds=0.2))
@@ -77,37 +69,29 @@ def test_each_task_of_a_chain_waits_for_its_own_delay(served_shop: Any, make: An
     assert_not_delayed(undelayed)
 
 
-@pytest.mark.parametrize("kind", ["map", "starmap", "chunks"])
-def test_maps_and_chunks_wait(served_shop: Any, kind: str) -> None:
+def test_maps_and_chunks_wait(served_shop: Any) -> None:
     at, before = served_shop.tasks["at"], time.time()
-    match kind:
-        case "map":
-            seen = at.map([1, 2]).apply_async(delay=MAP_DELAY).get(timeout=PATIENCE)
-        case "starmap":
-            seen = at.starmap([(1,), (2,)]).apply_async(delay=MAP_DELAY).get(timeout=PATIENCE)
-        case _:
-            chunks = at.chunks([(1,), (2,)], 1).apply_async(delay=MAP_DELAY)
-            seen = [one for chunk in chunks.get(timeout=PATIENCE) for one in chunk]
-    assert [one["given"] for one in seen] == [[1], [2]]
-    assert all(before + MAP_DELAY <= one["at"] < before + MAP_DELAY + SLACK for one in seen)
+    ways = (at.map([1, 2]), at.starmap([(1,), (2,)]), at.chunks([(1,), (2,)], 1))
+    mapped, star, chunks = [way.apply_async(delay=MAP_DELAY) for way in ways]
+    chunked = [one for chunk in chunks.get(timeout=PATIENCE) for one in chunk]
+    for seen in (mapped.get(timeout=PATIENCE), star.get(timeout=PATIENCE), chunked):
+        assert [one["given"] for one in seen] == [[1], [2]]
+        assert all(before + MAP_DELAY <= one["at"] < before + MAP_DELAY + SLACK for one in seen)
 
 
-@pytest.mark.parametrize("own", [{"delay": timedelta(seconds=DELAY)}, {}], ids=str)
-def test_a_callback_waits_after_the_task_it_is_linked_to(
-    served_shop: Any, own: dict[str, Any]
+def test_a_callback_waits_after_the_task_it_is_linked_to_if_it_has_a_delay(
+    served_shop: Any,
 ) -> None:
     look, before = served_shop.tasks["look"], time.time()
-    callback = look.s("linked").set(**own)
-    called = callback.freeze()
-    look.apply_async(link=callback, delay=DELAY)
-    seen = called.get(timeout=PATIENCE)
+    own = look.s("linked").set(delay=timedelta(seconds=DELAY))
+    delayed, undelayed = own.freeze(), (none := look.s("linked")).freeze()
+    look.apply_async(link=[own, none], delay=DELAY)
+    seen = delayed.get(timeout=PATIENCE)
     first, text = seen["given"]
     assert text == "linked"
     assert_waited(first, before, DELAY)
-    if own:
-        assert_waited(seen, first["at"], DELAY)
-    else:
-        assert_not_delayed(seen)
+    assert_waited(seen, first["at"], DELAY)
+    assert_not_delayed(undelayed.get(timeout=PATIENCE))
 
 
 def test_an_errback_waits_after_the_task_that_failed(served_shop: Any) -> None:
@@ -124,69 +108,44 @@ def test_a_task_s_replacement_waits(served_shop: Any, make: Any) -> None:
     look, replace = served_shop.tasks["look"], served_shop.tasks["replace"]
     replacement = make("replacement").set(delay=DELAY, queue=named(served_shop, "second"))
     result: Any = chain(look.si(), replace.s(replacement), look.s()).apply_async()
+    # A delayed task's replacement is not delayed as well.
+    undelayed = replace.apply_async((look.si(),), delay=0.2)
     following = result.get(timeout=PATIENCE)
     (replaced,) = following["given"]
     assert replaced["given"] == ["replacement"]
     assert replaced["routing_key"] == named(served_shop, "second")
     assert_waited(replaced, result.parent.parent.get()["at"], DELAY)
     assert_not_delayed(following)
-
-
-def test_a_delayed_task_s_replacement_is_not_delayed_as_well(served_shop: Any) -> None:
-    look, before = served_shop.tasks["look"], time.time()
-    replaced = served_shop.tasks["replace"].apply_async((look.si(),), delay=DELAY)
-    seen = replaced.get(timeout=PATIENCE)
-    assert seen["at"] >= before + DELAY
-    assert_not_delayed(seen)
+    assert_not_delayed(undelayed.get(timeout=PATIENCE))
 
 
 # Chords: a delay of the whole is the header's, and the body waits only where it is told to.
 
 
-def ends(result: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return what the tasks of a chord's header saw, and what its body did."""
-    body = result.get(timeout=PATIENCE)
-    return result.parent.get(timeout=PATIENCE), body
-
-
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_delay_of_a_whole_chord_is_the_header_s_alone(
-    served_shop: Any, make: Any, behind: bool
-) -> None:
-    since = time.time()
+def test_a_delay_of_a_whole_chord_is_the_header_s_alone(served_shop: Any, make: Any) -> None:
+    """Also behind another task."""
     whole: Any = chord([make(), make()], make(), app=served_shop)
-    whole.set(delay=DELAY)
-    result: Any = (chain(make(), whole, app=served_shop) if behind else whole).apply_async()
-    header, body = ends(result)
-    if behind:
-        since = result.parent.parent.get(timeout=PATIENCE)["at"]
-    for seen in header:
+    result: Any = chain(make(), whole.set(delay=DELAY), app=served_shop).apply_async()
+    body = result.get(timeout=PATIENCE)
+    since = result.parent.parent.get(timeout=PATIENCE)["at"]
+    for seen in result.parent.get(timeout=PATIENCE):
         assert_waited(seen, since, DELAY)
     assert_not_delayed(body)
 
 
-@pytest.mark.parametrize("whole", [{}, {"delay": DELAY}], ids=str)
 def test_the_body_runs_once_after_the_last_delayed_task_and_waits_for_its_own_delay(
-    served_shop: Any, whole: Any
+    served_shop: Any,
 ) -> None:
-    look, noted, second = (
-        served_shop.tasks["look"],
-        Notes(served_shop),
-        named(served_shop, "second"),
-    )
-    delays = [DELAY] * 5 if whole else [0.2, 0.5, 0.8, 1.1, 1.4]
-    before = time.time()
-    header = [
-        look.si(each).set(queue=second, **({} if whole else {"delay": each})) for each in delays
-    ]
+    look, noted, before = served_shop.tasks["look"], Notes(served_shop), time.time()
+    delays = [0.2, 0.5, 0.8, 1.1, 1.4]
+    header = [look.si(each).set(delay=each) for each in delays]
     body = served_shop.tasks["note"].s(key=noted.key).set(delay=timedelta(seconds=DELAY))
-    chord(header, body).apply_async(**whole)
+    chord(header, body).apply_async()
     (note,) = noted.wait(1)
     (given,) = note["given"]
     assert sorted(seen["given"][0] for seen in given) == delays
     for seen in given:
         assert_waited(seen, before, seen["given"][0])
-        assert seen["routing_key"] == second
     assert_waited(note, max(seen["at"] for seen in given), DELAY)
     noted.forget()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from struct import pack
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,28 +29,23 @@ FRAME = b"\x03\x00\x01" + len(PAYLOAD).to_bytes(4) + PAYLOAD + b"\xce"
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, socket.socket]]:
     """py-amqp's side of a connection, and the other side."""
     certificates = Certificates.make(tmp_path) if request.param == "TLS" else None
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepted: list[socket.socket] = []
-
-        def accept() -> None:
-            plain, _ = listener.accept()
-            if certificates is not None:
-                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-                context.load_cert_chain(certificates.server, certificates.server_key)
-                context.load_verify_locations(certificates.authority)
-                context.verify_mode = ssl.CERT_REQUIRED
-                plain = context.wrap_socket(plain, server_side=True)
-            accepted.append(plain)
-
-        accepting = Thread(target=accept)
-        accepting.start()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        accepting = thread.submit(accept, listener, certificates)
         host = f"127.0.0.1:{listener.getsockname()[1]}"
         ours = Transport(host, 10, certificates.for_amqp() if certificates else False)
         ours.connect()
-        accepting.join()
-        yield ours, accepted[0]
-        accepted[0].close()
+        with accepting.result() as other:
+            yield ours, other
         ours.close()
+
+
+def accept(listener: socket.socket, certificates: Certificates | None) -> socket.socket:
+    plain, _ = listener.accept()
+    if certificates is None:
+        return plain
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates.server, certificates.server_key)
+    return context.wrap_socket(plain, server_side=True)
 
 
 @pytest.fixture
