@@ -163,6 +163,15 @@ def test_refused_rows_are_collected_with_their_types_mended_and_written_again(
     assert sorted(noted()) == [*range(6)]
 
 
+def test_no_task_of_a_write_that_fails_runs_although_other_partitions_were_sent(
+    spark: SparkSession, noted: Notes
+) -> None:
+    bad = notes(spark, noted, 1, "double('nan')", partitions=1)
+    with pytest.raises(PySparkException, match="nan"):
+        write(notes(spark, noted, 20, partitions=2).union(bad))
+    assert noted.until(DELAY) == []
+
+
 def test_rows_behind_many_refused_ones_are_sent_and_one_refused_row_may_fail_a_write(
     spark: SparkSession, noted: Notes, errors: dict[str, Any], tmp_path: Path
 ) -> None:
