@@ -84,14 +84,9 @@ def test_each_planted_fault_is_found_alone_and_mended_as_printed(
     assert all(each.consequence and each.remedy for each in report.findings)
     texts = [text for each in report.findings for text in each[3:]]
     assert not any("{policy" in text or "{difference" in text for text in texts)
+    run_printed(place, report)
     mended = codes - NOT_MENDED
-
-    def is_mended() -> bool:
-        """Mend what is left: each command takes one key out of a policy."""
-        run_printed(place, place.verify())
-        return not codes_of(place.verify()) & mended
-
-    wait_for(is_mended, f"the end of {mended}")
+    wait_for(lambda: not codes_of(place.verify()) & mended, f"the end of {mended}")
 
 
 def test_each_finding_is_planted() -> None:

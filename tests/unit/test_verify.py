@@ -138,12 +138,14 @@ def test_a_policy_matches_by_name_and_type() -> None:
         assert found == [{"expires": 1} if matches else {}], (apply_to, pattern)
 
 
-def test_the_remedy_outranks_the_policy() -> None:
-    policies = (policy({"expires": 1}, 5000),)
+def test_a_remedy_outranks_the_policy_or_takes_all_that_harms_out_of_it() -> None:
+    policies = (policy({"expires": 1, "max-length": 5, "queue-leader-locator": "balanced"}, 5000),)
     inventory = EMPTY._replace(queues={HOURS: queue_of(HOURS)}, policies=policies)
-    [(code, _, told)] = check_policies(Topology(), inventory, (), "/")
-    assert code == "policy-expires"
-    assert " --priority 5001 " in str(told["guard"])
+    found = list(check_policies(Topology(), inventory, (), "/"))
+    assert [code for code, *_ in found] == ["policy-expires", "policy-max-length"]
+    for _, _, told in found:
+        assert " --priority 5001 " in str(told["guard"])
+        assert str(told["without"]).endswith("""'{"queue-leader-locator": "balanced"}'""")
 
 
 def test_findings_that_differ_in_their_subjects_alone_are_one_and_the_worst_comes_first() -> None:

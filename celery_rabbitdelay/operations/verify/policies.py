@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import product
 from math import inf
 from typing import Any, Final, TypeAlias
@@ -49,17 +49,22 @@ def check_policies(
         (queue.name, _of_checkin if queue.name == checkin else _of_ours)
         for queue in topology.queues
     ]
+    found: list[tuple[str, str, str, Any, Json]] = []
     for name, find in [*kinds, *((name, _of_tasks) for name in destinations)]:
         for effective in effective_policies(inventory, name):
             values = {key: value for key, (value, _) in effective.items()}
-            for code, key in find(inventory.queues[name], values):
-                value, policy = effective[key]
-                told = {"policy": _title(policy), "key": key, "value": value}
-                without = _without(policy, key, virtual_host)
-                guard = without
-                if policy["kind"] == "policy":
-                    guard = _guard(topology.prefix, policy, virtual_host)
-                yield code, f"queue {name}", {**told, "guard": guard, "without": without}
+            found += (
+                (code, name, key, *effective[key])
+                for code, key in find(inventory.queues[name], values)
+            )
+    for code, name, key, value, policy in found:
+        told = {"policy": _title(policy), "key": key, "value": value}
+        # One command for all keys of a policy: one for each would put the others back.
+        without = _without(policy, {each[2] for each in found if each[4] == policy}, virtual_host)
+        guard = without
+        if policy["kind"] == "policy":
+            guard = _guard(topology.prefix, policy, virtual_host)
+        yield code, f"queue {name}", {**told, "guard": guard, "without": without}
 
 
 def check_bounds(
@@ -164,10 +169,10 @@ def _title(policy: Json) -> str:
     return f"the {policy['kind']} '{name}' for '{pattern}', priority {priority},"
 
 
-def _without(policy: Json, key: str, virtual_host: str) -> str:
-    """Return the command that takes a key out of a policy, or deletes one of that key alone."""
+def _without(policy: Json, keys: Collection[str], virtual_host: str) -> str:
+    """Return the command that takes keys out of a policy, or deletes one that has no others."""
     kind = policy["kind"].replace(" ", "_")
-    rest = {name: value for name, value in policy["definition"].items() if name != key}
+    rest = {name: value for name, value in policy["definition"].items() if name not in keys}
     where = ["-p", virtual_host]
     if not rest:
         return f"rabbitmqctl clear_{kind} {shlex.join([*where, policy['name']])}"
