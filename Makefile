@@ -1,4 +1,4 @@
-# `make help` lists every target. `make demo` and `make test` need a Debian or Ubuntu with Python
+# `make help-all` lists every target. `make demo` and `make test` need a Debian or Ubuntu with Python
 # 3.11 or newer and nothing else: what is missing is installed first.
 
 VENV ?= .venv
@@ -8,11 +8,14 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-security test-operations test-schedules test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
+.PHONY: help help-all demo test test-security test-operations test-schedules test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
         bench bench-beside journeys lint types docs pictures tox coverage clean
 
-help:  ## List the targets
+help:  ## List the targets that people need; `make help-all` lists the others too
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
+
+help-all:  #: List all targets
+	@grep -hE '^[a-z0-9-]+:.*#[#:]' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*#[#:] /\1\t/' | expand -t 20
 
 $(VENV)/demo.done: pyproject.toml set_up.sh
 	./set_up.sh $(VENV) demo
@@ -77,77 +80,77 @@ coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-test-security: $(VENV)/test.done  ## The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
+test-security: $(VENV)/test.done  #: The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SECURITY_TESTS)
 
-test-schedules: $(VENV)/test.done  ## The tests of schedules, time travel and what records sends, likewise
+test-schedules: $(VENV)/test.done  #: The tests of schedules, time travel and what records sends, likewise
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SCHEDULES_TESTS)
 
-test-operations: $(VENV)/test.done  ## The tests of the operator's commands, the documentation, metrics and the page, likewise
+test-operations: $(VENV)/test.done  #: The tests of the operator's commands, the documentation, metrics and the page, likewise
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(OPERATIONS_TESTS)
 
-test-trouble: $(VENV)/test.done  ## The tests whose servers are killed, freeze or are full, likewise (ten minutes)
+test-trouble: $(VENV)/test.done  #: The tests whose servers are killed, freeze or are full, likewise (ten minutes)
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(TROUBLE_TESTS)
 
-test-browser: $(VENV)/test.done  ## The tests of the page in a real browser, likewise (six minutes)
+test-browser: $(VENV)/test.done  #: The tests of the page in a real browser, likewise (six minutes)
 	$(BIN)/pytest $(AT_ONCE)=2 $(BROWSER_TESTS)
 
-test-spark: $(VENV)/test.done  ## The tests that start Spark, likewise
+test-spark: $(VENV)/test.done  #: The tests that start Spark, likewise
 	$(BIN)/pytest $(AT_ONCE)=2 $(SPARK_TESTS)
 
 unit: $(VENV)/test.done  ## The tests that need no server
 	$(BIN)/pytest $(AT_ONCE)=2 tests/unit
 
-integration: $(VENV)/test.done  ## The tests of the lower rooms and of Celery against real servers
+integration: $(VENV)/test.done  #: The tests of the lower rooms and of Celery against real servers
 	$(BIN)/pytest tests/integration
 
-acceptance: $(VENV)/test.done  ## The tests of whole setups, through pytest-celery
+acceptance: $(VENV)/test.done  #: The tests of whole setups, through pytest-celery
 	$(BIN)/pytest tests/acceptance
 
-test-brokers: $(VENV)/test.done  ## Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
+test-brokers: $(VENV)/test.done  #: Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
 
-test-upgrade: $(VENV)/test.done  ## The version before, from git, and this one on the same levels: 20,000 tasks
+test-upgrade: $(VENV)/test.done  #: The version before, from git, and this one on the same levels: 20,000 tasks
 	$(BIN)/python -m tests.upgrade.beside
 
-test-valkey: $(VENV)/test.done  ## The registry's tests against Valkey in place of Redis (root)
+test-valkey: $(VENV)/test.done  #: The registry's tests against Valkey in place of Redis (root)
 	$(BIN)/python -m tests.valkey
 
-registry-sequences: $(VENV)/test.done  ## 50,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
+registry-sequences: $(VENV)/test.done  #: 50,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_registry_rule.py
 	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
 
-schedule-sequences: $(VENV)/test.done  ## 50,000 random sequences: the scripts of schedules beside their rule; and each interleaving, deeper (20 minutes)
+schedule-sequences: $(VENV)/test.done  #: 50,000 random sequences: the scripts of schedules beside their rule; and each interleaving, deeper (20 minutes)
 	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_schedule_sequences.py
 	RABBITDELAY_DEPTH=2 $(BIN)/pytest -q tests/unit/test_schedule_rule.py
 
-travel: $(VENV)/test.done  ## Time travel: a year of forty schedules, and 200 sequences of calls on the real and the recorded system (an hour)
+travel: $(VENV)/test.done  #: Time travel: a year of forty schedules, and 200 sequences of calls on the real and the recorded system (an hour)
 	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py tests/unit/test_recurrence.py
 	RABBITDELAY_SEQUENCES=200 $(BIN)/pytest -q --timeout=3600 tests/integration/test_recorded_sequences.py
 
-registry-mutants: $(VENV)/test.done  ## Break each line of the registry's scripts once; its tests have to notice
+registry-mutants: $(VENV)/test.done  #: Break each line of the registry's scripts once; its tests have to notice
 	$(BIN)/python -m tests.mutation.scripts
 
 planted: $(VENV)/test.done  ## Break each promise once; the tests have to notice (half an hour)
 	$(BIN)/python -m tests.planted
 
-mutation: $(VENV)/test.done  ## Break the pure files in random places; the unit tests have to notice
+mutation: $(VENV)/test.done  #: Break the pure files in random places; the unit tests have to notice
 	$(BIN)/python -m tests.mutation
 
-chaos: $(VENV)/test.done  ## Every kind of trouble on clusters of RabbitMQ 4.3; what is lost, early, late (hours, root)
+chaos: $(VENV)/test.done  #: Every kind of trouble on clusters of RabbitMQ 4.3; what is lost, early, late (hours, root)
 	$(BIN)/python -m tests.chaos all
 
-chaos-short: $(VENV)/test.done  ## Three of these, in seven minutes
+chaos-short: $(VENV)/test.done  #: Three of these, in seven minutes
 	$(BIN)/python -m tests.chaos short
 
-probe: $(VENV)/test.done  ## Probes: each trouble with a round a minute, and as many rounds as a week has minutes (half an hour)
+probe: $(VENV)/test.done  #: Probes: each trouble with a round a minute, and as many rounds as a week has minutes (half an hour)
 	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/integration/test_probe.py -k trouble
 	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest tests/integration/test_probe.py -k sound
 
-hostile: $(VENV)/test.done  ## Malformed, oversized and forged messages against one worker after another (ten minutes)
+hostile: $(VENV)/test.done  #: Malformed, oversized and forged messages against one worker after another (ten minutes)
 	$(BIN)/python -m tests.hostile --seconds 600
 
-fuzz: $(VENV)/test.done  ## A coverage-guided fuzzer of what anybody may have written (ten minutes)
+fuzz: $(VENV)/test.done  #: A coverage-guided fuzzer of what anybody may have written (ten minutes)
 	nice -n 10 $(BIN)/python -m tests.fuzz --seconds 600
 
 # One of those that `python -m tests.benchmarks list` names, or several.
@@ -156,11 +159,11 @@ NAME ?= list
 bench: $(VENV)/test.done  ## Benchmarks beside peers: `make bench NAME=sends`; without a name, their list
 	$(BIN)/python -m tests.benchmarks $(NAME)
 
-bench-beside: $(VENV)/test.done  ## The version before and this one, with a key too: modules, and sends
+bench-beside: $(VENV)/test.done  #: The version before and this one, with a key too: modules, and sends
 	$(BIN)/python -m tests.benchmarks beside --name modules --signing
 	$(BIN)/python -m tests.benchmarks beside --name sends --signing --turns 1
 
-journeys: $(VENV)/test.done  ## How many functions one send, one write and one message in distribution go through
+journeys: $(VENV)/test.done  #: How many functions one send, one write and one message in distribution go through
 	$(BIN)/python tests/benchmarks/journeys.py
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
@@ -174,11 +177,11 @@ types: $(VENV)/check.done  ## mypy --strict
 docs: $(VENV)/check.done  ## The documentation, as HTML, in docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
-pictures: $(VENV)/test.done  ## The pictures of the levels and of the page; those of benchmarks: build/benchmarks
+pictures: $(VENV)/test.done  #: The pictures of the levels and of the page; those of benchmarks: build/benchmarks
 	$(BIN)/python docs/explanation/pictures/levels.py
 	PYTHONPATH=. $(BIN)/python docs/how-to/pictures/page.py
 
-tox: $(VENV)/check.done  ## Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
+tox: $(VENV)/check.done  #: Unit and integration tests on Celery 5.5, 5.6 and 5.7; lint, types, docs
 	$(BIN)/tox
 
 clean:  ## Remove what the other targets have made
