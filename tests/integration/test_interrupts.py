@@ -17,7 +17,7 @@ from weakref import WeakSet
 import pytest
 from celery import group
 from celery.exceptions import SoftTimeLimitExceeded
-from kombu import Connection
+from kombu import Connection, pools
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.publishing.backlog import backlog_of
@@ -99,7 +99,8 @@ class Interrupter:
 
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Interrupter:
-    """Watches all sockets that the test connects."""
+    """Watches all sockets that the test connects; Celery's pool has none from before."""
+    pools.reset()
     watching = Interrupter()
     for name in OPERATIONS:
         monkeypatch.setattr(socket.socket, name, watching.watched(name))
