@@ -62,8 +62,7 @@ def status_of(
         delays: The application's delays.
         connection: The broker that tasks are sent to.
         timeout: Seconds to wait for the workers' answers; 0: they are not asked.
-        most_reasons: How many undeliverable messages are read at most, oldest first. All of them
-            stay; those that are read, if not all are, stand behind the others afterwards.
+        most_reasons: How many undeliverable messages are read at most. All of them stay.
 
     Raises:
         kombu.exceptions.OperationalError: The broker cannot be reached.

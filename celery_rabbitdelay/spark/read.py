@@ -68,7 +68,7 @@ class UndeliverableReader(_Reader):
     """Reads the undeliverable messages, in one partition, as a queue has only one end."""
 
     def _rows(self, app: Celery, partition: InputPartition) -> Iterator[Any]:
-        """Yield the messages in batches of Arrow, oldest first."""
+        """Yield the messages in batches of Arrow."""
         limit = LIMIT if self._options.limit is None else self._options.limit
         with closing(app.connection_for_read()) as connection:
             messages = undeliverable_messages(connection, app.rabbitdelay.topology, limit)

@@ -63,7 +63,7 @@ class UndeliverableMessage(NamedTuple):
 def undeliverable_messages(
     connection: Connection, topology: Topology, limit: int = LIMIT
 ) -> Generator[UndeliverableMessage, None, None]:
-    """Yield a copy of each message in ``undeliverable``, oldest first; the messages stay there.
+    """Yield a copy of each message in ``undeliverable``; the messages stay there.
 
     Messages that another consumer holds at this moment are left out.
 
