@@ -39,8 +39,8 @@ USER: Final = "planted"
 
 #: Commands with arguments that let them do their work.
 COMMANDS: Final = (
-    *(line for says, lines in LEAST.items() if says for line in lines),
-    *("export --format definitions", "permissions producer", "route 1.5"),
+    *(line for says, lines in LEAST.items() if says for line in lines if line != "delete --yes"),
+    *("export --format definitions", "permissions producer", "route 1.5", "delete --yes"),
 )
 
 #: Where nobody answers.
