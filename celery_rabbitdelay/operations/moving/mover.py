@@ -234,6 +234,8 @@ class Mover:
         is_once: Whether only as many messages are looked at as are in the queues at the start, so
             that what comes back at once is not moved twice.
         dry_run: Whether to count what would be moved, and publish nothing.
+        declare: Called with each new connection to the target; None: declares what is missing, if
+            the target may be declared.
         redeclare: Called if the target does not take a message, which is then published once more.
 
     Attributes:
@@ -253,6 +255,7 @@ class Mover:
         limit: int | None = None,
         is_once: bool = False,
         dry_run: bool = False,
+        declare: Declaration | None = None,
         redeclare: Declaration | None = None,
     ) -> None:
         self.result = Moved()
@@ -268,6 +271,7 @@ class Mover:
         self._limit = math.inf if limit is None else limit
         self._is_once = is_once
         self._dry_run = dry_run
+        self._declare = declare or target.declare
         self._redeclare = redeclare
         self._next_at = 0.0
         #: Why the connection to the source was lost while messages are in flight.
@@ -370,7 +374,7 @@ class Mover:
 
     def _publish(self) -> None:
         """Publish in batches, until no message has come for a while."""
-        policy, declare = PublishPolicy(self._timeout), self._target.declare
+        policy = PublishPolicy(self._timeout)
         taken = -1
         while self._taken > taken:
             taken, batch = self._taken, self._batch()
@@ -379,7 +383,7 @@ class Mover:
                 self._publisher.publish_all(
                     chain([first], batch),
                     policy,
-                    declare=declare,
+                    declare=self._declare,
                     redeclare=self._redeclare,
                     done=self._done,
                 )

@@ -78,6 +78,8 @@ class ApplicationRedrive:
             rate=rate,
             dry_run=self._dry_run,
             timeout=delays.settings.confirm_timeout,
+            # All of them, since a level that was deleted may be why they are undeliverable.
+            declare=delays.declare,
             redeclare=delays.declare if self._may_declare else None,
         )
 

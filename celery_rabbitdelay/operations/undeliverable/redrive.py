@@ -184,7 +184,7 @@ def redrive(
         matches: Returns whether a message is chosen.
         report: What is counted in; None for a new report.
         **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
-            one message), ``dry_run`` and ``redeclare``.
+            one message), ``dry_run``, ``declare`` and ``redeclare``.
 
     Returns:
         The report. If the broker goes away after the start, the report says so.
