@@ -17,6 +17,7 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import (
     NOTE_MS,
     TASKS_PER_CALL,
+    Earlier,
     Registration,
     Registry,
 )
@@ -175,6 +176,35 @@ def test_a_task_that_is_to_run_once_runs_once_at_each_queue(registry: Registry) 
     assert [each.verdict for each in registry.decide([here, there])] == [Verdict.RUN] * 2
     assert verdict(registry, here._replace(name="2")) is Verdict.DUPLICATE
     assert verdict(registry, here._replace(name="2", redelivered=True)) is Verdict.RUN
+
+
+def test_what_follows_a_task_that_runs_once_lengthens_its_life(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    first = unknown(once="queue", name="1")
+    record = registry.names.of("task", first.task_id)
+    assert verdict(registry, first) is Verdict.RUN
+    redis_setup.client.pexpire(record, MINUTE_MS)
+    assert verdict(registry, first._replace(name="2", redelivered=True)) is Verdict.RUN
+    assert redis_setup.client.pttl(record) > MINUTE_MS
+
+
+def test_earlier_is_earlier_than_what_a_task_waits_for(registry: Registry) -> None:
+    message, untracked = tracked(), sent("untracked")
+    registry.register([message, untracked])
+    assert registry.postpone("untracked", now_ms()) == Earlier("", "")
+    assert registry.postpone("task", now_ms() + 3 * MINUTE_MS) is Outcome.DONE
+    assert verdict(registry, message) is Verdict.LATER
+    assert isinstance(registry.postpone("task", now_ms() + 2 * MINUTE_MS), Earlier)
+
+
+def test_who_sends_under_a_key_holds_a_lease_and_gives_it_back(
+    registry: Registry, redis_setup: RedisSetup
+) -> None:
+    lease = registry.names.of("sending", KEY)
+    with registry.alone_under(KEY):
+        assert redis_setup.client.exists(lease)
+    assert not redis_setup.client.exists(lease)
 
 
 def test_only_the_newest_of_many_tasks_under_one_key_runs_and_is_listed(registry: Registry) -> None:

@@ -248,6 +248,7 @@ def test_a_job_that_cannot_be_read_says_so_and_lets_no_message_win(
             call()
     decisions = registry.decide(messages)
     assert {each.verdict for each in decisions} == {Verdict.UNREADABLE}
+    assert {each.why for each in decisions} == {state.removeprefix("!")}
     if wrong == "state":
         redis_setup.client.hset(record, "state", "aborted")
         assert [verdict(registry, each) for each in messages] == [Verdict.EXPIRED] * 2
