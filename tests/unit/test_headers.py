@@ -63,6 +63,7 @@ def test_headers_are_called_as_in_the_messages_that_wait_on_brokers_already() ->
 @given(tables)
 def test_headers_are_read_and_what_is_invalid_counts_as_missing(found: dict[Any, Any]) -> None:
     said, problems = headers.parse(found)
+    assert [*problems] == sorted(problems)
     assert headers.parse(said.to_headers()) == (said, {})
     for name, problem in problems.items():
         assert found[name] is not None
