@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import celery
 from celery.result import AsyncResult
@@ -45,12 +45,13 @@ REGISTRY_MARGIN: Final = 3600.0
 
 
 class DelayingCelery(celery.Celery):
-    """What everything below :class:`celery_rabbitdelay.Celery` knows of it."""
+    """The application as the rooms below :class:`celery_rabbitdelay.Celery` know it."""
 
-    @property
-    def rabbitdelay(self) -> Delays:
-        """The application's delay levels."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def rabbitdelay(self) -> Delays:
+            """The application's delay levels."""
 
 
 class Copies(Protocol):
@@ -63,13 +64,13 @@ class Copies(Protocol):
 
 
 class StandIn(NamedTuple):
-    """What takes the messages of an application instead of its broker, in tests.
+    """Replaces an application's broker and Redis in tests.
 
     Attributes:
         publisher: Takes those that would wait in the levels.
         producer: Takes all others.
         broadcast: Takes the name and the arguments of each command to the workers.
-        store: What the registry keeps its notes in, instead of Redis.
+        store: Keeps the records of the registry.
     """
 
     publisher: Publisher
@@ -106,10 +107,11 @@ class Delays:
         """
         return Settings.of(self.app.conf, getattr(self.app, "namespace", None))
 
-    @property
-    def templates(self) -> Copies:
-        """The messages that plain sends are written from."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def templates(self) -> Copies:
+            """The messages that plain sends are written from."""
 
     @property
     def topology(self) -> Topology:

@@ -69,7 +69,7 @@ class TaskAttributes:
 
 
 class DelayingTask(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore[type-arg]
-    """What a task of the application does in another way than in Celery."""
+    """The methods of the application's tasks that differ from Celery's."""
 
     if TYPE_CHECKING:
 

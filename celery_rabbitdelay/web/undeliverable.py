@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from functools import partial
 from typing import Any, Final
 
 from kombu.exceptions import OperationalError
@@ -158,12 +159,9 @@ def _remove(
     """
     site = asked.site
     if action == "purge":
-        options: dict[str, Any] = {"limit": limit, "dry_run": dry_run, "report": report}
+        purge = partial(removing.redrive, limit=limit, dry_run=dry_run, report=report)
         topology = site.delays.topology
-        return ask_once(
-            site.app,
-            lambda found: removing.redrive(Place(found, topology), None, matches, **options),
-        )
+        return ask_once(site.app, lambda found: purge(Place(found, topology), None, matches))
     delay = asked.duration("delay")
     try:
         redriving = ApplicationRedrive(

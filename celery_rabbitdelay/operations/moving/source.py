@@ -184,8 +184,11 @@ class Source:
             limit: How many messages to read at most.
 
         Raises:
+            amqp.exceptions.NotFound: The queue does not exist.
             ReadTooLong: Reading took so long that the broker may have requeued messages.
         """
+        with self._in_time():
+            ready_in(self.connection, queue)
         began, taken, idle = time.monotonic(), 0, 0
         # Silence proves nothing: the broker may be slow, or another consumer may receive them.
         while taken < limit and idle < MOST_IDLE_ROUNDS and self.ready([queue]):
@@ -251,7 +254,9 @@ class Source:
         Another consumer may have taken them, so the wait is short.
         """
         deadline = time.monotonic() + PUT_BACK_TIMEOUT
-        while sum(self.ready(queues).values()) < self._held and time.monotonic() < deadline:
+        while self._held and time.monotonic() < deadline:
+            if sum(self.ready(queues).values()) >= self._held:
+                return
             time.sleep(LOOK_EVERY)
 
     def drop(self) -> None:
@@ -260,18 +265,37 @@ class Source:
             drop_connection(self.connection)
 
     @contextmanager
-    def _answers(self) -> Iterator[None]:
-        """Bound each wait for an answer; raise errors as one of the two above.
+    def _in_time(self) -> Iterator[None]:
+        """Bound each wait for an answer; if the block is interrupted, drop the connection."""
+        with conversation(self.connection), self._wire.answers_within(self._timeout):
+            yield
 
-        If the block is interrupted, the connection is dropped.
-        """
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Bound each wait for an answer; raise errors as one of the two above."""
         try:
-            with conversation(self.connection), self._wire.answers_within(self._timeout):
+            with self._in_time():
                 yield
         except self.errors as lost:
             # A queue that does not exist may have been deleted a moment ago.
             is_refused = isinstance(lost, amqp.ChannelError) and not isinstance(lost, NotFound)
             raise (SourceRefused if is_refused else SourceLost)(str(lost)) from lost
+
+
+def ready_in(connection: Connection, queue: str) -> int:
+    """Return how many messages are ready in a queue.
+
+    Args:
+        connection: A connection to the broker.
+        queue: Its name.
+
+    Raises:
+        amqp.exceptions.NotFound: It does not exist.
+    """
+    found = declaration.queue_counts(connection, [Queue(queue)])[queue]
+    if found is None:
+        raise NotFound(f"no queue {queue!r}")
+    return found.messages
 
 
 def waiting(connection: Connection, queues: Sequence[str]) -> dict[str, int]:

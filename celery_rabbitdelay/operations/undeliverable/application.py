@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from contextlib import suppress
+from typing import Any
 
-from amqp.exceptions import NotFound
+from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection
 
-from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import InvalidDestination
 from celery_rabbitdelay.operations.moving.mover import Destinations, Place
+from celery_rabbitdelay.operations.moving.source import ready_in
 from celery_rabbitdelay.operations.undeliverable import redrive as removing
-from celery_rabbitdelay.operations.undeliverable.messages import check_exists
 from celery_rabbitdelay.operations.undeliverable.redrive import Matches, RemovalReport
 
 
@@ -32,7 +32,7 @@ class ApplicationRedrive:
     """
 
     def __init__(self, delays: RabbitDelay, *, dry_run: bool, **options: Any) -> None:
-        app = cast(Celery, delays.app)  # it has delays
+        app = delays.app
         app.loader.import_default_modules()
         self._delays = delays
         self._dry_run = dry_run
@@ -66,7 +66,8 @@ class ApplicationRedrive:
         delays, to = self._delays, self._redriving.to
         if to is not None:
             try:
-                check_exists(connection, to)
+                with suppress(ResourceLocked):  # an exclusive queue of another connection exists
+                    ready_in(connection, to)
             except NotFound as missing:
                 raise InvalidDestination(to, "does not exist: declare it first") from missing
         return removing.redrive(

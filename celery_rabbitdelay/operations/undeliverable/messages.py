@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import IO, Any, Final, NamedTuple, TextIO
 
 import amqp
-from amqp.exceptions import ResourceLocked
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import FileNotWritten
@@ -31,7 +30,6 @@ from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from celery_rabbitdelay.operations.moving.mover import counted_as
 from celery_rabbitdelay.operations.moving.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source
-from celery_rabbitdelay.publishing.declaration import connect, opened_channel
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Content
 
@@ -78,22 +76,9 @@ def undeliverable_messages(
         OSError: The broker cannot be reached, or the connection was lost.
     """
     name = topology.module_queues.undeliverable.name
-    check_exists(connection, name)
     with Source(connection, ANSWER_TIMEOUT, READERS_PRIORITY) as source:
         for message in source.messages(name, limit):
             yield copy_of(message, topology)
-
-
-def check_exists(connection: Connection, queue: str) -> None:
-    """Check that a queue exists.
-
-    Raises:
-        amqp.exceptions.NotFound: It does not.
-    """
-    with connection.clone(heartbeat=0) as own:
-        connect(own)
-        with opened_channel(own) as channel, suppress(ResourceLocked):  # another connection's
-            channel.queue_declare(queue, passive=True)
 
 
 def copy_of(message: amqp.Message, topology: Topology) -> UndeliverableMessage:

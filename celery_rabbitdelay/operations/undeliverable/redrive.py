@@ -17,13 +17,14 @@ from kombu import Queue
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import destinations
-from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.entities import CHECK_IN
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay
+from celery_rabbitdelay.operations.moving.source import ready_in
 from celery_rabbitdelay.operations.undeliverable import messages as undeliverable
 from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS, Redriving
 from celery_rabbitdelay.publishing.destination import may_refuse
@@ -35,7 +36,7 @@ NEVER_UNLESS_OWN: Final = "reply.*"
 
 
 def redriving_for(
-    app: Celery,
+    app: DelayingCelery,
     *,
     delay: Delay | None = None,
     to: str | None = None,
@@ -94,7 +95,7 @@ def redriving_for(
     )
 
 
-def redrive_destinations(app: Celery, allow: Iterable[str] = ()) -> AllowedDestinations:
+def redrive_destinations(app: DelayingCelery, allow: Iterable[str] = ()) -> AllowedDestinations:
     """Return where undeliverable messages may go.
 
     These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
@@ -182,7 +183,7 @@ def redrive(
             to read and to publish.
         redriving: Converts each message; None to delete it.
         matches: Returns whether a message is chosen.
-        report: What is counted in; None for a new report.
+        report: The report to fill; None for a new one.
         **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
             one message), ``dry_run``, ``declare`` and ``redeclare``.
 
@@ -195,7 +196,8 @@ def redrive(
     """
     report = report or RemovalReport()
     queue = place.topology.module_queues.undeliverable.name
-    undeliverable.check_exists(place.connection, queue)
+    with place.connection.clone(heartbeat=0) as own:
+        report.present = ready_in(own, queue)
 
     def convert(message: amqp.Message, _: str) -> Outgoing | None:
         report.removed = mover.result.moved
@@ -213,7 +215,6 @@ def redrive(
             raise Stay(stays.reason) from stays
 
     mover = Mover(place.connection, [queue], place, convert, is_once=True, **options)
-    report.present = sum(mover.waiting().values())
     try:
         mover.move()
     except exceptions.PublishError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import product
 from math import inf
@@ -57,10 +58,13 @@ def check_policies(
                 (code, name, key, *effective[key])
                 for code, key in find(inventory.queues[name], values)
             )
+    harmful: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for _, _, key, _, policy in found:
+        harmful[policy["kind"], policy["name"]].add(key)
     for code, name, key, value, policy in found:
         told = {"policy": _title(policy), "key": key, "value": value}
         # One command for all keys of a policy: one for each would put the others back.
-        without = _without(policy, {each[2] for each in found if each[4] == policy}, virtual_host)
+        without = _without(policy, harmful[policy["kind"], policy["name"]], virtual_host)
         guard = without
         if policy["kind"] == "policy":
             guard = _guard(topology.prefix, policy, virtual_host)
@@ -170,7 +174,7 @@ def _title(policy: Json) -> str:
 
 
 def _without(policy: Json, keys: Collection[str], virtual_host: str) -> str:
-    """Return the command that takes keys out of a policy, or deletes one that has no others."""
+    """Return the command that removes keys from a policy, or deletes it if none are left."""
     kind = policy["kind"].replace(" ", "_")
     rest = {name: value for name, value in policy["definition"].items() if name not in keys}
     where = ["-p", virtual_host]
