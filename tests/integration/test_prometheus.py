@@ -144,7 +144,8 @@ def assert_that_the_dashboards_queries_work(prometheus: PrometheusServer) -> Non
         assert prometheus.ask("query", query=query)["resultType"] == "vector", query
     for name in ("confirmed", "lateness_seconds_count", "pending"):
         (query, *_) = [each for each in queries_of_the_dashboard() if f"{PREFIX}{name}" in each]
-        assert prometheus.ask("query", query=query)["result"], query
+        # A rate needs two scrapes.
+        wait_for(lambda: prometheus.ask("query", query=query)["result"], query, 60, 0.5)  # noqa: B023
 
 
 def test_dashboard_and_alerts_name_only_metrics_that_exist() -> None:
