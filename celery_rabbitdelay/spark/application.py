@@ -105,8 +105,10 @@ def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask
     Raises:
         InvalidOption: The application does not know it.
     """
-    if name is None or name in app.tasks or allows_unknown or app.main == MADE:
-        return None if name is None else app.tasks.get(name)
+    if name is None:
+        return None
+    if name in app.tasks or allows_unknown or app.main == MADE:
+        return app.tasks.get(name)
     try:
         # As a worker does: the modules of the settings, and those that are discovered.
         app.loader.import_default_modules()

@@ -164,9 +164,8 @@ class PartitionSender:
                 for first in rows:
                     self._send_many(self.columns.shared, chain([first], rows))
         except Exception as error:
-            # Spark does not say of which partition.
-            where = f"This was partition {self._sent.partition} of the write"
-            error.add_note(f"{where}, whose rows are counted from 0.")
+            # Spark does not say which one.
+            error.add_note(f"This was partition {self._sent.partition}, whose rows count from 0.")
             raise
         return self._sent
 

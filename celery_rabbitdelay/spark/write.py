@@ -69,6 +69,7 @@ class Dispatched(Counts):
 def dispatch(
     frame: DataFrame,
     task: str | application.CeleryTask | None = None,
+    *,
     group: bool | None = None,
     **options: Any,
 ) -> Dispatched:
