@@ -173,8 +173,9 @@ class Forwarder:
             error: An error that nobody expects, for the log.
         """
         if self._given_up.allows(reason):
+            level = logging.WARNING if error is None else logging.ERROR
             text = "%s: a message is undeliverable: %s"
-            logger.warning(text, self.name, reason, exc_info=error)
+            logger.log(level, text, self.name, reason, exc_info=error)
         redriven = unopened(headers_of(received.message)).redriven
         refused = undeliverable or forwarding.to_undeliverable(
             self.undeliverable, outgoing, reason, redriven
