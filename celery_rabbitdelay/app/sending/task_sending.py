@@ -34,9 +34,8 @@ from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, plain
 from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, REGISTRY, UNKNOWN_LIFE
-from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.decision import Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
