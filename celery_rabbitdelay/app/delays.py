@@ -23,8 +23,7 @@ from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
-from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
-from celery_rabbitdelay.app.metrics import Metrics
+from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due, milliseconds
@@ -34,7 +33,11 @@ from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
+from celery_rabbitdelay.registry.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.registry.registry import Registry
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.metrics.collector import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +88,13 @@ class Delays:
         app: The application; its configuration is read when it is first needed.
 
     Attributes:
-        recorder: The same as ``metrics``, which does not begin to count when it is read.
+        recorder: Records values in ``metrics`` once these are in use.
         stand_in: What takes the messages instead of the broker, in tests; None outside of them.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
         self.app = app
-        self.recorder = Metrics()
+        self.recorder = Recorder()
         self.stand_in: StandIn | None = None
         self._has_warned = self._has_warned_of_loop = False
         #: By process: threads do not survive a fork.
@@ -156,8 +159,9 @@ class Delays:
         Raises:
             ImportError: The package ``prometheus-client`` is missing.
         """
-        self.recorder.begin()
-        return self.recorder
+        metrics: Metrics = self.recorder.metrics
+        metrics.begin()
+        return metrics
 
     @cached_property
     def available(self) -> bool:

@@ -18,7 +18,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.operations.moving import adoption
 from celery_rabbitdelay.operations.moving.migration import Migration, check_places, check_source
 from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Moved, Mover, Place

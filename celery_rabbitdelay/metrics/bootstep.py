@@ -1,14 +1,14 @@
-"""What only a worker measures, and the bootstep by which it serves all metrics to Prometheus."""
+"""The bootstep by which a worker serves its metrics and its health, and what only it measures."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock, Thread
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from amqp.exceptions import AMQPError
 from celery import signals
@@ -18,22 +18,23 @@ from celery.worker.components import Pool
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from celery_rabbitdelay.app import instruments
-from celery_rabbitdelay.app.instruments import Sample
-from celery_rabbitdelay.app.metrics import ChildCounts, Metrics, opentelemetry_is_set_up
+from celery_rabbitdelay.app.instruments import opentelemetry_is_set_up
 from celery_rabbitdelay.app.settings import checked
-from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.metrics import instruments
+from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.publish_loop import BLOCKED
 from celery_rabbitdelay.publishing.wire import Wire
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
-from celery_rabbitdelay.worker.health import with_health
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, why_not_consuming
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = get_logger(__name__)
 
@@ -41,10 +42,6 @@ _PORT: Final = "rabbitdelay_metrics_port"
 
 #: The address on which they are served unless the setting names another.
 _HOST: Final = "127.0.0.1"
-
-#: Seconds over which a worker's status shows the latest arrival, and in which steps.
-SPAN: Final = 600
-STEP: Final = 60
 
 #: Seconds for which an answer of the broker is good enough, and for which it is served at all.
 FRESH: Final = 5.0
@@ -113,8 +110,9 @@ class ServeMetrics(RabbitMQStep):
         signals.worker_shutdown.connect(self._close, sender=worker)
         reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
         self._at_end.callback(reader.stop)
-        delays.recorder.observe(partial(observed, worker, reader))
-        self._at_end.callback(delays.recorder.observe)
+        metrics: Metrics = delays.recorder.metrics
+        metrics.observe(partial(observed, worker, reader))
+        self._at_end.callback(metrics.observe)
         if self._children is not None:
             self._children.start()
             self._at_end.callback(self._children.stop)
@@ -177,13 +175,8 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
         for level, messages in backlog.levels.items():
             yield instruments.PENDING, (level,), messages
         yield instruments.MISSING_QUEUES, (), len(backlog.missing)
-    if delays.has_registry:
-        strategies = getattr(getattr(worker, "consumer", None), "strategies", None)
-        decisions = getattr(strategies, "decisions", None)
-        is_open = decisions is not None and decisions.is_breaker_open
-        yield instruments.BREAKER_OPEN, (), is_open
-        for instrument, read in list(getattr(strategies, "gauges", {}).items()):
-            yield instrument, (), read()
+    for instrument, look_up in list(delays.recorder.gauges.items()):
+        yield instrument, (), look_up()
 
 
 class BacklogReader:
@@ -247,55 +240,38 @@ def _started(work: Callable[[], object]) -> Thread:
     return thread
 
 
-class Arrivals:
-    """Notes how late delayed tasks are that run, for the worker's status.
+def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
+    """Return a WSGI application that also answers ``/healthz`` and ``/readyz``.
 
-    Attributes:
-        received: How many delayed tasks have arrived, without those that were put back.
-    """
-
-    def __init__(self) -> None:
-        self.received = 0
-        #: The seconds of the latest arrival in each step that had any.
-        self._latest: dict[int, float] = {}
-
-    def note(self, due_ms: object) -> None:
-        """Note that a task arrives now; see :func:`lateness`."""
-        self.received += 1
-        step = int(time.monotonic()) // STEP
-        if step not in self._latest:
-            self._latest = self._recent(step)
-        self._latest[step] = max(lateness(due_ms), self._latest.get(step, 0.0))
-
-    def status(self) -> dict[str, float]:
-        """Return how many tasks have arrived, and how many seconds late the latest one was."""
-        recent = self._recent(int(time.monotonic()) // STEP)
-        return {"received": self.received, "latest": max(recent.values(), default=0)}
-
-    def by_minute(self) -> list[float | None]:
-        """Return how many seconds late the latest task of each minute was, this minute's first.
-
-        None for a minute in which no task has arrived.
-        """
-        step = int(time.monotonic()) // STEP
-        recent = self._recent(step)
-        return [recent.get(step - ago) for ago in range(SPAN // STEP)]
-
-    def _recent(self, step: int) -> dict[int, float]:
-        first = step - SPAN // STEP + 1
-        return {each: late for each, late in tuple(self._latest.items()) if each >= first}
-
-
-def may_run_since(waited: DelayHeaders) -> int | None:
-    """Return since when a task that has come may run: what was put back until then is not late."""
-    return None if waited.due_ms is None else max(waited.due_ms, waited.early.until_ms)
-
-
-def lateness(due_ms: object) -> float:
-    """Return how many seconds late a task is now; 0 if it is not due, or nobody knows.
+    ``/healthz`` answers 200 as long as the process answers; ``/readyz`` if the worker takes and
+    sends tasks as well, otherwise 503 with the reason in one line.
 
     Args:
-        due_ms: The value of its header ``rabbitdelay-due``; any sender may have written it.
+        metrics: Answers every other path.
+        worker: The worker.
     """
-    late_ms = wall_clock.ms() - due_ms if isinstance(due_ms, int) else 0
-    return max(late_ms, 0) / 1000
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path not in ("/healthz", "/readyz"):
+            return metrics(environ, start_response)
+        reason = why_not_ready(worker) if path == "/readyz" else ""
+        status = "503 Service Unavailable" if reason else "200 OK"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{reason or 'ok'}\n".encode()]
+
+    return application
+
+
+def why_not_ready(worker: Any) -> str:
+    """Return why a worker takes or sends no tasks, or cannot ask the registry; empty if it can."""
+    delays = worker.app.rabbitdelay
+    reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
+    if reason or not delays.has_registry:
+        return reason
+    registry = delays.registry
+    try:
+        registry.store.commands(lambda pipe: pipe.exists(registry.names.only("complete-since")))
+    except RegistryUnavailable as error:
+        return " ".join(str(error).split())
+    return ""
