@@ -16,9 +16,9 @@ from amqp.exceptions import NotFound
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.exceptions import LaterVersion, PublishError, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import warning_limit
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.levels import warning_limit
 from celery_rabbitdelay.levels.warning_limit import LOGGED
 from celery_rabbitdelay.modules import attempts as attempts_module
 from celery_rabbitdelay.modules.attempts import Forwarder
