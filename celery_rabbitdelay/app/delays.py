@@ -32,7 +32,6 @@ from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
-from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.registry.registry import Registry
@@ -73,13 +72,13 @@ class StandIn(NamedTuple):
         publisher: Takes those that would wait in the levels.
         producer: Takes all others.
         broadcast: Takes the name and the arguments of each command to the workers.
-        store: Keeps the records of the registry.
+        registry: Makes the registry, from the same as :class:`.Registry` without the store.
     """
 
     publisher: Publisher
     producer: Producer
     broadcast: Callable[[str, Mapping[str, Any]], None]
-    store: Store
+    registry: Callable[[str, int, int], Registry]
 
 
 class Delays:
@@ -137,15 +136,16 @@ class Delays:
         settings = self.settings
         if settings.registry_url is None:
             raise exceptions.RegistryRequired("app.rabbitdelay.registry")
-        store = self.stand_in and self.stand_in.store
-        store = store or connect_to_redis(
+        margin = settings.retry_for + REGISTRY_MARGIN
+        keep_ms = milliseconds(max(settings.registry_keep, margin))
+        kept = settings.registry_prefix or settings.prefix, keep_ms, milliseconds(margin)
+        if self.stand_in is not None:
+            return self.stand_in.registry(*kept)
+        store = connect_to_redis(
             settings.registry_url, settings.registry_options, settings.registry_durability or 0
         )
         store.on_call = self._note_call
-        margin = settings.retry_for + REGISTRY_MARGIN
-        keep_ms = milliseconds(max(settings.registry_keep, margin))
-        prefix = settings.registry_prefix or settings.prefix
-        registry = Registry(store, prefix, keep_ms, milliseconds(margin))
+        registry = Registry(store, *kept)
         registry.jobs.on_expired = partial(self.recorder.record, {JOBS_EXPIRED: 1})
         return registry
 
