@@ -20,8 +20,8 @@ from celery_rabbitdelay.app import destinations
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
 from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay
 from celery_rabbitdelay.operations.moving.source import ready_in
 from celery_rabbitdelay.operations.undeliverable import messages as undeliverable
