@@ -20,9 +20,8 @@ from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.wire import REJECT
 
 logger = logging.getLogger(__name__)
 

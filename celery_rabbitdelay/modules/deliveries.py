@@ -17,11 +17,11 @@ from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, HeldBytes
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.incoming import Seen
 from celery_rabbitdelay.publishing.wire import (
     ACK,
     REJECT,
     REQUEUE,
+    Seen,
     Settlement,
     Wire,
     settle_frames,

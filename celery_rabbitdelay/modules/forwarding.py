@@ -33,12 +33,12 @@ from celery_rabbitdelay.modules.bounds import EarlyWarning, RareWarning, check_d
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
+    Address,
+    Content,
     WaitingMessage,
 )
-from celery_rabbitdelay.publishing.properties import encoded as encoded_properties
-from celery_rabbitdelay.publishing.publication import Address
+from celery_rabbitdelay.publishing.message import encoded as encoded_properties
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import Content
 
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
 FRAME_RESERVE: Final = 2048

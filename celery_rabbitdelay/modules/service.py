@@ -18,10 +18,9 @@ from celery_rabbitdelay.levels.warning_limit import WARN_EVERY
 from celery_rabbitdelay.modules.consumer import ConnectionStuck, ModuleConsumer
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.permissions import permissions_named
-from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 
 logger = logging.getLogger(__name__)
 

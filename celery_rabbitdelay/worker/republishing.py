@@ -11,8 +11,9 @@ from kombu import Message, Queue
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.message import Address, Publication
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import Address, Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 
 ItemT = TypeVar("ItemT")
 

@@ -25,9 +25,8 @@ from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.message import Content, Publication, headers_of
+from celery_rabbitdelay.publishing.wire import REJECT
 from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 
