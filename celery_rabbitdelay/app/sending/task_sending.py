@@ -21,7 +21,7 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
 )
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.metrics import Metrics, queue_label
+from celery_rabbitdelay.app.instruments import Recorder, queue_label
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions
 from celery_rabbitdelay.app.sending.pipelines import (
     PipelinedProducer,
@@ -356,11 +356,11 @@ def register_sent(registry: Registry, registrations: Sequence[Registration]) -> 
         return []
 
 
-def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resent: int) -> None:
+def count_send(recorder: Recorder, task: str, producer: DelayedTaskProducer, resent: int) -> None:
     """Count the one task that a producer has sent, or failed to.
 
     Args:
-        metrics: The metrics.
+        recorder: Records it.
         task: The task's name.
         producer: The producer.
         resent: How often the task's message was published again.
@@ -368,4 +368,4 @@ def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resen
     # It is missing if an error occurred before publishing.
     delayed: Delayed | None = getattr(producer, "delayed", None)
     if delayed is not None:
-        metrics.record_send(task, queue_label(delayed), producer.is_sent, resent)
+        recorder.record_send(task, queue_label(delayed), producer.is_sent, resent)
