@@ -16,8 +16,7 @@ from kombu.common import Broadcast
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
-from celery_rabbitdelay.levels.entities import CHECK_IN
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.declaration import Counts
 from celery_rabbitdelay.publishing.management import TOTALS_AGE, held_messages, management_api

@@ -13,9 +13,8 @@ from typing import Any, Final
 from kombu import Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
 from celery_rabbitdelay.operations.findings import FoundRow
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
+from celery_rabbitdelay.levels.topology import Binding
 from celery_rabbitdelay.publishing.management import (
     CLOCK_STEP,
     NOTHING,

@@ -17,7 +17,7 @@ from celery_rabbitdelay.app.destinations import configured_destinations, configu
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.operations import conversion
 from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
 from celery_rabbitdelay.publishing.declaration import queue_counts

@@ -19,9 +19,8 @@ from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE, MODULES, PROBE
 from celery_rabbitdelay.levels.routing_key import encode_destination
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, MODULES, PROBE, Topology
 from celery_rabbitdelay.operations.findings import FoundRow
 from celery_rabbitdelay.operations.inventory import Inventory
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments

@@ -20,8 +20,7 @@ from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
-from celery_rabbitdelay.levels.entities import PROBE
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.findings import blocked, lines_of
 from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of

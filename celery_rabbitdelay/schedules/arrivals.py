@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from celery.utils.log import get_logger
 
-from celery_rabbitdelay.app import instruments, signals
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
@@ -32,7 +32,7 @@ from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat
 from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of, with_id
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.occurrence import OCCURRENCES, Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Came, Decided, Fate, Records
 from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.runs import Runs
@@ -412,7 +412,7 @@ class Arrivals(BatchThread[_Came]):
 
     def _go_on(self, step: _Step, fate: Fate) -> None:
         arrived, occurrence = step.came.arrived, step.occurrence
-        self._delays.recorder.record({instruments.OCCURRENCES: 1}, arrived.delivery.task, fate)
+        self._delays.recorder.record({OCCURRENCES: 1}, arrived.delivery.task, fate)
         if fate in ("ran", "cancelled"):
             self.act(partial(self._let_run, arrived))
             return

@@ -130,7 +130,6 @@ class RestoringStrategies(dict[str, Strategy]):
         early_tasks: Takes the tasks that are not due yet; None between two connections.
         decisions: Asks the registry about the tasks that are due; None without a registry, and
             between two connections.
-        gauges: What other rooms measure, read at each scrape.
         arrivals: How late the delayed tasks arrive.
     """
 
@@ -140,7 +139,6 @@ class RestoringStrategies(dict[str, Strategy]):
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
         self.decisions: Decisions | None = None
-        self.gauges: dict[Instrument, Callable[[], float]] = {}
         self.arrivals = Arrivals()
         self._app = consumer.app
         self._consumer = consumer
