@@ -282,8 +282,6 @@ class ModuleConsumer:
 
     def _sample(self) -> None:
         self._sampled_at = time.monotonic()
-        for limit in (*self._attempts.warning_limits, self._deliveries.unread):
-            limit.log_count()
         channel = self._deliveries.channel
         try:
             with self._wire.answers_within(SAMPLE_TIMEOUT):

@@ -17,7 +17,7 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
-from celery_rabbitdelay.operations.moving.migration import Migration
+from celery_rabbitdelay.operations.conversion import Migration
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
 from tests.unit.clock import frozen

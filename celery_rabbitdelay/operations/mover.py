@@ -31,7 +31,7 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.operations.moving.source import (
+from celery_rabbitdelay.operations.source import (
     MOST_IDLE_ROUNDS,
     Source,
     SourceLost,
