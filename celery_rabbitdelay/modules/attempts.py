@@ -16,9 +16,8 @@ from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.wire import REJECT
 
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0

@@ -16,13 +16,13 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, Topology
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.publishing.incoming import Seen
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import (
     ACK,
     REJECT,
     REQUEUE,
+    Seen,
     Settlement,
     Wire,
     settle_frames,

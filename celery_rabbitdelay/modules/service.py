@@ -28,12 +28,15 @@ from celery_rabbitdelay.modules.deliveries import (
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import connect, opened_channel
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection, find_exchanges
+from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.permissions import permissions_named
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
-from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
-from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.publishing.publish_loop import (
+    PublishLoop,
+    PublishPolicy,
+    unwrap_callers_errors,
+)
+from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 
 #: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4

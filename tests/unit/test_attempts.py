@@ -24,9 +24,8 @@ from celery_rabbitdelay.modules import attempts as attempts_module
 from celery_rabbitdelay.modules.attempts import AnswerTimes, Forwarder, MissingExchanges
 from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
-from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.message import Content, Publication, headers_of
+from celery_rabbitdelay.publishing.wire import REJECT
 from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 

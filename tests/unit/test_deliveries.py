@@ -18,8 +18,7 @@ from celery_rabbitdelay.modules.deliveries import (
     ModuleStatistics,
 )
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.publishing.incoming import Seen
-from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE
+from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE, Seen
 
 
 def receive(message: amqp.Message) -> Iterator[Outgoing]:
