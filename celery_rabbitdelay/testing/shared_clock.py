@@ -29,14 +29,40 @@ from celery_rabbitdelay.registry import pauses
 _AHEAD, _STANDS_AT, _SHOWN = range(3)
 
 
-class SharedClock:
-    """The clock; all values are nanoseconds since 1970-01-01 UTC.
+class Clock:
+    """A clock of one process; all values are nanoseconds since 1970-01-01 UTC.
+
+    Args:
+        base: The clock that it goes by while it does not stand.
+    """
+
+    def __init__(self, base: Callable[[], int]) -> None:
+        self._base = base
+        self._numbers = memoryview(bytearray(24)).cast("q")
+
+    def ns(self) -> int:
+        """Return the time."""
+        return self._numbers[_STANDS_AT] or self._base() + self._numbers[_AHEAD]
+
+    def stand_at(self, ns: int) -> None:
+        """Stand still at an instant."""
+        self._numbers[_STANDS_AT] = ns
+
+    def go_on(self) -> None:
+        """Go on from where it stands."""
+        self._numbers[_AHEAD] = self.ns() - self._base()
+        self._numbers[_STANDS_AT] = 0
+
+
+class SharedClock(Clock):
+    """A clock of all processes that take part in a test.
 
     Args:
         folder: Where its file is, or will be.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(time.monotonic_ns)
         path = folder / "clock"
         is_new = not path.exists()
         with path.open("a+b") as file:
@@ -45,25 +71,10 @@ class SharedClock:
         if is_new:
             self.reset()
 
-    def ns(self) -> int:
-        """Return the time."""
-        return self._numbers[_STANDS_AT] or time.monotonic_ns() + self._numbers[_AHEAD]
-
     def reset(self) -> None:
         """Show the real time again."""
         self._numbers[_AHEAD] = time.time_ns() - time.monotonic_ns()
-        self._numbers[_STANDS_AT] = 0
-        self._numbers[_SHOWN] = 0
-
-    def stand_at(self, ns: int) -> None:
-        """Stand still at an instant."""
-        self._numbers[_STANDS_AT] = ns
-
-    def go_on(self) -> None:
-        """Go on from where it stands."""
-        if stood_at := self._numbers[_STANDS_AT]:
-            self._numbers[_AHEAD] = stood_at - time.monotonic_ns()
-            self._numbers[_STANDS_AT] = 0
+        self._numbers[_STANDS_AT] = self._numbers[_SHOWN] = 0
 
     @property
     def is_shown(self) -> bool:
