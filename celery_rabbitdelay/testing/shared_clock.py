@@ -11,10 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from celery.worker.request import Request
@@ -120,20 +117,12 @@ def _maybe_expire(request: Request) -> bool:
     return True
 
 
-def shown(instant: datetime) -> AbstractContextManager[Any]:
+def shown(instant: datetime) -> AbstractContextManager[object]:
     """Return a context in which all code sees an instant, from which time goes on.
 
     Raises:
-        ModuleNotFoundError: Neither ``time-machine`` nor ``freezegun`` is installed.
+        ModuleNotFoundError: The package ``time-machine`` is not installed.
     """
-    if find_spec("time_machine"):
-        import time_machine
+    import time_machine  # only here: nothing else needs it
 
-        return time_machine.travel(instant, tick=True)
-    if find_spec("freezegun"):
-        freeze: Any = import_module("freezegun").freeze_time
-        context: AbstractContextManager[Any] = freeze(
-            instant, tick=True, ignore=["celery_rabbitdelay.testing"]
-        )
-        return context
-    raise ModuleNotFoundError("code sees another time with time-machine or freezegun: install one")
+    return time_machine.travel(instant, tick=True)

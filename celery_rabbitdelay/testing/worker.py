@@ -3,7 +3,7 @@
 ``python -m celery_rabbitdelay.testing.worker FOLDER MODULE:APP OPTION...`` runs ``celery worker``
 of an application so, with the settings in the folder. The travelling test sends a *look* through
 each queue that the worker consumes. A look is no task that runs: the worker's consumer acknowledges
-it as soon as it comes, and answers once everything that came before it is finished.
+it as soon as it comes, and answers until everything that came before it is finished.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import json
 import os
 import socket
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -22,9 +21,11 @@ from celery import signals
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from celery.worker import state
+from kombu import Message
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, call_after
@@ -40,13 +41,8 @@ NUMBER: Final = "look"
 #: The files in the folder: the settings, the UDP port of the test, and what a worker consumes.
 SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
 
-#: Seconds between two checks whether the worker is at rest, while a look waits for that; and how
-#: many of them are made before it says that it is not.
-CHECK_EVERY: Final = 0.002
-CHECKS: Final = 500
-
-#: How many names of tasks that have not ended an answer has, which has to fit into a datagram.
-MOST_NAMED: Final = 20
+#: Seconds between two answers to a look until the worker is at rest.
+ANSWER_EVERY: Final = 0.005
 
 
 class Rest(RabbitMQStep):
@@ -67,31 +63,19 @@ class Rest(RabbitMQStep):
         """Count from now on, and say which queues are consumed."""
         self._consumer = consumer
         self._taken = 0
-        unsettled: set[int] = set()
+        unsettled: list[Message] = []
         self._unsettled = unsettled
         tasks = consumer.task_consumer
-        kombus: Any = tasks.channel.Message
+        kombus: type[Message] = tasks.channel.Message
         step = self
 
-        class Counted(kombus):  # type: ignore[misc]
-            """A message that counts as unsettled until it is acknowledged, rejected or requeued."""
+        class Counted(kombus):  # type: ignore[misc, valid-type]
+            """A message that counts."""
 
-            def __init__(self, *args: Any, **options: Any) -> None:
+            def __init__(self, *args: object, **options: object) -> None:
                 super().__init__(*args, **options)
                 step._taken += NUMBER not in self.headers
-                unsettled.add(self.delivery_tag)
-
-            def ack(self, *args: Any, **options: Any) -> None:
-                super().ack(*args, **options)
-                unsettled.discard(self.delivery_tag)
-
-            def reject(self, *args: Any, **options: Any) -> None:
-                super().reject(*args, **options)
-                unsettled.discard(self.delivery_tag)
-
-            def requeue(self) -> None:
-                super().requeue()
-                unsettled.discard(self.delivery_tag)
+                unsettled.append(self)
 
         tasks.channel.Message = Counted
         consumer.rabbitdelay_rest = self
@@ -100,28 +84,25 @@ class Rest(RabbitMQStep):
         written.write_text(json.dumps([queue.name for queue in tasks.queues]))
         written.replace(path)
 
-    def look(self, number: int, checks: int = 0) -> None:
-        """Answer a look once the worker is at rest; and now and then that it is not."""
+    def look(self, number: int) -> None:
+        """Answer a look again and again until the worker is at rest."""
         unfinished = self._unfinished()
-        if unfinished and checks < CHECKS:
-            call_after(self._consumer, CHECK_EVERY, lambda: self.look(number, checks + 1))
-            return
+        if unfinished:
+            call_after(self._consumer, ANSWER_EVERY, lambda: self.look(number))
         served = {each.name: each.statistics.received for each in self._modules()}
         answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-            try:
-                port = int((self.folder / ANSWERS).read_text())
-            except FileNotFoundError:
-                return  # the run is over
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+            suppress(FileNotFoundError),  # the run is over
+        ):
+            port = int((self.folder / ANSWERS).read_text())
             sender.sendto(json.dumps(answer).encode(), ("127.0.0.1", port))
-        if unfinished:
-            call_after(self._consumer, CHECK_EVERY, lambda: self.look(number))
 
     def _unfinished(self) -> list[str]:
         """Return in words what the worker has not finished."""
+        self._unsettled[:] = [each for each in self._unsettled if not each.acknowledged]
         requests = {*state.reserved_requests, *state.active_requests}
-        names = Counter(request.name for request in requests)
-        words = [f"{number} x the task {name}" for name, number in names.most_common(MOST_NAMED)]
+        words = [f"the task {name}" for name in sorted({request.name for request in requests})]
         if self._unsettled and not words:
             words.append(f"{len(self._unsettled)} messages that are not acknowledged")
         for bucket in self._consumer.task_buckets.values():
@@ -132,10 +113,10 @@ class Rest(RabbitMQStep):
                 words.append(f"messages in {module.name}")
         return words
 
-    def _modules(self) -> list[Any]:
+    def _modules(self) -> list[ModuleService]:
         """Return the services that count their messages."""
         services = self._consumer.controller.rabbitdelay_services
-        return [each for each in services if hasattr(each, "statistics")]
+        return [each for each in services if isinstance(each, ModuleService)]
 
 
 def confirm_all(app: Celery) -> None:
@@ -155,15 +136,15 @@ def taking_part(app: Celery, folder: Path) -> Iterator[None]:
     clock = SharedClock(folder)
     seen = ExitStack()
 
-    def begin(**_: Any) -> None:
+    def begin(**_: object) -> None:
         if clock.is_shown:
             seen.enter_context(shown(wall_clock.now()))
 
-    def end(**_: Any) -> None:
+    def end(**_: object) -> None:
         seen.close()
 
-    def strategy(task: Any, app: Celery, consumer: Any, **options: Any) -> Any:
-        def look(message: Any, body: Any, ack: Any, *args: Any) -> None:
+    def strategy(task: object, app: Celery, consumer: Any, **options: object) -> object:
+        def look(message: Message, body: object, ack: Callable[..., object], *more: object) -> None:
             ack(logger, consumer.connection_errors)
             consumer.rabbitdelay_rest.look(message.headers[NUMBER])
 
