@@ -31,7 +31,7 @@ from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
 from celery_rabbitdelay.levels.headers import DUE
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.decision import Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
