@@ -37,7 +37,7 @@ from celery_rabbitdelay.registry.decision import Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
 from celery_rabbitdelay.testing.sent import Address, Recorded, Sent, Take, Wanted
-from celery_rabbitdelay.testing.shared_clock import Clock, going_by
+from celery_rabbitdelay.testing.worker import Clock, going_by
 from celery_rabbitdelay.worker.celery_internals import discard_as_revoked
 from celery_rabbitdelay.worker.decisions import DISCARDED
 

@@ -24,9 +24,14 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.management import ManagementAPI
 from celery_rabbitdelay.testing import worker as worker_module
 from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Process, ServerNotStarted, wait_for
-from celery_rabbitdelay.testing.shared_clock import SharedClock
 from celery_rabbitdelay.testing.travel import FORGET, TIMEOUT, DidNotSettle, Travel, on_all_keys
-from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, confirm_all, taking_part
+from celery_rabbitdelay.testing.worker import (
+    SETTINGS,
+    WORKER,
+    SharedClock,
+    confirm_all,
+    taking_part,
+)
 
 #: The variables of the environment that Celery prefers to the configuration.
 _PREFERRED: Final = (

@@ -57,8 +57,7 @@ from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.message import Publication, body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
-from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER
+from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER, SharedClock, shown
 
 #: Seconds that what runs on the way may take together, at one instant.
 TIMEOUT: Final = 60.0
@@ -75,27 +74,19 @@ TAP: Final = "rabbitdelay-copies"
 #: Seconds without an answer before checking that the worker is still running.
 LOOK_AFTER_WORKER: Final = 1.0
 
-#: Shortens the lives of all keys whose names match a pattern: Redis goes by its own clock. Its
-#: arguments are the pattern, the traveller's time, and by how much that was ahead of Redis's last
-#: time, in milliseconds. It returns by how much it is ahead now.
+#: Shortens the lives of all keys whose names match a pattern by some milliseconds: Redis goes by
+#: its own clock.
 AGE: Final = """
-local now = redis.call('TIME')
-local ahead_ms = ARGV[2] - now[1] * 1000 - math.floor(now[2] / 1000)
 for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
   local left_ms = redis.call('PTTL', key)
   if left_ms >= 0 then
-    redis.call('PEXPIRE', key, string.format('%.0f', left_ms - (ahead_ms - ARGV[3])))
+    redis.call('PEXPIRE', key, string.format('%.0f', left_ms - ARGV[2]))
   end
 end
-return ahead_ms
 """
 
 #: Deletes them.
-FORGET: Final = """
-for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
-  redis.call('DEL', key)
-end
-"""
+FORGET: Final = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
 
 
 class DidNotSettle(AssertionError):
@@ -132,8 +123,8 @@ class Travel:
         # Not those of a test before, whose answers may come late.
         self._looks = time.monotonic_ns()
         self._shown = ExitStack()
-        #: How many milliseconds the clock was ahead of Redis's when the registry has aged last.
-        self._ahead_ms = 0
+        #: By how much the clock has gone ahead of the machine's since that was started.
+        self._ahead_ms = self._ahead_of_machine()
         #: The pauses that the travel found when it looked last.
         self._paused: set[str] = set()
         #: How many messages distribution is to have received.
@@ -298,7 +289,11 @@ class Travel:
         self.clock.stand_at(at_ms * NS_PER_MS)
         self._show()
         if self._app.rabbitdelay.has_registry:
-            self._ahead_ms = on_all_keys(self._app, AGE, at_ms, self._ahead_ms)
+            before_ms, self._ahead_ms = self._ahead_ms, self._ahead_of_machine()
+            on_all_keys(self._app, AGE, self._ahead_ms - before_ms)
+
+    def _ahead_of_machine(self) -> int:
+        return (self.clock.ns() - time.monotonic_ns()) // NS_PER_MS
 
     def _show(self) -> None:
         """Let the code in this process see the time, if it is to."""
@@ -374,12 +369,11 @@ class Travel:
         return answer["taken"], answer["served"]
 
 
-def on_all_keys(app: Celery, script: str, *arguments: int) -> int:
-    """Run a script about all keys of an application's registry; return what it says."""
+def on_all_keys(app: Celery, script: str, *arguments: int) -> None:
+    """Run a script about all keys of an application's registry."""
     registry = app.rabbitdelay.registry
     given = f"{registry.names.prefix}:*", *arguments
-    (answer,) = registry.store.commands(lambda pipe: pipe.eval(script, 0, *given))
-    return int(answer or 0)
+    registry.store.commands(lambda pipe: pipe.eval(script, 0, *given))
 
 
 class Held(NamedTuple):

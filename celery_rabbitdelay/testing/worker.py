@@ -1,4 +1,8 @@
-"""A worker that takes part in a travel: it goes by the shared clock, and says when it is at rest.
+"""The clock of a travel, and a worker that goes by it and says when it is at rest.
+
+The clock is a file of three numbers that a test and its workers map into memory: forks of a worker
+see it, too. It counts on the machine's monotonic clock, which no library that fakes the time of a
+test touches.
 
 ``python -m celery_rabbitdelay.testing.worker FOLDER MODULE:APP OPTION...`` runs ``celery worker``
 of an application so, with the settings in the folder. The travelling test sends a *look* through
@@ -9,24 +13,30 @@ it as soon as it comes, and answers until everything that came before it is fini
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Final
+from unittest.mock import patch
 
 from celery import signals
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from celery.worker import state
+from celery.worker.request import Request
 from kombu import Message
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.modules import attempts
 from celery_rabbitdelay.modules.service import ModuleService
-from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
+from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, call_after
 
@@ -43,6 +53,113 @@ SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
 
 #: Seconds between two answers to a look until the worker is at rest.
 ANSWER_EVERY: Final = 0.005
+
+
+#: Which of the numbers is what is added to the monotonic clock; the instant at which the clock
+#: stands, or 0; and whether the user's own code sees this time.
+_AHEAD, _STANDS_AT, _SHOWN = range(3)
+
+
+class Clock:
+    """A clock of one process; all values are nanoseconds since 1970-01-01 UTC.
+
+    Args:
+        base: The clock that it goes by while it does not stand.
+    """
+
+    def __init__(self, base: Callable[[], int]) -> None:
+        self._base = base
+        self._numbers = memoryview(bytearray(24)).cast("q")
+
+    def ns(self) -> int:
+        """Return the time."""
+        return self._numbers[_STANDS_AT] or self._base() + self._numbers[_AHEAD]
+
+    def stand_at(self, ns: int) -> None:
+        """Stand still at an instant."""
+        self._numbers[_STANDS_AT] = ns
+
+    def go_on(self) -> None:
+        """Go on from where it stands."""
+        self._numbers[_AHEAD] = self.ns() - self._base()
+        self._numbers[_STANDS_AT] = 0
+
+
+class SharedClock(Clock):
+    """A clock of all processes that take part in a test.
+
+    Args:
+        folder: Where its file is, or will be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(time.monotonic_ns)
+        path = folder / "clock"
+        is_new = not path.exists()
+        with path.open("a+b") as file:
+            file.truncate(24)
+            self._numbers = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
+        if is_new:
+            self.reset()
+
+    def reset(self) -> None:
+        """Show the real time again."""
+        self._numbers[_AHEAD] = time.time_ns() - time.monotonic_ns()
+        self._numbers[_STANDS_AT] = self._numbers[_SHOWN] = 0
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the user's own code sees this time."""
+        return bool(self._numbers[_SHOWN])
+
+    @is_shown.setter
+    def is_shown(self, is_shown: bool) -> None:
+        self._numbers[_SHOWN] = is_shown
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return a context in which this process, and what it forks, go by this clock."""
+        return going_by(self.ns)
+
+
+@contextmanager
+def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
+    """Let this process, and what it forks, go by a clock in a block.
+
+    Days of a travel pass within the seconds for which the answers of the registry and of the broker
+    are kept: so none is, and tasks expire by this clock as well. A travel stops wherever a task
+    that is held asks again: so each asks as rarely as if there were many, and all together.
+
+    Args:
+        clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
+    """
+    with (
+        patch.object(wall_clock, "source", clock_ns),
+        patch.object(pauses, "FRESH", 0.0),
+        patch.object(pauses, "PER_SECOND", 1e-3),
+        patch.object(pauses, "JITTER", 0.0),
+        patch.object(attempts, "ASK_AGAIN", 0.0),
+        patch.object(Request, "maybe_expire", _maybe_expire),
+    ):
+        yield
+
+
+def _maybe_expire(request: Request) -> bool:
+    """Let a task that has expired count as revoked, as Celery does; return whether it has."""
+    if request.expires is None or wall_clock.now() <= request.expires:
+        return False
+    state.revoked.add(request.id)
+    return True
+
+
+def shown(instant: datetime) -> AbstractContextManager[object]:
+    """Return a context in which all code sees an instant, from which time goes on.
+
+    Raises:
+        ModuleNotFoundError: The package ``time-machine`` is not installed.
+    """
+    import time_machine  # only here: nothing else needs it
+
+    return time_machine.travel(instant, tick=True)
 
 
 class Rest(RabbitMQStep):
