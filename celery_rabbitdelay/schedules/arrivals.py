@@ -32,9 +32,8 @@ from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat
 from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of, with_id
-from celery_rabbitdelay.schedules.occurrence import Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Came, Decided, Fate, Records
-from celery_rabbitdelay.schedules.recurrence import INVALID
+from celery_rabbitdelay.schedules.recurrence import INVALID, Occurrence
 from celery_rabbitdelay.schedules.runs import Runs
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, cast
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.recurrence import Occurrence
 
 logger = logging.getLogger(__name__)
 

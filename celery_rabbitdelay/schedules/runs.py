@@ -21,7 +21,7 @@ from celery.utils.log import get_logger
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registry
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker import celery_internals
 
 logger = get_logger(__name__)

@@ -35,16 +35,16 @@ from celery_rabbitdelay.schedules.messages import (
     send_all,
     task_of,
 )
-from celery_rabbitdelay.schedules.occurrence import (
+from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, Fate, NotedSchedule, Records
+from celery_rabbitdelay.schedules.recurrence import (
     ALL,
     LAST,
     MAX_JITTER_MS,
     MAX_TEXT,
     Occurrence,
     Overlap,
+    Recurrence,
 )
-from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, Fate, NotedSchedule, Records
-from celery_rabbitdelay.schedules.recurrence import Recurrence
 
 logger = getLogger(__name__)
 

@@ -17,8 +17,7 @@ from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.exceptions import ConnectionLost, PublishError
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.schedules.occurrence import ALL, Occurrence
-from celery_rabbitdelay.schedules.recurrence import Recurrence
+from celery_rabbitdelay.schedules.recurrence import ALL, Occurrence, Recurrence
 from celery_rabbitdelay.testing import wait_for
 from tests.celery_process import CeleryProcess
 from tests.chaos.clocks import off_by

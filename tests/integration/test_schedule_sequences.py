@@ -17,9 +17,8 @@ from typing import Any, Final
 import pytest
 
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
-from celery_rabbitdelay.schedules.occurrence import ALL, Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Decided, NotedSchedule, Records
-from celery_rabbitdelay.schedules.recurrence import Recurrence
+from celery_rabbitdelay.schedules.recurrence import ALL, Occurrence, Recurrence
 from tests import schedule_rule as rule
 from tests.integration.registering import KEEP_MS, MARGIN_MS, RedisSetup, now_ms
 from tests.schedule_rule import Message, Record, Winner

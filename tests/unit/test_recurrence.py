@@ -95,8 +95,8 @@ def test_crontabs_are_due_when_celery_says_so() -> None:
 @pytest.mark.parametrize(
     ("when", "rule"),
     [
-        (crontab(0, "22-2,12"), "crontab 0 0-2,12,22-23 * * *"),
-        (crontab("*/15", day_of_week="fri-mon"), "crontab 0,15,30,45 * * * 0-1,5-6"),
+        (crontab(0, "22-2,12"), "crontab 0 0,1,2,12,22,23 * * *"),
+        (crontab("*/15", day_of_week="fri-mon"), "crontab 0,15,30,45 * * * 0,1,5,6"),
         ("crontab 0 * 1-7 * 1", "crontab 0 * 1-7 * 1"),  # as an export writes it
         (schedule(90), "every 90000"),
         (36_500 * DAY, "every 3153600000000"),

@@ -25,8 +25,7 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.schedules.beat import _digest, _puts
 from celery_rabbitdelay.schedules.messages import Send, canonical, captured, read
-from celery_rabbitdelay.schedules.occurrence import LAST, Occurrence
-from celery_rabbitdelay.schedules.recurrence import Recurrence
+from celery_rabbitdelay.schedules.recurrence import LAST, Occurrence, Recurrence
 
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
 HOURLY = Recurrence(("every 3600000",))
