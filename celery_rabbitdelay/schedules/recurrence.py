@@ -377,6 +377,9 @@ def _sun(rule: str, instant_ms: int) -> int:
 #: The most characters of what an occurrence's header says.
 MAX_TEXT: Final = 16_384
 
+#: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
+MAX_NAME: Final = 222
+
 #: The longest jitter, in milliseconds: a day.
 MAX_JITTER_MS: Final = 86_400_000
 
@@ -430,7 +433,6 @@ class Occurrence(NamedTuple):
             # A later version may say more.
             found = cls(*json.loads(text)[: len(cls._fields)])
             found = found._replace(recurrence=Recurrence.read(found.recurrence))
-            found.task_id.encode()  # it is no half of a surrogate pair
             return found if found._is_valid else None
         except Exception:  # noqa: BLE001 - a stranger's text raises errors of any kind
             return None
@@ -438,7 +440,7 @@ class Occurrence(NamedTuple):
     @property
     def _is_valid(self) -> bool:
         return (
-            isinstance(self.name, str)
+            1 <= len(self.name.encode()) <= MAX_NAME
             and isinstance(self.options, dict)
             and all(_NAME.fullmatch(each) for each in (self.revision, self.message))
             and is_int(self.instant_ms, 0, MAX_DUE_MS)

@@ -113,7 +113,7 @@ def test_a_put_whose_send_fails_stands_and_a_pause_meanwhile_is_kept(
     assert stage.edit("edited", start=in_an_hour).next_id == found.next_id
     stage.edit("later")
     with Worker(stage.settings) as worker:
-        wait_for(lambda: "its schedule is paused" in worker.log, "a pause", PATIENCE)
+        wait_for(lambda: "does not run: paused" in worker.log, "a pause", PATIENCE)
         assert schedules.resume("a")
         stage.until_given("later", 2)
     assert_each_once(stage.runs())
