@@ -20,29 +20,26 @@ from celery.utils.log import get_logger
 from kombu.utils.functional import LRUCache
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.instruments import OCCURRENCES, SCHEDULES_OVERDUE
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
-from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.messages import says_of, send_each, with_id
 from celery_rabbitdelay.schedules.record import Arriving, Decided, Fate, Records
-from celery_rabbitdelay.schedules.recurrence import INVALID, Occurrence
+from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDUE, Occurrence
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 from celery_rabbitdelay.worker.decisions import MAX_PAUSE, Arrived, pause_ms
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
 from celery_rabbitdelay.worker.lateness import lateness
-from celery_rabbitdelay.worker.republishing import message_again
 
 logger = get_logger(__name__)
 
@@ -296,11 +293,12 @@ class Arrivals(BatchThread[_Came]):
         if destination is None:
             raise LookupError("its queue is unknown")
         says = says_of(following, TRACKED in waited.registry)
-        producer.says = {"due_ms": following.due_ms, "registry": says}
-        users = {**with_id(former.headers, following.task_id), "expires": None}
-        properties = {**kept_properties(former.properties), "correlation_id": following.task_id}
+        again = waiting_task(former, destination, self._delays.settings.max_message_bytes)
+        others = {**with_id(again.headers.others, following.task_id), "expires": None}
+        again = again.having(correlation_id=following.task_id)
+        again = again.saying(due_ms=following.due_ms, registry=says, others=others)
         due = Due.at(instant_of(following.due_ms - self._skew_ms))
-        return message_again(producer, former, destination, due, users, properties)
+        return producer.routed(again, destination.queue, due)
 
     def _fate(self, came: _Came) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
@@ -427,7 +425,7 @@ class ScheduleStep(RabbitMQStep):
             arrivals = self._arrivals = Arrivals(consumer, strategies.early_tasks)
             arrivals.start()
             strategies.decisions.takers[SCHEDULE] = arrivals.take
-            strategies.gauges[SCHEDULES_OVERDUE] = lambda: arrivals.overdue
+            consumer.app.rabbitdelay.recorder.gauges[OVERDUE] = lambda: arrivals.overdue
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what the thread needs from the worker's own thread."""
@@ -438,5 +436,5 @@ class ScheduleStep(RabbitMQStep):
         """Take no more occurrences of the connection that is lost or closed."""
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None:
-            consumer.strategies.gauges.pop(SCHEDULES_OVERDUE, None)
+            consumer.app.rabbitdelay.recorder.gauges.pop(OVERDUE, None)
             arrivals.stop()

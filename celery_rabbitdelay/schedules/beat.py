@@ -66,7 +66,7 @@ class BeatEntries:
         self._prefix = f"beat:{self._application}:"
         self._registry = app.rabbitdelay.registry
         self._records = Records(self._registry)
-        self._is_put = self._is_former = False
+        self._is_current: bool | None = None
         # As a worker has done: entries may be added when the application is finalized.
         app.loader.import_default_modules()
         app.finalize()
@@ -108,13 +108,14 @@ class BeatEntries:
 
     def keep(self) -> None:
         """Put the entries once, and again whenever Redis has lost them; workers call this."""
-        if self._is_put:
-            found = self._records.taken_over(self._application)
-            self._is_former = self._is_former or found.get(self.digest) is not None
-            if self._is_former or found.get("current") == self.digest:
-                return  # workers of later code put theirs
-        self._is_former = not self.put()
-        self._is_put = True
+        known = self._is_current is not None
+        found = self._records.taken_over(self._application) if known else {}
+        if found.get("current") == self.digest:
+            self._is_current = True
+        elif self.digest in found:
+            self._is_current = False
+        elif self._is_current is not False:  # workers of later code put theirs
+            self._is_current = self.put()
 
     def end(self, kept: Container[str] = ()) -> None:
         """End the schedules that were put for ``beat_schedule``, but those kept."""

@@ -11,7 +11,6 @@ import click
 from kombu.utils import json as kombu_json
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
@@ -22,7 +21,7 @@ MISSING: Final = 60.0
 _name: Final = click.argument("name")
 
 
-@rabbitdelay.group()
+@shared.group
 def schedules() -> None:
     """Schedules: tasks that run again and again."""
 

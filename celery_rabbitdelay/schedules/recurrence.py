@@ -24,11 +24,17 @@ from celery.schedules import solar
 from cronsim import CronSim, CronSimError
 from kombu.utils import json
 
+from celery_rabbitdelay.app.instruments import counter, gauge
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import MAX_DELAY, MAX_DUE_MS, instant_of, milliseconds_of
+from celery_rabbitdelay.levels.delay import (
+    MAX_DELAY,
+    MAX_DUE_MS,
+    instant_of,
+    milliseconds_of,
+    plain,
+)
 from celery_rabbitdelay.levels.headers import MAX_COUNT, MAX_EXACT, is_int
-from celery_rabbitdelay.levels.plain_times import plain
 
 #: The errors that a wrong rule or time zone raises, or a solar rule without ephem.
 INVALID: Final = (ValueError, KeyError, OSError, OverflowError, ImproperlyConfigured)
@@ -86,9 +92,6 @@ _TAKES: Final = (
 #: A day, in what is excluded.
 _DAY: Final = re.compile(r"\d{4}-\d\d-\d\d")
 
-#: The numbers of Celery's crontab, which cronsim reads as they are meant.
-_NUMBERS: Final = re.compile(r"([\d,-]+|\*)( ([\d,-]+|\*)){4}")
-
 #: A time zone that has no name.
 _OFFSET: Final = re.compile(r"UTC([+-]\d\d:\d\d)")
 
@@ -118,8 +121,8 @@ class Recurrence(NamedTuple):
         cls,
         when: object,
         zone: str,
-        start: datetime | None = None,
-        end: datetime | None = None,
+        start: datetime | str | None = None,
+        end: datetime | str | None = None,
         exclude: object = (),
     ) -> Self:
         """Return it as a user says it.
@@ -129,9 +132,10 @@ class Recurrence(NamedTuple):
                 a cron text of five or six fields (the first of six are seconds), or one such as
                 ``@daily``; or a list of these.
             zone: The IANA name of a time zone, or an offset such as UTC+05:30, for cron texts.
-            start: Nothing is due before that, an aware datetime. Intervals count from it; without
-                it, from 1970-01-01 UTC, so that an hour is due at each full hour.
-            end: Nothing is due after that.
+            start: Nothing is due before that, an aware datetime or its ISO 8601 text. Intervals
+                count from it; without it, from 1970-01-01 UTC, so that an hour is due at each full
+                hour.
+            end: Nothing is due after that, likewise.
             exclude: When it is not due all the same: a date or its text, as a whole day in the time
                 zone; Celery's ``crontab`` or a cron text, as the minutes in which that is due; or a
                 list of these.
@@ -139,13 +143,13 @@ class Recurrence(NamedTuple):
         Raises:
             InvalidSchedule: One of these is wrong, or nothing is ever due. Nothing is due any more
                 after an end that is over, which is no error.
-            InvalidDelay: ``start`` or ``end`` is naive.
+            InvalidDelay: ``start`` or ``end`` is naive, or no instant.
         """
         made = cls(
             tuple(map(_rule, _as_list(when))),
             zone,
-            0 if start is None else milliseconds_of(start),
-            None if end is None else milliseconds_of(end),
+            0 if start is None else _milliseconds_of(start),
+            None if end is None else _milliseconds_of(end),
             tuple(map(_exclusion, _as_list(exclude))),
         )
         try:
@@ -248,6 +252,10 @@ class Recurrence(NamedTuple):
         return found
 
 
+def _milliseconds_of(instant: datetime | str) -> int:
+    return milliseconds_of(datetime.fromisoformat(instant) if isinstance(instant, str) else instant)
+
+
 def _as_list(given: object) -> list[object]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
@@ -289,8 +297,6 @@ def _cron(rule: str) -> CronSim:
         ValueError: The text is not a cron text, or it is never due.
     """
     text = rule.removeprefix(_CRONTAB)
-    if text != rule and not _NUMBERS.fullmatch(text):
-        raise ValueError(f"{rule!r} takes five fields of numbers")
     try:
         found = CronSim(text, datetime(2000, 1, 1))
     except CronSimError as error:
@@ -376,6 +382,18 @@ def _sun(rule: str, instant_ms: int) -> int:
 
 #: The most characters of what an occurrence's header says.
 MAX_TEXT: Final = 16_384
+
+OCCURRENCES: Final = counter(
+    "occurrences",
+    "Occurrences of schedules that came, by what became of them: ran, cancelled, late, paused, "
+    "overlapped; and those that did not come: sent again.",
+    labels=("task", "fate"),
+)
+OVERDUE: Final = gauge(
+    "schedules_overdue_seconds",
+    "Seconds since the next occurrence of a schedule was due that has not come; of the schedule "
+    "where that is longest.",
+)
 
 #: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
 MAX_NAME: Final = 222

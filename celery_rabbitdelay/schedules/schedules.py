@@ -18,7 +18,6 @@ from celery.result import AsyncResult
 from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.instruments import OCCURRENCES
 from celery_rabbitdelay.app.sending.task_messages import restored, stored
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -35,6 +34,7 @@ from celery_rabbitdelay.schedules.recurrence import (
     LAST,
     MAX_NAME,
     MAX_TEXT,
+    OCCURRENCES,
     Occurrence,
     Overlap,
     Recurrence,
@@ -195,8 +195,8 @@ class Schedules:
         kwargs: Mapping[str, object] | None = None,
         *,
         timezone: str | None = None,
-        start: datetime | None = None,
-        end: datetime | None = None,
+        start: datetime | str | None = None,
+        end: datetime | str | None = None,
         exclude: object = (),
         jitter: Delay = 0,
         overlap: Overlap | None = None,
@@ -217,8 +217,9 @@ class Schedules:
             timezone: The time zone of cron texts: an IANA name, or an offset such as UTC+05:30; by
                 default the crontab's own, or else the application's, which ``timezone`` and
                 ``enable_utc`` say.
-            start: Nothing is due before that, an aware datetime; intervals count from it.
-            end: Nothing is due after that.
+            start: Nothing is due before that, an aware datetime, or its ISO 8601 text; intervals
+                count from it.
+            end: Nothing is due after that, likewise.
             exclude: When it is not due all the same: dates (or their texts) in the time zone; cron
                 texts or Celery's ``crontab``, as the minutes in which they are due; or a list.
             jitter: By how much an occurrence is late on purpose, at most, in seconds or as a
@@ -286,9 +287,6 @@ class Schedules:
             InvalidSchedule: As :meth:`put`; or its arguments could not be read.
         """
         given = {**exported, **changes}
-        for name in ("start", "end"):
-            if given.get(name) is not None:
-                given[name] = datetime.fromisoformat(given[name])
         if given.get("args", ()) is None:
             takes = "needs an accept_content that lets its arguments be read"
             raise InvalidSchedule(given["name"], takes)
