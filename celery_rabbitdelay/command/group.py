@@ -14,10 +14,10 @@ from celery_rabbitdelay.command import (  # noqa: F401
     status,
     undeliverable,
     waiting,
-    web,
 )
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.schedules import command as schedules  # noqa: F401
+from celery_rabbitdelay.web import command as web  # noqa: F401
 from celery_rabbitdelay.worker.status import rabbitdelay_status
 
 __all__ = ["rabbitdelay", "rabbitdelay_status"]

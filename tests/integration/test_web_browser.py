@@ -35,7 +35,7 @@ NEED_A_FIELD = ("waiting/task", "undeliverable/message", "schedules/one")
 READ = [
     f"/{each.path}"
     for each in pages.PAGES
-    if not (each.is_action or each.file or each.path in NEED_A_FIELD)
+    if each.template and not (each.is_action or each.path in NEED_A_FIELD)
 ]
 
 

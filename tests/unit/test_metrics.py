@@ -8,12 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest import mock
 
 import pytest
-from kombu import Connection
 
 from celery_rabbitdelay.app import instruments
 from celery_rabbitdelay.app import metrics as recording
@@ -24,9 +22,7 @@ from celery_rabbitdelay.app.metrics import (
     Metrics,
 )
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.worker import health
-from celery_rabbitdelay.worker import metrics as worker_metrics
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
 
@@ -137,19 +133,6 @@ def test_a_forked_process_counts_for_itself_and_begins_with_nothing(metrics: Met
 
     assert os.waitpid(forked(work), 0)[1] == 0
     assert samples(metrics) == {("remind", "mail"): 5}
-
-
-def test_a_broker_that_does_not_answer_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Event()
-    monkeypatch.setattr(worker_metrics, "PATIENCE", 0.01)
-    monkeypatch.setattr(worker_metrics, "connect", lambda connection: answers.wait(30))
-    reader = worker_metrics.BacklogReader(Connection("amqp://"), Topology())
-    assert reader.read() is None
-    asking = reader._asking
-    assert asking is not None
-    assert asking.is_alive()
-    answers.set()
-    asking.join()
 
 
 def test_the_multiprocess_mode_of_prometheus_counts_all_processes(tmp_path: Path) -> None:
