@@ -37,7 +37,7 @@ from celery_rabbitdelay.app.sending.templates import Templates
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import check_complete, on_declared
 from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
 from celery_rabbitdelay.publishing.publisher import Publisher

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from celery.utils.log import get_logger
 
-from celery_rabbitdelay.app import instruments, signals
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.sending.task_sending import register_sent
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
@@ -25,21 +25,20 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
-from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import RESENDS
+from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat
 from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of, with_id
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.occurrence import OCCURRENCES, Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Came, Decided, Fate, Records
 from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.runs import Runs
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.decisions import MAX_PAUSE, Arrived, pause_ms
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
 from celery_rabbitdelay.worker.lateness import lateness
 
 logger = get_logger(__name__)
@@ -345,10 +344,11 @@ class Arrivals(BatchThread[_Came]):
         if destination is None:
             raise LookupError("its queue is unknown")
         says = says_of(following, TRACKED in waited.registry)
-        producer.says = {"due_ms": following.due_ms, "registry": says}
-        users = {**with_id(former.headers, task_id), "expires": None}
-        properties = {**kept_properties(former.properties), "correlation_id": task_id}
-        return republishing.message_again(producer, former, destination, due, users, properties)
+        again = waiting_task(former, destination, self._delays.settings.max_message_bytes)
+        others = {**with_id(again.headers.others, task_id), "expires": None}
+        again = again.having(correlation_id=task_id)
+        again = again.saying(due_ms=following.due_ms, registry=says, others=others)
+        return producer.routed(again, destination.queue, due)
 
     def _fate(self, step: _Step) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
@@ -412,7 +412,7 @@ class Arrivals(BatchThread[_Came]):
 
     def _go_on(self, step: _Step, fate: Fate) -> None:
         arrived, occurrence = step.came.arrived, step.occurrence
-        self._delays.recorder.record({instruments.OCCURRENCES: 1}, arrived.delivery.task, fate)
+        self._delays.recorder.record({OCCURRENCES: 1}, arrived.delivery.task, fate)
         if fate in ("ran", "cancelled"):
             self.act(partial(self._let_run, arrived))
             return

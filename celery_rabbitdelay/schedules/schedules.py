@@ -18,7 +18,6 @@ from celery.result import AsyncResult
 from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.instruments import OCCURRENCES
 from celery_rabbitdelay.app.sending.task_messages import restored, stored
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -40,6 +39,7 @@ from celery_rabbitdelay.schedules.occurrence import (
     LAST,
     MAX_JITTER_MS,
     MAX_TEXT,
+    OCCURRENCES,
     Occurrence,
     Overlap,
 )

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -34,7 +35,7 @@ from celery_rabbitdelay.testing.recorded_messages import (
     RecordingPublisher,
     ResultsInMemory,
 )
-from celery_rabbitdelay.testing.recorded_store import RecordedStore
+from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
 from celery_rabbitdelay.testing.sent import Sent, Wanted
 from celery_rabbitdelay.testing.shared_clock import going_by
 from celery_rabbitdelay.worker.decisions import DISCARDED
@@ -109,8 +110,8 @@ class Recording:
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
-        store = RecordedStore(self._postponed)
-        self.stand_in = StandIn(publisher, producer, self._broadcast, store)
+        registry = partial(RecordedRegistry, postponed=self._postponed)
+        self.stand_in = StandIn(publisher, producer, self._broadcast, registry)
 
     def one(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> Sent:
         """Return the one send that has these fields.

@@ -36,8 +36,8 @@ from celery_rabbitdelay.levels.delay import (
     milliseconds,
     milliseconds_of,
 )
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing.hand import Hand
 from celery_rabbitdelay.testing.shared_clock import SharedClock, shown

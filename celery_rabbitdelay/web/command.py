@@ -8,12 +8,11 @@ import sys
 import click
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.web.options import SETTING, hash_password
 
 
-@rabbitdelay.command()
+@shared.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
     "--port",

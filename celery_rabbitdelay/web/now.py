@@ -13,11 +13,11 @@ from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.levels.entities import PROBE
+from celery_rabbitdelay.levels.topology import PROBE
+from celery_rabbitdelay.operations.findings import Severity, Verification, blocked
 from celery_rabbitdelay.operations.status import due_at_least
-from celery_rabbitdelay.operations.verify.application import verify_application
-from celery_rabbitdelay.operations.verify.findings import Severity, Verification, blocked
-from celery_rabbitdelay.operations.verify.management import (
+from celery_rabbitdelay.operations.verify import verify_application
+from celery_rabbitdelay.publishing.management import (
     ManagementAPI,
     management_api_of,
     tls_files_of,

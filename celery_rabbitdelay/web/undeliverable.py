@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -13,11 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
-from celery_rabbitdelay.operations.moving.mover import Place
-from celery_rabbitdelay.operations.undeliverable import messages as read
-from celery_rabbitdelay.operations.undeliverable import redrive as removing
-from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
-from celery_rabbitdelay.operations.undeliverable.redrive import Matches, RemovalReport
+from celery_rabbitdelay.operations import undeliverable as read
+from celery_rabbitdelay.operations.mover import Place
+from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
 from celery_rabbitdelay.publishing.reading import Reading
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.deciding import begin
@@ -194,15 +191,22 @@ def _remove(
     """
     site = asked.site
     if action == "purge":
-        purge = partial(removing.redrive, limit=limit, dry_run=dry_run, report=report)
+        purge = partial(read.redrive, limit=limit, dry_run=dry_run, report=report)
         return site.ask(lambda found: purge(Place(found, site.delays.topology), None, matches))
-    to, delay = asked.fields.get("to"), asked.duration("delay")
+    redrive = partial(
+        read.redrive_application,
+        site.delays,
+        matches=matches,
+        dry_run=dry_run,
+        limit=limit,
+        report=report,
+        to=asked.fields.get("to"),
+        delay=asked.duration("delay"),
+    )
     try:
-        redriving = ApplicationRedrive(site.delays, dry_run=dry_run, to=to, delay=delay)
+        return site.ask(redrive)
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise Wrong(action, str(wrong)) from wrong
-    with closing(redriving):
-        return site.ask(lambda found: redriving.run(found, matches, limit, report=report))
 
 
 def _filter(asked: Asked) -> read.UndeliverableFilter:

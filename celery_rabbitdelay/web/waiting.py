@@ -14,7 +14,6 @@ from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.operations.waiting import Found, Place, count_at_least, search
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
 from celery_rabbitdelay.publishing.reading import AWAY
@@ -22,6 +21,7 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked, Wrong
+from celery_rabbitdelay.web.search import Found, Place, count_at_least, search
 from celery_rabbitdelay.web.site import log_action
 
 #: How many tasks a page has unless it says so, and at most.
