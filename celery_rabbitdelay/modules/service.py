@@ -15,9 +15,8 @@ from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.consumer import ConnectionStuck, ModuleConsumer
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection
-from celery_rabbitdelay.publishing.permissions import permissions_named
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection
+from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 
 logger = logging.getLogger(__name__)
