@@ -72,7 +72,8 @@ class LeapingClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> LeapingClock:
     clock = LeapingClock()
-    for module in (publish_loop, confirm_channel, publisher_module, pipeline_module):
+    in_loop = (publish_loop, confirm_channel, pipeline_module)
+    for module in (*in_loop, publisher_module, kombu_internals):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
