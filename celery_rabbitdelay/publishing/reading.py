@@ -16,8 +16,7 @@ from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import shown_url, wall_clock
-from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection
 from celery_rabbitdelay.publishing.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -138,7 +137,7 @@ class Broker:
 
     def _asked(self, question: Callable[[Connection], _T]) -> _T:
         try:
-            connect(self.connection, pause=0)  # somebody waits for the answer
+            connect(self.connection)
             with Wire(self.connection).answers_within(self._timeout):
                 return question(self.connection)
         except BaseException:

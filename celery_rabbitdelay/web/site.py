@@ -22,7 +22,7 @@ from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.reading import AWAY, Broker, Reading, Readings, why
 from celery_rabbitdelay.web.options import Options, User
 

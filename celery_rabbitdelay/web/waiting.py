@@ -14,8 +14,7 @@ from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.publishing.backlog import Backlog
-from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
+from celery_rabbitdelay.publishing.declaration import Backlog, Counts, queue_counts
 from celery_rabbitdelay.publishing.reading import AWAY
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.record import TaskState
