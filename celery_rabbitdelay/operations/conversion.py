@@ -202,48 +202,15 @@ def check_source(source: Place) -> None:
     """Check that a topology is declared as it is described.
 
     Raises:
-        LayoutConflict: Another layout is declared under its prefix; it says which options name it.
+        LayoutConflict: Another layout is declared under its prefix; it says which settings differ.
         TopologyIncomplete: None of its queues exists.
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
-        try:
-            declaration.check_layout(own, source.topology)
-        except LayoutConflict as conflict:
-            found = declaration.declared_parts(source.topology, conflict.reply)
-            described = declaration.parts_of(source.topology.identity.fingerprint)
-            options = [
-                _option(part, value)
-                for part, value in found.items()
-                if value != described[part] and part in _OPTIONS
-            ]
-            if not options:
-                raise
-            advice = f"found {' '.join(options)}"
-            raise LayoutConflict(conflict.prefix, conflict.reply, advice) from conflict
+        declaration.check_layout(own, source.topology)
         counts = declaration.queue_counts(own, source.topology.queues)
     if not any(counts.values()):
         raise TopologyIncomplete(source.topology.prefix, tuple(counts))
-
-
-#: The options of the command line for the parts of a fingerprint that are settings.
-_OPTIONS: Final = {
-    "layout": "--from-layout",
-    "queue_type": "--from-queue-type",
-    "shards": "--from-shards",
-}
-
-
-def _option(part: str, value: str) -> str:
-    """Return the option that gives levels that part of their fingerprint."""
-    if part != "layout":
-        return f"{_OPTIONS[part]} {value}"
-    name = value.rpartition("-")[0]
-    for tick in (0.1, 1.0, 0.01, 0.001):
-        with suppress(KeyError, InvalidLayout):
-            if NAMED[name](tick).fingerprint == value:
-                return f"--from-layout {name} --from-tick {tick:g}"
-    return f"--from-layout with the JSON of their rabbitdelay_layout, a {name!r} of other options"
 
 
 #: The number of queues in a chain, and of bits in a routing key.

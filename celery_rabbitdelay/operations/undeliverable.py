@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -384,25 +383,21 @@ def write_records(file: IO[str], messages: Iterable[tuple[int, UndeliverableMess
 
 @contextmanager
 def new_file(path: Path) -> Iterator[TextIO]:
-    """Open a file for writing that appears under its name once it is complete.
+    """Open a new file for writing, which is deleted if the block fails.
 
     Only its owner can read it: bodies of messages may be confidential.
 
     Raises:
-        FileNotWritten: The file cannot be written.
+        FileNotWritten: The file cannot be made, or exists.
     """
     with _told(str(path)):
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
             yield file
-            with _told(str(path)):
-                file.flush()
-                os.fsync(descriptor)
-        with _told(str(path)):
-            Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
