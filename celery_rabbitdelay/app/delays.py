@@ -31,8 +31,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
+from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
 from celery_rabbitdelay.registry.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.registry.registry import Registry

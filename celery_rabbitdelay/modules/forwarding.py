@@ -30,16 +30,16 @@ from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_ex
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
-from celery_rabbitdelay.modules.bounds import check_delay
+from celery_rabbitdelay.modules.limits import check_delay
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
+    Address,
+    Content,
     WaitingMessage,
 )
-from celery_rabbitdelay.publishing.properties import encoded as encoded_properties
-from celery_rabbitdelay.publishing.publication import Address
+from celery_rabbitdelay.publishing.message import encoded as encoded_properties
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import Content
 
 logger = logging.getLogger(__name__)
 

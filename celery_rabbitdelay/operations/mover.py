@@ -38,8 +38,8 @@ from celery_rabbitdelay.operations.source import (
     waiting,
 )
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.message import WaitingMessage
-from celery_rabbitdelay.publishing.publication import Declaration, Publication, PublishPolicy
+from celery_rabbitdelay.publishing.message import Declaration, Publication, WaitingMessage
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 

@@ -40,8 +40,7 @@ from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
 from celery_rabbitdelay.operations.mover import Destinations, Mover, Place, Stay, counted_as
 from celery_rabbitdelay.operations.redriving import Redriving, redriving_for
 from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source, ready_in
-from celery_rabbitdelay.publishing.message import body_of, headers_of
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.message import Content, body_of, headers_of
 
 #: How many messages are read at most by default. The broker needs some 200 bytes for each one until
 #: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).

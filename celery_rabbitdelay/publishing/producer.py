@@ -22,13 +22,12 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
-from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
-from celery_rabbitdelay.publishing.publication import (
-    BACKOFF,
-    RESENDS,
+from celery_rabbitdelay.publishing.message import (
+    DEFAULT_MAX_MESSAGE_BYTES,
     Publication,
-    PublishPolicy,
+    WaitingMessage,
 )
+from celery_rabbitdelay.publishing.publish_loop import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 

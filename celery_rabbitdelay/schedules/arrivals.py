@@ -26,7 +26,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import RESENDS
+from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat

@@ -9,8 +9,9 @@ import amqp
 from kombu import Queue
 
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.publishing.message import Address, Publication
 from celery_rabbitdelay.publishing.producer import DelayedProducer
-from celery_rabbitdelay.publishing.publication import Address, Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 
 ItemT = TypeVar("ItemT")
 
