@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
@@ -30,8 +29,6 @@ from kombu import Connection, Exchange, Queue
 from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.exceptions import (
     DelayTooLong,
-    InvalidLayout,
-    LayoutConflict,
     NeedsDistribution,
     SameTopology,
     TopologyIncomplete,
@@ -41,7 +38,6 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
-from celery_rabbitdelay.levels.layout import NAMED
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
 from celery_rabbitdelay.modules.probe import PROBE_TYPE

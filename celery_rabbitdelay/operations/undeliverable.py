@@ -6,17 +6,15 @@ import base64
 import codecs
 import json
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Final, NamedTuple, TextIO, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from amqp.exceptions import NotFound, ResourceLocked
@@ -25,7 +23,6 @@ from kombu import Connection
 from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import (
-    FileNotWritten,
     InvalidDestination,
     PublishError,
     UnprocessableMessage,
@@ -303,7 +300,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
 
 
 def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
-    """Return a message without its body, in values of JSON.
+    """Return a message in values of JSON.
 
     ``headers`` and ``properties`` are for people: bytes and instants are texts there. The message
     can be made again from its body and ``amqp_properties``, which has all properties, headers among
@@ -320,6 +317,7 @@ def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
         "headers": as_json(message.headers),
         "properties": as_json(message.properties),
         "amqp_properties": base64.b64encode(_encoded_properties(message)).decode(),
+        "body": _text_or_base64(message.body, False),
     }
 
 
@@ -354,61 +352,6 @@ def shown_body(body: bytes, most: int) -> dict[str, Any]:
     """
     is_cut_off = len(body) > most
     return {"size": len(body), "is_cut_off": is_cut_off, **_text_or_base64(body[:most], is_cut_off)}
-
-
-def write_records(file: IO[str], messages: Iterable[tuple[int, UndeliverableMessage]]) -> int:
-    """Write messages as lines of JSON: what :func:`as_record` returns, and ``body``.
-
-    Args:
-        file: Where to.
-        messages: The messages with their places in the queue.
-
-    Returns:
-        How many there were.
-
-    Raises:
-        FileNotWritten: The file cannot be written.
-    """
-    count = 0
-    for number, message in messages:
-        record = {**as_record(number, message), "body": _text_or_base64(message.body, False)}
-        with _told(str(file.name)):
-            file.write(json.dumps(record) + "\n")
-        count += 1
-    with _told(str(file.name)):
-        file.flush()
-    return count
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[TextIO]:
-    """Open a new file for writing, which is deleted if the block fails.
-
-    Only its owner can read it: bodies of messages may be confidential.
-
-    Raises:
-        FileNotWritten: The file cannot be made, or exists.
-    """
-    with _told(str(path)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
-            yield file
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def _told(path: str) -> Iterator[None]:
-    """Raise what the operating system says about a file as :class:`.FileNotWritten`.
-
-    So that nobody takes it for an error of the connection.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise FileNotWritten(path, error.strerror or str(error)) from error
 
 
 def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -149,26 +148,20 @@ def _lines(shown: list[dict[str, Any]]) -> Iterator[str]:
 
 
 @undeliverable.command()
-@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @_filter_options
-def export(file: Path, **filters: Any) -> None:
-    """Write the messages as lines of JSON to FILE, or to the standard output ("-")."""
-    to_output = str(file) == "-"
-    if to_output and shared.as_json():
-        raise click.UsageError("--json prints one object, and - prints the messages")
-    if not to_output and file.exists():
-        raise click.UsageError(f"{file} exists already")
-    wanted = read.UndeliverableFilter(**filters)
+def export(**filters: Any) -> None:
+    """Print the messages, a line of JSON for each; they stay in the queue."""
+    wanted, count = read.UndeliverableFilter(**filters), 0
     with _broker() as (connection, topology):
-        messages = enumerate(read.undeliverable_messages(connection, topology), start=1)
-        chosen = ((number, each) for number, each in messages if wanted.matches(each))
-        with nullcontext(sys.stdout) if to_output else read.new_file(file) as written:
-            count = read.write_records(written, chosen)
-    if to_output:
-        click.echo(f"{count:,} undeliverable messages written", err=True)
-    else:
-        line = f"{count:,} undeliverable messages written to {file}"
-        shared.answer({"file": str(file), "count": count}, [line])
+        for number, each in enumerate(read.undeliverable_messages(connection, topology), start=1):
+            if wanted.matches(each):
+                line = json.dumps(read.as_record(number, each))
+                try:
+                    click.echo(line)
+                except OSError as error:  # not of the broker
+                    raise click.ClickException(f"cannot write: {error}") from error
+                count += 1
+    click.echo(f"{count:,} undeliverable messages exported", err=True)
 
 
 @undeliverable.command()

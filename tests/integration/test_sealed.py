@@ -82,7 +82,7 @@ def test_encrypted_tasks_take_every_route(
         assert delays.postpone(sent["tracked"], delay=0.5) is Outcome.DONE
         listing = f"undeliverable list -n 1 --id {sent['lost'].id}"
         wait_for(lambda: command(settings, listing)["messages"], "the lost one", PATIENCE, 1)
-        exported = f"undeliverable export - --id {sent['lost'].id}"
+        exported = f"undeliverable export --id {sent['lost'].id}"
         shown = json.loads(SealedProcess.run(settings, f"rabbitdelay {exported}").stdout)
         command(settings, f"undeliverable redrive --to {prefix}.second")
         expected = ["callback", "levels", "linked", "lost", "newest", "overflow"]

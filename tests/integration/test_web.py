@@ -464,7 +464,7 @@ def test_bodies_of_undeliverable_messages_are_hidden_masked_or_exported_as_the_c
 
     file = shows.get("/undeliverable/export?task=look")
     assert "attachment" in file.headers["Content-Disposition"]
-    told = run_command(shop.configuration, "undeliverable export - --task look")
+    told = run_command(shop.configuration, "undeliverable export --task look")
     # A later read finds the order and the broker's count of deliveries changed.
     same = ("task_id", "task", "queue", "reason")
     exported, listed = (
