@@ -150,10 +150,7 @@ def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRo
         leads_in = binding.target in (ours if binding.target_is_exchange else queues)
         # The levels of another layout, which are orphans, lead to the same delivery exchange.
         if leads_out or (leads_in and not _is_level(topology, binding.source)):
-            kind = ["--to-exchange"] if binding.target_is_exchange else []
-            own = shlex.join([*kind, binding.source, binding.target, binding.pattern])
-            command = f"celery -A proj rabbitdelay unbind {own}"
-            yield "binding-additional", _subject(binding), {"command": command}
+            yield "binding-additional", _subject(binding), {"source": binding.source}
 
 
 def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:

@@ -26,14 +26,8 @@ import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection, Exchange, Queue
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
-from celery_rabbitdelay.exceptions import (
-    DelayTooLong,
-    NeedsDistribution,
-    SameTopology,
-    TopologyIncomplete,
-    UnprocessableMessage,
-)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
@@ -124,7 +118,7 @@ class Migration:
             # The word is a hash of the name.
             name = headers_of(message).get(header_names.QUEUE)
             if not isinstance(name, str) or routing_key.encode_destination(name) != word:
-                raise UnprocessableMessage(
+                raise exceptions.UnprocessableMessage(
                     f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
                     f"{shortened(name)}"
                 )
@@ -134,13 +128,13 @@ class Migration:
         given = headers_of(message)
         if UNREADABLE in given:
             why = shortened(given[UNREADABLE])
-            raise UnprocessableMessage(f"it cannot be read: {why}")
+            raise exceptions.UnprocessableMessage(f"it cannot be read: {why}")
         header_names.refuse_sender_selected(given)
         # A message in the levels has no expiration, so that they drop none before it is due.
         waiting = WaitingMessage.unopened(message).having(expiration=None)
         due_ms = waiting.headers.due_ms
         if due_ms is None:
-            raise UnprocessableMessage(
+            raise exceptions.UnprocessableMessage(
                 f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}, "
                 "not milliseconds since 1970"
             )
@@ -173,7 +167,7 @@ def check_places(source: Place, target: Place) -> None:
     if source.topology.prefix != target.topology.prefix:
         return
     if _are_the_same(source.connection, target.connection, target.topology.prefix):
-        raise SameTopology(source.topology.prefix)
+        raise exceptions.SameTopology(source.topology.prefix)
 
 
 def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
@@ -206,7 +200,7 @@ def check_source(source: Place) -> None:
         declaration.check_layout(own, source.topology)
         counts = declaration.queue_counts(own, source.topology.queues)
     if not any(counts.values()):
-        raise TopologyIncomplete(source.topology.prefix, tuple(counts))
+        raise exceptions.TopologyIncomplete(source.topology.prefix, tuple(counts))
 
 
 #: The number of queues in a chain, and of bits in a routing key.
@@ -336,7 +330,7 @@ class TaskMessages:
                 content_encoding=message.properties.get("content_encoding", "binary"),
                 **messages.kept_properties(message.properties),
             )
-        except (NeedsDistribution, DelayTooLong) as error:
+        except (exceptions.NeedsDistribution, exceptions.DelayTooLong) as error:
             raise Stay(str(error)) from error
         if delayed.queue is not None:
             self.ensure(delayed.queue.name)

@@ -201,7 +201,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "binding-additional": _danger(
         "somebody has added a binding to an exchange or queue of the levels or of a module",
         "tasks leave the levels there, early or twice, or messages without a due time come in",
-        "remove the binding: `{command}`",
+        "remove the binding on the management page of the exchange {source}",
     ),
     "level-consumed": _danger(
         "it has a consumer that does not belong to this package",

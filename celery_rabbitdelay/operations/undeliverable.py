@@ -20,13 +20,9 @@ import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import (
-    InvalidDestination,
-    PublishError,
-    UnprocessableMessage,
-)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
@@ -446,13 +442,13 @@ def redrive(
         report.matched += 1
         try:
             return None if redriving is None else redriving.redriven(message)
-        except UnprocessableMessage as stays:
+        except exceptions.UnprocessableMessage as stays:
             raise Stay(stays.reason) from stays
 
     mover = Mover(place.connection, [queue], place, convert, is_once=True, **options)
     try:
         mover.move()
-    except PublishError as error:
+    except exceptions.PublishError as error:
         report.stopped = f"nothing more can be published: {error}"
     except (OSError, amqp.AMQPError) as error:
         report.stopped = f"the messages cannot be read further: {error}"
@@ -504,7 +500,7 @@ def redrive_application(
                     ready_in(connection, redriving.to)
             except NotFound as missing:
                 why = "does not exist: declare it first"
-                raise InvalidDestination(redriving.to, why) from missing
+                raise exceptions.InvalidDestination(redriving.to, why) from missing
         return redrive(
             Place(connection, topology, may_declare),
             redriving,

@@ -38,7 +38,7 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         "transfer --from amqp://guest:secret@127.0.0.1:2//",
     ),
     "Error: cannot ask the broker amqp://guest": (
-        *("declare", "delete --yes", "status", "unbind some-exchange some-queue some-key"),
+        *("declare", "delete --yes", "status"),
         *("undeliverable export", "undeliverable list", "verify"),
         *("undeliverable purge --yes", "undeliverable redrive"),
     ),

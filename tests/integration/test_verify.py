@@ -106,9 +106,9 @@ PLANTED_ELSEWHERE = {
     "clock-difference",
 }
 
-#: Where the way out is no command: a setting, a clock, a server, or a worker.
+#: Where the way out is no command: a setting, a clock, a server, a worker, or a page.
 MENDED_BY_SETTINGS = {
-    *("registry-unavailable", "schedule-overdue"),
+    *("binding-additional", "registry-unavailable", "schedule-overdue"),
     *("destination-classic", "destination-differs", "destination-drops"),
     "destination-refuses",
 }
