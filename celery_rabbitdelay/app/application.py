@@ -45,7 +45,7 @@ from celery_rabbitdelay.publishing.kombu_internals import cached_property
 WORKER_STEPS = (
     "celery_rabbitdelay.worker.bootsteps:DelayLevels",
     "celery_rabbitdelay.worker.bootsteps:RestoreTasks",
-    "celery_rabbitdelay.schedules.bootstep:ScheduleStep",
+    "celery_rabbitdelay.schedules.arrivals:ScheduleStep",
 )
 
 #: The bootstep by which a worker serves the modules around the levels.

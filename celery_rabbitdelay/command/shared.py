@@ -27,7 +27,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import delay, shown_url, wall_clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.kombu_internals import check_tls
-from celery_rabbitdelay.publishing.permissions import is_limit_reached, reason_of
+from celery_rabbitdelay.publishing.refusals import is_limit_reached, reason_of
 
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]

@@ -27,9 +27,8 @@ from celery_rabbitdelay.metrics import instruments
 from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
-from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection
 from celery_rabbitdelay.publishing.publish_loop import BLOCKED
 from celery_rabbitdelay.publishing.wire import Wire
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, why_not_consuming

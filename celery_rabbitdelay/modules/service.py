@@ -27,15 +27,15 @@ from celery_rabbitdelay.modules.deliveries import (
     Received,
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
-from celery_rabbitdelay.publishing.declaration import connect, opened_channel
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection, find_exchanges
+from celery_rabbitdelay.publishing.declaration import opened_channel
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection, find_exchanges
 from celery_rabbitdelay.publishing.message import Publication
-from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.publishing.publish_loop import (
     PublishLoop,
     PublishPolicy,
     unwrap_callers_errors,
 )
+from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 
 #: Received messages that are unpacked in turns: one may be an envelope of many megabytes.

@@ -40,6 +40,7 @@ from celery_rabbitdelay.operations.mover import Place, Stay
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -173,8 +174,8 @@ def check_places(source: Place, target: Place) -> None:
 def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
     """Return whether two connections are to the same virtual host, whatever its address."""
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
-        declaration.connect(first)
-        declaration.connect(second)
+        connect(first)
+        connect(second)
         channel: Any = first.default_channel
         name = f"{prefix}.same.{uuid4()}"  # which the user may declare
         channel.queue_declare(name, exclusive=True)

@@ -37,6 +37,7 @@ from celery_rabbitdelay.operations.source import (
     waiting,
 )
 from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import Declaration, Publication, WaitingMessage
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -106,7 +107,7 @@ class Destinations:
         if name not in self._known and not self._may_bind(name):
             self.unnamed.add(name)
             return
-        declaration.connect(self._connection)
+        connect(self._connection)
         queue = self._known.get(name)
         declaration.declare_if_missing(self._connection, self.target.topology)
         is_bound = (

@@ -19,7 +19,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.findings import blocked, lines_of
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.registry.pauses import Paused

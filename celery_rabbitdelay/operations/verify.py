@@ -34,8 +34,9 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.permissions import check_permissions
-from celery_rabbitdelay.publishing.declaration import connect, queue_counts
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
 from celery_rabbitdelay.publishing.wire import Wire
 

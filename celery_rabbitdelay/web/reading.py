@@ -17,8 +17,7 @@ from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import shown_url, wall_clock
-from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection
 from celery_rabbitdelay.publishing.wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ class Broker:
                 connect_timeout=CONNECT_TIMEOUT, heartbeat=0
             )
         try:
-            connect(self._connection, pause=0)  # somebody waits for the page
+            connect(self._connection)
             with Wire(self._connection).answers_within(ANSWER_TIMEOUT):
                 return question(self._connection)
         except BaseException:

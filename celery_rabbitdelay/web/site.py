@@ -26,7 +26,7 @@ from celery_rabbitdelay.operations.undeliverable import (
     undeliverable_messages,
 )
 from celery_rabbitdelay.operations.verify import verify_application
-from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
 from celery_rabbitdelay.registry.index import Filter

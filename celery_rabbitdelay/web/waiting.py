@@ -10,7 +10,7 @@ from typing import Any, Final
 from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.options import Options

@@ -12,7 +12,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare_destination, delete, forget
-from celery_rabbitdelay.schedules.beat import put_beat
+from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.management import QUORUM, Place
@@ -205,7 +205,7 @@ def neglected_schedules(place: Place) -> None:
         "beat_schedule": dict.fromkeys(("overdue", "lost"), entry),
     }
     place.delays = delays = place.app().rabbitdelay
-    put_beat(delays.schedules)
+    BeatEntries(delays.schedules).put()
     records = Records(delays.registry)
     overdue, lost, *_ = records.all()  # and one of Celery's own
     records.note_due({overdue: 0})

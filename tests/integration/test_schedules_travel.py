@@ -50,10 +50,10 @@ def hours(noted: Notes, first: datetime) -> list[float]:
 def test_a_paused_schedule_comes_and_does_not_run_and_is_sent_by_hand(
     shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
 ) -> None:
-    schedules, before = shop.rabbitdelay.schedules, worker.log.count("its schedule is paused")
+    schedules, before = shop.rabbitdelay.schedules, worker.log.count("does not run: paused")
     begin, first = travel.now, put(paused=True).next_at
     travel(hours=3)
-    assert worker.log.count("its schedule is paused") == before + 3
+    assert worker.log.count("does not run: paused") == before + 3
     assert noted() == []
     assert schedules.trigger("a") is not None
     assert schedules.resume("a")

@@ -10,8 +10,7 @@ from celery_rabbitdelay.operations.status import (
     rates_between,
     status_lines,
 )
-from celery_rabbitdelay.publishing.backlog import Backlog
-from celery_rabbitdelay.publishing.declaration import Counts
+from celery_rabbitdelay.publishing.declaration import Backlog, Counts
 
 LAYOUT = custom([("hours", 6, 3600), ("minutes", 60, 60)])
 
