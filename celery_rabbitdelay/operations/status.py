@@ -239,8 +239,7 @@ def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
             )
         else:
             yield (
-                f"  {name:16} {counts['received']:10,} received "
-                f"({counts['received_per_second']:,}/s), {counts['published']:,} published "
-                f"({counts['published_per_second']:,}/s), {counts['redelivered']:,} put back, "
+                f"  {name:16} {counts['received']:10,} received, "
+                f"{counts['published']:,} published, {counts['redelivered']:,} put back, "
                 f"{counts['undeliverable']:,} undeliverable"
             )
