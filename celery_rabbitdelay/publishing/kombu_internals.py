@@ -35,10 +35,7 @@ else:
 #: The options of :func:`serialized`.
 SERIALIZING: Final = ("serializer", "content_type", "content_encoding", "compression")
 
-#: Bytes that are decompressed at a time; and how many a decoder is given at a time that does not
-#: bound what it returns. Of brotli, each three bytes may become 16 MiB.
-_PIECE: Final = 2**20
-_GIVEN: Final = 2**16
+#: Bytes that the decoder of brotli is given at a time.
 _GIVEN_TO_BROTLI: Final = 8
 
 #: How many passive declarations are sent before their answers are read. An answer has some 50
@@ -110,11 +107,7 @@ def serialized(
     producer: Producer,
     body: Any,
     headers: dict[str, Any],
-    *,
-    serializer: str | None = None,
-    content_type: str | None = None,
-    content_encoding: str | None = None,
-    compression: str | None = None,
+    **how: Any,
 ) -> tuple[bytes, str | None, str | None]:
     """Serialize and compress a body as :meth:`kombu.Producer.publish` does.
 
@@ -122,62 +115,49 @@ def serialized(
         producer: The producer, whose serializer is the default.
         body: What to send.
         headers: The message's headers; compression adds one.
-        serializer: The name of kombu's serializer.
-        content_type: The type of a body that is serialized already.
-        content_encoding: The encoding of such a body.
-        compression: The name of kombu's compression.
+        **how: The names of kombu's serializer and compression; the content type and the content
+            encoding of a body that is serialized already. See :data:`SERIALIZING`.
 
     Returns:
         The body, its content type and its content encoding.
     """
     private: Any = producer
-    body, content_type, content_encoding = private._prepare(
-        body, serializer, content_type, content_encoding, compression, headers
-    )
+    body, content_type, content_encoding = private._prepare(body, headers=headers, **how)
     if isinstance(body, str):
         body = body.encode(content_encoding or "utf-8")  # as py-amqp does
     return body, content_type, content_encoding
 
 
-def decompressed(body: bytes, name: Any) -> Iterator[bytes]:
-    """Yield, in pieces, what kombu decompresses a body to. Anybody may have written the body.
+def decompressed_size(body: bytes, name: str, most: int) -> int:
+    """Return to how many bytes kombu decompresses a body, counted no further than ``most + 1``.
 
-    Nothing if the application has registered the compression itself. Raises errors of many kinds if
-    nobody has, or if the body cannot be decompressed.
+    0 if the application has registered the compression itself. Anybody may have written the body:
+    raises errors of many kinds if nobody has registered the compression, or if the body cannot be
+    decompressed.
 
     Args:
         body: The body.
         name: What the header ``compression`` says.
+        most: The bytes that may be held.
     """
     decoder = compressions.get_decoder(name)
     if decoder is zlib.decompress:
-        yield from _inflated(body)
-        return
+        return len(zlib.decompressobj().decompress(body, most + 1))
     for each in ("bz2", "lzma", "zstd", "brotli"):
         module: Any = getattr(compressions, each, None)
         # Before 5.7, kombu has a function of its own for zstd.
         kombus = getattr(compressions, f"{each}_decompress", getattr(module, "decompress", None))
-        if decoder is not kombus:
-            continue
-        if each == "brotli":
-            stream = module.Decompressor()
+        if decoder is kombus and each != "brotli":
+            return len(module.open(BytesIO(body)).read(most + 1))
+        if decoder is kombus:
+            # It does not bound what it returns: each three bytes may become 16 MiB.
+            stream, size = module.Decompressor(), 0
             for begin in range(0, len(body), _GIVEN_TO_BROTLI):
-                yield stream.process(body[begin : begin + _GIVEN_TO_BROTLI])
-            return
-        file = module.open(BytesIO(body))
-        while piece := file.read(_PIECE):
-            yield piece
-
-
-def _inflated(body: bytes) -> Iterator[bytes]:
-    stream = zlib.decompressobj()
-    for begin in range(0, len(body), _GIVEN):
-        rest = body[begin : begin + _GIVEN]
-        while piece := stream.decompress(rest, _PIECE):
-            yield piece
-            rest = stream.unconsumed_tail
-        if stream.eof:
-            return
+                size += len(stream.process(body[begin : begin + _GIVEN_TO_BROTLI]))
+                if size > most:
+                    return most + 1
+            return size
+    return 0
 
 
 def is_kombus_json(serializer: str | None) -> bool:

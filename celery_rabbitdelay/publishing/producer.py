@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.common import Broadcast, maybe_declare
+from kombu.compression import compress
 
 from celery_rabbitdelay.exceptions import MessageTooLarge, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
@@ -21,7 +22,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
-from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
+from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, serialized
 from celery_rabbitdelay.publishing.message import (
     DEFAULT_MAX_MESSAGE_BYTES,
     Publication,
@@ -297,12 +298,12 @@ class DelayedProducer(Producer):
         Raises:
             MessageTooLarge: It is compressed, and a worker would not decompress it.
         """
+        compression, most = how.pop("compression", None), self.max_message_bytes
         body, content_type, content_encoding = serialized(self, body, headers, **how)
-        most = self.max_message_bytes
-        if how.get("compression") and most is not None:
-            size = sum(map(len, decompressed(body, headers["compression"])))
-            if size > most:
-                raise MessageTooLarge(size, most)
+        if compression:
+            if most is not None and len(body) > most:
+                raise MessageTooLarge(len(body), most)
+            body, headers["compression"] = compress(body, compression)
         return body, content_type, content_encoding
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:
