@@ -322,19 +322,13 @@ class DelayHeaders(NamedTuple):
     def to_headers(self) -> dict[str, Any]:
         """Return the headers: the inverse of :func:`parse`."""
         headers = {**self.others, **self.registry}
-        for name, value in zip(_FIELDS, self[: len(_FIELDS)], strict=True):
-            if value is not None:
+        for field, name in _FIELDS.items():
+            if (value := getattr(self, field)) != self._field_defaults[field]:
                 headers[name] = value
         if self.early != NEVER_EARLY:
             headers |= self.early.header()
         if self.failures is not None:
             headers[ATTEMPTS], headers[FAILED_SINCE], headers[FIRST_REASON] = self.failures
-        if self.reason is not None:
-            headers[REASON] = self.reason
-        if self.redriven:
-            headers[REDRIVEN] = self.redriven
-        if self.signature is not None:
-            headers[SIGNATURE] = self.signature
         return headers
 
     @property
@@ -366,8 +360,18 @@ class DelayHeaders(NamedTuple):
         )
 
 
-#: The headers of the first fields of :class:`DelayHeaders`, in their order.
-_FIELDS: Final = (DUE, EXCHANGE, ROUTING_KEY, QUEUE, PRIORITY, EXPIRATION)
+#: The fields of :class:`DelayHeaders` that are one header each.
+_FIELDS: Final = {
+    "due_ms": DUE,
+    "exchange": EXCHANGE,
+    "routing_key": ROUTING_KEY,
+    "queue": QUEUE,
+    "priority": PRIORITY,
+    "expiration": EXPIRATION,
+    "reason": REASON,
+    "redriven": REDRIVEN,
+    "signature": SIGNATURE,
+}
 
 
 def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
@@ -452,26 +456,14 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
             problems[name] = f"its header {name} is {shortened(value)}, not {kind[1]}"
     if isinstance(nested := others.get(NESTED_HEADERS), Mapping):
         others[NESTED_HEADERS] = strip(nested)
-    get = valid.get
-    has_failed = ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid
-    parsed = DelayHeaders(
-        get(DUE),
-        get(EXCHANGE),
-        get(ROUTING_KEY),
-        get(QUEUE),
-        get(PRIORITY),
-        get(EXPIRATION),
-        EarlyHeader.of(valid[EARLY]) if EARLY in valid else NEVER_EARLY,
-        Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON]) if has_failed else None,
-        get(REASON),
-        get(REDRIVEN, 0),
-        NOTHING
-        if REGISTRY.isdisjoint(valid)
-        else {name: valid[name] for name in REGISTRY & valid.keys()},
-        get(SIGNATURE),
-        others,
-    )
-    return parsed, dict(sorted(problems.items())) if problems else problems
+    said: dict[str, Any] = {field: valid[name] for field, name in _FIELDS.items() if name in valid}
+    if EARLY in valid:
+        said["early"] = EarlyHeader.of(valid[EARLY])
+    if ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid:
+        said["failures"] = Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON])
+    if registry := REGISTRY & valid.keys():
+        said["registry"] = {name: valid[name] for name in registry}
+    return DelayHeaders(**said, others=others), dict(sorted(problems.items()))
 
 
 def unopened(headers: Mapping[str, Any]) -> DelayHeaders:
