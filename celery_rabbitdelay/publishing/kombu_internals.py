@@ -22,6 +22,7 @@ from kombu import Connection, Consumer, Producer, Queue
 from kombu import compression as compressions
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
+from kombu.transport.pyamqp import Channel
 from kombu.utils import json
 
 from celery_rabbitdelay.exceptions import RabbitDelayError
@@ -44,7 +45,7 @@ _GIVEN_TO_BROTLI: Final = 8
 PASSIVE_BATCH: Final = 200
 
 
-def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | None]:
+def find_queues(channel: Channel, names: Sequence[str]) -> list[tuple[int, int] | None]:
     """Return messages and consumers of queues, in their order; None for one that does not exist.
 
     Args:
@@ -58,7 +59,7 @@ def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | No
     return [answer and (answer[1], answer[2]) for answer in found]
 
 
-def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
+def find_exchanges(channel: Channel, names: Sequence[str]) -> list[bool]:
     """Return whether exchanges exist, in their order.
 
     Args:
@@ -74,15 +75,19 @@ def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
 
 
 def _ask_in_batches(
-    channel: Any, names: Sequence[str], methods: Any, layout: str, *types: str
-) -> list[Any]:
+    channel: Channel,
+    names: Sequence[str],
+    methods: type[spec.Queue | spec.Exchange],
+    layout: str,
+    *types: str,
+) -> list[tuple[Any, ...] | None]:
     """Declare passively; return the arguments of each answer, None for NOT_FOUND.
 
     For a missing object the broker closes the channel and ignores the questions behind it. py-amqp
     has opened the channel again when it raises the error, so they are asked again: one first and
     then ever more, because others are probably missing as well.
     """
-    answers: list[Any] = []
+    answers: list[tuple[Any, ...] | None] = []
     size = PASSIVE_BATCH
     flags = (True, False, False, False, False)  # passive, ..., nowait
     while len(answers) < len(names):
@@ -105,7 +110,7 @@ def _ask_in_batches(
 
 def serialized(
     producer: Producer,
-    body: Any,
+    body: object,
     headers: dict[str, Any],
     **how: Any,
 ) -> tuple[bytes, str | None, str | None]:
@@ -122,10 +127,10 @@ def serialized(
         The body, its content type and its content encoding.
     """
     private: Any = producer
-    body, content_type, content_encoding = private._prepare(body, headers=headers, **how)
-    if isinstance(body, str):
-        body = body.encode(content_encoding or "utf-8")  # as py-amqp does
-    return body, content_type, content_encoding
+    data, content_type, content_encoding = private._prepare(body, headers=headers, **how)
+    if isinstance(data, str):
+        data = data.encode(content_encoding or "utf-8")  # as py-amqp does
+    return data, content_type, content_encoding
 
 
 def decompressed_size(body: bytes, name: str, most: int) -> int:
@@ -171,13 +176,13 @@ def may_be_decoded(content_type: object) -> bool:
     return content_type in registry.type_to_name
 
 
-def declared_entities(connection: Connection) -> set[Any]:
+def declared_entities(connection: Connection) -> set[object]:
     """Return the set of what was declared on a connection; kombu empties it on a new one."""
-    declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
+    declared: set[object] = connection.declared_entities  # type: ignore[assignment]
     return declared
 
 
-def declared_arguments(queue: Queue) -> dict[str, Any]:
+def declared_arguments(queue: Queue) -> dict[str, object]:
     """Return the arguments that a queue is declared with: its own, and those of its attributes."""
     names = ("expires", "message_ttl", "max_length", "max_length_bytes", "max_priority")
     attributes = {name: getattr(queue, name) for name in names}

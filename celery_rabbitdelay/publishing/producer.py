@@ -105,7 +105,7 @@ class DelayedProducer(Producer):
 
     def publish_delayed(
         self,
-        body: Any,
+        body: object,
         destination: Destination,
         due: Due | Delay,
         *,
@@ -195,11 +195,11 @@ class DelayedProducer(Producer):
 
     def delayed_message(
         self,
-        body: Any,
+        body: object,
         destination: Destination,
         due: Due,
         *,
-        headers: Mapping[str, Any] | None = None,
+        headers: Mapping[str, object] | None = None,
         **properties: Any,
     ) -> Delayed:
         """Return the message that :meth:`publish_delayed` publishes, which takes the same.
@@ -291,7 +291,7 @@ class DelayedProducer(Producer):
             raise MessageTooLarge(size, most)
 
     def serialize(
-        self, body: Any, headers: dict[str, Any], **how: Any
+        self, body: object, headers: dict[str, Any], **how: Any
     ) -> tuple[bytes, str | None, str | None]:
         """Return a body as kombu serializes and compresses it; see :func:`.serialized`.
 
