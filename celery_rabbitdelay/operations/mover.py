@@ -12,7 +12,6 @@ that messages are for.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -152,9 +151,6 @@ MOST_STAYING: Final = 1_000_000
 #: Seconds after which empty queues are asked once more: a message may be between two of them.
 SETTLE: Final = 2.0
 
-#: Messages between two lines in the log.
-LOG_EVERY: Final = 100_000
-
 #: The most messages that are published until the source has received their acknowledgements, and
 #: the seconds after which a batch ends, too. If the process dies, two batches may exist twice: one
 #: that is published, and the one before, because a channel of RabbitMQ passes on acknowledgements
@@ -176,8 +172,6 @@ RECONNECT_EVERY: Final = 1.0
 #: together.
 MOST_REASONS: Final = 200
 OTHER_REASONS: Final = "other reasons"
-
-logger = logging.getLogger(__name__)
 
 
 class Stay(Exception):
@@ -466,8 +460,6 @@ class Mover:
     def _moved(self, message: amqp.Message) -> None:
         self.result.moved += 1
         self._source.to_acknowledge.append(cast(int, message.delivery_tag))
-        if not self.result.moved % LOG_EVERY:
-            logger.info("%s messages are moved.", f"{self.result.moved:,}")
 
     def _leave(self, reason: str) -> None:
         if reason:
