@@ -18,6 +18,7 @@ import celery.result
 import click
 from celery.canvas import Signature
 from kombu import Producer
+from kombu.utils.imports import symbol_by_name
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import canvas, celery_internals
@@ -44,7 +45,7 @@ from celery_rabbitdelay.publishing.kombu_internals import cached_property
 WORKER_STEPS = (
     "celery_rabbitdelay.worker.bootsteps:DelayLevels",
     "celery_rabbitdelay.worker.bootsteps:RestoreTasks",
-    "celery_rabbitdelay.schedules.bootstep:ScheduleStep",
+    "celery_rabbitdelay.schedules.arrivals:ScheduleStep",
 )
 
 #: The bootstep by which a worker serves the modules around the levels.
@@ -57,15 +58,9 @@ MODULES_OPTION = click.Option(
     "instead of the setting rabbitdelay_modules. Empty for none.",
 )
 
-#: The bootstep by which a worker serves its metrics.
-METRICS_STEP = "celery_rabbitdelay.worker.metrics:ServeMetrics"
-
-#: The option of ``celery worker`` that says on which port.
-METRICS_PORT_OPTION = click.Option(
-    ["--rabbitdelay-metrics-port"],
-    help="The port on which the worker serves metrics to Prometheus, or an address with a port; "
-    "instead of the setting rabbitdelay_metrics_port. Empty for none.",
-)
+#: The bootstep by which a worker serves its metrics, and its option of ``celery worker``.
+METRICS_STEP = "celery_rabbitdelay.metrics.bootstep:ServeMetrics"
+METRICS_PORT_OPTION = "celery_rabbitdelay.metrics:PORT_OPTION"
 
 
 ResultT = TypeVar("ResultT")
@@ -281,7 +276,7 @@ def _add(app: celery.Celery) -> None:
     """Add our steps to an application's workers, and mix our class into its tasks."""
     app.steps["consumer"].update(WORKER_STEPS)
     app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
-    app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
+    app.user_options["worker"].update((MODULES_OPTION, symbol_by_name(METRICS_PORT_OPTION)))
     # Those that exist already get our class when they are assigned again.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):

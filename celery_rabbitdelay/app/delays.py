@@ -23,19 +23,21 @@ from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
-from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
-from celery_rabbitdelay.app.metrics import Metrics
+from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
-from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 from celery_rabbitdelay.registry.connection import connect as connect_to_redis
+from celery_rabbitdelay.registry.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.registry.registry import Registry
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.metrics.collector import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +72,13 @@ class StandIn(NamedTuple):
         publisher: Takes those that would wait in the levels.
         producer: Takes all others.
         broadcast: Takes the name and the arguments of each command to the workers.
-        store: Keeps the records of the registry.
+        registry: Makes the registry, from the same as :class:`.Registry` without the store.
     """
 
     publisher: Publisher
     producer: Producer
     broadcast: Callable[[str, Mapping[str, Any]], None]
-    store: Store
+    registry: Callable[[str, int, int], Registry]
 
 
 class Delays:
@@ -86,15 +88,16 @@ class Delays:
         app: The application; its configuration is read when it is first needed.
 
     Attributes:
-        recorder: The same as ``metrics``, which does not begin to count when it is read.
+        recorder: Records values in ``metrics`` once these are in use.
         stand_in: What takes the messages instead of the broker, in tests; None outside of them.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
         self.app = app
-        self.recorder = Metrics()
+        self.recorder = Recorder()
         self.stand_in: StandIn | None = None
-        self._has_warned = self._has_warned_of_loop = False
+        self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
+        self._blocked_loops = WarningLimit(logger, "Sends that block an event loop", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
@@ -134,15 +137,16 @@ class Delays:
         settings = self.settings
         if settings.registry_url is None:
             raise exceptions.RegistryRequired("app.rabbitdelay.registry")
-        store = self.stand_in and self.stand_in.store
-        store = store or connect_to_redis(
+        margin = settings.retry_for + REGISTRY_MARGIN
+        keep_ms = milliseconds(max(settings.registry_keep, margin))
+        kept = settings.registry_prefix or settings.prefix, keep_ms, milliseconds(margin)
+        if self.stand_in is not None:
+            return self.stand_in.registry(*kept)
+        store = connect_to_redis(
             settings.registry_url, settings.registry_options, settings.registry_durability or 0
         )
         store.on_call = self._note_call
-        margin = settings.retry_for + REGISTRY_MARGIN
-        keep_ms = milliseconds(max(settings.registry_keep, margin))
-        prefix = settings.registry_prefix or settings.prefix
-        registry = Registry(store, prefix, keep_ms, milliseconds(margin))
+        registry = Registry(store, *kept)
         registry.jobs.on_expired = partial(self.recorder.record, {JOBS_EXPIRED: 1})
         return registry
 
@@ -156,8 +160,9 @@ class Delays:
         Raises:
             ImportError: The package ``prometheus-client`` is missing.
         """
-        self.recorder.begin()
-        return self.recorder
+        metrics: Metrics = self.recorder.metrics
+        metrics.begin()
+        return metrics
 
     @cached_property
     def available(self) -> bool:
@@ -256,25 +261,23 @@ class Delays:
         return Due.at(instant, tolerance_ms)
 
     def warn_treated_as_countdown(self, why: str) -> None:
-        """Log once that a delay does not wait in the levels, but is treated as a countdown.
+        """Log once an hour that a delay does not wait in the levels, but is treated as a countdown.
 
         Args:
             why: The reason, and what happens to the task.
         """
-        if not self._has_warned:
-            self._has_warned = True
+        if self._countdowns.allows(why):
             logger.warning("A delay is treated as Celery's own countdown: %s.", why)
 
     def warn_blocked_loop(self, seconds: float) -> None:
-        """Log once that a send has blocked this thread's event loop, if there is one, for long.
+        """Log once an hour that a send has blocked the event loop of this thread, if it has one.
 
         Args:
             seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
         """
         with suppress(RuntimeError):
             loop = asyncio.get_running_loop()
-            if not self._has_warned_of_loop and seconds >= loop.slow_callback_duration:
-                self._has_warned_of_loop = True
+            if seconds >= loop.slow_callback_duration and self._blocked_loops.allows():
                 logger.warning(
                     "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
                     "'await app.rabbitdelay.send(task, args, delay=...)' instead.",

@@ -36,8 +36,7 @@ from celery_rabbitdelay.app.options import (
     refuse_two_times,
     without_stamps,
 )
-from celery_rabbitdelay.levels.delay import Delay, milliseconds
-from celery_rabbitdelay.levels.plain_times import plain
+from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain
 
 P = ParamSpec("P")
 ResultT_co = TypeVar("ResultT_co", covariant=True)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timedelta
+from contextlib import suppress
+from datetime import date, datetime, timedelta
 from decimal import Context, Decimal
 from fractions import Fraction
 from math import ceil, floor, isfinite
 from numbers import Rational, Real
 from operator import mul
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.plain_times import MICROSECOND, plain
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
@@ -29,6 +29,10 @@ MAX_DELAY: Final = 3_153_600_000.0
 NEGLIGIBLE_DIVISOR: Final = 1000
 
 NS_PER_MS: Final = wall_clock.NS_PER_MS
+
+MICROSECOND: Final = timedelta(microseconds=1)
+
+_PLAIN: Final = frozenset((datetime, date, timedelta, int, float, str, type(None)))
 
 #: A float prints as at most 17 digits; the caller's own decimal context does not apply.
 _EXACT: Final = Context(prec=50)
@@ -76,6 +80,44 @@ def tolerance_milliseconds(tolerance: Delay) -> int:
     if exact <= -1:
         raise InvalidDelay(tolerance, "must not be negative", "tolerance")
     return max(floor(exact), 0)
+
+
+def plain(given: Any, what: str) -> Any:
+    """Return a datetime, a date or a timedelta as one of the standard library.
+
+    Another value that has an ``isoformat``, such as one of arrow, is the datetime that this writes:
+    so Celery takes an eta. All else is returned as it is. Nanoseconds are rounded up: never early.
+
+    Subclasses (those of pendulum, pandas and freezegun, or an application's own) override
+    operators, comparisons, ``isoformat`` and pickling. So each time is read once, where it comes
+    in, by the methods of the base class.
+
+    Args:
+        given: The value.
+        what: The name of the argument, for the error.
+
+    Raises:
+        InvalidDelay: The standard library has no such value: pandas' NaT, or the year 10000.
+    """
+    if type(given) in _PLAIN:
+        return given
+    made: Any
+    match given:
+        case datetime():
+            made = datetime.combine(datetime.date(given), datetime.timetz(given))
+            is_same, finer = made.year == given.year, getattr(given, "nanosecond", 0)
+        case timedelta():
+            made = timedelta.__pos__(given)
+            is_same, finer = made.days == given.days, getattr(given, "nanoseconds", 0)
+        case date():
+            return date.fromordinal(date.toordinal(given))
+        case _:
+            with suppress(AttributeError, TypeError, ValueError):
+                return datetime.fromisoformat(given.isoformat())
+            return given
+    if not is_same:
+        raise InvalidDelay(given, "takes a time that Python's datetime or timedelta can hold", what)
+    return made + MICROSECOND if finer else made
 
 
 class Due(NamedTuple):
@@ -184,7 +226,7 @@ def _microseconds_of(instant: datetime, what: str) -> int:
 TAKES: Final = "takes seconds (90, 0.5), units (1h30m, 1.5d, 250ms) or hours:minutes:seconds"
 
 #: Milliseconds of each unit, the longest first.
-_UNITS: Final = {
+UNITS: Final = {
     "w": 604_800_000,
     "d": 86_400_000,
     "h": 3_600_000,
@@ -195,7 +237,7 @@ _UNITS: Final = {
 
 _NUMBER: Final = r"\d+(?:\.\d+)?"
 _SECONDS: Final = re.compile(_NUMBER)
-_WITH_UNITS: Final = re.compile("".join(rf"(?:({_NUMBER})\s*{unit}\s*)?" for unit in _UNITS))
+_WITH_UNITS: Final = re.compile("".join(rf"(?:({_NUMBER})\s*{unit}\s*)?" for unit in UNITS))
 _CLOCK: Final = re.compile(r"(?:(\d+)\s*d(?:ays?)?,?\s+)?(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 
 
@@ -220,7 +262,7 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
         return sign * (((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if bare and (units := _WITH_UNITS.fullmatch(bare)):
         numbers = (Fraction(Decimal(number or 0)) for number in units.groups())
-        total_ms = sum(map(mul, numbers, _UNITS.values()), start=Fraction(0))
+        total_ms = sum(map(mul, numbers, UNITS.values()), start=Fraction(0))
         return sign * total_ms / 1000
     raise InvalidDelay(text, TAKES, what)
 
@@ -247,7 +289,7 @@ def parse_duration(text: str, what: str = "duration") -> timedelta:
 
 def duration_text(length_ms: int) -> str:
     """Return milliseconds as days and a time of day: ``3 days 7:45:30``, ``0:00:00.1``."""
-    days, rest = divmod(length_ms, _UNITS["d"])
+    days, rest = divmod(length_ms, UNITS["d"])
     whole, point, fraction = str(timedelta(milliseconds=rest)).partition(".")
     time_of_day = f"{whole}{point}{fraction.rstrip('0')}"
     if not days:

@@ -3,26 +3,237 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from amqp.exceptions import NotFound
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened, unopened
-from celery_rabbitdelay.levels.warning_limit import WarningLimit
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
-from celery_rabbitdelay.modules.bounds import LaterVersionWarning
-from celery_rabbitdelay.modules.deliveries import Received
-from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
+from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.wire import REJECT
+
+#: Seconds without an answer after which a destination gets no further messages until it answers.
+SILENCE: Final = 1.0
+
+#: Messages in flight for one destination, at first. While a quorum queue owes a connection 32
+#: answers or more (``quorum_commands_soft_limit`` of the application ``rabbit``), RabbitMQ grants
+#: the connection no further credit, and reads nothing more from it after some hundred messages. All
+#: others would wait for that queue then (seen on 3.10.8 and 4.3.6).
+MAX_UNANSWERED: Final = 30
+
+#: The same for a destination that answers promptly while it has as many as it may have: each answer
+#: allows one more, up to this number. With 30, distribution publishes two thirds as many a second.
+MAX_PROMPT: Final = 300
+
+#: Seconds in which a prompt destination answers, and after which it is forgotten that it did.
+PROMPT: Final = 0.1
+
+#: Seconds without any answer after which a connection is given up on which a destination has more
+#: than :data:`MAX_UNANSWERED` messages in flight: the broker reads nothing more from it.
+STUCK_AFTER: Final = 3.0
+
+#: Seconds for which a destination that held up others gets no more messages than it answers.
+SLOW_FOR: Final = 10.0
+
+#: Seconds until the broker is asked again for an exchange that did not exist.
+ASK_AGAIN: Final = 1.0
+
+#: Exchanges in a second of which the broker says that they do not exist. Each answer takes a
+#: channel and some milliseconds, in which the module publishes nothing.
+MAX_MISSING: Final = 20
+
+#: Names that are remembered, for each purpose: anybody may send messages for others.
+MAX_REMEMBERED: Final = 1000
+
+#: Whether a destination may get another message: if it is full, that one has to wait until others
+#: are answered; if it is silent, it should not be published at all.
+State: TypeAlias = Literal["ready", "full", "silent"]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class _Destination:
+    """The messages that were sent to a destination, and how it has answered.
+
+    Attributes:
+        sent: When each message in flight was sent, the oldest first.
+        is_silent: Whether it has not answered until time was up: it gets one message at a time.
+        slow_until: Until when it gets no more messages than it answers.
+        limit: How many messages it may have, if it has had as many lately.
+        full_at: When it had as many.
+    """
+
+    sent: dict[Hashable, float] = field(default_factory=dict)
+    is_silent: bool = False
+    slow_until: float = -math.inf
+    limit: int = MAX_UNANSWERED
+    full_at: float = -math.inf
+
+
+@dataclass(eq=False, repr=False)
+class AnswerTimes:
+    """The messages in flight, and which destinations do not answer.
+
+    RabbitMQ confirms a message for a quorum queue once a majority of its replicas has it. If a
+    queue has no majority, there is neither an ack nor a nack until it has one again. So what is
+    known of destinations outlives a connection.
+
+    Attributes:
+        clock: Returns seconds, as :func:`time.monotonic`.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    #: The destinations that have got messages, the oldest first; None stands for the levels.
+    _known: dict[str | None, _Destination] = field(default_factory=dict)
+    #: The latest time of sending of all messages that were answered.
+    _answered_until: float = 0.0
+
+    def begin(self) -> None:
+        """Forget the messages in flight: there is another connection."""
+        for destination in self._known.values():
+            destination.sent.clear()
+
+    def sent(self, message: Hashable, destination: str | None) -> None:
+        """Note that a message is sent to a destination; None if it goes into the levels."""
+        if destination not in self._known and len(self._known) >= MAX_REMEMBERED:
+            idle = (name for name, known in self._known.items() if not known.sent)
+            self._known.pop(next(idle, destination), None)
+        self._known.setdefault(destination, _Destination()).sent[message] = self.clock()
+
+    def settled(self, message: Hashable, destination: str | None, in_time: bool = True) -> None:
+        """Note that the broker has acked, nacked or returned a message; or that time is up."""
+        known = self._known[destination]
+        sent_at = known.sent.pop(message)
+        known.is_silent = not in_time
+        if in_time:
+            self._answered_until = max(self._answered_until, sent_at)
+            is_prompt = self.clock() - sent_at < PROMPT
+            known.limit = min(known.limit + 1, MAX_PROMPT) if is_prompt else MAX_UNANSWERED
+
+    def state_of(self, destination: str, broker_silent_for: float) -> State:
+        """Return whether a destination may get another message.
+
+        If the broker is slow for all, answers come in the order of sending. So a destination is
+        silent if a message that was sent a second later is answered; or if nothing at all was
+        answered for a second, when it is unknown which destination is the cause.
+
+        Args:
+            destination: The destination.
+            broker_silent_for: For how many seconds the broker has answered nothing at all.
+        """
+        known, now = self._known.get(destination), self.clock()
+        if known is None or not known.sent:
+            return "ready"
+        oldest, is_small = next(iter(known.sent.values())), len(known.sent) < MAX_UNANSWERED
+        if known.is_silent or (not is_small and now < known.slow_until):
+            return "silent"
+        if now - oldest >= SILENCE and (
+            broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
+        ):
+            return "silent"
+        if now - known.full_at >= PROMPT:
+            known.limit = MAX_UNANSWERED
+        if is_small or len(known.sent) < known.limit:
+            return "ready"
+        known.full_at = now
+        return "full"
+
+    def note_slow(self, destination: str) -> None:
+        """Note that others wait for a destination, which has as many messages as it may have."""
+        known = self._known.setdefault(destination, _Destination())
+        known.slow_until = self.clock() + SLOW_FOR
+
+    def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
+        """Return the destinations for which the broker may read nothing more; they count as silent.
+
+        Args:
+            broker_silent_for: For how many seconds the broker has answered nothing at all.
+        """
+        if broker_silent_for < STUCK_AFTER:
+            return []
+        stuck = self.overloaded
+        for name in stuck:
+            self._known[name].is_silent = True
+        return stuck
+
+    @property
+    def overloaded(self) -> list[str]:
+        """Destinations with more messages in flight than :data:`MAX_UNANSWERED`.
+
+        If they are silent, the broker may answer nothing at all on this connection.
+        """
+        return [
+            name
+            for name, known in self._known.items()
+            if name is not None and len(known.sent) > MAX_UNANSWERED
+        ]
+
+
+@dataclass(eq=False, repr=False)
+class MissingExchanges:
+    """Which exchanges exist, as far as the broker was asked.
+
+    Publishing to an exchange that does not exist closes the channel, with all that is in flight.
+
+    Attributes:
+        ask: Asks the broker whether an exchange exists.
+        always: Exchanges that exist, and are never asked for.
+        clock: Returns seconds, as :func:`time.monotonic`.
+    """
+
+    ask: Callable[[str], bool]
+    always: Collection[str]
+    clock: Callable[[], float] = time.monotonic
+    _known: set[str] = field(default_factory=set)
+    #: Until when exchanges count as missing.
+    _missing: dict[str, float] = field(default_factory=dict)
+
+    def why_missing(self, exchange: str, is_limited: bool = True) -> str | None:
+        """Return why not to publish to an exchange; None if it exists.
+
+        The broker is asked again after a second. If it has said of many others that they do not
+        exist, within a second, it is not asked: it is unknown then whether this one does.
+
+        Args:
+            exchange: Its name.
+            is_limited: Whether a stranger may have chosen the name.
+        """
+        if exchange in self.always or exchange in self._known:
+            return None
+        now = self.clock()
+        self._missing = {name: until for name, until in self._missing.items() if now < until}
+        if exchange not in self._missing:
+            if is_limited and len(self._missing) >= MAX_MISSING:
+                return (
+                    f"the broker was not asked for the exchange {shortened(exchange)}: in one "
+                    f"second, it was asked for {len(self._missing)} others that do not exist"
+                )
+            if self.ask(exchange):
+                if len(self._known) >= MAX_REMEMBERED:
+                    self._known.pop()
+                self._known.add(exchange)
+                return None
+            self.add(exchange)
+        return no_exchange(exchange)
+
+    def add(self, exchange: str) -> None:
+        """Note that the broker has just said that an exchange is missing."""
+        self._known.discard(exchange)
+        if len(self._missing) < MAX_REMEMBERED:
+            self._missing[exchange] = self.clock() + ASK_AGAIN
+
+
+def no_exchange(exchange: str) -> str:
+    """Say that an exchange does not exist."""
+    return f"there is no exchange {exchange!r}"
+
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +244,10 @@ class _Origin(NamedTuple):
     Attributes:
         received: The received message.
         outgoing: The message that is published for it.
-        destination: The queue or exchange that may not take it, in words; None if the message goes
-            into the levels or to ``undeliverable``.
     """
 
     received: Received
     outgoing: Outgoing
-    destination: str | None
 
 
 @dataclass(eq=False, repr=False)
@@ -61,16 +269,15 @@ class Forwarder:
         statistics: Where to count what is done.
         exists: Asks the broker whether an exchange exists.
         frame_max: The bytes of a frame of the connection.
-        silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
+        answer_times: What is known of destinations, also from former connections.
         bytes_in_flight: The bytes of the bodies that are published and not settled.
-        warning_limits: Limits on how often its warnings are logged.
     """
 
     module: Module
     statistics: ModuleStatistics
     exists: Callable[[str], bool]
     frame_max: int
-    silent: set[str | None]
+    answer_times: AnswerTimes
     bytes_in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -80,18 +287,11 @@ class Forwarder:
         self.redelivery = forwarding.Redelivery(
             topology, self.module.retry_for, signing_keys=self.module.signing_keys
         )
-        self.answer_times = AnswerTimes(silent=self.silent)
+        self.answer_times.begin()
         self.missing = MissingExchanges(self.exists, frozenset(("", self.undeliverable)))
-        self._not_taken, self._given_up, self._unreadable = (
-            WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
-            for what in (
-                "messages that a destination does not take",
-                "undeliverable messages",
-                "messages that cannot be read",
-            )
-        )
-        self.warning_limits = self._not_taken, self._given_up, self._unreadable
-        self._later_version = LaterVersionWarning(logger)
+        self._not_taken = WarningLimit(logger, f"{self.name}: messages that are tried again")
+        self._given_up = WarningLimit(logger, f"{self.name}: undeliverable messages")
+        self._later = WarningLimit(logger, f"{self.name}: messages of a later version", HOUR)
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
@@ -106,13 +306,8 @@ class Forwarder:
         Returns:
             None if the message has to wait until its destination has answered others.
         """
-        destination, state = None, "ready"
-        if outgoing.reroute is None and outgoing.exchange != self.undeliverable:
-            destination = (
-                f"the exchange {outgoing.exchange!r}"
-                if outgoing.exchange
-                else f"the queue {outgoing.routing_key!r}"
-            )
+        destination, state = self._destination(outgoing), "ready"
+        if destination is not None:
             state = self.answer_times.state_of(destination, broker_silent_for)
         if state == "full":
             received.held, received.waits_for = outgoing, destination
@@ -128,8 +323,8 @@ class Forwarder:
         if obstacle is None and state == "silent":
             obstacle = f"{destination} does not answer, or too slowly"
         if obstacle is not None:
-            return self._try_later(received, outgoing, destination, obstacle)
-        return self._publication(received, outgoing, destination, content)
+            return self._try_later(received, outgoing, obstacle)
+        return self._publication(received, outgoing, content)
 
     def settled(self, publication: Publication) -> Publication | None:
         """Count a message that is settled; return what to publish in its place, if it has failed.
@@ -137,8 +332,8 @@ class Forwarder:
         Raises:
             PublishError: ``undeliverable`` cannot be published to.
         """
-        received, outgoing, destination = cast(_Origin, publication.context)
-        error = publication.error
+        received, outgoing = cast(_Origin, publication.context)
+        error, destination = publication.error, self._destination(outgoing)
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
         in_time = not isinstance(error, exceptions.ConfirmTimeout)
@@ -147,10 +342,9 @@ class Forwarder:
             self.statistics.published += 1
             self.statistics.undeliverable += outgoing.exchange == self.undeliverable
             return None
-        if destination is None and isinstance(
-            error, exceptions.MessageNacked | exceptions.ConfirmTimeout
-        ):
-            return self._publication(received, outgoing, None, publication.content)
+        may_pass = isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout)
+        if destination is None and may_pass:
+            return self._publication(received, outgoing, publication.content)
         if outgoing.exchange == self.undeliverable:
             if not isinstance(error, exceptions.MessageRefused):
                 raise error
@@ -161,9 +355,19 @@ class Forwarder:
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, exceptions.MessageRefused):
             return self.give_up(received, outgoing, reason)
-        may_be_taken = isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout)
-        makes_copies = may_be_taken and outgoing.exchange != ""
-        return self._try_later(received, outgoing, destination, reason, makes_copies)
+        makes_copies = may_pass and outgoing.exchange != ""
+        return self._try_later(received, outgoing, reason, makes_copies)
+
+    def _destination(self, outgoing: Outgoing) -> str | None:
+        """Return the queue or exchange that may not take a message, in words.
+
+        None if the message goes into the levels or to ``undeliverable``.
+        """
+        if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
+            return None
+        if outgoing.exchange:
+            return f"the exchange {outgoing.exchange!r}"
+        return f"the queue {outgoing.routing_key!r}"
 
     def give_up(
         self,
@@ -171,6 +375,7 @@ class Forwarder:
         outgoing: Outgoing,
         reason: str,
         undeliverable: Outgoing | None = None,
+        error: Exception | None = None,
     ) -> Publication:
         """Return the publication that puts a message into ``undeliverable``.
 
@@ -179,9 +384,12 @@ class Forwarder:
             outgoing: The message.
             reason: Why it cannot be delivered.
             undeliverable: The message for ``undeliverable``, if it has been made already.
+            error: An error that nobody expects, for the log.
         """
         if self._given_up.allows(reason):
-            logger.warning("%s: a message is undeliverable: %s", self.name, reason)
+            level = logging.WARNING if error is None else logging.ERROR
+            text = "%s: a message is undeliverable: %s"
+            logger.log(level, text, self.name, reason, exc_info=error)
         redriven = unopened(headers_of(received.message)).redriven
         refused = undeliverable or forwarding.to_undeliverable(
             self.undeliverable, outgoing, reason, redriven
@@ -194,7 +402,7 @@ class Forwarder:
         except exceptions.UnprocessableMessage:
             refused = forwarding.without_headers(self.undeliverable, refused)
             content = forwarding.encoded(refused, self.frame_max)
-        return self._publication(received, refused, None, content)
+        return self._publication(received, refused, content)
 
     def refuse(self, received: Received, error: Exception) -> Publication:
         """Return the publication of a message that the module cannot read, as it came.
@@ -214,14 +422,12 @@ class Forwarder:
         )
         if isinstance(error, exceptions.LaterVersion):
             later = self.redelivery.until_upgraded(received.message, error.reason)
-            warn = partial(self._later_version.warn, f"A message in {self.name}", error.reason)
-            return self._put_back(received, as_it_came, later, error.reason, warn)
+            if later.reroute is not None and self._later.allows():
+                logger.warning(forwarding.LATER_VERSION, f"A message in {self.name}", error.reason)
+            return self._put_back(received, as_it_came, later, error.reason)
         if isinstance(error, exceptions.UnprocessableMessage):
             return self.give_up(received, as_it_came, error.reason)
-        reason = shortened(error)
-        if self._unreadable.allows(reason):
-            logger.error("%s: a message cannot be read", self.name, exc_info=error)
-        return self.give_up(received, as_it_came, reason)
+        return self.give_up(received, as_it_came, shortened(error), error=error)
 
     def _refused_by_undeliverable(
         self, received: Received, outgoing: Outgoing, error: exceptions.MessageRefused
@@ -239,7 +445,7 @@ class Forwarder:
                 self.undeliverable,
                 outgoing._replace(message=outgoing.message.saying(reason=reason)),
             )
-            return self._publication(received, bare, None, forwarding.encoded(bare, self.frame_max))
+            return self._publication(received, bare, forwarding.encoded(bare, self.frame_max))
         logger.error(
             "%s: a message is rejected, so that the broker puts it into %s, which does not take it "
             "from here: %s",
@@ -250,11 +456,9 @@ class Forwarder:
         received.settlement, received.outgoing, received.held = REJECT, iter(()), None
         return None
 
-    def _publication(
-        self, received: Received, outgoing: Outgoing, destination: str | None, content: Content
-    ) -> Publication:
-        address = outgoing.address
-        origin = _Origin(received, outgoing, destination)
+    def _publication(self, received: Received, outgoing: Outgoing, content: Content) -> Publication:
+        address, destination = outgoing.address, self._destination(outgoing)
+        origin = _Origin(received, outgoing)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
         publication.deadline = time.monotonic() + self.module.timeout
         publication.single_attempt = destination is not None
@@ -264,26 +468,23 @@ class Forwarder:
         return publication
 
     def _try_later(
-        self,
-        received: Received,
-        outgoing: Outgoing,
-        destination: str | None,
-        reason: str,
-        makes_copies: bool = False,
+        self, received: Received, outgoing: Outgoing, reason: str, makes_copies: bool = False
     ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
         said = unopened(headers_of(received.message))
         later = self.redelivery.after_failure(outgoing, said, reason, makes_copies)
-        warn = partial(self._warn, destination, reason)
-        return self._put_back(received, outgoing, later, reason, warn)
+        destination = self._destination(outgoing)
+        if later.reroute is not None and self._not_taken.allows(destination):
+            logger.warning(
+                "%s: %s does not take a message, which waits in the levels and is tried again: %s",
+                self.name,
+                destination,
+                reason,
+            )
+        return self._put_back(received, outgoing, later, reason)
 
     def _put_back(
-        self,
-        received: Received,
-        outgoing: Outgoing,
-        later: Outgoing,
-        reason: str,
-        warn: Callable[[], None],
+        self, received: Received, outgoing: Outgoing, later: Outgoing, reason: str
     ) -> Publication:
         """Return the publication of what redelivery has made of a message."""
         if later.reroute is None:
@@ -293,17 +494,7 @@ class Forwarder:
         except exceptions.UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
         self.statistics.redelivered += 1
-        warn()
-        return self._publication(received, later, None, content)
-
-    def _warn(self, destination: str | None, reason: str) -> None:
-        if self._not_taken.allows(destination):
-            logger.warning(
-                "%s: %s does not take a message, which waits in the levels and is tried again: %s",
-                self.name,
-                destination,
-                reason,
-            )
+        return self._publication(received, later, content)
 
 
 def _reason(error: exceptions.PublishError, outgoing: Outgoing) -> str:

@@ -1,29 +1,70 @@
-"""Threads that serve a module, or send probes, on one connection after the other."""
+"""Threads that serve a module: receive a message, publish its results, acknowledge it."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any, Final
 
+from amqp import spec
+from amqp.exceptions import AccessRefused, ChannelError
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
-from celery_rabbitdelay.levels.warning_limit import WARN_EVERY
-from celery_rabbitdelay.modules.consumer import ConnectionStuck, ModuleConsumer
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection
-from celery_rabbitdelay.publishing.permissions import permissions_named
-from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
+from celery_rabbitdelay.modules.attempts import SILENCE, AnswerTimes, Forwarder
+from celery_rabbitdelay.modules.deliveries import (
+    MAX_HELD_BYTES,
+    Deliveries,
+    Module,
+    ModuleStatistics,
+    Received,
+)
+from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
+from celery_rabbitdelay.publishing.declaration import opened_channel
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection, find_exchanges
+from celery_rabbitdelay.publishing.message import Publication
+from celery_rabbitdelay.publishing.publish_loop import (
+    PublishLoop,
+    PublishPolicy,
+    unwrap_callers_errors,
+)
+from celery_rabbitdelay.publishing.refusals import permissions_named
+from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 
 logger = logging.getLogger(__name__)
+
+#: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
+UNPACKED_AT_ONCE: Final = 4
+
+#: The same for messages of at most this many bytes, so that those whose destination has no room at
+#: the moment let others pass.
+SMALL_UNPACKED_AT_ONCE: Final = 32
+SMALL_BYTES: Final = 16_384
+
+#: Messages that are published before it is the next received message's turn.
+MESSAGES_PER_TURN: Final = 100
+
+#: Seconds before a message for the levels, or for ``undeliverable``, is sent again after a nack,
+#: the step by which they grow, and their maximum.
+NACK_PAUSES: Final = (0.1, 0.3, 3.0)
+
+#: How many times as many messages are taken, and in flight, while the broker answers nothing: all
+#: of them may be for one destination that does not answer, and the next ones for others.
+MAX_GROWTH: Final = 8
+
+#: Maximum frames read per iteration; a delivery has three.
+FRAMES: Final = 300
+
+#: Seconds that the thread waits for a frame before it checks whether it is to stop.
+READ_TIMEOUT: Final = 0.2
+
 
 #: Seconds that a stopping worker waits for the thread to finish the messages it has begun.
 STOP_TIMEOUT: Final = 10.0
@@ -31,68 +72,206 @@ STOP_TIMEOUT: Final = 10.0
 #: Seconds from the loss of a connection to the first attempt to connect again, and the longest.
 RECONNECT_PAUSES: Final = (0.5, 10.0)
 
+
+class ConnectionStuck(Exception):
+    """The broker reads nothing more from the connection, because of destinations that are away.
+
+    They count as silent then, so that the next connection does not get stuck.
+    """
+
+
 #: Other errors that are logged without a traceback.
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
-class Losses:
-    """Logs lost connections: one line for all modules that lose theirs together.
+class ModuleConsumer:
+    """Serves a module on one connection.
 
-    A module that cannot connect is named again after :data:`.WARN_EVERY` seconds, or if the error
-    is of another kind.
+    A message is acknowledged once all messages published for it are confirmed. If anything fails
+    before, the broker delivers the message again. A message that its destination does not take goes
+    back into the levels, so that no other message waits for it; see :class:`.Redelivery`.
+
+    Starts with prefetch 1 and window 1 while messages are redelivered: if one of them crashes the
+    worker, only its delivery count grows, until the delivery limit dead-letters it to
+    ``undeliverable``.
+
+    Args:
+        service: What serves the module.
+        connection: A connection that is open; see :func:`.reading_unreadable_properties`.
+        careful: Whether to take one message at a time while messages are redelivered.
     """
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._lost: dict[str, tuple[Exception, type[Exception], bool]] = {}
-        self._logged: dict[tuple[str, type[Exception]], float] = {}
-
-    def lost(self, name: str, error: Exception, kind: type[Exception], is_expected: bool) -> None:
-        """Note that a module connects again, without logging it yet.
-
-        Args:
-            name: Its name.
-            error: Why.
-            kind: Its kind; one for all that says that the broker is away.
-            is_expected: Whether to leave out the traceback.
-        """
-        with self._lock:
-            self._lost[name] = error, kind, is_expected
-
-    def connected(self, name: str) -> None:
-        """Note that a module is connected."""
-        with self._lock:
-            self._lost.pop(name, None)
-
-    def was_of_use(self, name: str) -> None:
-        """Note that the last connection of a module was of use: its loss is logged anew."""
-        with self._lock:
-            self._logged = {key: at for key, at in self._logged.items() if key[0] != name}
-
-    def log(self) -> None:
-        """Log what was lost and not logged lately."""
-        now = time.monotonic()
-        with self._lock:
-            lost = dict(self._lost)
-            keys = {(name, kind): now for name, (_, kind, _) in lost.items()}
-            is_new = any(now - self._logged.get(key, -math.inf) >= WARN_EVERY for key in keys)
-            if is_new:
-                self._logged.update(keys)
-        if not is_new:
-            return
-        shown = {
-            str(error) if isinstance(error, PermissionMissing) else repr(error): None
-            for error, _, _ in lost.values()
-        }
-        unexpected = next(
-            (error for error, _, is_expected in lost.values() if not is_expected), None
+    def __init__(
+        self, service: ModuleService, connection: Connection, careful: bool = True
+    ) -> None:
+        self._module = module = service.module
+        self._connection = connection
+        self._stopping = service.stopping
+        self._careful = careful
+        policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.max_unconfirmed)
+        self._loop = PublishLoop(self._next, policy, self._done)
+        self._loop.window = 1
+        self._loop.use(ConfirmChannel(connection, self._loop.settled))
+        self._wire = self._loop.channel.wire
+        self._wire.receive_ahead()
+        self._deliveries = Deliveries(connection, module, service.statistics)
+        #: Received messages for which messages are published, in turns.
+        self._unpacking: deque[Received] = deque()
+        self._published = 0
+        #: Since when all of these wait for answers about their destinations.
+        self._held_up_since: float | None = None
+        self._attempts = Forwarder(
+            module, service.statistics, self._exists, self._wire.frame_max, service.answer_times
         )
-        names, why = ", ".join(sorted(lost)), "; ".join(shown)
-        logger.warning("rabbitdelay connects again (%s): %s", names, why, exc_info=unexpected)
+        #: What the module's prefetch and window are multiplied by; 0: one message at a time.
+        self._growth = 0
 
+    @unwrap_callers_errors()
+    def serve(self) -> bool:
+        """Consume until the service stops.
 
-#: Those of this process.
-_losses: Final = Losses()
+        If the connection is blocked when the service stops, return at once: an alarm of the broker
+        may last for any time. The broker delivers unfinished messages again.
+
+        Returns:
+            Whether everything that was begun is finished.
+        """
+        deliveries = self._deliveries
+        deliveries.take(1)
+        while True:
+            if self._stopping.is_set():
+                if self._loop.channel.blocked is not None:
+                    return False
+                if deliveries.consuming:
+                    deliveries.stop()
+                if not deliveries.unfinished:
+                    deliveries.write()
+                    return True
+            elif not self._growth or self._loop.silent_for >= SILENCE:
+                self._grow(self._loop.silent_for)
+            deliveries.adapt()
+            try:
+                self._turn()
+            except ChannelError as closed:
+                self._after_close(closed)
+            time.sleep(0)  # lets the other greenlets of gevent and eventlet run
+
+    def _turn(self) -> None:
+        """Publish what can be published, and read what the broker sends."""
+        channel, began = self._loop.channel, time.monotonic()
+        can_send = self._loop.send(self._module.timeout)
+        channel.flush(self._module.timeout)
+        self._deliveries.write()
+        with suppress(TimeoutError):
+            channel.read(0 if can_send else READ_TIMEOUT, FRAMES)
+        self._deliveries.write()
+        self._connection.heartbeat_check()
+        if channel.blocked is None:
+            self._loop.check_time()
+            # Only after the read: answers may lie in the socket if other greenlets ran for long.
+            silent_for, answer_times = self._loop.silent_for, self._attempts.answer_times
+            if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
+                names = ", ".join(stuck[:3])
+                raise ConnectionStuck(f"the broker answers nothing because of {names}")
+        else:
+            # The end of the alarm is waited for, however long it takes.
+            self._loop.excuse(time.monotonic() - began)
+
+    def _after_close(self, closed: ChannelError) -> None:
+        """Go on with another channel if the broker has closed the one that publishes."""
+        former = self._loop.channel
+        self._loop.channel_closed(closed)
+        former.close(self._module.timeout)
+        with self._wire.answers_within(self._module.timeout):
+            channel = ConfirmChannel(self._connection, self._loop.settled)
+        channel.blocked = former.blocked
+        self._loop.use(channel)
+
+    def _grow(self, silent_for: float) -> None:
+        """Take as many messages as the module may; more if all of those get no answer.
+
+        While messages are redelivered, that begins with the first that gets no answer.
+        """
+        deliveries, growth = self._deliveries, self._growth
+        if not growth:
+            may_grow = not (self._careful and deliveries.are_redelivered) or silent_for >= SILENCE
+        else:
+            is_used_up = (
+                deliveries.unfinished >= self._module.prefetch * growth
+                or len(self._loop.channel.unconfirmed) >= self._loop.window
+            )
+            may_grow = growth < MAX_GROWTH and silent_for >= SILENCE * growth and is_used_up
+        if not may_grow or (silent_for >= SILENCE and self._attempts.answer_times.overloaded):
+            return
+        self._growth = growth * 2 or 1
+        deliveries.take(self._module.prefetch * self._growth)
+        self._loop.window = self._module.max_unconfirmed * self._growth
+
+    def _next(self) -> Publication | None:
+        """Return the next message to publish: the source of the publish loop."""
+        waiting, unpacking, waits = self._deliveries.waiting, self._unpacking, 0
+        while self._attempts.bytes_in_flight < MAX_HELD_BYTES:
+            while waiting:
+                is_small = len(waiting[0].message.body) <= SMALL_BYTES
+                if len(unpacking) >= (SMALL_UNPACKED_AT_ONCE if is_small else UNPACKED_AT_ONCE):
+                    break
+                unpacking.append(waiting.popleft())
+            if waits >= len(unpacking):
+                # No message is left, or each has to wait until its destination has answered others.
+                if not waits or not self._held_up():
+                    return None
+                waits = 0
+            received = unpacking[0]
+            try:
+                outgoing = received.held or next(received.outgoing)
+            except StopIteration:
+                unpacking.popleft()
+                received.pending -= 1
+                self._deliveries.settle(received)
+                waits, self._held_up_since = 0, None
+            except Exception as error:  # noqa: BLE001 - anybody may have written the message
+                return self._attempts.refuse(received, error)
+            else:
+                publication = self._attempts.first(received, outgoing, self._loop.silent_for)
+                if publication is not None:
+                    self._published += 1
+                    if self._published % MESSAGES_PER_TURN == 0:
+                        unpacking.rotate(-1)
+                    self._held_up_since = None
+                    return publication
+                unpacking.rotate(-1)
+                waits += 1
+        return None
+
+    def _held_up(self) -> bool:
+        """Note which destinations hold up all others; return whether they do for too long."""
+        now = time.monotonic()
+        if self._held_up_since is None:
+            self._held_up_since = now
+        if now - self._held_up_since < SILENCE or not self._deliveries.waiting:
+            return False
+        self._held_up_since = None
+        for received in self._unpacking:
+            if received.waits_for is not None:
+                self._attempts.answer_times.note_slow(received.waits_for)
+        return True
+
+    def _exists(self, exchange: str) -> bool:
+        in_time = self._wire.answers_within(self._module.timeout)
+        with in_time, opened_channel(self._connection) as channel:
+            try:
+                return all(find_exchanges(channel, [exchange]))
+            except AccessRefused as refused:
+                if refused.method_sig != spec.Exchange.Declare:
+                    raise  # it closes the channel that publishes
+                return True  # it may exist nevertheless
+
+    def _done(self, publication: Publication) -> None:
+        """Handle a message that is settled: ``done`` of the publish loop."""
+        in_its_place = self._attempts.settled(publication)
+        if in_its_place is not None:
+            self._loop.send_first(in_its_place)
+        self._deliveries.settle(publication.context.received)
 
 
 class Service(ABC):
@@ -142,6 +321,7 @@ class Service(ABC):
         """Serve on an open connection; return whether everything that was begun is finished."""
 
     def _run(self) -> None:
+        losses = WarningLimit(logger, f"{self.name}: lost connections")
         shortest, longest = RECONNECT_PAUSES
         pause = shortest
         while not self.stopping.is_set():
@@ -149,18 +329,22 @@ class Service(ABC):
             try:
                 with self.connection.clone() as connection:
                     self._serve(connection)
-            except Exception as lost:  # noqa: BLE001 - logged below, together with the other modules'
+            except Exception as lost:
                 self._lost = lost
                 if self._progress > progress or isinstance(lost, ConnectionStuck):
                     pause = shortest
-                    _losses.was_of_use(self.name)
+                    losses.forget()
                 errors = self.connection.recoverable_connection_errors
-                expected = (*errors, *self.connection.channel_errors, *EXPECTED)
-                kind = OSError if isinstance(lost, errors) else type(lost)
-                _losses.lost(self.name, lost, kind, isinstance(lost, expected))
-                # The other modules lose their connections in the meantime.
+                # One kind for all errors that say that the broker is away.
+                if losses.allows(OSError if isinstance(lost, errors) else type(lost)):
+                    expected = (*errors, *self.connection.channel_errors, *EXPECTED)
+                    logger.warning(
+                        "rabbitdelay connects again (%s): %s",
+                        self.name,
+                        lost if isinstance(lost, PermissionMissing) else repr(lost),
+                        exc_info=None if isinstance(lost, expected) else lost,
+                    )
                 self.stopping.wait(pause)
-                _losses.log()
                 pause = min(pause * 2, longest)
 
     def _serve(self, connection: Connection) -> None:
@@ -171,7 +355,6 @@ class Service(ABC):
             try:
                 with Wire(connection).answers_within(self.timeout):
                     self.declare(connection)
-                _losses.connected(self.name)
                 finished = self._serve_on(connection)
             except Exception:
                 self.on_lost()
@@ -189,6 +372,7 @@ class ModuleService(Service):
     Attributes:
         module: The module.
         statistics: The counts of its messages.
+        answer_times: Which destinations have not answered, on any connection.
     """
 
     module: Module
@@ -197,8 +381,7 @@ class ModuleService(Service):
     on_lost: Callable[[], None]
     statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
     stopping: Event = field(default_factory=Event)
-    #: Destinations that have not answered, on any connection.
-    _silent: set[str | None] = field(default_factory=set)
+    answer_times: AnswerTimes = field(default_factory=AnswerTimes)
 
     def __post_init__(self) -> None:
         self.name, self.timeout = self.module.name, self.module.timeout
@@ -214,14 +397,7 @@ class ModuleService(Service):
 
     def _serve_on(self, connection: Connection) -> bool:
         logger.info("%s: serving the queue %s.", self.name, self.module.queue.name)
-        consumer = ModuleConsumer(
-            self.module,
-            connection,
-            self.statistics,
-            self.stopping,
-            self._silent,
-            # Messages may be redelivered because one of them has crashed a worker.
-            careful=not isinstance(self._lost, ConnectionStuck),
-        )
+        # Messages may be redelivered because one of them has crashed a worker.
+        careful = not isinstance(self._lost, ConnectionStuck)
         with permissions_named():
-            return consumer.serve()
+            return ModuleConsumer(self, connection, careful).serve()

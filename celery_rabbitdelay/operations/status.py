@@ -1,26 +1,28 @@
-"""What waits where, what comes due next, and what the workers' modules do: one look at it all."""
+"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
 from kombu import Connection
 
 from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
-from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.levels.delay import duration_text
+from celery_rabbitdelay.levels.topology import PROBE, Topology
+from celery_rabbitdelay.operations.findings import blocked, lines_of
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 
-#: Characters of a reason. It may come from a header, which any client can write.
-MAX_REASON_LENGTH: Final = 200
+if TYPE_CHECKING:
+    from celery_rabbitdelay.registry.pauses import Paused
 
 
 class Status(NamedTuple):
@@ -38,8 +40,6 @@ class Status(NamedTuple):
         paused: The due tasks that wait until they are resumed.
         registry_error: Why the registry could not be asked; None if it could, or there is none.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.
-        reasons: How many messages are undeliverable for each reason, the most frequent first; None
-            if they were not read.
     """
 
     taken_at: float
@@ -49,20 +49,16 @@ class Status(NamedTuple):
     next_due: datetime | None = None
     registry_error: str | None = None
     paused: Sequence[Paused] = ()
-    reasons: Mapping[str, int] | None = None
     is_blocked: bool = False
 
 
-def status_of(
-    delays: RabbitDelay, connection: Connection, timeout: float = 1.0, most_reasons: int = 0
-) -> Status:
+def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0) -> Status:
     """Look at the topology of an application; nothing is declared or changed.
 
     Args:
         delays: The application's delays.
         connection: The broker that tasks are sent to.
         timeout: Seconds to wait for the workers' answers; 0: they are not asked.
-        most_reasons: How many undeliverable messages are read at most. All of them stay.
 
     Raises:
         kombu.exceptions.OperationalError: The broker cannot be reached.
@@ -71,11 +67,6 @@ def status_of(
     topology = delays.topology
     backlog = backlog_of(connection, topology)
     taken_at = time.monotonic()
-    reasons = None
-    if most_reasons and topology.module_queues.undeliverable.name not in backlog.missing:
-        messages = undeliverable_messages(connection, topology, most_reasons)
-        counts = Counter(_printable(message.found.reason) for message in messages)
-        reasons = dict(counts.most_common())
     is_blocked, workers = delays.is_blocked(), {}
     if timeout and not is_blocked:  # they are asked by messages
         workers = status_of_workers(delays.app, connection, timeout)
@@ -95,7 +86,6 @@ def status_of(
         next_due,
         registry_error,
         paused,
-        reasons,
         is_blocked,
     )
 
@@ -162,6 +152,94 @@ def _counts(status: Status) -> tuple[dict[str, int], dict[str, int]]:
     return {**status.backlog.levels, **others}, received
 
 
-def _printable(reason: str) -> str:
-    text = "".join(each if each.isprintable() else "?" for each in reason)
-    return text if len(text) <= MAX_REASON_LENGTH else f"{text[:MAX_REASON_LENGTH]}..."
+@shared.command()
+@click.option(
+    "-t",
+    "--timeout",
+    default=1.0,
+    show_default=True,
+    type=shared.seconds_type,
+    help="How long to wait for the workers' answers.",
+)
+@click.option("--digits", "with_digits", is_flag=True, help="List each digit that is not empty.")
+def status(timeout: float, with_digits: bool) -> None:
+    """Show how many messages wait in each level, and what the workers' modules do."""
+    delays = shared.delays()
+    with shared.broker() as connection:
+        found = status_of(delays, connection, timeout)
+    shared.answer(_as_json(found), status_lines(delays.topology, found, with_digits))
+    if found.backlog.missing or found.is_blocked:
+        raise SystemExit(shared.FAILED)
+
+
+def _as_json(found: Status) -> dict[str, Any]:
+    others = {name: counts._asdict() for name, counts in found.backlog.others.items()}
+    return {
+        **found.backlog._asdict(),
+        "others": others,
+        "next_due": {
+            "tracked": found.next_due,
+            "within_ms": found.due_within_ms,
+            "registry_error": found.registry_error,
+        },
+        "paused": [each._asdict() for each in found.paused],
+        "publishers_blocked": found.is_blocked,
+        "workers": found.workers,
+    }
+
+
+def status_lines(topology: Topology, status: Status, with_digits: bool = False) -> Iterator[str]:
+    """Yield the lines of a status, and of each digit that is not empty if it is asked for."""
+    if status.is_blocked:
+        yield from lines_of(blocked())
+    backlog = status.backlog
+    digit_queues = f"{len(topology.digit_queues)} digit queues"
+    yield f"{topology.prefix}: {topology.layout.name}, {digit_queues}"
+    for level in topology.layout.levels:
+        yield f"  {level.name:16} {backlog.levels[level.name]:10,} waiting"
+        for digit, messages in backlog.digits[level.name].items():
+            if with_digits and messages:
+                yield f"    {level.queue_name(digit):14} {messages:10,}"
+    for name, counts in backlog.others.items():
+        consumers = f", {counts.consumers} consumers" if counts.consumers else ""
+        yield f"  {name:16} {counts.messages:10,} waiting{consumers}"
+    if backlog.missing:
+        yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
+    if status.registry_error is not None:
+        yield f"next due: the registry cannot be asked: {status.registry_error}"
+    yield from starmap(shared.paused_line, status.paused)
+    if status.next_due is not None:
+        left_ms = max(round((status.next_due - wall_clock.now()).total_seconds()), 0) * 1000
+        local = shared.local(status.next_due)
+        yield f"next due: {local}, in {duration_text(left_ms)}, of the tracked tasks"
+    if status.due_within_ms is not None:
+        yield f"next due: within {duration_text(status.due_within_ms)}, by what waits in the levels"
+    if not status.workers and not status.is_blocked:
+        yield "no worker has answered"
+    for worker, modules in sorted(status.workers.items()):
+        yield from _worker_lines(worker, modules)
+
+
+def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
+    if "error" in modules:
+        yield f"{worker}: cannot answer: {modules['error']}"
+        return
+    yield worker if modules.keys() - {ARRIVALS} else f"{worker}: serves no module"
+    for name, counts in modules.items():
+        if name == PROBE:
+            if late := counts["late"].values():  # other workers send no probes
+                yield (
+                    f"  {name:16} {len(late):10,} levels and routes, {min(late):+,.1f} to "
+                    f"{max(late):+,.1f} s late; {sum(counts['missing'].values()):,} missing"
+                )
+        elif name == ARRIVALS:
+            yield (
+                f"  {name:16} {counts['received']:10,} delayed ones received, at most "
+                f"{counts['latest']:,.1f} s late in the last ten minutes"
+            )
+        else:
+            yield (
+                f"  {name:16} {counts['received']:10,} received, "
+                f"{counts['published']:,} published, {counts['redelivered']:,} put back, "
+                f"{counts['undeliverable']:,} undeliverable"
+            )

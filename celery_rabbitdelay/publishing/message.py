@@ -1,13 +1,23 @@
-"""A message that waits: its body, its properties, and what its headers say. Pure."""
+"""A message: as it waits, as bytes, and in flight. Pure.
+
+A :class:`WaitingMessage` is what every module converts, :class:`Content` are the bytes that are
+sent, and a :class:`Publication` is a message that is being published, with its outcome.
+"""
 
 from __future__ import annotations
 
+import math
+import struct
 import zlib
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import amqp
+from amqp.exceptions import FrameSyntaxError
+from kombu import Connection
 
+from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
 
 #: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
@@ -33,6 +43,12 @@ KEPT_PROPERTIES: Final = (
     "type",
     "app_id",
 )
+
+#: The properties of a message, in AMQP's order.
+MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
+
+#: What stands before the properties in a header frame: class, weight and size of the body.
+BEFORE_PROPERTIES: Final = struct.Struct(">HHQ")
 
 
 class WaitingMessage(NamedTuple):
@@ -71,7 +87,7 @@ class WaitingMessage(NamedTuple):
         """Return the message with changes of what its headers say."""
         return type(self)(self.body, self.properties, self.headers._replace(**changes))
 
-    def having(self, **properties: Any) -> Self:
+    def having(self, **properties: object) -> Self:
         """Return the message with other properties; None removes one."""
         return type(self)(self.body, {**self.properties, **properties}, self.headers)
 
@@ -111,7 +127,7 @@ def headers_of(message: amqp.Message) -> dict[str, Any]:
     return dict(message.properties.get("application_headers") or {})
 
 
-def kept_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
+def kept_properties(properties: Mapping[str, object]) -> dict[str, object]:
     """Return the properties with which a producer publishes a task's message again.
 
     ``priority`` is always among them: a task without a priority would get 0 otherwise.
@@ -121,3 +137,119 @@ def kept_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {name: properties[name] for name in KEPT_PROPERTIES if properties.get(name) is not None}
     return {"priority": None, **kept}
+
+
+class Content(NamedTuple):
+    """A message as bytes.
+
+    Attributes:
+        properties: Its properties, headers among them, with the flags that say which there are.
+        body: Its body.
+    """
+
+    properties: bytes
+    body: bytes
+
+    @classmethod
+    def of(cls, message: amqp.Message) -> Content:
+        """Encode a message.
+
+        Raises:
+            amqp.exceptions.FrameSyntaxError: AMQP has no type for one of its headers.
+            struct.error: A number is too large, or a text too long, for its field.
+        """
+        if isinstance(message.body, str):
+            message.properties.setdefault("content_encoding", "utf-8")
+        return cls(encoded(message.properties), body_of(message))
+
+    def message(self) -> amqp.Message:
+        """Return the message again."""
+        message = amqp.Message(self.body)
+        header = BEFORE_PROPERTIES.pack(amqp.Message.CLASS_ID, 0, len(self.body))
+        message.inbound_header(header + self.properties)  # type: ignore[attr-defined]
+        return message
+
+
+def encoded(properties: Mapping[str, object]) -> bytes:
+    """Return the properties of a message as bytes, behind the flags that say which there are.
+
+    Args:
+        properties: The properties, by name; others than AMQP's are left out.
+
+    Raises:
+        amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
+        struct.error: A number is too large, or a text too long, for its field.
+    """
+    message = amqp.Message()
+    message.properties = dict(properties)
+    return message._serialize_properties()  # type: ignore[attr-defined, no-any-return]
+
+
+#: Returns the exchange and the routing key of a message.
+Address: TypeAlias = Callable[[], tuple[str, str]]
+
+#: Called with a connection, to declare what is missing.
+Declaration: TypeAlias = Callable[[Connection], None]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Publication:
+    """A message to publish, and its outcome.
+
+    Args:
+        content: The message as bytes; it should be persistent.
+        address: Returns the exchange and the routing key. It is called for each attempt, because
+            those of a delayed message depend on the time that is left.
+        context: The caller's context, for example row numbers.
+        declare: Called before each attempt of a message that has a queue of its own, unlike others
+            of the same loop, to declare what is missing.
+
+    Attributes:
+        exchange: The exchange of the last attempt.
+        routing_key: The routing key of the last attempt.
+        error: Why the broker has not confirmed the message; None if it has. If its ``declare`` has
+            raised, that error, which may be another one of this package.
+        resent: How often the message was sent again.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. The publish loop sets it
+            for all attempts together, and a module for each of them.
+        single_attempt: Whether its source publishes something else in its place if the broker nacks
+            it, or does not answer in time. It is not sent again then, and others go on.
+        redeclared: Whether what the message needs was declared again because no queue took it.
+        unanswered: Whether it was written at least once without any answer: the connection was
+            lost, or time was up.
+        suspected: Whether it was in flight when the broker closed the channel for another message;
+            the broker may have taken those before that one.
+    """
+
+    content: Content
+    address: Address
+    context: Any = None
+    declare: Declaration | None = None
+    exchange: str = ""
+    routing_key: str = ""
+    error: PublishError | None = None
+    resent: int = 0
+    deadline: float = math.inf
+    single_attempt: bool = False
+    redeclared: bool = False
+    unanswered: bool = False
+    suspected: bool = False
+
+    @classmethod
+    def of(cls, message: amqp.Message, address: Address, context: Any = None) -> Publication:
+        """Encode a message, and make it persistent.
+
+        Raises:
+            PublishError: AMQP cannot encode one of the message's headers or properties.
+        """
+        message.properties["delivery_mode"] = PERSISTENT
+        try:
+            content = Content.of(message)
+        except (FrameSyntaxError, struct.error) as error:
+            raise PublishError(*address(), f"cannot be written in AMQP: {error}") from error
+        return cls(content, address, context)
+
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the broker may have the message although it did not confirm."""
+        return self.unanswered or self.suspected

@@ -22,7 +22,7 @@ from pyspark.sql.types import StructType
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.operations.undeliverable import messages
+from celery_rabbitdelay.operations import undeliverable as messages
 from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter, Index

@@ -20,8 +20,8 @@ from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.spark import columns, expressions
 from celery_rabbitdelay.spark.application import application_of, find_task, numbers_taken

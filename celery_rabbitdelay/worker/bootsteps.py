@@ -22,21 +22,21 @@ from celery_rabbitdelay.app.destinations import checkin_destinations, distributi
 from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE, PROBE
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE
 from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.deliveries import Module
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import EarlyMessages
-from celery_rabbitdelay.modules.module import Module
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
-    connect,
     declare_destination,
     declare_probe,
     is_complete,
 )
-from celery_rabbitdelay.publishing.permissions import permissions_named
+from celery_rabbitdelay.publishing.kombu_internals import connect
+from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker import status  # noqa: F401 - its import registers control commands
@@ -330,7 +330,6 @@ def _probe(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeService:
 def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> ModuleService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
-    on_lost = declaration.connection_lost
     if name == CHECK_IN:
         queue = topology.module_queues.checkin
         check_in = CheckIn(
@@ -360,10 +359,6 @@ def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> 
         )
         receive, admit = distribution.receive, None
 
-        def on_lost() -> None:
-            declaration.connection_lost()
-            early.warning.reset()
-
     module = Module(
         name,
         topology,
@@ -378,7 +373,7 @@ def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> 
         admit=admit,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return ModuleService(module, connection, declaration.declare, on_lost)
+    return ModuleService(module, connection, declaration.declare, declaration.connection_lost)
 
 
 def _look(app: DelayingCelery) -> Callable[[Sequence[Arrival]], list[Decision]]:

@@ -10,11 +10,13 @@ from typing import Any, Final, NamedTuple
 
 from celery.utils.log import get_logger
 
-from celery_rabbitdelay.app import instruments, signals
+from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.instruments import LATENESS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
-from celery_rabbitdelay.levels.warning_limit import WARN_EVERY, WarningLimit
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
+from celery_rabbitdelay.registry import instruments
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
@@ -23,7 +25,7 @@ from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.metrics import lateness, may_run_since
+from celery_rabbitdelay.worker.lateness import lateness, may_run_since
 from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
@@ -134,8 +136,9 @@ class Decisions(BatchThread[_Due]):
         self._registry = delays.registry
         self._runs_without = delays.settings.registry_down == "run"
         self._breaker = Breaker()
+        delays.recorder.gauges[instruments.BREAKER_OPEN] = lambda: self._breaker.is_open
         self._down_since: float | None = None
-        self._warned_at = -WARN_EVERY
+        self._failures = WarningLimit(logger, "Questions to the registry without an answer")
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
         self._plain: PlainArrivals[_Due] = PlainArrivals(
             consumer,
@@ -146,11 +149,6 @@ class Decisions(BatchThread[_Due]):
             self.gather_for,
             self._registry.store.timeout,
         )
-
-    @property
-    def is_breaker_open(self) -> bool:
-        """Whether Redis is asked nothing at the moment, because it did not answer."""
-        return self._breaker.is_open
 
     def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
         """Ask about a task; the event loop then does what the registry says.
@@ -245,11 +243,9 @@ class Decisions(BatchThread[_Due]):
         return decisions
 
     def _failed(self, error: RegistryUnavailable) -> None:
-        now = time.monotonic()
-        self._down_since = self._down_since or now
-        if now - self._warned_at < WARN_EVERY:
+        self._down_since = self._down_since or time.monotonic()
+        if not self._failures.allows():
             return
-        self._warned_at = now
         what = "run" if self._runs_without else "go back into the levels until it answers"
         logger.warning(
             "Delayed tasks with an option of the registry %s (rabbitdelay_registry_down), and all "
@@ -334,7 +330,7 @@ class Decisions(BatchThread[_Due]):
         if not asks_again:
             may_run_ms = may_run_since(due.waited) if verdict is Verdict.RUN else None
             self._consumer.strategies.arrivals.note(may_run_ms)
-        values = {instruments.LATENESS: lateness(may_run_since(due.waited))}
+        values = {LATENESS: lateness(may_run_since(due.waited))}
         if verdict is not Verdict.RUN:
             values = {COUNTED[verdict]: 1}
         self._consumer.app.rabbitdelay.recorder.record(values, due.delivery.task, due.queue)

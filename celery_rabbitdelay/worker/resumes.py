@@ -19,11 +19,10 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.publishing.declaration import connect, opened_channel
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.kombu_internals import find_queues
+from celery_rabbitdelay.publishing.declaration import opened_channel
+from celery_rabbitdelay.publishing.kombu_internals import connect, find_queues
 from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 from celery_rabbitdelay.registry.pauses import paused_since
 
 logger = get_logger(__name__)
@@ -98,7 +97,8 @@ class Resumes:
                     if message is None:
                         break
                     if not self._is_paused(message):
-                        channel.basic_reject(message.delivery_tag, requeue=False)
+                        tag = message.delivery_info["delivery_tag"]
+                        channel.basic_reject(tag, requeue=False)
                         returned += 1
         if returned:
             logger.info("Tasks that were paused return to their queues: %d", returned)

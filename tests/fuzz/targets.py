@@ -17,10 +17,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, Unproce
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
-from celery_rabbitdelay.modules.bounds import MAX_DEPTH
-from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.client_tasks import CANVAS
+from celery_rabbitdelay.modules.checkin import CANVAS, CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import (
     Envelope,
@@ -35,11 +32,12 @@ from celery_rabbitdelay.modules.forwarding import (
     encoded,
     to_undeliverable,
 )
+from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
-from celery_rabbitdelay.publishing.incoming import _frame_handler
-from celery_rabbitdelay.publishing.kombu_internals import decompressed
+from celery_rabbitdelay.operations.redriving import Redriving
+from celery_rabbitdelay.publishing.kombu_internals import decompressed_size
 from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.wire import _frame_handler
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests
 from tests.hostile.kinds import ALLOWED as ALLOWED_QUEUE
 from tests.hostile.kinds import TASKS, hostile_messages
@@ -181,10 +179,9 @@ def decompression(given: bytes) -> None:
     for name in encoders():
         size, kombus = 0, None
         with suppress(Exception):  # most bodies are none of this compression
-            for piece in decompressed(given, name):
-                size += len(piece)
-                if size > MOST_DECOMPRESSED:
-                    return
+            size = decompressed_size(given, name, MOST_DECOMPRESSED)
+            if size > MOST_DECOMPRESSED:
+                return
             kombus = len(decompress(given, name))
         assert kombus in (None, size), name
 
@@ -201,7 +198,7 @@ def distribution(message: amqp.Message) -> None:
 
 def envelope(given: bytes) -> None:
     """The body of an envelope; also one that is compressed well, around whatever is given."""
-    for body in (given, compressed(given, 1)):
+    for body in (given, compressed(given)):
         try:
             for item in OpenedEnvelope(body, MAX_MESSAGE_BYTES):
                 assert len(item.body) <= MAX_MESSAGE_BYTES

@@ -12,7 +12,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare_destination, delete, forget
-from celery_rabbitdelay.schedules.beat import put_beat
+from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.management import QUORUM, Place
@@ -122,7 +122,7 @@ def classic_levels(place: Place) -> None:
 
 def without_redis(place: Place) -> None:
     place.app_settings = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
-    place.schedules = Records(place.app().rabbitdelay.registry)
+    place.delays = place.app().rabbitdelay
 
 
 def harmless(place: Place) -> None:
@@ -197,48 +197,50 @@ def older_layout(place: Place) -> None:
 
 
 def neglected_schedules(place: Place) -> None:
-    """One is overdue, one was put in part, and Redis has lost the task of another one."""
+    """One is overdue, and Redis has lost the task of another one."""
     entry = {"task": "look", "schedule": 3600}
     place.app_settings = {
         "rabbitdelay_registry_url": place.redis_url,
         "rabbitdelay_registry_prefix": place.name,
-        "beat_schedule": dict.fromkeys(("overdue", "unsent", "lost"), entry),
+        "beat_schedule": dict.fromkeys(("overdue", "lost"), entry),
     }
-    delays = place.app().rabbitdelay
-    put_beat(delays.schedules)
-    place.schedules = records = Records(delays.registry)
-    overdue, unsent, lost, *_ = records.all()  # and one of Celery's own
+    place.delays = delays = place.app().rabbitdelay
+    BeatEntries(delays.schedules).put()
+    records = Records(delays.registry)
+    overdue, lost, *_ = records.all()  # and one of Celery's own
     records.note_due({overdue: 0})
-    records.note(unsent, unsent=1)
     records.note(lost, message="")
 
 
 #: What is planted, and the codes that have to be found, no others.
 FAULTS: Final[dict[Plant, set[str]]] = {
-    damaged: {"missing", "binding-missing", "marker-missing"},
+    damaged: {"missing"},
     without_levels: {"not-declared"},
     nobody_declares: {"nobody-declares"},
     longer_ttl: {"differs"},
     no_alternate: {"differs"},
     other_layout: {"layout-conflict"},
     leaking: {"binding-additional", "level-consumed"},
-    bad_policies: {
-        *("policy-expires", "policy-message-ttl", "policy-max-length", "policy-overflow"),
-        *("policy-dead-letter", "policy-delivery-limit", "policy-drops-undeliverable"),
-    },
-    bad_policies_of_a_destination: {
-        *("destination-expires", "destination-message-ttl", "destination-delivery-limit"),
-        "destination-drops",
-    },
+    bad_policies: {"policy"},
+    bad_policies_of_a_destination: {"destination-policy", "destination-drops"},
     refusing_destination: {"destination-refuses"},
-    forgotten_destinations: {"destination-unbound", "destination-not-declared"},
+    forgotten_destinations: {"destination-unbound"},
     forgotten_where_nobody_helps: {"destination-cut-off", "destination-missing"},
     classic_destination: {"destination-classic", "destination-differs"},
     may_not_send: {"permission-missing"},
     older_layout: {"orphan", "orphan-empty"},
-    full_destination: {"held"},
     limited: {"queue-limit"},
     classic_levels: {"classic-levels"},
-    neglected_schedules: {"schedule-overdue", "schedule-unsent", "schedule-lost"},
+    neglected_schedules: {"schedule-overdue", "schedule-lost"},
     without_redis: {"registry-unavailable"},
+}
+
+#: What the findings name besides.
+NAMED: Final[dict[Plant, tuple[str, ...]]] = {
+    damaged: ("queue shop.", "binding shop.", "exchange shop.layout"),
+    bad_policies: (
+        *("expires", "message-ttl", "max-length", "overflow", "dead-letter-routing-key"),
+        "delivery-limit",
+    ),
+    bad_policies_of_a_destination: ("expires", "message-ttl", "delivery-limit"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,7 +14,7 @@ from celery.platforms import EX_UNAVAILABLE
 from click.testing import CliRunner, Result
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.command.group import rabbitdelay
+from celery_rabbitdelay.command.group import COMMANDS, rabbitdelay
 from tests.integration.worker import run_command
 from tests.json_schemas import checked
 
@@ -39,8 +38,8 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         "transfer --from amqp://guest:secret@127.0.0.1:2//",
     ),
     "Error: cannot ask the broker amqp://guest": (
-        *("declare", "delete --yes", "status", "unbind some-exchange some-queue some-key"),
-        *("undeliverable export never-written.jsonl", "undeliverable list", "verify"),
+        *("declare", "delete --yes", "status"),
+        *("undeliverable export", "undeliverable list", "verify"),
         *("undeliverable purge --yes", "undeliverable redrive"),
     ),
     None: (
@@ -52,7 +51,9 @@ LEAST: dict[str | None, tuple[str, ...]] = {
 
 def commands(group: click.Group, before: str = "") -> Iterator[str]:
     """Yield the names of all commands, those of groups behind the group's."""
-    for name, command in sorted(group.commands.items()):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, click.Group):
             yield from commands(command, f"{before}{name} ")
         else:
@@ -84,7 +85,7 @@ def invoke(line: str, **settings: Any) -> Result:
     return told
 
 
-@pytest.mark.parametrize("command", [*commands(rabbitdelay), *rabbitdelay.commands])
+@pytest.mark.parametrize("command", [*commands(rabbitdelay), *COMMANDS])
 def test_the_help_needs_no_broker(command: str) -> None:
     told = invoke(f"{command} --help")
     assert (told.exit_code, told.stderr) == (0, "")
@@ -105,7 +106,6 @@ def test_without_a_broker_a_command_ends_with_one_line(line: str, says: str, url
     assert error.startswith(says)
     assert "secret" not in error
     assert checked("error", told.stdout) == {"error": error.removeprefix("Error: ")}
-    assert not Path("never-written.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,16 @@ from amqp.exceptions import NotFound
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.exceptions import LaterVersion, PublishError, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import warning_limit
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import LOGGED
 from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules.attempts import Forwarder
-from celery_rabbitdelay.modules.deliveries import Received
-from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
+from celery_rabbitdelay.modules.attempts import AnswerTimes, Forwarder, MissingExchanges
+from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.message import Content, Publication, headers_of
+from celery_rabbitdelay.publishing.wire import REJECT
 from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 
@@ -63,9 +61,9 @@ class Consumer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, frame_max: int = FRAME_MAX) -> None:
         self.clock = clock = Clock()
         monkeypatch.setattr(attempts_module, "time", clock)
-        for kind in (AnswerTimes, MissingExchanges):
-            timed = partial(kind, clock=clock.monotonic)
-            monkeypatch.setattr(attempts_module, kind.__name__, timed)
+        monkeypatch.setattr(warning_limit, "time", clock)
+        timed = partial(MissingExchanges, clock=clock.monotonic)
+        monkeypatch.setattr(attempts_module, "MissingExchanges", timed)
         self.exchanges = {"office", "rabbitdelay.seconds.x1"}
         self.asked: list[str] = []
         self.silent_for = 0.0
@@ -74,7 +72,9 @@ class Consumer:
         module = Module(
             "distribution", TOPOLOGY, queue, lambda message: iter(()), 1, 1, TIMEOUT, 86_400.0
         )
-        self.attempts = Forwarder(module, self.statistics, self._exists, frame_max, set())
+        self.attempts = Forwarder(
+            module, self.statistics, self._exists, frame_max, AnswerTimes(clock)
+        )
 
     def _exists(self, exchange: str) -> bool:
         self.asked.append(exchange)
@@ -261,7 +261,9 @@ def test_what_cannot_be_read_is_undeliverable_as_it_came(
     assert (given_up.content.body, headers(given_up)["mine"]) == (b"body", 1)
     assert is_undeliverable(given_up)
     assert reason(given_up) in ("no envelope", "KeyError('x')")
-    assert ("a message cannot be read" in caplog.text) == isinstance(error, KeyError)
+    assert [each.levelname for each in caplog.records] == [
+        "ERROR" if isinstance(error, KeyError) else "WARNING"
+    ]
 
 
 def test_what_a_later_version_can_read_waits_for_it(

@@ -23,14 +23,15 @@ from kombu import Connection, Exchange, Producer, Queue
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.metrics import queue_label
+from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.declaration import declare_again
+from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 logger = logging.getLogger(__name__)

@@ -17,11 +17,10 @@ from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER, parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.message import Content, Declaration, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import Declaration, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
 
 #: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes. The window is
 #: of 4 KiB: allocating zlib's usual one takes ten times as long as compressing a small message.

@@ -21,7 +21,7 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
 )
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.metrics import Metrics, queue_label
+from celery_rabbitdelay.app.instruments import Recorder, queue_label
 from celery_rabbitdelay.app.options import NO_TICKET, RegistryOptions
 from celery_rabbitdelay.app.sending.pipelines import (
     PipelinedProducer,
@@ -34,9 +34,8 @@ from celery_rabbitdelay.app.settings import checked
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, plain
 from celery_rabbitdelay.levels.headers import JOB, JOB_ID, KEY, REGISTRY, UNKNOWN_LIFE
-from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.decision import Ticket, attempt_of, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
@@ -357,11 +356,11 @@ def register_sent(registry: Registry, registrations: Sequence[Registration]) -> 
         return []
 
 
-def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resent: int) -> None:
+def count_send(recorder: Recorder, task: str, producer: DelayedTaskProducer, resent: int) -> None:
     """Count the one task that a producer has sent, or failed to.
 
     Args:
-        metrics: The metrics.
+        recorder: Records it.
         task: The task's name.
         producer: The producer.
         resent: How often the task's message was published again.
@@ -369,4 +368,4 @@ def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resen
     # It is missing if an error occurred before publishing.
     delayed: Delayed | None = getattr(producer, "delayed", None)
     if delayed is not None:
-        metrics.record_send(task, queue_label(delayed), producer.is_sent, resent)
+        recorder.record_send(task, queue_label(delayed), producer.is_sent, resent)

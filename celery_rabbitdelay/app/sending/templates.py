@@ -29,7 +29,7 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
 )
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.metrics import queue_label
+from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.message_template import Writer
 from celery_rabbitdelay.app.sending.pipelines import Sent, current_pipeline
@@ -43,7 +43,7 @@ from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 #: The options that are the same for all sends of a template. Each is a text, a number or None.
@@ -280,7 +280,7 @@ class Templates:
             left = max(producer.policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
             policy = producer.policy._replace(timeout=left)
             try:
-                publisher.publish_one(publication, policy, **producer.declares)
+                publisher.publish(publication, policy, **producer.declares)
                 is_confirmed = True
             finally:
                 resent = publication.resent

@@ -1,0 +1,280 @@
+"""``celery rabbitdelay declare``, ``delete`` and ``route``: the levels, and a delay's way there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from fractions import Fraction
+from typing import Any, Final
+
+import click
+from kombu import Connection
+from kombu.common import Broadcast
+
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
+from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
+from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.declaration import Counts
+from celery_rabbitdelay.publishing.management import TOTALS_AGE, held_messages, management_api
+
+#: The guard and the marker, which are exchanges too.
+IDENTITY: Final = 2
+
+
+@shared.command()
+@click.option(
+    "--queues", "with_queues", is_flag=True, help="Also declare the queues of tasks, and bind them."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Only say what is missing; exit with 1 if anything is."
+)
+@shared.topology_options
+def declare(with_queues: bool, dry_run: bool, **options: Any) -> None:
+    """Declare the levels on the broker, and say what was missing."""
+    topology = shared.topology(options)
+    # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
+    queues = [
+        queue
+        for queue in (shared.app().amqp.queues.values() if with_queues else ())
+        if not queue.exclusive and not isinstance(queue, Broadcast)
+    ]
+    with shared.broker() as connection:
+        declaration.check_layout(connection, topology)
+        missing = declaration.missing(connection, topology)
+        counts = declaration.queue_counts(connection, queues)
+        if not dry_run:
+            declaration.declare(connection, topology)
+            # kombu remembers declared queues on the connection, even if they were deleted since.
+            declaration.forget(connection)
+            for queue in queues:
+                declaration.declare_destination(connection, topology, queue)
+    missing_queues = [name for name, found in counts.items() if found is None]
+    bound = [] if dry_run else list(counts)
+    verb = "are" if dry_run else "were"
+    total = len(topology.exchanges) + IDENTITY + len(topology.queues)
+    named = f": {shared.first_of(missing)}" if missing else ""
+    whole = f"{total} exchanges and queues of {topology.prefix}"
+    lines = [f"{len(missing)} of {whole} {verb} missing{named}"]
+    if not dry_run:
+        lines.append(f"All of them exist now, with {len(topology.bindings)} bindings")
+    for what, names in ((f"{verb} missing", missing_queues), ("are bound", bound)):
+        if names:
+            lines.append(f"{len(names)} queues of tasks {what}: {shared.first_of(names)}")
+    told = {
+        "prefix": topology.prefix,
+        "fingerprint": topology.identity.fingerprint,
+        "dry_run": dry_run,
+        "missing": missing,
+        "missing_queues": missing_queues,
+        "bound": bound,
+    }
+    shared.answer(told, lines)
+    if dry_run and (missing or missing_queues):
+        raise SystemExit(shared.FAILED)
+
+
+@shared.command()
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also delete queues in which messages wait, or that workers serve: lose the messages.",
+)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@shared.management_option
+@shared.topology_options
+def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **options: Any) -> None:
+    """Delete the levels from the broker; the queues of tasks stay.
+
+    Stop producers and workers first: a message that is published meanwhile is lost, and so is one
+    that a worker holds. Messages that dead-lettering holds, because the queue of a task refuses
+    them, are seen only where the management API answers.
+    """
+    if shared.as_json() and not (yes or dry_run):
+        raise click.UsageError("--json cannot ask: give --yes or --dry-run")
+    topology = shared.topology(options)
+    with shared.broker() as connection:
+        # Another layout under the prefix shares the queues of the modules with this one.
+        declaration.check_layout(connection, topology)
+        missing = declaration.missing_exchanges(connection, topology)
+        exchanges = len(topology.exchanges) + IDENTITY - len(missing)
+        found = declaration.queue_counts(connection, topology.queues)
+        if not force:
+            declaration.refuse_to_lose(topology, found)
+        if any(found.values()):
+            found = _with_held(connection, management, found)
+        if not force:
+            declaration.refuse_to_lose(topology, found)
+        counts = {name: each for name, each in found.items() if each is not None}
+        waiting = {name: each.messages for name, each in counts.items() if each.messages}
+        consumers = sum(each.consumers for each in counts.values())
+        lines = [f"Nothing of {topology.prefix} exists"]
+        if deleted := bool(exchanges or counts):
+            lines = [f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues"]
+            if messages := sum(waiting.values()):
+                lines.append(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
+            if consumers:
+                lines.append(
+                    f"{consumers} consumers: workers run, and what they hold is lost. Those that "
+                    "use these levels declare them again; stop them first"
+                )
+            deleted = not dry_run
+            if deleted and not yes:
+                click.echo("\n".join(lines))
+                lines = []
+                _ask(topology.prefix, messages)
+        if deleted:
+            declaration.delete(connection, topology, force=force)
+            lines.append("Deleted")
+    told = {
+        "prefix": topology.prefix,
+        "fingerprint": topology.identity.fingerprint,
+        "dry_run": dry_run,
+        "deleted": deleted,
+        "exchanges": exchanges,
+        "queues": len(counts),
+        "waiting": waiting,
+        "consumers": consumers,
+    }
+    shared.answer(told, lines)
+
+
+def _with_held(
+    connection: Connection, management: str | None, counts: Mapping[str, Counts | None]
+) -> dict[str, Counts | None]:
+    """Return the counts with the messages that dead-lettering holds; warn if nobody says them."""
+    held: Mapping[str, int] = {}
+    try:
+        api = management_api(connection, management)
+        api.get("overview")
+        time.sleep(TOTALS_AGE)  # what is held by now is in the figures then
+        held = held_messages(api, connection.virtual_host or "/")
+    except ManagementUnavailable as error:
+        click.echo(
+            "Warning: if the queue of a task refuses due messages, they are held in the levels, "
+            f"and only the management API shows them; look before you delete. {error}",
+            err=True,
+        )
+    return {
+        name: each and each._replace(messages=each.messages + held.get(name, 0))
+        for name, each in counts.items()
+    }
+
+
+def _ask(prefix: str, messages: int) -> None:
+    if not sys.stdin.isatty():
+        raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
+    lost = f" and lose {messages:,} messages" if messages else ""
+    click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)
+
+
+@shared.command(epilog=f"DELAY {TAKES}.")
+@click.argument("delay", type=shared.delay_type)
+@click.option("-Q", "--queue", help="The task's queue; the application's default queue if omitted.")
+@click.option(
+    "--tolerance",
+    type=shared.duration_type,
+    default="0",
+    help="How much later it may arrive, if that saves stops.",
+)
+@click.option("--task-id", default="", help="With several shards, it determines the shard.")
+@shared.topology_options
+def route(
+    delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: Any
+) -> None:
+    """Show in which queues a task waits that is sent with a DELAY. No broker is asked."""
+    topology = shared.topology(options)
+    destination = shared.app().conf.task_default_queue if queue is None else queue
+    if not destination:
+        raise click.UsageError("--queue '': takes the name of a queue")
+    found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
+    modules = shared.delays().settings.modules
+    shared.answer(found, _lines(found, CHECK_IN in modules))
+
+
+def explain(
+    topology: Topology, delay: Delay, destination: str, *, tolerance: Delay = 0, task_id: str = ""
+) -> dict[str, Any]:
+    """Return the route of a message, meditation included, as the option ``--json`` prints it.
+
+    After meditation, check-in computes the remaining delay from the due time, so a message that had
+    to wait for check-in skips as much of the levels. The tolerance is not used above the capacity.
+    See :meth:`.Topology.route` for the arguments.
+
+    Raises:
+        InvalidDelay: The delay or the tolerance is invalid.
+    """
+    layout = topology.layout
+    queues = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
+    loop = topology.module_queues.meditation.name
+    loop_ms: int = queues[loop]["x-message-ttl"]
+    delay_ms = milliseconds(delay)
+    published = entered = topology.route(delay, destination, task_id, tolerance)
+    meditations = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
+    waits = [(each, 1) for each in entered.stops]
+    if meditations:
+        rest = timedelta(milliseconds=delay_ms - meditations * loop_ms)
+        entered = topology.route(rest, destination, task_id)
+        waits = [(loop, meditations), *((each, 1) for each in entered.stops)]
+    stops = [
+        {
+            "queue": name,
+            "ttl_ms": queues[name]["x-message-ttl"],
+            "times": times,
+            "next": queues[name]["x-dead-letter-exchange"],
+        }
+        for name, times in waits
+    ]
+    return {
+        "delay_ms": delay_ms,
+        # The delay, rounded up to ticks, or to fewer stops within the tolerance, and 1 ms for each
+        # pass-through queue.
+        "total_ms": sum(stop["ttl_ms"] * stop["times"] for stop in stops),
+        "destination": destination,
+        "layout": layout.name,
+        "capacity_ms": layout.capacity_ms,
+        "meditations": meditations,
+        "published": {"exchange": published.exchange, "routing_key": published.routing_key},
+        # Above the capacity, check-in publishes it there after meditation.
+        "entered": {"exchange": entered.exchange, "routing_key": entered.routing_key},
+        "stops": stops,
+        "delivery": topology.delivery.name,
+    }
+
+
+def _lines(found: dict[str, Any], has_checkin: bool) -> Iterator[str]:
+    """Yield the route in sentences, and the table of its stops."""
+    published, entered, queue = found["published"], found["entered"], found["destination"]
+    waits = duration_text(found["total_ms"])
+    if found["total_ms"] != found["delay_ms"]:
+        waits += f" ({duration_text(found['delay_ms'])}, rounded up)"
+    stops = sum(stop["times"] for stop in found["stops"])
+    yield f"{waits} to the queue {queue}: {stops} stop{'s' if stops != 1 else ''}"
+    yield (
+        f"The producer publishes to the exchange {published['exchange']} "
+        f"with the routing key {published['routing_key']}"
+    )
+    if found["meditations"]:
+        first, *_ = found["stops"]
+        times = "once" if found["meditations"] == 1 else f"{found['meditations']:,} times"
+        yield (
+            f"The delay is above the capacity of {duration_text(found['capacity_ms'])}, so the "
+            f"message meditates: it waits {duration_text(first['ttl_ms'])} in {first['queue']} "
+            f"{times}. Then "
+            f"check-in publishes it to {entered['exchange']} with the routing key "
+            f"{entered['routing_key']}"
+        )
+    yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
+    if found["meditations"] and not has_checkin:
+        yield "rabbitdelay_modules lacks 'check-in': this application's producers refuse it"
+    yield ""
+    rows = [("stop", "queue", "waits", "goes on to")]
+    for number, stop in enumerate(found["stops"], start=1):
+        times = f"{stop['times']:,} x " if stop["times"] > 1 else ""
+        waits = f"{times}{duration_text(stop['ttl_ms'])}"
+        rows.append((str(number), stop["queue"], waits, stop["next"]))
+    yield from shared.aligned([*rows, ("due", queue, "", "")])

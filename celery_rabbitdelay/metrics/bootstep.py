@@ -1,0 +1,212 @@
+"""The bootstep by which a worker serves its metrics and its health, and what only it measures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from celery import signals
+from celery.concurrency.prefork import TaskPool
+from celery.utils.log import get_logger
+from celery.worker.components import Pool
+
+from celery_rabbitdelay.app.instruments import opentelemetry_is_set_up
+from celery_rabbitdelay.app.settings import checked
+from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.metrics import instruments
+from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
+from celery_rabbitdelay.modules.probe import ProbeService
+from celery_rabbitdelay.modules.service import ModuleService, Service
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
+from celery_rabbitdelay.publishing.publish_loop import BLOCKED
+from celery_rabbitdelay.publishing.reading import Broker, Readings
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, why_not_consuming
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+logger = get_logger(__name__)
+
+_PORT: Final = "rabbitdelay_metrics_port"
+
+#: The address on which they are served unless the setting names another.
+_HOST: Final = "127.0.0.1"
+
+#: Seconds for which an answer of the broker is good enough, and for which it is served at all.
+FRESH: Final = 5.0
+STALE: Final = timedelta(seconds=60)
+
+#: Seconds that a scrape waits for a new answer.
+PATIENCE: Final = 1.0
+
+#: Seconds that the broker has for each of its answers.
+TIMEOUT: Final = 10.0
+
+
+class ServeMetrics(RabbitMQStep):
+    """Serves the metrics of a worker, with those of its pool's processes, on a port.
+
+    Without a port, it does something only where OpenTelemetry's SDK is set up: it adds what the
+    worker alone can measure, of the modules and of the levels.
+
+    Args:
+        worker: The worker.
+        rabbitdelay_metrics_port: What the command line says; None for what the settings say.
+        **options: The worker's other options.
+    """
+
+    requires = (Pool,)
+
+    def __init__(
+        self, worker: Any, rabbitdelay_metrics_port: str | None = None, **options: Any
+    ) -> None:
+        self._given = rabbitdelay_metrics_port
+        self._port: int | str | None = None
+        self._children: ChildCounts | None = None
+        self._at_end = ExitStack()
+        super().__init__(worker, **options)
+
+    def create(self, worker: Any) -> None:
+        """Prepare for the processes of the pool, none of which is forked yet.
+
+        Raises:
+            InvalidSetting: There is no such port, or the package ``prometheus-client`` is missing;
+                the worker ends.
+        """
+        delays = worker.app.rabbitdelay
+        self._port = delays.settings.metrics_port
+        if self._given is not None:
+            self._port = checked(_PORT, self._given or None)
+        if self._port is None:
+            return
+        try:
+            metrics: Metrics = delays.metrics
+        except ImportError as missing:
+            takes = "takes the package: pip install 'celery-rabbitdelay[metrics]'"
+            raise InvalidSetting(_PORT, self._port, takes) from missing
+        if issubclass(worker.pool_cls, TaskPool):
+            self._children = metrics.children = ChildCounts(metrics.count)
+
+    def start(self, worker: Any) -> None:
+        """Begin to serve.
+
+        Raises:
+            InvalidSetting: The port cannot be listened on; the worker ends.
+        """
+        delays = worker.app.rabbitdelay
+        if self._port is None and not opentelemetry_is_set_up():
+            return
+        signals.worker_shutdown.connect(self._close, sender=worker)
+        broker = Broker(worker.app.connection_for_write(), TIMEOUT)
+        self._at_end.callback(broker.close)
+        look = partial(broker.ask, partial(backlog_of, topology=delays.topology))
+        metrics: Metrics = delays.recorder.metrics
+        metrics.observe(partial(observed, worker, Readings(look, FRESH, PATIENCE)))
+        self._at_end.callback(metrics.observe)
+        if self._children is not None:
+            self._children.start()
+            self._at_end.callback(self._children.stop)
+        if self._port is not None:
+            if getattr(worker, "pool_start_method", "fork") == "spawn":
+                logger.warning("worker_pool_start_method is 'spawn': the pool is not counted.")
+            self._serve(worker, self._port)
+
+    def _serve(self, worker: Any, address: int | str) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server  # an extra
+
+        registry = CollectorRegistry()
+        registry.register(worker.app.rabbitdelay.metrics)
+        host, _, port = str(address).rpartition(":")
+        host = host or _HOST
+        try:
+            server, _ = start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as refused:
+            takes = f"cannot be listened on at {host}: {refused}"
+            raise InvalidSetting(_PORT, address, takes) from refused
+        served: Any = server.get_app()
+        server.set_app(with_health(served, worker))
+        self._at_end.callback(server.server_close)
+        self._at_end.callback(server.shutdown)
+        # A process of the pool that outlives a killed worker would keep its port occupied.
+        os.register_at_fork(after_in_child=server.socket.close)
+        logger.info("Metrics are served at http://%s:%s/metrics.", host, port)
+
+    def _close(self, **signal: Any) -> None:
+        # Not in ``stop``: the processes of the pool may still finish their tasks for long.
+        signals.worker_shutdown.disconnect(self._close, sender=signal["sender"])
+        self._at_end.close()
+
+
+def observed(worker: Any, backlogs: Readings[Backlog]) -> Iterator[Sample]:
+    """Yield what a worker knows at the moment, and does not record as it happens.
+
+    Args:
+        worker: The worker.
+        backlogs: Asks the broker what waits.
+    """
+    services: list[Service] = worker.rabbitdelay_services
+    for service in tuple(services):
+        if isinstance(service, ModuleService):
+            queue, statistics = service.module.queue.name, service.statistics
+            yield instruments.MODULE_RECEIVED, (queue,), statistics.received
+            yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
+            yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered
+            yield instruments.UNDELIVERABLE, (queue,), statistics.undeliverable
+        elif isinstance(service, ProbeService):
+            for level, late in dict(service.late).items():
+                yield instruments.PROBE_LATE, (level,), late
+            for level, missing in dict(service.missing).items():
+                yield instruments.PROBE_MISSING, (level,), missing
+    delays = worker.app.rabbitdelay
+    backlog, taken, _ = backlogs.latest()
+    if backlog is not None and taken is not None and wall_clock.now() - taken <= STALE:
+        queues = module_queues(delays.topology)
+        for name, counts in backlog.others.items():
+            yield instruments.BACKLOG, (queues[name].name,), counts.messages
+        for level, messages in backlog.levels.items():
+            yield instruments.PENDING, (level,), messages
+        yield instruments.MISSING_QUEUES, (), len(backlog.missing)
+    for instrument, look_up in list(delays.recorder.gauges.items()):
+        yield instrument, (), look_up()
+
+
+def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
+    """Return a WSGI application that also answers ``/healthz`` and ``/readyz``.
+
+    ``/healthz`` answers 200 as long as the process answers; ``/readyz`` if the worker takes and
+    sends tasks as well, otherwise 503 with the reason in one line.
+
+    Args:
+        metrics: Answers every other path.
+        worker: The worker.
+    """
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path not in ("/healthz", "/readyz"):
+            return metrics(environ, start_response)
+        reason = why_not_ready(worker) if path == "/readyz" else ""
+        status = "503 Service Unavailable" if reason else "200 OK"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{reason or 'ok'}\n".encode()]
+
+    return application
+
+
+def why_not_ready(worker: Any) -> str:
+    """Return why a worker takes or sends no tasks, or cannot ask the registry; empty if it can."""
+    delays = worker.app.rabbitdelay
+    reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
+    if reason or not delays.has_registry:
+        return reason
+    registry = delays.registry
+    try:
+        registry.store.commands(lambda pipe: pipe.exists(registry.names.only("complete-since")))
+    except RegistryUnavailable as error:
+        return " ".join(str(error).split())
+    return ""

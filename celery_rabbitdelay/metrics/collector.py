@@ -1,0 +1,243 @@
+"""``app.rabbitdelay.metrics``: counting in one process, for Prometheus and for OpenTelemetry."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe
+from select import PIPE_BUF
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from celery_rabbitdelay.app.instruments import PREFIX, Instrument, Labels, opentelemetry_is_set_up
+from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+#: The present value of an instrument that is observed, with its labels.
+Sample: TypeAlias = tuple[Instrument, Labels, float]
+
+#: Looks up the instruments that are observed.
+Observe: TypeAlias = Callable[[], Iterable[Sample]]
+
+#: Adds to a counter, or records in a histogram, a value with labels by their names.
+Recorder: TypeAlias = Callable[[float, dict[str, str]], None]
+
+#: Combinations of label values that one metric has at most. Further ones count as :data:`OTHER`, so
+#: that an application with a queue for each of its users fills neither its memory nor Prometheus.
+MAX_SERIES: Final = 2000
+
+#: The value of every label of a combination that is one too many, or that is too long for a pipe.
+OTHER: Final = "(other)"
+
+#: Bytes that a pipe takes in one piece, never mixed with those of another process, behind their
+#: length.
+MAX_BYTES: Final = PIPE_BUF - 4
+
+#: Seconds that a worker waits in the end for the counts that are still in the pipe.
+PATIENCE: Final = 1.0
+
+
+class Metrics:
+    """The metrics of this process, counted from the moment when they are first read.
+
+    It is a collector of ``prometheus_client``: ``REGISTRY.register(app.rabbitdelay.metrics)`` adds
+    it to the metrics that a process already serves. A worker needs only
+    ``rabbitdelay_metrics_port``. If OpenTelemetry's SDK is set up, all metrics are recorded there
+    as well, without any call.
+
+    A forked process begins with zero and counts for itself. A process of a worker's pool sends its
+    counts to the worker, if that serves metrics.
+
+    Attributes:
+        children: Receives the counts of the processes that are forked from now on; None if they
+            count for themselves.
+    """
+
+    def __init__(self) -> None:
+        self._source: Observe = tuple
+        #: Counters and histograms of ``prometheus_client``; none until somebody wants to read them.
+        self._prometheus: dict[Instrument, Any] = {}
+        #: What records in OpenTelemetry's SDK; none until it is set up.
+        self._opentelemetry: dict[Instrument, Recorder] = {}
+        self._series: defaultdict[Instrument, set[Labels]] = defaultdict(set)
+        self.children: ChildCounts | None = None
+        self._parent: ChildCounts | None = None
+        # For good: an application lives as long as its process.
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def begin(self) -> None:
+        """Begin to count for Prometheus, unless that has begun.
+
+        Raises:
+            ImportError: The package ``prometheus-client`` is missing.
+        """
+        if not self._prometheus:
+            self._prometheus = _prometheus_metrics()
+
+    def record(self, values: Mapping[Instrument, float], *labels: str) -> None:
+        """Add to counters, or record in histograms; does nothing in a process that does not count.
+
+        Args:
+            values: The values by their metrics, all of which have the same labels.
+            *labels: The values of the labels.
+        """
+        if self._parent is not None:
+            self._parent.send(values, labels)
+        elif self._prometheus:
+            self.count(values, labels)
+        if recorders := self._in_opentelemetry():
+            for instrument, value in values.items():
+                recorders[instrument](value, instrument.named(labels))
+
+    def count(self, values: Mapping[Instrument, float], labels: Labels) -> None:
+        """Add to Prometheus's counters, or record in its histograms."""
+        for instrument, value in values.items():
+            metric = self._prometheus[instrument]
+            if labels:
+                metric = metric.labels(*self._bounded(instrument, labels))
+            if instrument.buckets:
+                metric.observe(value)
+            else:
+                metric.inc(value)
+
+    def observe(self, source: Observe = tuple) -> None:
+        """Look up metrics at each collection from now on; without a source, no more of them."""
+        self._source = source
+        self._in_opentelemetry()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics in the form that ``prometheus_client`` serves."""
+        from prometheus_client.core import Metric  # an extra
+
+        samples = [*self._source()]
+        for each in INSTRUMENTS:
+            if each.is_observed:
+                family = Metric(f"{PREFIX}_{each.name}", each.help, each.kind)
+                for instrument, labels, value in samples:
+                    if instrument is each:
+                        family.add_sample(each.metric, each.named(labels), value)
+            else:
+                (family,) = self._prometheus[each].collect()
+                # The times at which the others began would double the number of series.
+                family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
+
+    def _in_opentelemetry(self) -> Mapping[Instrument, Recorder]:
+        if not self._opentelemetry and opentelemetry_is_set_up():
+            self._opentelemetry = _opentelemetry_recorders(lambda: self._source())
+        return self._opentelemetry
+
+    def _bounded(self, instrument: Instrument, labels: Labels) -> Labels:
+        series = self._series[instrument]
+        if labels not in series:
+            if len(series) >= MAX_SERIES:
+                return (OTHER,) * len(labels)
+            series.add(labels)
+        return labels
+
+    def _after_fork(self) -> None:
+        # The parent's counts and what it looks up remain the parent's.
+        self._source = tuple
+        self._series.clear()
+        if self._prometheus:
+            self._prometheus = _prometheus_metrics()
+        if self.children is not None:
+            self.children.after_fork()
+            self._parent, self.children = self.children, None
+
+
+class ChildCounts:
+    """A pipe by which the processes of a worker's pool send their parent what they count.
+
+    Each count is written as it is recorded, in one piece, so that nothing is lost when a process
+    ends, also by SIGKILL; and a pipe leaves no file behind, however the worker ends. The
+    multiprocess mode of ``prometheus_client`` needs a folder and an environment variable that is
+    set before its import, and would turn the metrics of the user's own into files as well.
+
+    A full pipe blocks the process until its parent reads, as the pipe does by which the pool
+    returns results. Make it before the processes are forked.
+
+    Args:
+        count: Called in the parent, in a thread of its own, with what a process has counted.
+    """
+
+    def __init__(self, count: Callable[[Mapping[Instrument, float], Labels], None]) -> None:
+        self._count = count
+        self._reading, self._writing = Pipe(duplex=False)
+        self._thread = Thread(target=self._read, name="rabbitdelay-counts", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read, in the parent."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read what was written by now, and close the pipe."""
+        self._writing.send_bytes(b"")
+        self._thread.join(PATIENCE)
+        self._writing.close()
+        self._reading.close()
+
+    def after_fork(self) -> None:
+        """Close the parent's end in a child, which would not notice otherwise that it has ended."""
+        self._reading.close()
+
+    def send(self, values: Mapping[Instrument, float], labels: Labels) -> None:
+        """Write what a child counts; labels that are too long become :data:`OTHER`."""
+        numbered = [(INSTRUMENTS.index(each), value) for each, value in values.items()]
+        message = json.dumps((numbered, labels)).encode()
+        if len(message) > MAX_BYTES:
+            message = json.dumps((numbered, (OTHER,) * len(labels))).encode()
+        with suppress(OSError):  # the parent has ended, and nobody will ask
+            self._writing.send_bytes(message)
+
+    def _read(self) -> None:
+        while message := self._reading.recv_bytes():
+            numbered, labels = json.loads(message)
+            self._count({INSTRUMENTS[number]: value for number, value in numbered}, tuple(labels))
+
+
+def _prometheus_metrics() -> dict[Instrument, Any]:
+    import prometheus_client  # an extra
+
+    metrics: dict[Instrument, Any] = {}
+    for each in INSTRUMENTS:
+        described = each.metric, each.help, each.labels
+        if each.buckets:
+            buckets = each.buckets
+            metrics[each] = prometheus_client.Histogram(*described, buckets=buckets, registry=None)
+        elif not each.is_observed:
+            metrics[each] = prometheus_client.Counter(*described, registry=None)
+    return metrics
+
+
+def _opentelemetry_recorders(source: Observe) -> dict[Instrument, Recorder]:
+    """Make OpenTelemetry's instruments; return what records in those that are not observed."""
+    from opentelemetry.metrics import Observation, get_meter
+
+    def observe(wanted: Instrument, _: object) -> Iterator[Observation]:
+        for instrument, labels, value in source():
+            if instrument is wanted:
+                yield Observation(value, instrument.named(labels))
+
+    meter = get_meter(PREFIX)
+    recorders: dict[Instrument, Recorder] = {}
+    for each in INSTRUMENTS:
+        name = f"{PREFIX}.{each.name.removesuffix('_seconds')}"
+        if each.buckets:
+            recorders[each] = meter.create_histogram(
+                name, "s", each.help, explicit_bucket_boundaries_advisory=each.buckets
+            ).record
+        elif each.kind == "gauge":
+            unit = "s" if each.name.endswith("_seconds") else "1"
+            meter.create_observable_gauge(name, [partial(observe, each)], unit, each.help)
+        elif each.is_observed:
+            meter.create_observable_counter(name, [partial(observe, each)], "1", each.help)
+        else:
+            recorders[each] = meter.create_counter(name, "1", each.help).add
+    return recorders

@@ -1,0 +1,178 @@
+"""What a message may reach, and what it may cost: destinations, bytes, nesting, delay. Pure.
+
+Anybody who may publish to check-in writes what a worker reads, in the main process of Celery. A
+message beyond a limit is refused at once, with a reason, and lies in ``undeliverable``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, Self
+
+from kombu import Queue
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels.delay import MAX_DELAY
+from celery_rabbitdelay.levels.headers import shortened
+
+#: Tables and arrays within each other in the headers of a message. py-amqp reads and writes them by
+#: recursion: some 300 raise a RecursionError in a worker.
+MAX_DEPTH: Final = 32
+
+#: What AMQP's tables and arrays are in Python.
+_CONTAINERS: Final = (dict, list, tuple)
+
+
+@dataclass(frozen=True)
+class AllowedDestinations:
+    """An immutable allow-list, so any thread may read it.
+
+    Attributes:
+        queues: The names of queues, reached over the default exchange.
+        exchanges: The names of exchanges.
+        patterns: Glob patterns for the names of both: ``*`` matches any characters, ``?`` one.
+        never: The names of queues and exchanges that are not allowed, whatever the others say.
+        never_patterns: Glob patterns for such names.
+    """
+
+    queues: frozenset[str] = frozenset()
+    exchanges: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+    never: frozenset[str] = frozenset()
+    never_patterns: tuple[str, ...] = ()
+
+    @classmethod
+    def matching(cls, patterns: Iterable[str]) -> Self:
+        """Allow the queues and exchanges whose names match a pattern."""
+        return cls(patterns=tuple(patterns))
+
+    @classmethod
+    def of_queues(cls, queues: Iterable[Queue]) -> Self:
+        """Allow these queues and every exchange that one of them is bound to."""
+        queues = tuple(queues)
+        sources = [
+            source
+            for queue in queues
+            for source in (queue.exchange, *(binding.exchange for binding in queue.bindings))
+        ]
+        return cls(
+            frozenset(queue.name for queue in queues),
+            frozenset(source.name for source in sources if source is not None and source.name),
+        )
+
+    def includes(self, exchange: str, routing_key: str) -> bool:
+        """Return whether a message may go to an exchange (empty: the default one) with a key."""
+        names, name = (self.exchanges, exchange) if exchange else (self.queues, routing_key)
+        if self.forbids(name):
+            return False
+        return name in names or any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def forbids(self, name: str) -> bool:
+        """Return whether no message may go to a queue or exchange, whoever asks for it."""
+        return name in self.never or any(
+            fnmatchcase(name, pattern) for pattern in self.never_patterns
+        )
+
+
+class DistributionReach:
+    """Where distribution may publish. Any thread may use it.
+
+    A queue that the configuration names is reached by the default exchange. Without a list, two
+    more kinds of destination are allowed: every other exchange, because a producer may name one
+    that the worker's application does not know; and the queues that are bound to the delivery
+    exchange, by that exchange. Whoever can put a message into the levels reaches the latter without
+    distribution as well.
+
+    Args:
+        named: What the configuration names, and what is never reached.
+        is_list: Whether nothing else is reached: ``rabbitdelay_distribution_allowed`` is a list.
+    """
+
+    def __init__(self, named: AllowedDestinations, is_list: bool = False) -> None:
+        self._named = named
+        self._is_list = is_list
+
+    def names(self, exchange: str, routing_key: str) -> bool:
+        """Return whether a destination is reached as it is named.
+
+        False means a queue that the configuration does not name: it is reached by its binding to
+        the delivery exchange, and in no other way.
+
+        Args:
+            exchange: The exchange; empty for the default one.
+            routing_key: The routing key.
+
+        Raises:
+            UnprocessableMessage: Distribution may not publish there.
+        """
+        name = exchange or routing_key
+        where = where_in_words(exchange, routing_key)
+        if not name:
+            raise UnprocessableMessage(
+                "its destination is missing: it names neither an exchange nor a queue"
+            )
+        if self._named.forbids(name):
+            where = f"{where}, which belongs to the broker, to Celery or to the levels"
+            raise UnprocessableMessage(not_allowed(where))
+        if self._named.includes(exchange, routing_key):
+            return True
+        if self._is_list:
+            raise UnprocessableMessage(not_allowed(where))
+        return exchange != ""
+
+
+#: For a program without settings: every destination is named.
+ANYWHERE: Final = DistributionReach(AllowedDestinations.matching(["*"]))
+
+
+def where_in_words(exchange: str, routing_key: str) -> str:
+    """Return what a destination is called in a reason."""
+    return (
+        f"the exchange {shortened(exchange)}" if exchange else f"the queue {shortened(routing_key)}"
+    )
+
+
+def not_allowed(where: str) -> str:
+    """Return the reason why distribution does not publish a message."""
+    return f"distribution may not reach {where}: see rabbitdelay_distribution_allowed"
+
+
+def check_delay(what: str, value: object, delay_ms: int) -> None:
+    """Refuse a delay that is too long.
+
+    Args:
+        what: Where the delay comes from, such as the name of a header.
+        value: Its value, which the error shows.
+        delay_ms: The delay, in milliseconds.
+
+    Raises:
+        UnprocessableMessage: It is longer than :data:`.MAX_DELAY`.
+    """
+    if delay_ms > MAX_DELAY * 1000:
+        raise UnprocessableMessage(
+            f"{what} is {shortened(value)}, which is more than the longest delay ahead, "
+            f"{MAX_DELAY:,.0f} s"
+        )
+
+
+def check_depth(headers: Mapping[str, Any]) -> None:
+    """Refuse headers that are nested too deep.
+
+    Raises:
+        UnprocessableMessage: More than :data:`MAX_DEPTH` tables or arrays are within each other.
+    """
+    layer: list[Any] = [headers]
+    for _ in range(MAX_DEPTH + 1):
+        layer = [
+            inner
+            for each in layer
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, _CONTAINERS)
+        ]
+        if not layer:
+            return
+    raise UnprocessableMessage(
+        f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
+    )

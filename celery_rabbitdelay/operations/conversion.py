@@ -1,0 +1,471 @@
+"""Converts messages that wait elsewhere into messages of the levels.
+
+:class:`Migration` is for other levels of this package. Celery's native delayed delivery (kombu's
+``native_delayed_delivery``) and NServiceBus's delay infrastructure
+(https://docs.particular.net/transports/rabbitmq/delayed-delivery) are chains of 28 queues, one for
+each bit of the delay in seconds. There, a routing key consists of these bits and of the
+destination's own key, and the headers of a message give its due time. If they lack it, the message
+waits for the longest time that the rest of its chain can take, so that it is never early.
+
+A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
+and workers may run meanwhile: messages that come due in the old levels reach their queues from
+there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, tzinfo
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import uuid4
+
+import amqp
+from amqp.exceptions import NotFound, ResourceLocked
+from kombu import Connection, Exchange, Queue
+
+from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app.celery_internals import eta_of
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import routing_key
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
+from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
+from celery_rabbitdelay.modules.probe import PROBE_TYPE
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.operations.mover import Place, Stay
+from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing import message as messages
+from celery_rabbitdelay.publishing.destination import Destination, topic_matches
+from celery_rabbitdelay.publishing.kombu_internals import connect
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.signature import SigningKeys
+
+
+@dataclass(frozen=True)
+class Migration:
+    """Converts messages of the source into messages of the target. Opens no connection.
+
+    ================ ================================================================
+    a level's queue  the target's levels, for the rest of the delay
+    meditation       the target's levels, likewise
+    distribution     the target's distribution, because it is due
+    check-in         the target's check-in, as the client published it
+    undeliverable    the target's ``undeliverable``, with the reason
+    ================ ================================================================
+
+    Attributes:
+        source: The topology that the messages are in.
+        target: The topology that they go to.
+        ensure: Called with the name of each destination queue.
+        signing_keys: What verifies and signs messages; None: signatures stay as they are.
+        vouches: Whether messages without a valid signature are signed.
+    """
+
+    source: Topology
+    target: Topology
+    ensure: Callable[[str], None]
+    signing_keys: SigningKeys | None = None
+    vouches: bool = False
+
+    def convert(self, message: amqp.Message, queue: str, until_ms: int | None = None) -> Outgoing:
+        """Return what to publish for a message.
+
+        Args:
+            message: The message.
+            queue: The queue that it was in.
+            until_ms: Until when it waits in the levels, in milliseconds since 1970-01-01 UTC; None
+                for its due time.
+
+        Raises:
+            UnprocessableMessage: The message cannot be one of these levels.
+            Stay: Its routing key belongs to other levels, or only a later version can read it.
+        """
+        modules, given = self.source.module_queues, headers_of(message)
+        info: Any = message.delivery_info
+        key = info["routing_key"]
+        if queue == modules.undeliverable.name:
+            # The broker's headers, which give the reason, are removed.
+            reason = examine(given, self.source, key).reason
+            kept = WaitingMessage.unopened(message).saying(reason=reason)
+            return Outgoing(self.target.module_queues.undeliverable.exchange.name, key, kept)
+        why = header_names.later_version(given, message.properties.get("content_type"))
+        if why is not None:
+            raise Stay(why)
+        if queue == modules.checkin.name and info["exchange"] != modules.meditated.name:
+            kept = WaitingMessage.unopened(message)
+            return Outgoing(self.target.module_queues.checkin.exchange.name, key, kept)
+        if queue in (modules.checkin.name, modules.meditation.name):
+            return self._waiting(message, key, until_ms)
+        if message.properties.get("type") == PROBE_TYPE:
+            # It is no task, and is dropped there.
+            return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
+        if self.source.keys.digits(key) is None:
+            raise Stay("its routing key is of another layout: see the --from options")
+        word = key.split(".")[-1]
+        if word == routing_key.encode_destination(routing_key.DISTRIBUTION):
+            return self._waiting(message, routing_key.DISTRIBUTION, until_ms)
+        return self._waiting(message, self._queue_of(word, message), until_ms)
+
+    @staticmethod
+    def _queue_of(word: str, message: amqp.Message) -> str:
+        """Return the name of the queue that the last word of a routing key encodes."""
+        name = routing_key.decode_destination(word)
+        if name is None:
+            # The word is a hash of the name.
+            name = headers_of(message).get(header_names.QUEUE)
+            if not isinstance(name, str) or routing_key.encode_destination(name) != word:
+                raise exceptions.UnprocessableMessage(
+                    f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
+                    f"{shortened(name)}"
+                )
+        return name
+
+    def _waiting(self, message: amqp.Message, destination: str, until_ms: int | None) -> Outgoing:
+        given = headers_of(message)
+        if UNREADABLE in given:
+            why = shortened(given[UNREADABLE])
+            raise exceptions.UnprocessableMessage(f"it cannot be read: {why}")
+        header_names.refuse_sender_selected(given)
+        # A message in the levels has no expiration, so that they drop none before it is due.
+        waiting = WaitingMessage.unopened(message).having(expiration=None)
+        due_ms = waiting.headers.due_ms
+        if due_ms is None:
+            raise exceptions.UnprocessableMessage(
+                f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}, "
+                "not milliseconds since 1970"
+            )
+        is_authentic = self.vouches or (
+            self.signing_keys is not None and self.signing_keys.verifies(*waiting)
+        )
+        if self.target.queue_type == "quorum":
+            # A priority that classic queues have taken.
+            lowered = waiting.with_low_priority()
+            if lowered is not waiting and waiting.headers.queue is not None:
+                destination = routing_key.DISTRIBUTION
+            waiting = lowered
+        if destination:
+            self.ensure(destination)
+        due_ms = due_ms if until_ms is None else until_ms
+        due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
+        if self.signing_keys is not None and is_authentic:
+            # It may have another priority in its headers; and the first key signs.
+            waiting = self.signing_keys.sign(waiting)
+        return into_levels(self.target, waiting, due, destination)
+
+
+def check_places(source: Place, target: Place) -> None:
+    """Check that two topologies share no queue.
+
+    Raises:
+        SameTopology: They have the same prefix, in the same virtual host of the same broker.
+        OSError: A broker cannot be reached.
+    """
+    if source.topology.prefix != target.topology.prefix:
+        return
+    if _are_the_same(source.connection, target.connection, target.topology.prefix):
+        raise exceptions.SameTopology(source.topology.prefix)
+
+
+def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
+    """Return whether two connections are to the same virtual host, whatever its address."""
+    with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
+        connect(first)
+        connect(second)
+        channel: Any = first.default_channel
+        name = f"{prefix}.same.{uuid4()}"  # which the user may declare
+        channel.queue_declare(name, exclusive=True)
+        channel = second.default_channel
+        try:
+            channel.queue_declare(name, passive=True)
+        except ResourceLocked:
+            return True
+        except NotFound:
+            return False
+    return True
+
+
+def check_source(source: Place) -> None:
+    """Check that a topology is declared as it is described.
+
+    Raises:
+        LayoutConflict: Another layout is declared under its prefix; it says which settings differ.
+        TopologyIncomplete: None of its queues exists.
+        OSError: The broker cannot be reached.
+    """
+    with source.connection.clone(heartbeat=0) as own:
+        declaration.check_layout(own, source.topology)
+        counts = declaration.queue_counts(own, source.topology.queues)
+    if not any(counts.values()):
+        raise exceptions.TopologyIncomplete(source.topology.prefix, tuple(counts))
+
+
+#: The number of queues in a chain, and of bits in a routing key.
+BITS: Final = 28
+
+#: How often a message may have been returned to a task queue. RabbitMQ 4.0 and later drop a message
+#: from a quorum queue after 20 returns
+#: (https://www.rabbitmq.com/docs/quorum-queues#position-in-queue). Before that, it is published to
+#: its queue anew, which restarts the count.
+MOST_RETURNS: Final = 8
+
+#: The headers in which RabbitMQ counts returns; from 4.3 on, the second one.
+RETURNS: Final = ("x-delivery-count", "x-acquired-count")
+
+#: What NServiceBus writes into the headers of a delayed message.
+NSB_DELAY: Final = "NServiceBus.Transport.RabbitMQ.DelayInSeconds"
+NSB_SENT: Final = "NServiceBus.TimeSent"
+NSB_TIME: Final = "%Y-%m-%d %H:%M:%S:%f Z"
+
+#: The reasons for which a task is left as it should be: it is not delayed, or it keeps Celery's own
+#: delays.
+NOT_DELAYED: Final = "it is due, or has no eta"
+KEEPS_OWN: Final = "its task has rabbitdelay=False"
+
+#: Milliseconds by which a due time may be earlier than the chain, which counts in whole seconds
+#: from the moment when the broker receives the message.
+SLACK_MS: Final = 2000
+
+_BITS = re.compile(rf"((?:[01]\.){{{BITS}}})(.*)", re.DOTALL)
+
+
+#: Returns the delayed message of one in a queue; it raises :class:`.Stay`.
+Adopt: TypeAlias = Callable[[amqp.Message, str], Outgoing]
+
+
+def native_queues(prefix: str = "") -> list[str]:
+    """Return the queues of Celery's native delayed delivery, the longest delay first.
+
+    Args:
+        prefix: Celery's setting ``broker_native_delayed_delivery_prefix``.
+    """
+    start = f"{prefix}_" if prefix else ""
+    return [f"{start}celery_delayed_{level}" for level in reversed(range(BITS))]
+
+
+def nservicebus_queues(version: int = 2) -> list[str]:
+    """Return the queues of NServiceBus's delay infrastructure, the longest delay first.
+
+    Args:
+        version: 1 (classic queues) or 2 (quorum queues).
+    """
+    return [f"{_nsb(version)}.delay-level-{level:02}" for level in reversed(range(BITS))]
+
+
+def _nsb(version: int) -> str:
+    return "nsb" if version == 1 else f"nsb.v{version}"
+
+
+def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[Due, str]:
+    """Return when a message leaves its chain, and the routing key of its destination.
+
+    Args:
+        message: The message.
+        queue: The queue of the chain that it was in, whose name ends with its level.
+        due: The due time that its headers give. It counts unless it is earlier than the shortest
+            time that the chain can take; if it does not count, the longest time does.
+
+    Raises:
+        Stay: The routing key is not one of a chain, or the message cannot be read.
+    """
+    if UNREADABLE in headers_of(message):
+        raise Stay("its properties cannot be read")
+    info: Any = message.delivery_info
+    found = _BITS.fullmatch(info["routing_key"])
+    if found is None:
+        raise Stay("its routing key does not begin with 28 bits")
+    level = int(re.split("[_-]", queue)[-1])
+    # The higher levels are behind it.
+    longest = int(found[1].replace(".", "")[-(level + 1) :], 2)
+    least = max(longest - 2**level, 0)
+    if due is None or due.delay_ms < least * 1000 - SLACK_MS:
+        due = Due.after(longest)
+    return due, found[2]
+
+
+@dataclass(frozen=True)
+class TaskMessages:
+    """Makes delayed tasks of messages that plain Celery has sent.
+
+    Attributes:
+        producer: Makes the messages; nothing is published with it.
+        timezone: The application's time zone.
+        ensure: Called with the name of each queue that messages are for.
+        keeps_own: Returns whether a task, by its name, keeps Celery's own delays.
+    """
+
+    producer: DelayedProducer
+    timezone: tzinfo
+    ensure: Callable[[str], None]
+    keeps_own: Callable[[str], bool] = lambda name: False
+
+    def due(self, message: amqp.Message) -> Due | None:
+        """Return when a task is due; None if it has no eta, or is not of Celery's protocol 2."""
+        eta = eta_of(headers_of(message).get("eta"), self.timezone)
+        return None if eta is None else Due.at(eta)
+
+    def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
+        """Return the message that waits in the levels.
+
+        Raises:
+            Stay: The levels do not take it.
+        """
+        if self.keeps_own(str(headers_of(message).get("task"))):
+            raise Stay(KEEPS_OWN)
+        headers = headers_of(message)
+        if "eta" in headers:
+            headers["eta"] = None
+        said, _ = parse(headers)
+        self.producer.says = {"registry": said.registry}
+        try:
+            delayed = self.producer.delayed_message(
+                messages.body_of(message),
+                destination,
+                due,
+                headers=headers,
+                content_type=message.properties.get("content_type", "application/data"),
+                content_encoding=message.properties.get("content_encoding", "binary"),
+                **messages.kept_properties(message.properties),
+            )
+        except (exceptions.NeedsDistribution, exceptions.DelayTooLong) as error:
+            raise Stay(str(error)) from error
+        if delayed.queue is not None:
+            self.ensure(delayed.queue.name)
+        address = partial(self.producer.address, delayed, due)
+        return Outgoing(*address(), delayed.message, address)
+
+
+def native_chain(tasks: TaskMessages, queues: Iterable[Queue]) -> Adopt:
+    """Return what converts tasks in Celery's native delayed delivery.
+
+    It raises :class:`.Stay` if the destination of a task is unknown.
+
+    Args:
+        tasks: Makes the delayed task.
+        queues: The queues that the application knows.
+    """
+    bound = list(_bound_to_chain(queues))
+
+    def convert(message: amqp.Message, queue: str) -> Outgoing:
+        due, key = _end_of_chain(message, queue, tasks.due(message))
+        return tasks.delayed(message, _destination(bound, key), due)
+
+    return convert
+
+
+class _Bound(NamedTuple):
+    """A queue that Celery binds to its chain.
+
+    Attributes:
+        queue: The queue.
+        exchange: Its exchange, which the chain delivers to.
+        routing_key: The routing key that it is bound with.
+        pattern: The words of the pattern by which the chain's last exchange is bound to it.
+    """
+
+    queue: Queue
+    exchange: Exchange
+    routing_key: str
+    pattern: tuple[str, ...]
+
+
+def _bound_to_chain(queues: Iterable[Queue]) -> Iterator[_Bound]:
+    """Yield the queues Celery binds; see ``bind_queue_to_native_delayed_delivery_exchange``."""
+    for queue in queues:
+        # Both have an exchange and a routing key.
+        for each in [queue] if queue.exchange else queue.bindings:
+            exchange, key = each.exchange, each.routing_key
+            if exchange and exchange.name and exchange.type != "direct":
+                pattern = key if key.startswith("#") else f"#.{key}"
+                yield _Bound(queue, exchange, key, tuple(pattern.split(".")))
+
+
+def _destination(bound: Sequence[_Bound], routing_key: str) -> Destination:
+    """Return the destination of a task, by the patterns that the chain's end is bound with."""
+    words = routing_key.split(".")
+    exact = [each for each in bound if each.routing_key == routing_key]
+    found = exact or [each for each in bound if topic_matches(each.pattern, words)]
+    if not found:
+        raise Stay(f"no queue of the application has the routing key {shortened(routing_key)}")
+    if len({each.exchange.name for each in found}) > 1:
+        raise Stay(f"several exchanges have the routing key {shortened(routing_key)}")
+    queue, exchange, *_ = found[0]
+    is_only = len({each.queue.name for each in found}) == 1 and exchange.type == "topic"
+    return Destination(queue if is_only else None, exchange.name, routing_key)
+
+
+def nservicebus_chain(
+    topology: Topology, version: int = 2, signing_keys: SigningKeys | None = None
+) -> Adopt:
+    """Return what converts messages in NServiceBus's delay infrastructure.
+
+    When a message is due, it goes to the last exchange of the infrastructure, so that it reaches
+    the same queues as it would have reached there, and no others. :class:`.Stay` is raised if it
+    has headers by which it could reach any queue.
+
+    Args:
+        topology: The levels.
+        version: 1 or 2; see :func:`nservicebus_queues`.
+        signing_keys: What signs the messages, for distribution; None: nothing does.
+    """
+    exchange = f"{_nsb(version)}.delay-delivery"
+
+    def convert(message: amqp.Message, queue: str) -> Outgoing:
+        headers = headers_of(message)
+        # A delayed retry has the time at which the message was sent first.
+        due, key = _end_of_chain(message, queue, _nservicebus_due(headers))
+        if any(name in headers for name in header_names.SENDER_SELECTED):
+            raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
+        sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
+        return for_distribution(topology, sent, due, exchange, key, signing_keys)
+
+    return convert
+
+
+def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
+    """Return the due time that the headers of a message give; None if they give none."""
+    sent, delay = headers.get(NSB_SENT), headers.get(NSB_DELAY)
+    try:
+        instant = datetime.strptime(str(sent), NSB_TIME).replace(tzinfo=UTC)
+        seconds = int(str(delay))
+        if not 0 <= seconds < 2**BITS:
+            return None
+        return Due.at(instant + timedelta(seconds=seconds))
+    except (ValueError, OverflowError):  # the latter for an instant after the year 9999
+        return None
+
+
+def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queue]) -> Adopt:
+    """Return what converts tasks in their own queue, where workers would hold them until their eta.
+
+    It raises :class:`.Stay` for a task that is due, has no eta, or cannot wait in the levels.
+
+    Args:
+        tasks: Makes the delayed task.
+        topology: The levels.
+        queues: The queues that the application knows, by their names.
+    """
+
+    def delayed(message: amqp.Message, queue: str) -> Outgoing:
+        due = tasks.due(message)
+        if due is None or due.delay_ms <= topology.layout.tick_ms:
+            raise Stay(NOT_DELAYED)
+        info: Any = message.delivery_info
+        known = queues.get(queue) or Queue(queue, no_declare=True)
+        destination = Destination(known, info["exchange"], info["routing_key"])
+        return tasks.delayed(message, destination, due)
+
+    def convert(message: amqp.Message, queue: str) -> Outgoing:
+        try:
+            return delayed(message, queue)
+        except Stay:
+            returns = [headers_of(message).get(name) for name in RETURNS]
+            if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
+                raise
+        return Outgoing("", queue, WaitingMessage.unopened(message))
+
+    return convert

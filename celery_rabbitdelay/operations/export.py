@@ -1,0 +1,266 @@
+"""``celery rabbitdelay export``: a topology as Terraform, as a definitions file, or as a diagram.
+
+``rabbitmqctl import_definitions``, the management page and ``load_definitions`` of
+``rabbitmq.conf`` read a definitions file (https://www.rabbitmq.com/docs/definitions). The Terraform
+module is for the provider ``cyrilgdn/rabbitmq``; the file ``module.tf`` has the names of values, as
+``@name@``, in place of what differs. :func:`as_setting` describes a layout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
+from typing import Any, Final
+
+import click
+
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.exceptions import InvalidLayout
+from celery_rabbitdelay.levels.delay import duration_text
+from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
+from celery_rabbitdelay.levels.topology import Topology
+
+_LAYOUTS: Final = {**NAMED, "custom": custom}
+
+
+def as_setting(layout: Layout) -> dict[str, Any] | None:
+    """Return the value of ``rabbitdelay_layout`` that makes a layout, as JSON can express it.
+
+    Returns:
+        A mapping; None if only Python can make this layout.
+    """
+    if layout.name not in _LAYOUTS:
+        return None
+    options = _options(layout)
+    try:
+        found = _LAYOUTS[layout.name](**options)
+    except (InvalidLayout, TypeError):
+        return None
+    return {"name": layout.name, **options} if found == layout else None
+
+
+def _options(layout: Layout) -> dict[str, Any]:
+    tick = _seconds(layout.tick_ms)
+    match layout.name:
+        case "clock":
+            options: dict[str, Any] = {"tick": tick}
+        case "binary":
+            options = {"tick": tick, "levels": len(layout.levels)}
+        case "geometric":
+            options = {"tick": tick, "factor": layout.bases[0], "levels": len(layout.levels)}
+        case _:
+            levels = ([each.unit, each.base, _seconds(each.place_ms)] for each in layout.levels)
+            options = {"levels": list(levels)}
+    return {**options, "zeros": layout.zeros}
+
+
+def _seconds(length_ms: int) -> float:
+    return length_ms // 1000 if length_ms % 1000 == 0 else length_ms / 1000
+
+
+def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str, Any]]]:
+    """Return the exchanges, queues and bindings that ``declare`` makes.
+
+    The guard, which refuses other layouts under the prefix, is the first exchange. The marker,
+    which shows that the topology is complete, is the last one.
+
+    The virtual host has to exist: an import that names it would reset its description, its tags
+    and its default queue type.
+
+    Args:
+        topology: The topology.
+        vhost: The virtual host that they belong to.
+    """
+    common = {"vhost": vhost, "durable": True, "auto_delete": False}
+    return {
+        "exchanges": [
+            {
+                "name": each.name,
+                "type": each.type,
+                "arguments": dict(each.arguments or {}),
+                **common,
+                "internal": False,
+            }
+            for each in (topology.identity.guard, *topology.exchanges, topology.identity.marker)
+        ],
+        "queues": [
+            {"name": each.name, "arguments": dict(each.queue_arguments or {}), **common}
+            for each in (*topology.queues, topology.probe)
+        ],
+        "bindings": [
+            {
+                "source": each.source,
+                "vhost": vhost,
+                "destination": each.target,
+                "destination_type": "exchange" if each.target_is_exchange else "queue",
+                "routing_key": each.pattern,
+                "arguments": {},
+            }
+            for each in (*topology.bindings, topology.probe_binding)
+        ],
+    }
+
+
+#: The arguments whose values are names, and the input of the Terraform module that begins each.
+_NAMES: Final = ("alternate-exchange", "x-dead-letter-exchange")
+_PREFIX: Final = "@name@"
+
+
+def as_terraform(topology: Topology, vhost: str = "/") -> str:
+    """Return the text of a Terraform module, ``main.tf``.
+
+    Its inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold what it makes, with
+    the names behind the prefix; they are written as JSON, which HCL includes.
+
+    Args:
+        topology: The topology; its prefix is the default of the input ``name``.
+        vhost: The default of the input ``vhost``.
+    """
+    layout, made = topology.layout, definitions(topology)
+
+    def bare(name: str) -> str:
+        return name.removeprefix(f"{topology.prefix}.")
+
+    def entity(made: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = {
+            key: f"{_PREFIX}.{bare(value)}" if key in _NAMES else value
+            for key, value in made["arguments"].items()
+        }
+        return {"name": bare(made["name"]), "type": made.get("type"), "arguments": arguments}
+
+    guard, *exchanges, marker = map(entity, made["exchanges"])
+    bindings = [
+        {**each, "source": bare(each["source"]), "destination": bare(each["destination"])}
+        for each in made["bindings"]
+    ]
+    for each in bindings:
+        del each["vhost"], each["arguments"]
+    values = {
+        "layout": layout.name,
+        "zeros": layout.zeros,
+        "capacity": duration_text(layout.capacity_ms),
+        "prefix": _hcl(topology.prefix),
+        "vhost": _hcl(vhost),
+        "max_delay": _hcl(_seconds(layout.capacity_ms)),
+        "setting": _hcl(as_setting(layout)),
+        "guard": _hcl(guard),
+        "marker": _hcl(marker),
+        "exchanges": _table({each["name"]: each for each in exchanges}),
+        "queues": _table({each["name"]: each["arguments"] for each in map(entity, made["queues"])}),
+        "bindings": _table({" ".join(each.values()): each for each in bindings}),
+    }
+    template = files(__package__).joinpath("module.tf").read_text(encoding="utf-8")
+    return re.sub("@([a-z_]+)@", lambda found: values[found[1]], template)
+
+
+def _hcl(value: object) -> str:
+    """Write a value for Terraform, in whose strings ``${`` and ``%{`` begin a template."""
+    text = json.dumps(value, ensure_ascii=False).replace("${", "$${").replace("%{", "%%{")
+    return text.replace(_PREFIX, "${var.name}")
+
+
+def _table(entries: Mapping[str, object]) -> str:
+    lines = ",\n".join(f"    {_hcl(key)}: {_hcl(value)}" for key, value in entries.items())
+    return f"{{\n{lines}\n  }}"
+
+
+#: What stands before, behind and around the levels.
+_AROUND: Final = """\
+producer(["producer"])
+delivery{{"delivery"}}
+destination(["the task's queue"])
+checkin[["checkin<br/>(ingest queue)"]]
+meditation[["meditation<br/>TTL @ttl"]]
+distribution[["distribution<br/>(publishes again)"]]
+undeliverable[["undeliverable"]]
+producer ==>|"or lower"| exchange0
+producer ==>|"above"| meditation
+meditation -.-> checkin
+checkin ==>|"or lower"| exchange0
+delivery -->|"its name"| destination
+delivery -->|"no route"| distribution
+distribution ==> destination
+distribution ==>|"in the end"| undeliverable
+"""
+
+
+def as_mermaid(topology: Topology) -> str:
+    """Return a flow chart from left to right."""
+    layout = topology.layout
+    loop = topology.module_queues.meditation.queue_arguments or {}
+    around = _AROUND.replace("@ttl", duration_text(loop["x-message-ttl"]))
+    title = (
+        f"{topology.prefix}: {layout.name}, zeros passed by {layout.zeros}, "
+        f"{len(topology.digit_queues)} digit queues, up to {duration_text(layout.capacity_ms)}"
+    )
+    lines = (*_nodes(topology), *_arrows(topology), *around.splitlines())
+    chart = ["---", f'title: "{title}"', "---", "flowchart LR", *(f"  {line}" for line in lines)]
+    return "\n".join(chart) + "\n"
+
+
+def _nodes(topology: Topology) -> Iterator[str]:
+    for index, level in enumerate(topology.layout.levels):
+        queues = topology.level_queues[level.name]
+        ends = queues if len(queues) == 1 else (queues[0], queues[-1])
+        names = [queue.name.removeprefix(f"{topology.prefix}.") for queue in ends]
+        ttls = [duration_text((queue.queue_arguments or {})["x-message-ttl"]) for queue in ends]
+        yield f'exchange{index}{{{{"{level.name}"}}}}'
+        yield f'queues{index}[("{" to<br/>".join(names)}<br/>TTL {" to ".join(ttls)}")]'
+
+
+def _arrows(topology: Topology) -> Iterator[str]:
+    """Yield the bindings of each level, by the digits that they match, and its dead-lettering."""
+    layout = topology.layout
+    count = len(layout.levels)
+    exchanges = [*(f"exchange{index}" for index in range(count)), "delivery"]
+    first = 0 if layout.zeros == "queue" else 1
+    for index in range(count):
+        behind = count if layout.zeros == "skip" else index + 1
+        for lower in range(index, behind):
+            last = layout.bases[lower] - 1
+            digits = str(first) if first == last else f"{first}-{last}"
+            yield f'exchange{index} -->|"{"0." * (lower - index)}{digits}"| queues{lower}'
+        if layout.zeros != "queue":
+            zeros = ".".join("0" * (behind - index))
+            yield f'exchange{index} -->|"{zeros}"| {exchanges[behind]}'
+        yield f"queues{index} -.-> {exchanges[index + 1]}"
+
+
+#: What writes each format, given the topology and the name of the virtual host.
+FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
+    "terraform": as_terraform,
+    "definitions": lambda topology, vhost: (
+        f"{json.dumps(definitions(topology, vhost), indent=2)}\n"
+    ),
+    "mermaid": lambda topology, vhost: as_mermaid(topology),
+}
+
+
+@shared.command()
+@click.option(
+    "-f",
+    "--format",
+    "format_name",
+    type=click.Choice(list(FORMATS)),
+    required=True,
+    help="A Terraform module, a definitions file for RabbitMQ, or a Mermaid flow chart.",
+)
+@click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
+@shared.topology_options
+def export(format_name: str, vhost: str | None, **options: Any) -> None:
+    """Print the topology in another format. No broker is asked, and nothing is declared."""
+    topology = shared.topology(options)
+    host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
+    text = FORMATS[format_name](topology, host)
+    found = {
+        "format": format_name,
+        "prefix": topology.prefix,
+        "vhost": host,
+        "fingerprint": topology.identity.fingerprint,
+        "layout": as_setting(topology.layout),
+        "capacity_ms": topology.layout.capacity_ms,
+        "text": text,
+    }
+    shared.answer(found, [text.removesuffix("\n")])

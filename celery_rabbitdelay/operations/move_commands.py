@@ -1,0 +1,319 @@
+"""``celery rabbitdelay migrate``, ``transfer`` and ``adopt``: move messages that wait elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Final, cast
+
+import click
+from celery.exceptions import QueueNotFound
+from celery.platforms import EX_UNAVAILABLE
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
+from celery_rabbitdelay.operations import conversion
+from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+#: How many reasons and queues the text names; ``--json`` names all of them.
+MAX_NAMED: Final = 10
+
+_move_options: Final = shared.options(
+    click.option(
+        "--timeout",
+        type=shared.seconds_type,
+        default=60.0,
+        show_default=True,
+        help="In which time a broker has to answer, or to come back.",
+    ),
+    click.option("--rate", type=shared.POSITIVE, help="Move at most this many messages a second."),
+    click.option("--follow", is_flag=True, help="Keep running when all is moved, until Ctrl-C."),
+    click.option("--dry-run", is_flag=True, help="Count the messages, and move none."),
+)
+
+#: The options that describe the levels that are emptied.
+_source_options: Final = shared.options(
+    click.option(
+        "--ignore-registry",
+        is_flag=True,
+        help="Move even if the registry's prefix differs; cancelled tasks then run.",
+    ),
+    click.option("--sign", is_flag=True, help="Sign messages that have no valid signature, too."),
+    click.option(
+        "--allow",
+        multiple=True,
+        metavar="PATTERN",
+        help="Also bind queues of this name or pattern, which the application does not name.",
+    ),
+    click.option("--from-prefix", help="Their rabbitdelay_prefix."),
+    click.option(
+        "--from-layout", type=shared.layout_type, help="Their rabbitdelay_layout: a name, or JSON."
+    ),
+    click.option("--from-tick", type=shared.seconds_type, help="Their rabbitdelay_tick."),
+    click.option("--from-queue-type", help="Their rabbitdelay_queue_type."),
+    click.option("--from-shards", type=int, help="Their rabbitdelay_shards."),
+)
+
+
+@shared.command()
+@_source_options
+@click.option("--from-vhost", help="Their virtual host.")
+@_move_options
+def migrate(from_vhost: str | None, **options: Any) -> None:
+    """Move all messages that wait in other levels of this broker into the application's.
+
+    The --from options describe the levels that are emptied; omitted ones default to the
+    application's settings. Producers and workers may run meanwhile. The command can be ended at any
+    time and started again.
+    """
+    shared.delays()  # checks the application
+    here = shared.app().connection_for_write()
+    there = here if from_vhost is None else here.clone(virtual_host=from_vhost)
+    _migrate(there, **options)
+
+
+@shared.command()
+@click.option(
+    "--from",
+    "from_url",
+    required=True,
+    envvar="RABBITDELAY_FROM",
+    help="The URL of the broker that is emptied; or the environment variable RABBITDELAY_FROM.",
+)
+@_source_options
+@_move_options
+def transfer(from_url: str, **options: Any) -> None:
+    """Move all messages that wait on another broker into the application's levels.
+
+    Works between any two versions of RabbitMQ. Otherwise it behaves like migrate. The connection to
+    an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
+    """
+    shared.delays()  # checks the application
+    _migrate(shared.broker_at(shared.app(), from_url), **options)
+
+
+def _migrate(
+    there: Connection, *, ignore_registry: bool, allow: tuple[str, ...], sign: bool, **options: Any
+) -> None:
+    given = {name: options.pop(name) for name in list(options) if name.startswith("from_")}
+    topology = shared.topology(given, of="of the levels that are emptied: ")
+    source, target = Place(there, topology), _target()
+    settings = shared.delays().settings
+    if not ignore_registry:
+        _check_registry(settings, topology.prefix)
+    app = cast(Celery, shared.app())  # it has delays
+    app.loader.import_default_modules()
+    named = configured_destinations(app)
+    allowed = dataclasses.replace(named, patterns=(*named.patterns, *allow))
+    destinations = Destinations(
+        target, configured_queues(app), lambda name: allowed.includes("", name)
+    )
+    migration = conversion.Migration(
+        topology, target.topology, destinations.ensure, settings.signing_keys, sign
+    )
+
+    def check() -> None:
+        if not options["dry_run"]:
+            conversion.check_places(source, target)
+        conversion.check_source(source)
+
+    queues = [queue.name for queue in topology.queues]
+    _run(destinations, queues, migration.convert, source=there, check=check, **options)
+
+
+def _target() -> Place:
+    delays = shared.delays()
+    may_declare = delays.settings.declare == "auto"
+    return Place(shared.app().connection_for_write(), delays.topology, may_declare)
+
+
+def _check_registry(settings: Settings, prefix: str) -> None:
+    if settings.registry_url is None:
+        return
+    known = settings.registry_prefix or settings.prefix
+    if known != prefix:
+        raise click.UsageError(
+            f"the registry of this application has the prefix {known!r}, and knows nothing of the "
+            f"tasks that were sent under {prefix!r}: those that are cancelled would run. Set "
+            f"rabbitdelay_registry_prefix = {prefix!r}, or say --ignore-registry"
+        )
+
+
+@shared.group
+def adopt() -> None:
+    """Take over delayed messages that wait elsewhere on the application's broker.
+
+    Each keeps its due time. A command can be ended at any time and started again.
+    """
+
+
+@adopt.command()
+@click.option("--chain-prefix", default="", help="Celery's broker_native_delayed_delivery_prefix.")
+@_move_options
+def native(chain_prefix: str, **options: Any) -> None:
+    """Adopt the tasks in Celery's native delayed delivery.
+
+    Deploy producers that use the levels first; tasks that others still send are adopted by
+    --follow.
+    """
+    queues = shared.app().amqp.queues
+    destinations = Destinations(_target(), queues)
+    convert = conversion.native_chain(_tasks(destinations), queues.values())
+    _run(destinations, conversion.native_queues(chain_prefix), convert, **options)
+
+
+@adopt.command()
+@click.option(
+    "--version",
+    type=click.IntRange(1, 2),
+    default=2,
+    show_default=True,
+    help="Of NServiceBus's delay infrastructure: nsb.delay-level-* or nsb.v2.delay-level-*.",
+)
+@_move_options
+def nservicebus(version: int, **options: Any) -> None:
+    """Adopt the messages in NServiceBus's delay infrastructure.
+
+    They reach the same queues, through workers that serve distribution.
+    """
+    settings = shared.delays().settings
+    if DISTRIBUTE not in settings.modules:
+        raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
+    convert = conversion.nservicebus_chain(settings.topology, version, settings.signing_keys)
+    destinations = Destinations(_target(), shared.app().amqp.queues)
+    _run(destinations, conversion.nservicebus_queues(version), convert, **options)
+
+
+@adopt.command()
+@click.argument("queues", nargs=-1, required=True, metavar="QUEUE...")
+@_move_options
+def eta(queues: Sequence[str], **options: Any) -> None:
+    """Adopt tasks with an eta that sit in task queues.
+
+    A worker of this application does so whenever it receives one; use this for queues that have no
+    worker at the moment. Other tasks stay in their queue, behind those that arrive meanwhile.
+    """
+    target, known = _target(), shared.app().amqp.queues
+    destinations = Destinations(target, known)
+    convert = conversion.eta_tasks(_tasks(destinations), target.topology, known)
+
+    def check() -> None:
+        with target.connection.clone(heartbeat=0) as own:
+            counts = queue_counts(own, [Queue(name) for name in queues])
+        if missing := [name for name, found in counts.items() if found is None]:
+            names = ", ".join(map(repr, missing))
+            error = QueueNotFound(f"no such queue on the broker: {names}; nothing was moved")
+            shared.fail(error, error.args[0])
+
+    _run(destinations, queues, convert, check=check, **options)
+
+
+def _tasks(destinations: Destinations) -> conversion.TaskMessages:
+    """Return what makes delayed tasks of this application."""
+    settings, tasks = shared.delays().settings, shared.app().tasks
+    return conversion.TaskMessages(
+        DelayedProducer(Publisher(destinations.target.connection), **settings.for_producer),
+        shared.app().timezone,
+        destinations.ensure,
+        lambda name: not getattr(tasks.get(name), "rabbitdelay", True),
+    )
+
+
+def _run(
+    destinations: Destinations,
+    queues: Sequence[str],
+    convert: Convert,
+    *,
+    source: Connection | None = None,
+    check: Callable[[], None] = lambda: None,
+    timeout: float,
+    rate: float | None,
+    dry_run: bool,
+    follow: bool,
+) -> None:
+    """Move the messages, or count them, and print the result.
+
+    Args:
+        destinations: Binds the queues that the messages are for, at the target; closed at the end.
+        queues: The names of the queues that are emptied.
+        convert: Returns what to publish for a message.
+        source: The broker that these are on; None for the target's.
+        check: Called first. It raises an error if nothing can be moved between these levels.
+        timeout: Seconds in which a broker has to answer, or to come back.
+        rate: The most messages that are moved in a second; None for no limit.
+        dry_run: Whether to count the messages, and move none.
+        follow: Whether to keep running when the queues are empty, until Ctrl-C.
+    """
+    target = destinations.target
+    there = target.connection if source is None else source
+    mover = Mover(there, queues, target, convert, timeout=timeout, rate=rate)
+    refused = shared.usage_errors(SameTopology, LayoutConflict, TopologyIncomplete)
+    try:
+        with closing(destinations), refused:
+            check()
+            if dry_run:
+                found = mover.waiting()
+                told = {"waiting": sum(found.values()), "queues": found}
+                shared.answer(told, _waiting_lines(found))
+                return
+            moved = _moved(mover, follow)
+    except shared.BROKER_ERRORS as error:
+        shared.fail(error, f"cannot reach a broker: {error}", EX_UNAVAILABLE)
+    missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
+    told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
+    shared.answer(told, _lines(moved, missing, unnamed))
+    is_left = moved.left.keys() - {conversion.KEEPS_OWN, conversion.NOT_DELAYED}
+    if is_left or moved.undeliverable or unnamed or not moved.finished:
+        raise SystemExit(shared.FAILED)
+
+
+def _moved(mover: Mover, follow: bool) -> Moved:
+    """Move the messages; if a broker fails meanwhile, print how many were moved until then."""
+    try:
+        with shared.set_by_ctrl_c(mover.stopping):
+            return mover.move(follow=follow)
+    except shared.BROKER_ERRORS as error:
+        text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
+        shared.fail(error, text, EX_UNAVAILABLE)
+
+
+def _waiting_lines(found: Mapping[str, int]) -> Iterator[str]:
+    for name, messages in list(found.items())[:MAX_NAMED]:
+        yield f"  {name:40} {messages:12,}"
+    if len(found) > MAX_NAMED:
+        yield f"  ... and {len(found) - MAX_NAMED} further queues"
+    yield f"{sum(found.values()):,} messages wait; nothing was moved"
+
+
+def _lines(
+    moved: Moved, missing_queues: Sequence[str], unnamed_queues: Sequence[str]
+) -> Iterator[str]:
+    rate = moved.moved / moved.seconds if moved.seconds else 0
+    yield f"{moved.moved:,} messages moved in {moved.seconds:,.1f} s ({rate:,.0f}/s)"
+    for what, reasons in (("undeliverable", moved.undeliverable), ("left", moved.left)):
+        for reason, number in list(reasons.items())[:MAX_NAMED]:
+            yield f"  {number:,} {what}: {reason}"
+    if moved.copies:
+        yield f"  {moved.copies:,} may exist twice: a connection was lost"
+    if not moved.finished:
+        yield "  ended before all was moved; start it again to go on"
+    if missing_queues:
+        names = ", ".join(missing_queues[:MAX_NAMED])
+        yield f"  these queues do not exist; distribution tries them later: {names}"
+    if unnamed_queues:
+        names = ", ".join(unnamed_queues[:MAX_NAMED])
+        yield (
+            "  not bound, because the application does not name them; their messages wait until "
+            "these queues are bound, and are undeliverable rabbitdelay_retry_for (a day) after "
+            "they are due. Start a worker that consumes from them, or call "
+            f"celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: {names}"
+        )

@@ -1,0 +1,489 @@
+"""Moves messages from queues to another place: publish, wait for the confirm, acknowledge.
+
+It serves all commands that take messages out of queues: migrate, transfer, adopt, redrive and purge
+differ in what they convert a message to. If the process dies, the broker requeues the
+unacknowledged messages. Some of them may have been confirmed already and then exist twice. No
+message is lost, and the move can be started again.
+
+Messages that a consumer of a quorum queue holds do not expire. The remaining delay of a message is
+therefore computed from its due time when it is published. :class:`Destinations` binds the queues
+that messages are for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from threading import Event
+from typing import Any, Final, NamedTuple, TypeAlias, cast
+
+import amqp
+from amqp.exceptions import AccessRefused
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels.headers import shortened
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
+from celery_rabbitdelay.operations.source import (
+    MOST_IDLE_ROUNDS,
+    Source,
+    SourceLost,
+    waiting,
+)
+from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.kombu_internals import connect
+from celery_rabbitdelay.publishing.message import Declaration, Publication, WaitingMessage
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+
+class Place(NamedTuple):
+    """A topology on a broker.
+
+    Attributes:
+        connection: The broker, with its virtual host.
+        topology: The topology.
+        may_declare: Whether the topology may be declared, and queues declared and bound.
+    """
+
+    connection: Connection
+    topology: Topology
+    may_declare: bool = True
+
+    def declare(self, opened: Connection) -> None:
+        """Declare what is missing over an open connection, or check that nothing is."""
+        declare = declaration.declare_if_missing if self.may_declare else declaration.check_complete
+        declare(opened, self.topology)
+
+
+class Destinations:
+    """Binds the destination queues of messages to the levels of the target, each once.
+
+    Args:
+        target: The target.
+        known: The queues that the application knows, by their names. They are declared with the
+            application's arguments.
+        may_bind: Returns whether another queue may be bound. Anybody may have written its name into
+            a routing key, and what is bound to the levels can be reached by every producer.
+
+    Attributes:
+        target: The target.
+        missing: Destination queues that do not exist, or cannot be bound. Distribution tries to
+            deliver their messages when they are due.
+        unnamed: Destination queues that may not be bound. Their messages wait until the queue is
+            bound by a worker that consumes from it, or by a producer; but no longer than
+            ``rabbitdelay_retry_for`` after they are due.
+    """
+
+    def __init__(
+        self,
+        target: Place,
+        known: Mapping[str, Queue],
+        may_bind: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        self.target = target
+        self._connection = target.connection.clone(heartbeat=0)
+        self._known = known
+        self._may_bind = may_bind
+        self._seen: set[str] = set()
+        self.missing: set[str] = set()
+        self.unnamed: set[str] = set()
+
+    def ensure(self, name: str) -> None:
+        """Declare a queue that the application knows, and bind it; bind any other one.
+
+        Raises:
+            OSError: The broker cannot be reached.
+            amqp.exceptions.AccessRefused: The user lacks a permission.
+        """
+        if name in self._seen or not self.target.may_declare:
+            return
+        if name not in self._known and not self._may_bind(name):
+            self.unnamed.add(name)
+            return
+        connect(self._connection)
+        queue = self._known.get(name)
+        declaration.declare_if_missing(self._connection, self.target.topology)
+        is_bound = (
+            queue is not None
+            and not getattr(queue, "no_declare", False)
+            and self._try(declaration.declare_destination, queue)
+        )
+        # It may exist with other arguments than the application gives it.
+        if not is_bound and not self._try(declaration.bind_destination, name):
+            self.missing.add(name)
+        self._seen.add(name)
+
+    def _try(self, declare: Callable[..., None], queue: Queue | str) -> bool:
+        """Declare or bind a queue; return whether the broker has accepted it."""
+        try:
+            declare(self._connection, self.target.topology, queue)
+        except amqp.ChannelError as refused:
+            if isinstance(refused, AccessRefused):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the connection."""
+        with suppress(*self._connection.connection_errors, *self._connection.channel_errors):
+            self._connection.release()
+
+
+#: Messages that are taken from all queues together before one is acknowledged; at a limited rate,
+#: the messages of one second. A message that comes due meanwhile is late by the time that it takes
+#: to move them.
+TAKEN_AHEAD: Final = 2000
+
+#: The fewest messages that are taken from each queue.
+TAKEN_OF_A_QUEUE: Final = 10
+
+#: How many messages may stay in their queues. They are held unacknowledged, for which the broker
+#: needs some 200 bytes each (measured on 3.10.8, 4.0.5 and 4.3.6), and requeued at the end.
+MOST_STAYING: Final = 1_000_000
+
+#: Seconds after which empty queues are asked once more: a message may be between two of them.
+SETTLE: Final = 2.0
+
+#: The most messages that are published until the source has received their acknowledgements, and
+#: the seconds after which a batch ends, too. If the process dies, two batches may exist twice: one
+#: that is published, and the one before, because a channel of RabbitMQ passes on acknowledgements
+#: to a quorum queue that has many in progress only when the queue has answered
+#: (quorum_commands_soft_limit).
+BATCH: Final = 100
+BATCH_SECONDS: Final = 0.05
+
+#: Seconds of a pause that a limited rate makes up for.
+CATCH_UP: Final = 0.1
+
+#: Lost connections to the source, with no message moved in between, after which the move ends.
+MOST_LOSSES: Final = 5
+
+#: Seconds between two attempts to connect to the source again.
+RECONNECT_EVERY: Final = 1.0
+
+#: How many reasons are counted each for itself: anybody can make up reasons. The others are counted
+#: together.
+MOST_REASONS: Final = 200
+OTHER_REASONS: Final = "other reasons"
+
+
+class Stay(Exception):
+    """Raised by a conversion: the message stays in its queue.
+
+    The text says why; without one, the message is not counted.
+    """
+
+
+#: Takes a message and the name of its queue; returns what to publish for it, or None to delete it.
+#: It raises ``Stay``, or :class:`.UnprocessableMessage` if the message goes to ``undeliverable``.
+Convert: TypeAlias = Callable[[amqp.Message, str], Outgoing | None]
+
+
+@dataclass
+class Moved:
+    """The result of a move.
+
+    Attributes:
+        moved: How many messages have left their queues: the target has confirmed them, including
+            those that went to ``undeliverable``, or they are deleted.
+        undeliverable: How many messages went to ``undeliverable``, by the reason.
+        left: How many messages are still in their queues, by the reason.
+        copies: How many messages may be at the target and still be in their queues, because a
+            connection was lost before they were confirmed or acknowledged.
+        seconds: The duration of the move.
+        finished: Whether the queues were empty at the end, except for the messages in ``left``;
+            with ``follow``, always True.
+    """
+
+    moved: int = 0
+    undeliverable: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    copies: int = 0
+    seconds: float = 0.0
+    finished: bool = False
+
+
+def counted_as(reason: str, known: Collection[str]) -> str:
+    """Return the name under which a reason is counted: its own, if there are not too many yet."""
+    return reason if reason in known or len(known) < MOST_REASONS else OTHER_REASONS
+
+
+class Mover:
+    """Empties queues, in one call of :meth:`move`.
+
+    Args:
+        source: The broker that the queues are on; another connection like it is opened.
+        queues: The names of the queues; missing ones are skipped.
+        target: Where the messages go.
+        convert: Returns what to publish for a message.
+        timeout: Seconds in which a broker has to answer, and the target to confirm a message.
+        rate: The most messages that are published in a second; None for no limit.
+        limit: The most messages that are moved; None for all.
+        is_once: Whether only as many messages are looked at as are in the queues at the start, so
+            that what comes back at once is not moved twice.
+        dry_run: Whether to count what would be moved, and publish nothing.
+        declare: Called with each new connection to the target; None: declares what is missing, if
+            the target may be declared.
+        redeclare: Called if the target does not take a message, which is then published once more.
+
+    Attributes:
+        result: The counts of the messages moved so far.
+        stopping: Set to end the move; messages in flight are confirmed first.
+    """
+
+    def __init__(
+        self,
+        source: Connection,
+        queues: Sequence[str],
+        target: Place,
+        convert: Convert,
+        *,
+        timeout: float = 30.0,
+        rate: float | None = None,
+        limit: int | None = None,
+        is_once: bool = False,
+        dry_run: bool = False,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
+    ) -> None:
+        self.result = Moved()
+        self.stopping = Event()
+        self._like = source
+        self._queues = list(queues)
+        self._publisher = Publisher(target.connection.clone(heartbeat=0))
+        self._target = target
+        self._timeout = timeout
+        self._convert = convert
+        self._interval = 0.0 if rate is None else 1 / rate
+        self._ahead = TAKEN_AHEAD if rate is None else min(max(int(rate), 1), TAKEN_AHEAD)
+        self._limit = math.inf if limit is None else limit
+        self._is_once = is_once
+        self._dry_run = dry_run
+        self._declare = declare or target.declare
+        self._redeclare = redeclare
+        self._next_at = 0.0
+        #: Why the connection to the source was lost while messages are in flight.
+        self._lost: SourceLost | None = None
+        #: How many messages were taken, at how many of them the move ends, and how many were tried
+        #: to be moved, of which some are in flight.
+        self._taken, self._end, self._tried, self._in_flight = 0, math.inf, 0, 0
+        #: How often the source was lost since something was moved, and how much was moved then.
+        self._losses = self._moved_before = 0
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many messages are ready in each of the queues that has some.
+
+        Raises:
+            OSError: The broker cannot be reached.
+        """
+        with self._like.clone(heartbeat=0) as own:
+            return waiting(own, self._queues)
+
+    def move(self, *, follow: bool = False) -> Moved:
+        """Move messages until all queues are empty, or ``stopping`` is set.
+
+        Args:
+            follow: Keep running when the queues are empty, to move messages that producers still
+                publish. The move ends once a message stays, because a held message does not expire.
+
+        Raises:
+            PublishError: The target takes no messages any more.
+            OSError: A broker cannot be reached, its connection was lost, or it does not let a queue
+                be read. Messages that are not moved remain in their queues.
+            amqp.AMQPError: A broker refuses the connection or a declaration.
+        """
+        began = time.monotonic()
+        self._source = Source(self._like, self._timeout)
+        try:
+            self.result.finished = self._move_until_empty(follow) or follow
+        finally:
+            self._source.close()
+            self._publisher.close()
+            # If the move was interrupted, the target may have what was in flight.
+            self.result.copies += self._in_flight + len(self._source.to_acknowledge)
+            self.result.seconds = time.monotonic() - began
+        return self.result
+
+    def _move_until_empty(self, follow: bool) -> bool:
+        """Move messages in rounds; return whether the queues were empty twice in a row."""
+        was_empty, idle_rounds = self._is_once, 0
+        while not self.stopping.is_set() and not self._is_full:
+            taken_before = self._taken
+            try:
+                ready = self._source.ready(self._queues)
+                if self._is_once and self._end == math.inf:
+                    self._end = self._taken + sum(ready.values())
+                if self._taken >= self._end:
+                    return True
+                if ready and idle_rounds < MOST_IDLE_ROUNDS:
+                    self._move_ready(ready)
+            except SourceLost as lost:
+                if self.stopping.is_set():
+                    # They are not acknowledged: the broker delivers them again.
+                    return False
+                self._connect_again(lost)
+                # What was taken may not be back in its queue yet.
+                was_empty, idle_rounds = False, 0
+                continue
+            if not ready:
+                keeps_running = follow and not self.result.left
+                if was_empty and not keeps_running:
+                    return True
+            elif idle_rounds == MOST_IDLE_ROUNDS:  # so that these were not moved
+                found = sum(ready.values())
+                self.result.left["no message comes, another consumer may have it"] += found
+                return False
+            was_empty = not ready
+            if self._taken > taken_before:
+                idle_rounds = 0
+            else:
+                idle_rounds += bool(ready)
+                self.stopping.wait(SETTLE)
+        return self._tried >= self._limit or self._taken >= self._end
+
+    @property
+    def _is_full(self) -> bool:
+        return (
+            self.result.left.total() >= MOST_STAYING
+            or self._tried >= self._limit
+            or self._taken >= self._end
+        )
+
+    def _move_ready(self, ready: Mapping[str, int]) -> None:
+        # At a low rate, the other queues have their turn in the next rounds.
+        queues = list(ready) if self._ahead == TAKEN_AHEAD else list(ready)[: self._ahead]
+        least = TAKEN_OF_A_QUEUE if self._ahead == TAKEN_AHEAD else 1
+        prefetch = max(self._ahead // len(queues), least)
+        self._source.consume(queues, prefetch)
+        self._publish()
+        self._source.cancel()
+        # Messages that arrived before the consumers were cancelled.
+        self._publish()
+
+    def _publish(self) -> None:
+        """Publish in batches, until no message has come for a while."""
+        policy = PublishPolicy(self._timeout)
+        taken = -1
+        while self._taken > taken:
+            taken, batch = self._taken, self._batch()
+            # Without a first message, nothing is asked of the target.
+            for first in batch:
+                self._publisher.publish_all(
+                    chain([first], batch),
+                    policy,
+                    declare=self._declare,
+                    redeclare=self._redeclare,
+                    done=self._done,
+                )
+            if self._lost is not None:
+                raise self._lost
+            self._source.acknowledge()
+
+    def _batch(self) -> Iterator[Publication]:
+        """Yield what to publish until the next acknowledgement, while messages come."""
+        until, last = time.monotonic() + BATCH_SECONDS, self._taken + BATCH
+        while not self.stopping.is_set() and not self._is_full:
+            if self._taken == last or time.monotonic() > until:
+                return
+            try:
+                message = self._source.take()
+            except SourceLost as lost:
+                self._lost = lost  # it is raised once the messages in flight are confirmed
+                return
+            if message is None:
+                return
+            self._taken += 1
+            publication = self._publication(message)
+            if publication is not None:
+                self._keep_to_the_rate()
+                self._in_flight += 1
+                yield publication
+
+    def _publication(self, message: amqp.Message) -> Publication | None:
+        """Return what to publish for a message; None if it stays, or is deleted."""
+        try:
+            outgoing, reason = self._converted(message)
+            content = None if outgoing is None else encoded(outgoing, self._source.frame_max)
+        except (Stay, UnprocessableMessage) as stay:
+            self._leave(str(stay))
+            return None
+        self._tried += 1
+        if self._dry_run:
+            self.result.moved += 1
+            return None
+        if outgoing is None or content is None:
+            self._moved(message)
+            return None
+        address = outgoing.address
+        return Publication(content, outgoing.reroute or (lambda: address), (message, reason))
+
+    def _converted(self, message: amqp.Message) -> tuple[Outgoing | None, str]:
+        """Return what to publish for a message, and why it is undeliverable; empty if it is not."""
+        info: Any = message.delivery_info
+        try:
+            return self._convert(message, info["queue"]), ""
+        except (Stay, OSError, amqp.AMQPError):
+            raise
+        except UnprocessableMessage as error:
+            outgoing = Outgoing("", "", WaitingMessage.unopened(message))
+            undeliverable = self._target.topology.module_queues.undeliverable.exchange.name
+            return to_undeliverable(undeliverable, outgoing, str(error)), str(error)
+        except Exception as error:
+            # A single message, which anybody may have published, does not end the move.
+            raise Stay(f"it cannot be converted: {shortened(error)}") from error
+
+    def _keep_to_the_rate(self) -> None:
+        now = time.monotonic()
+        # After a pause, a little of the lost time is made up for.
+        self._next_at = max(self._next_at, now - CATCH_UP) + self._interval
+        if self._next_at > now:
+            self.stopping.wait(self._next_at - now)
+
+    def _done(self, publication: Publication) -> None:
+        self._in_flight -= 1
+        message, reason = publication.context
+        if publication.error is not None:
+            self._leave(f"the target does not take it ({type(publication.error).__name__})")
+            self.result.copies += publication.error.may_have_arrived
+            return
+        if reason:
+            self.result.undeliverable[reason] += 1
+        self._moved(message)
+
+    def _moved(self, message: amqp.Message) -> None:
+        self.result.moved += 1
+        self._source.to_acknowledge.append(cast(int, message.delivery_tag))
+
+    def _leave(self, reason: str) -> None:
+        if reason:
+            self.result.left[counted_as(reason, self.result.left)] += 1
+
+    def _connect_again(self, lost: Exception) -> None:
+        """Connect to the source again, once a second until the time-out is over."""
+        until, moved = time.monotonic() + self._timeout, self.result.moved
+        self._losses = self._losses + 1 if moved == self._moved_before else 1
+        self._moved_before = moved
+        while self._losses <= MOST_LOSSES and time.monotonic() < until:
+            if self.stopping.wait(RECONNECT_EVERY):
+                break
+            try:
+                former, self._source = self._source, Source(self._like, self._timeout)
+            except (OSError, amqp.AMQPError) as again:
+                lost = again
+                continue
+            self.result.copies += len(former.to_acknowledge)
+            former.drop()
+            # The broker has requeued all messages that were taken, and delivers them again.
+            self.result.left.clear()
+            self._lost = None
+            # It is not known any more which of them were there at the start.
+            self._is_once, self._end = False, math.inf
+            return
+        raise OSError(f"the connection to the source is lost: {lost}") from lost

@@ -1,0 +1,503 @@
+"""Converts an undeliverable message into the message that is published again.
+
+Anybody who can publish to an exchange of the levels can put a message into ``undeliverable``, with
+any headers. Therefore the destination has to be one that the application allows, whatever the
+headers say, and only headers with valid values are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import amqp
+from kombu import Queue
+
+from celery_rabbitdelay.app import destinations
+from celery_rabbitdelay.app.delays import DelayingCelery
+from celery_rabbitdelay.exceptions import (
+    InvalidDestination,
+    InvalidEnvelope,
+    LaterVersion,
+    UnprocessableMessage,
+)
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
+from celery_rabbitdelay.levels.routing_key import (
+    DISTRIBUTION,
+    decode_destination,
+    encode_destination,
+)
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
+from celery_rabbitdelay.modules.checkin import checked_task
+from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.modules.limits import (
+    AllowedDestinations,
+    check_delay,
+    check_depth,
+    where_in_words,
+)
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
+
+
+class Intended(NamedTuple):
+    """Where a message was meant to go.
+
+    Attributes:
+        exchange: The exchange that it would have been published to without a delay.
+        routing_key: The routing key that it would have been published with.
+        queue: The one queue that gets it; None if the exchange routes it.
+    """
+
+    exchange: str
+    routing_key: str
+    queue: str | None = None
+
+    @classmethod
+    def straight_to(cls, queue: str) -> Intended:
+        """Return the destination of a message for one queue, by the default exchange."""
+        return cls("", queue, queue)
+
+
+def intended(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> Intended:
+    """Return where an undeliverable message was meant to go.
+
+    Args:
+        headers: The message's headers, as the broker returns them.
+        topology: The topology that it was published into.
+        routing_key: ``message.delivery_info["routing_key"]``.
+
+    Raises:
+        UnprocessableMessage: Nothing says it, or what says it is invalid.
+    """
+    names = (header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE)
+    exchange, key, queue = map(headers.get, names)
+    if queue is not None:
+        if not isinstance(queue, str) or not queue:
+            raise UnprocessableMessage(
+                f"{header_names.QUEUE} is {shortened(queue)}, not a queue's name"
+            )
+        if exchange is None or key is None:
+            return Intended.straight_to(queue)
+    elif never_accepted(headers, topology, routing_key):
+        if exchange in (None, topology.module_queues.checkin.exchange.name):
+            exchange = ""
+        key = routing_key if key is None else key
+    elif exchange is None:
+        queue = _queue_in_key(headers, topology, routing_key)
+        if queue:
+            return Intended.straight_to(queue)
+    if not isinstance(exchange, str) or not isinstance(key, str) or not (exchange or key):
+        raise UnprocessableMessage(
+            f"its destination is unknown: {header_names.EXCHANGE} is {shortened(exchange)}, "
+            f"{header_names.ROUTING_KEY} is {shortened(key)}"
+        )
+    return Intended(exchange, key, queue)
+
+
+def never_accepted(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> bool:
+    """Return whether a message of a client comes from check-in, which has not accepted it.
+
+    Check-in gives each message that it accepts a due time.
+    """
+    checkin, deaths = topology.module_queues.checkin, headers.get("x-death")
+    newest = deaths[0] if isinstance(deaths, list) and deaths else None
+    left = {"queue": checkin.name, "exchange": checkin.exchange.name}
+    if isinstance(newest, Mapping) and left.items() <= newest.items():
+        # The broker has taken it out of check-in's queue as its client wrote it.
+        return True
+    if header_names.DUE in headers:
+        return False
+    return (
+        headers.get(header_names.EXCHANGE) == checkin.exchange.name
+        or header_names.X_DELAY in headers
+        or examine(headers, topology, routing_key).last_stop == checkin.name
+    )
+
+
+def _queue_in_key(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> str | None:
+    """Return the queue that a message's routing key names; None if it names none."""
+    stop = examine(headers, topology, routing_key).last_stop
+    if stop == topology.module_queues.meditation.name:
+        # There, the routing key is the bare destination; see Topology.route.
+        return routing_key
+    word = routing_key.split(".")[-1]
+    if topology.keys.digits(routing_key) is None or word == encode_destination(DISTRIBUTION):
+        return None
+    return decode_destination(word)
+
+
+#: How often a message is redriven at most, unless the caller says otherwise.
+MAX_ATTEMPTS: Final = 3
+
+
+@dataclass(frozen=True)
+class Redriving:
+    """Converts the messages that may leave ``undeliverable``; the others have to stay.
+
+    Attributes:
+        topology: The levels that the messages go back into.
+        allowed: The allowed destinations.
+        checkin_allowed: Those of messages that check-in has never accepted; None: the same.
+        trusts_clients: Whether those may be what check-in otherwise refuses; see
+            ``rabbitdelay_checkin_trusted``.
+        modules: The names of the modules that workers serve; see ``rabbitdelay_modules``.
+        refuses: Returns whether a queue may refuse a message; such messages go through
+            distribution.
+        delay_ms: The shortest time that each message waits, in milliseconds; None: until it is due.
+        to: The queue for all messages; None: each goes to its own destination. It need not be an
+            allowed one, but must not be one that is never allowed.
+        max_attempts: How often a message may be redriven, including this time.
+        ensure: Called with the name of each queue that a message goes to, to bind it to the levels.
+            If the broker cannot be reached or refuses, the message stays.
+        signing_keys: What verifies and signs messages; None: signatures do not matter.
+        vouches: Whether messages without a valid signature are signed as well.
+    """
+
+    topology: Topology
+    allowed: AllowedDestinations
+    _: KW_ONLY
+    checkin_allowed: AllowedDestinations | None = None
+    trusts_clients: bool = False
+    modules: Collection[str] = ()
+    refuses: Callable[[str], bool] = lambda queue: False
+    delay_ms: int | None = None
+    to: str | None = None
+    max_attempts: int = MAX_ATTEMPTS
+    ensure: Callable[[str], None] = lambda queue: None
+    signing_keys: SigningKeys | None = None
+    vouches: bool = False
+
+    def redriven(self, message: amqp.Message) -> Outgoing:
+        """Return what to publish for a message.
+
+        The message waits in the levels until it is due, and at least for the delay. It keeps its
+        body, its properties, and all headers except those of the broker and of earlier attempts to
+        deliver it.
+
+        Raises:
+            UnprocessableMessage: The message has to stay in ``undeliverable``.
+        """
+        headers, key = headers_of(message), message.delivery_info["routing_key"]
+        _refuse_unreadable(message, headers)
+        check_depth(headers)
+        is_new = never_accepted(headers, self.topology, key)
+        keys = self.signing_keys
+        received = WaitingMessage.unopened(message)
+        # A client of check-in has no key: its destination is checked, as check-in does it.
+        if keys is not None and not (is_new or self.vouches or keys.verifies(*received)):
+            raise UnprocessableMessage(NOT_SIGNED)
+        count = self._count(headers) + 1
+        if is_new:
+            headers = _as_checked_in(headers)
+        said, _ = header_names.parse(headers)
+        due_ms, due = self._due(said, headers, is_new)
+        left_out = header_names.X_DELAY if is_new else None
+        own = DelayHeaders(
+            due_ms=due_ms,
+            priority=said.priority,
+            expiration=said.expiration,
+            registry=said.registry,
+            redriven=count,
+            others={name: each for name, each in said.others.items() if name != left_out},
+        )
+        destination: Intended | None = None
+        if message.properties.get("content_type") == header_names.ENVELOPE:
+            if is_new:
+                raise UnprocessableMessage("it is an envelope, which clients may not check in")
+            body, exchange, routing_key = self._envelope(received.body, said)
+            received = received._replace(body=body)
+            own = own._replace(exchange=exchange, routing_key=routing_key)
+        else:
+            destination = self._checked(headers, key, is_new)
+            own = own._replace(**destination._asdict())
+            if destination.queue is None:
+                own = own._replace(early=self._early(said))
+        if said.registry and due_ms != due.at_ms:
+            # It may be older than the registry's memory; somebody has decided that it may run.
+            own = own._replace(early=own.early._replace(until_ms=due.at_ms))
+        redriven = received._replace(headers=own).having(expiration=None)
+        if is_new and not self.trusts_clients:
+            redriven = checked_task(redriven)
+        if self.topology.queue_type == "quorum" and own.priority is None:
+            redriven = redriven.with_low_priority()
+        needs = _needs_distribution(destination, redriven.headers)
+        self._check_modules(due, needs)
+        if keys is not None:
+            redriven = keys.sign(redriven)
+        queue = None if needs or destination is None else destination.queue
+        if queue is None or (DISTRIBUTE in self.modules and self.refuses(queue)):
+            queue = DISTRIBUTION
+        return into_levels(self.topology, redriven, due, queue)
+
+    def _count(self, headers: Mapping[str, Any]) -> int:
+        """Return how often the message was already redriven.
+
+        A client may publish a message anew without the header, which cannot be detected. A value
+        that this package never writes counts as exhausted: the message stays.
+        """
+        count = headers.get(header_names.REDRIVEN, 0)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise UnprocessableMessage(
+                f"its header {header_names.REDRIVEN} is {shortened(count)}, not a count"
+            )
+        if count >= self.max_attempts:
+            times = "once" if count == 1 else f"{count:,} times"
+            raise UnprocessableMessage(f"it was redriven {times} already")
+        return count
+
+    def _due(self, said: DelayHeaders, headers: Mapping[str, Any], is_new: bool) -> tuple[int, Due]:
+        """Return the due time in milliseconds for the header, and the end of the new delay.
+
+        If the due time has passed, the header keeps it, unless the message waits again.
+        """
+        now_ms = wall_clock.ms()
+        was_due_ms = said.due_ms
+        delay_ms = self.delay_ms or 0
+        if is_new:
+            delay_ms = max(delay_ms, self._delay_of_client(headers))
+        until_ms = min(max(now_ms + delay_ms, was_due_ms or 0), MAX_DUE_MS)
+        check_delay("its due time", until_ms, until_ms - now_ms)
+        due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
+        return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
+
+    def _delay_of_client(self, headers: Mapping[str, Any]) -> int:
+        try:
+            return header_names.client_delay_ms(headers)
+        except UnprocessableMessage as invalid:
+            if self.delay_ms is None:
+                raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
+            return self.delay_ms
+
+    def _checked(self, headers: Mapping[str, Any], routing_key: str, is_new: bool) -> Intended:
+        """Return the destination of a message, after checking that it is allowed."""
+        if self.to is not None:
+            destination = Intended.straight_to(self.to)
+        else:
+            destination = intended(headers, self.topology, routing_key)
+            exchange, key, _ = destination
+            if is_new and not (self.checkin_allowed or self.allowed).includes(exchange, key):
+                raise UnprocessableMessage(
+                    f"{where_in_words(exchange, key)} is not one that check-in may reach: "
+                    "see rabbitdelay_checkin_allowed"
+                )
+        self._check(destination)
+        return destination
+
+    def _check(self, destination: Intended) -> None:
+        exchange, routing_key, queue = destination
+        if queue is not None:
+            self._check_one("", queue)
+        # Even if the message is for one queue: a worker publishes a retry of the task there.
+        self._check_one(exchange, routing_key)
+
+    def _check_one(self, exchange: str, routing_key: str) -> None:
+        kind, name = ("exchange", exchange) if exchange else ("queue", routing_key)
+        if self.allowed.forbids(name):
+            raise UnprocessableMessage(f"the {kind} {shortened(name)} is never published to")
+        if name != self.to and not self.allowed.includes(exchange, routing_key):
+            raise UnprocessableMessage(
+                f"the {kind} {shortened(name)} is not one that the application allows"
+            )
+        if exchange:
+            return
+        try:
+            self.ensure(name)
+        except (OSError, amqp.AMQPError) as error:
+            reason = f"the queue {shortened(name)} cannot be bound to the levels: {error}"
+            raise UnprocessableMessage(reason) from error
+
+    def _early(self, said: DelayHeaders) -> EarlyHeader:
+        """Return where a worker publishes a retry of a task that only its exchange can route."""
+        early = said.early
+        if early.exchange is None or early.routing_key is None:
+            return EarlyHeader()
+        self._check(Intended(early.exchange, early.routing_key))
+        return early._replace(times=0)
+
+    def _envelope(self, body: bytes, said: DelayHeaders) -> tuple[bytes, str | None, str | None]:
+        """Return an envelope with its exchange and key; check where each message in it goes."""
+        try:
+            envelope = Envelope.unpack(body)
+            if self.to is not None:
+                envelope = _redirected(envelope)
+                said = said._replace(exchange="", routing_key=self.to)
+                body = envelope.pack()
+        except InvalidEnvelope as invalid:
+            raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+        for destination in {
+            _destination_of({**envelope.headers, **item.headers}, said) for item in envelope.items
+        }:
+            self._check(destination)
+        return body, said.exchange, said.routing_key
+
+    def _check_modules(self, due: Due, needs: str | None) -> None:
+        if needs is not None and DISTRIBUTE not in self.modules:
+            raise UnprocessableMessage(f"no worker serves distribution, and {needs}")
+        capacity_ms = self.topology.layout.capacity_ms
+        if due.delay_ms > capacity_ms and CHECK_IN not in self.modules:
+            raise UnprocessableMessage(
+                f"no worker serves check-in, and it would wait for {due.delay_ms / 1000:,.3f} s; "
+                f"the levels take {capacity_ms / 1000:,.3f} s"
+            )
+
+
+def _needs_distribution(destination: Intended | None, own: DelayHeaders) -> str | None:
+    """Return why a message has to go through distribution; None if it need not."""
+    if destination is None:
+        return "it is an envelope"
+    if destination.queue is None:
+        return "only its exchange can route it"
+    return None if own.priority is None else f"its priority is above {header_names.MAX_PRIORITY}"
+
+
+def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headers of a message that check-in has not accepted, as far as they are believed.
+
+    Of ours, those that a client may set, and the key that check-in has noted. If the broker took
+    the message out of check-in's queue, it has all that its client wrote, and no key is believed.
+    """
+    names = ["x-death", header_names.REDRIVEN]
+    if "x-death" not in headers:
+        names.append(header_names.ROUTING_KEY)
+    noted = {name: headers[name] for name in names if name in headers}
+    return {**header_names.of_client(headers), **noted}
+
+
+def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:
+    """Refuse a message that this version cannot read, or that has sender-selected queues."""
+    if UNREADABLE in headers:
+        raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
+    later = header_names.later_version(headers, message.properties.get("content_type"))
+    if later is not None:
+        raise LaterVersion(later)
+    header_names.refuse_sender_selected(headers)
+
+
+def _destination_of(given: Mapping[str, Any], outer: DelayHeaders) -> Intended:
+    """Return the destination to which distribution publishes a message of an envelope."""
+    header_names.refuse_sender_selected(given)
+    inner, problems = header_names.parse(given)
+    exchange = outer.exchange if inner.exchange is None else inner.exchange
+    key = outer.routing_key if inner.routing_key is None else inner.routing_key
+    if problems or exchange is None or key is None:
+        raise UnprocessableMessage(
+            "the destination of a message in the envelope is unknown: "
+            f"{header_names.EXCHANGE} is {exchange!r}, {header_names.ROUTING_KEY} is {key!r}"
+        )
+    return Intended(exchange, key)
+
+
+def _redirected(envelope: Envelope) -> Envelope:
+    """Return an envelope whose messages name no destination of their own."""
+    names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
+
+    def without(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name not in names}
+
+    items = tuple(item._replace(headers=without(item.headers)) for item in envelope.items)
+    return Envelope(items, without(envelope.headers), envelope.properties)
+
+
+#: Names of queues and exchanges for replies. They get no message unless the application has a queue
+#: or an exchange of such a name.
+NEVER_UNLESS_OWN: Final = "reply.*"
+
+
+def redriving_for(
+    app: DelayingCelery,
+    *,
+    delay: Delay | None = None,
+    to: str | None = None,
+    allow: Iterable[str] = (),
+    max_attempts: int = MAX_ATTEMPTS,
+    ensure: Callable[[str], None] = lambda queue: None,
+    vouches: bool = False,
+) -> Redriving:
+    """Return what decides how the undeliverable messages of an application are redriven.
+
+    Args:
+        app: The application.
+        delay: Seconds, or a timedelta, that each message waits at least. None: not longer than
+            until it is due.
+        to: The queue that gets all messages instead of their own.
+        allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
+            for any characters and for one.
+        max_attempts: How often a message may be redriven, this time included.
+        ensure: Binds a queue to the levels; see :meth:`.Destinations.ensure`.
+        vouches: Whether messages without a valid signature are redriven, and signed.
+
+    Raises:
+        InvalidDestination: Nothing is published to the queue ``to``.
+        InvalidDelay: The delay has no meaning.
+        DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
+    """
+    settings = app.rabbitdelay.settings
+    connection = app.connection_for_write()
+    topology: Topology = settings.topology
+    delay_ms = None if delay is None else milliseconds(delay)
+    if delay_ms is not None and CHECK_IN not in settings.modules:
+        topology.layout.check_capacity(delay_ms)
+    queues = destinations.configured_queues(app)
+    allow = tuple(allow)
+    allowed = redrive_destinations(app, allow)
+    checkin = destinations.checkin_destinations(app)
+    if to is not None:
+        _check_name(to, allowed)
+    return Redriving(
+        topology,
+        allowed,
+        checkin_allowed=replace(checkin, patterns=(*checkin.patterns, *allow)),
+        trusts_clients=settings.checkin_trusted,
+        modules=settings.modules,
+        refuses=cache(
+            lambda name: may_refuse(
+                queues.get(name) or Queue(name), settings.may_refuse, connection
+            )
+        ),
+        delay_ms=delay_ms,
+        to=to,
+        max_attempts=max_attempts,
+        ensure=ensure,
+        signing_keys=settings.signing_keys,
+        vouches=vouches or not settings.signing_required,
+    )
+
+
+def redrive_destinations(app: DelayingCelery, allow: Iterable[str] = ()) -> AllowedDestinations:
+    """Return where undeliverable messages may go.
+
+    These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
+    and what ``rabbitdelay_checkin_allowed`` names. Never the queues and exchanges of the levels, of
+    the broker and of Celery's remote control and events, whoever allows them.
+
+    Args:
+        app: The application.
+        allow: Patterns for the names of further queues and exchanges.
+    """
+    named = destinations.configured_destinations(app)
+    names = named.queues | named.exchanges
+    has_own = any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names)
+    return replace(
+        named,
+        patterns=(*named.patterns, *allow),
+        never_patterns=(*named.never_patterns, *(() if has_own else (NEVER_UNLESS_OWN,))),
+    )
+
+
+def _check_name(queue: str, allowed: AllowedDestinations) -> None:
+    size = len(queue.encode(errors="surrogatepass"))
+    if not 0 < size <= MAX_SHORTSTR_BYTES:
+        raise InvalidDestination(queue, f"has no name of 1 to {MAX_SHORTSTR_BYTES} bytes")
+    if allowed.forbids(queue):
+        raise InvalidDestination(
+            queue, "belongs to the levels, to the broker or to Celery: name one of your own"
+        )

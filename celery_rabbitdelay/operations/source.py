@@ -1,0 +1,314 @@
+"""Takes messages from queues: to look at them, or to acknowledge what was published elsewhere.
+
+AMQP has no method that looks at a message and leaves it in its queue. A message is delivered, stays
+unacknowledged while it is looked at or published elsewhere, and is then acknowledged or requeued.
+If the process dies meanwhile, the broker requeues it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
+from typing import Any, Final, Self, cast
+
+import amqp
+from amqp.exceptions import NotFound
+from kombu import Connection, Queue
+
+from celery_rabbitdelay.exceptions import ReadTooLong
+from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
+from celery_rabbitdelay.levels.topology import CONSUMER_TAG
+from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.kombu_internals import connect, conversation, drop_connection
+from celery_rabbitdelay.publishing.wire import (
+    ACK,
+    REQUEUE,
+    Wire,
+    reading_unreadable_properties,
+    settle_frames,
+)
+
+#: Seconds without a message until :meth:`Source.take` returns.
+SILENCE: Final = 0.2
+
+#: How often the broker is asked something about the queues before the channel is closed, so that
+#: they have received all acknowledgements by then: a channel passes only 32 of them at a time to a
+#: quorum queue, and forgets the others when it is closed (measured on 3.10.8).
+BARRIERS: Final = 3
+
+#: Messages that the broker sends ahead of a reader.
+AHEAD: Final = 1000
+
+#: The priority of a reader. That of other consumers is 0, so they receive messages first.
+READERS_PRIORITY: Final = -10
+
+#: Rounds without a message from queues that have some, after which others receive them.
+MOST_IDLE_ROUNDS: Final = 3
+
+#: Seconds that an answer of the broker may take.
+ANSWER_TIMEOUT: Final = 30.0
+
+#: Seconds after which the broker may take back what a reader holds: less than its
+#: ``consumer_timeout`` of 30 minutes
+#: (https://www.rabbitmq.com/docs/consumers#acknowledgement-timeout).
+MOST_SECONDS: Final = 1500.0
+
+#: Seconds in which requeued messages have to be ready again, and between two looks at that.
+PUT_BACK_TIMEOUT: Final = 5.0
+LOOK_EVERY: Final = 0.02
+
+
+class SourceLost(OSError):
+    """The connection to the source is lost, or does not answer in time.
+
+    The broker has requeued all unacknowledged messages, or does so when the connection is closed.
+    """
+
+
+class SourceRefused(OSError):
+    """The broker does not let a queue be read: no permission, or it has an exclusive consumer."""
+
+
+class Source:
+    """Takes messages from queues, on a connection with one channel.
+
+    The name of a message's queue is ``message.delivery_info["queue"]``; its body is bytes.
+
+    Args:
+        like: A connection to the broker; another one like it is opened.
+        timeout: Seconds that an answer of the broker may take.
+        priority: The priority of its consumers; that of others is 0.
+
+    Attributes:
+        connection: The connection.
+        channel: Its channel.
+        errors: The errors that mean that the connection, or its channel, is lost.
+        frame_max: The largest frame, in bytes.
+        received: The messages that have arrived and were not taken yet.
+        to_acknowledge: The delivery tags of messages that :meth:`acknowledge` acknowledges.
+
+    Raises:
+        OSError: The broker cannot be reached.
+        amqp.AMQPError: It refuses the connection.
+    """
+
+    def __init__(self, like: Connection, timeout: float, priority: int = 0) -> None:
+        # Without heartbeats: nothing may be read for longer than they allow.
+        self.connection = like.clone(heartbeat=0)
+        self._timeout = timeout
+        self._arguments = {"x-priority": priority}
+        reading_unreadable_properties(self.connection)
+        connect(self.connection)  # where a channel of kombu's would try for ever
+        self.errors: tuple[type[BaseException], ...] = (
+            *self.connection.connection_errors,
+            *self.connection.channel_errors,
+        )
+        self._wire = Wire(self.connection)
+        self._wire.receive_ahead()
+        self.frame_max = self._wire.frame_max
+        properties = self.connection.connection.server_properties
+        self._version = version_of(str(properties.get("version", "0")))
+        self.received: deque[amqp.Message] = deque()
+        self.to_acknowledge: list[int] = []
+        self._last_tag = 0
+        #: How many messages were taken and are not acknowledged.
+        self._held = 0
+        self._prefetch = 0
+        self._numbers = count(1)
+        self._consumed: set[str] = set()
+        self._consumer_tags: list[str] = []
+        with self._answers():
+            self.channel = cast(Any, self.connection.channel())
+        self.channel.auto_decode = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def ready(self, queues: Sequence[str]) -> dict[str, int]:
+        """Return how many messages are ready in each queue that has some."""
+        with self._answers():
+            return waiting(self.connection, queues)
+
+    def consume(self, queues: Sequence[str], prefetch: int) -> None:
+        """Begin to take messages from queues.
+
+        Each call uses consumer tags of its own; see :data:`.SAME_CONSUMER_TAG`.
+
+        Args:
+            queues: Their names.
+            prefetch: How many messages are taken from each before one is acknowledged, not counting
+                those of former calls.
+
+        Raises:
+            SourceRefused: The broker refuses one of them.
+        """
+        self._consumed.update(queues)
+        self._prefetch = prefetch
+        with self._answers():
+            self.channel.basic_qos(0, prefetch, False)
+            for queue in queues:
+                tag = f"{CONSUMER_TAG}{next(self._numbers):06}"
+                self._consumer_tags.append(tag)
+                self.channel.basic_consume(
+                    queue,
+                    tag,
+                    callback=partial(self._receive, queue),
+                    arguments=self._arguments,
+                    # One answer for all: the broker closes the channel if it refuses one of them.
+                    nowait=queue != queues[-1],
+                )
+
+    def _receive(self, queue: str, message: Any) -> None:
+        message.delivery_info["queue"] = queue
+        self._held += 1
+        self._last_tag = max(self._last_tag, cast(int, message.delivery_tag))
+        self.received.append(message)
+
+    def take(self) -> amqp.Message | None:
+        """Return the next message; None if no message arrives for :data:`SILENCE` seconds."""
+        if not self.received:
+            with self._answers(), suppress(TimeoutError):
+                while not self.received:
+                    self.connection.drain_events(timeout=SILENCE)
+        return self.received.popleft() if self.received else None
+
+    def messages(self, queue: str, limit: int) -> Iterator[amqp.Message]:
+        """Yield the messages of a queue until it is empty, and leave them there.
+
+        Until this source is closed, no other consumer receives them.
+
+        Args:
+            queue: Its name.
+            limit: How many messages to read at most.
+
+        Raises:
+            amqp.exceptions.NotFound: The queue does not exist.
+            ReadTooLong: Reading took so long that the broker may have requeued messages.
+        """
+        with self._in_time():
+            ready_in(self.connection, queue)
+        began, taken, idle = time.monotonic(), 0, 0
+        # Silence proves nothing: the broker may be slow, or another consumer may receive them.
+        while taken < limit and idle < MOST_IDLE_ROUNDS and self.ready([queue]):
+            before, end = taken, min(taken + AHEAD, limit)
+            self.consume([queue], end - taken)
+            while taken < end and (message := self.take()) is not None:
+                held = time.monotonic() - began
+                if held > MOST_SECONDS:
+                    raise ReadTooLong(taken, held)
+                taken += 1
+                yield message
+            self.cancel()
+            while self.received:
+                taken += 1
+                yield self.received.popleft()
+            idle = 0 if taken > before else idle + 1
+
+    def acknowledge(self) -> None:
+        """Acknowledge the messages in ``to_acknowledge``; the broker has received that then."""
+        if not self.to_acknowledge:
+            return
+        with self._answers():
+            frames = settle_frames(self.channel.channel_id, ACK, self.to_acknowledge)
+            self._wire.write(frames, self._timeout)
+            # Answered behind them. What is on its way when a process is killed may be lost.
+            self.channel.basic_qos(0, self._prefetch, False)
+            self._held -= len(self.to_acknowledge)
+            self.to_acknowledge = []
+
+    def cancel(self) -> None:
+        """Cancel the consumers; ``take`` still returns messages that have arrived already."""
+        if not self._consumer_tags:
+            return
+        with self._answers():
+            while self._consumer_tags:
+                self.channel.basic_cancel(self._consumer_tags.pop(), nowait=True)
+            self.channel.basic_qos(0, self._prefetch, False)  # answered behind them
+
+    def close(self) -> None:
+        """Requeue the messages that are not acknowledged, and close the connection."""
+        with suppress(OSError):
+            self.cancel()
+            self.acknowledge()
+            queues = sorted(self._consumed)
+            for _ in range(BARRIERS):
+                self.ready(queues)
+            with self._answers():
+                self._give_back()
+            self._wait_until_back(queues)
+        self.drop()
+
+    def _give_back(self) -> None:
+        # Where it keeps the order, because a closed channel may count as a failed delivery.
+        if self._held and self._last_tag and not ORDER_OF_REQUEUED.is_in(self._version):
+            tags = [self._last_tag]
+            frames = settle_frames(self.channel.channel_id, REQUEUE, tags, multiple=True)
+            self._wire.write(frames, self._timeout)
+        self.channel.close()
+
+    def _wait_until_back(self, queues: Sequence[str]) -> None:
+        """Wait until requeued messages are ready, so that the next look finds them.
+
+        Another consumer may have taken them, so the wait is short.
+        """
+        deadline = time.monotonic() + PUT_BACK_TIMEOUT
+        while self._held and time.monotonic() < deadline:
+            if sum(self.ready(queues).values()) >= self._held:
+                return
+            time.sleep(LOOK_EVERY)
+
+    def drop(self) -> None:
+        """Close the connection; the broker requeues what is not acknowledged."""
+        with suppress(*self.errors):
+            drop_connection(self.connection)
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Bound each wait for an answer; if the block is interrupted, drop the connection."""
+        with conversation(self.connection), self._wire.answers_within(self._timeout):
+            yield
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Bound each wait for an answer; raise errors as one of the two above."""
+        try:
+            with self._in_time():
+                yield
+        except self.errors as lost:
+            # A queue that does not exist may have been deleted a moment ago.
+            is_refused = isinstance(lost, amqp.ChannelError) and not isinstance(lost, NotFound)
+            raise (SourceRefused if is_refused else SourceLost)(str(lost)) from lost
+
+
+def ready_in(connection: Connection, queue: str) -> int:
+    """Return how many messages are ready in a queue.
+
+    Args:
+        connection: A connection to the broker.
+        queue: Its name.
+
+    Raises:
+        amqp.exceptions.NotFound: It does not exist.
+    """
+    found = declaration.queue_counts(connection, [Queue(queue)])[queue]
+    if found is None:
+        raise NotFound(f"no queue {queue!r}")
+    return found.messages
+
+
+def waiting(connection: Connection, queues: Sequence[str]) -> dict[str, int]:
+    """Return how many messages are ready in each of several queues that has some.
+
+    Args:
+        connection: A connection to the broker.
+        queues: Their names; missing ones are skipped.
+    """
+    counts = declaration.queue_counts(connection, [Queue(name) for name in queues])
+    return {name: found.messages for name, found in counts.items() if found and found.messages}

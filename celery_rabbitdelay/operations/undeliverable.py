@@ -1,0 +1,516 @@
+"""The messages in ``undeliverable``: read as copies, chosen, counted, redriven and deleted."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import amqp
+from amqp.exceptions import NotFound, ResourceLocked
+from kombu import Connection
+
+from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app.destinations import configured_queues
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.forwarding import Outgoing
+from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
+from celery_rabbitdelay.operations.mover import Destinations, Mover, Place, Stay, counted_as
+from celery_rabbitdelay.operations.redriving import Redriving, redriving_for
+from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source, ready_in
+from celery_rabbitdelay.publishing.message import Content, body_of, headers_of
+
+#: How many messages are read at most by default. The broker needs some 200 bytes for each one until
+#: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
+LIMIT: Final = 1_000_000
+
+
+class UndeliverableMessage(NamedTuple):
+    """A copy of a message that could not be delivered.
+
+    Attributes:
+        found: Its task, its queue and due time, and why it could not be delivered.
+        headers: Its headers.
+        body: Its body.
+        exchange: The exchange that it was last published to.
+        routing_key: The routing key that it was last published with.
+        properties: Its other properties.
+    """
+
+    found: Undeliverable
+    headers: Mapping[str, Any]
+    body: bytes
+    exchange: str
+    routing_key: str
+    properties: Mapping[str, Any] = MappingProxyType({})
+
+
+def undeliverable_messages(
+    connection: Connection, topology: Topology, limit: int = LIMIT
+) -> Generator[UndeliverableMessage, None, None]:
+    """Yield a copy of each message in ``undeliverable``; the messages stay there.
+
+    Messages that another consumer holds at this moment are left out.
+
+    Args:
+        connection: A connection to the broker; another one like it is opened.
+        topology: The topology whose messages are read.
+        limit: The most messages that are read.
+
+    Raises:
+        ReadTooLong: Reading took so long that the broker may have requeued messages.
+        amqp.exceptions.NotFound: The queue does not exist.
+        OSError: The broker cannot be reached, or the connection was lost.
+    """
+    name = topology.module_queues.undeliverable.name
+    with Source(connection, ANSWER_TIMEOUT, READERS_PRIORITY) as source:
+        for message in source.messages(name, limit):
+            yield copy_of(message, topology)
+
+
+def copy_of(message: amqp.Message, topology: Topology) -> UndeliverableMessage:
+    """Return a copy of a message that was read."""
+    headers, information = headers_of(message), message.delivery_info
+    exchange, key = information["exchange"], information["routing_key"]
+    found = examine(headers, topology, key)
+    others = {k: value for k, value in message.properties.items() if k != "application_headers"}
+    return UndeliverableMessage(found, headers, body_of(message), exchange, key, others)
+
+
+def headers_as_json(headers: Mapping[str, Any]) -> str:
+    """Return headers as the text of a JSON object, whatever they hold.
+
+    Instants are written as in ISO 8601, bytes as text with escapes, and what JSON cannot express
+    as Python shows it.
+    """
+    return json.dumps(as_json(headers))
+
+
+def as_json(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return headers, or properties, as :func:`headers_as_json` writes them.
+
+    It nests its calls deeper than JSON's encoder does, which can therefore write what it returns.
+    """
+    try:
+        plain: dict[str, Any] = _plain(headers)
+    except RecursionError:
+        return {str(name): shortened(type(value)) for name, value in headers.items()}
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {str(name): _plain(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case None | bool() | int() | str():
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case bytes():
+            return value.decode("utf-8", "backslashreplace")
+        case datetime():
+            return (value if value.tzinfo else value.replace(tzinfo=UTC)).isoformat()
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tasks in a message; an envelope holds many.
+
+    Attributes:
+        tasks: Their names.
+        ids: Their ids.
+        queues: The queues that they were meant for, as far as the headers say.
+        messages: How many messages an envelope holds; None if the message is no envelope, or cannot
+            be opened.
+    """
+
+    tasks: frozenset[str]
+    ids: frozenset[str]
+    queues: frozenset[str]
+    messages: int | None = None
+
+    @classmethod
+    def of(cls, message: UndeliverableMessage) -> Contents:
+        """Read them; never raises, whatever the message holds."""
+        found, headers = message.found, message.headers
+        exchange, key = map(headers.get, (header_names.EXCHANGE, header_names.ROUTING_KEY))
+        queues = _texts(found.queue, key if exchange == "" else None)
+        content_type = message.properties.get("content_type")
+        if content_type == ENVELOPE and later_version(headers, content_type) is None:
+            with suppress(Exception):  # anybody may have written it
+                envelope = Envelope.unpack(message.body)
+                inner = [{**envelope.headers, **item.headers} for item in envelope.items]
+                tasks, ids = (
+                    _texts(*(each.get(name) for each in inner)) for name in ("task", "id")
+                )
+                return cls(tasks, ids, queues, len(inner))
+        return cls(_texts(found.task), _texts(found.task_id), queues)
+
+
+@dataclass(frozen=True)
+class UndeliverableFilter:
+    """Chooses messages; all conditions have to hold, and each of several values of one will do.
+
+    Attributes:
+        tasks: Names of tasks, in which ``*`` and ``?`` may stand. An envelope counts if one of its
+            tasks has such a name.
+        queues: Names of queues, likewise.
+        ids: Ids of tasks, or of messages (``message_id``, ``correlation_id``).
+        reasons: Parts of reasons; with ``*`` or ``?``, a pattern for the whole reason.
+        older_than: How long a message is undeliverable at least. One that does not say since when
+            is neither older nor newer than anything.
+        newer_than: For how long it is undeliverable at most.
+    """
+
+    tasks: Collection[str] = ()
+    queues: Collection[str] = ()
+    ids: Collection[str] = ()
+    reasons: Collection[str] = ()
+    older_than: timedelta | None = None
+    newer_than: timedelta | None = None
+
+    def matches(self, message: UndeliverableMessage) -> bool:
+        """Return whether a message is meant."""
+        if not self._matches_age(message.found.since):
+            return False
+        if self.reasons and not any(_is_in(message.found.reason, each) for each in self.reasons):
+            return False
+        if not (self.tasks or self.queues or self.ids):
+            return True
+        contents, properties = Contents.of(message), message.properties
+        ids = contents.ids | _texts(*map(properties.get, ("correlation_id", "message_id")))
+        return (
+            _matches_names(contents.tasks, self.tasks)
+            and _matches_names(contents.queues, self.queues)
+            and (not self.ids or not ids.isdisjoint(self.ids))
+        )
+
+    def _matches_age(self, since: datetime | None) -> bool:
+        if self.older_than is None and self.newer_than is None:
+            return True
+        if since is None:
+            return False
+        age = wall_clock.now() - since
+        return (self.older_than is None or age >= self.older_than) and (
+            self.newer_than is None or age <= self.newer_than
+        )
+
+
+def _texts(*values: object) -> frozenset[str]:
+    return frozenset(value for value in values if isinstance(value, str) and value)
+
+
+def _matches_names(names: Collection[str], patterns: Collection[str]) -> bool:
+    return not patterns or any(_matches(name, each) for name in names for each in patterns)
+
+
+def _is_in(text: str, wanted: str) -> bool:
+    return _matches(text, wanted) if "*" in wanted or "?" in wanted else wanted in text
+
+
+def _matches(text: str, pattern: str) -> bool:
+    """Match a pattern in which only ``*`` and ``?`` are special: reasons contain brackets."""
+    return fnmatchcase(text, pattern.replace("[", "[[]"))
+
+
+#: What differs from message to message in the reason of one that was tried for too long.
+_ATTEMPTS: Final = re.compile(r" \(\d+ attempts since [^;)]*(?:; the first time: .*)?\)")
+
+
+@dataclass
+class ReasonCount:
+    """The messages with one reason.
+
+    Attributes:
+        count: How many there are.
+        oldest: Since when the first of them is undeliverable; None if none of them says so.
+        newest: Since when the last of them is, likewise.
+    """
+
+    count: int = 0
+    oldest: datetime | None = None
+    newest: datetime | None = None
+
+
+@dataclass
+class UndeliverableSummary:
+    """Counts messages by their reasons.
+
+    Attributes:
+        count: How many messages there are.
+        reasons: Those with each reason, without the number of attempts and their time.
+    """
+
+    count: int = 0
+    reasons: dict[str, ReasonCount] = field(default_factory=dict)
+
+    def add(self, message: UndeliverableMessage) -> None:
+        """Count a message."""
+        self.count += 1
+        reason, since = _ATTEMPTS.sub("", message.found.reason), message.found.since
+        group = self.reasons.setdefault(counted_as(reason, self.reasons), ReasonCount())
+        group.count += 1
+        if since is not None:
+            group.oldest = min(group.oldest or since, since)
+            group.newest = max(group.newest or since, since)
+
+    def by_count(self) -> list[tuple[str, ReasonCount]]:
+        """Return the reasons with their counts, the most frequent one first."""
+        return sorted(self.reasons.items(), key=lambda each: -each[1].count)
+
+
+def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+    """Return what a list of messages says about one.
+
+    Args:
+        number: Its place in the queue, from 1.
+        message: The message.
+    """
+    found = message.found
+    redriven = message.headers.get(header_names.REDRIVEN)
+    return {
+        **_described(number, message),
+        "last_stop": found.last_stop,
+        "redriven": redriven if isinstance(redriven, int) else None,
+        "envelope": Contents.of(message).messages,
+        "size": len(message.body),
+    }
+
+
+def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+    """Return a message in values of JSON.
+
+    ``headers`` and ``properties`` are for people: bytes and instants are texts there. The message
+    can be made again from its body and ``amqp_properties``, which has all properties, headers among
+    them, as AMQP 0-9-1 encodes them (2.3.5.2 and 4.2.6.1), in base64.
+
+    Args:
+        number: Its place in the queue, from 1.
+        message: The message.
+    """
+    return {
+        **_described(number, message),
+        "exchange": message.exchange,
+        "routing_key": message.routing_key,
+        "headers": as_json(message.headers),
+        "properties": as_json(message.properties),
+        "amqp_properties": base64.b64encode(_encoded_properties(message)).decode(),
+        "body": _text_or_base64(message.body, False),
+    }
+
+
+def _described(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+    found = message.found
+    return {
+        "number": number,
+        "task_id": found.task_id,
+        "task": found.task,
+        "queue": found.queue,
+        "due": found.due.isoformat() if found.due else None,
+        "since": found.since.isoformat() if found.since else None,
+        "reason": found.reason,
+    }
+
+
+def _encoded_properties(message: UndeliverableMessage) -> bytes:
+    unreadable = message.headers.get(header_names.UNREADABLE_PROPERTIES)
+    if isinstance(unreadable, bytes):
+        return unreadable
+    headers: Any = dict(message.headers)
+    properties = dict(message.properties)
+    return Content.of(amqp.Message(b"", application_headers=headers, **properties)).properties
+
+
+def shown_body(body: bytes, most: int) -> dict[str, Any]:
+    """Return the beginning of a body: ``size``, ``is_cut_off``, and ``text`` or ``base64``.
+
+    Args:
+        body: The body.
+        most: How many bytes of it to return at most.
+    """
+    is_cut_off = len(body) > most
+    return {"size": len(body), "is_cut_off": is_cut_off, **_text_or_base64(body[:most], is_cut_off)}
+
+
+def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:
+    """Return bytes as text if they are UTF-8, which may end within a character if it is cut off."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        return {"text": decoder.decode(body, final=not is_cut_off), "base64": None}
+    except UnicodeDecodeError:
+        return {"text": None, "base64": base64.b64encode(body).decode()}
+
+
+@dataclass
+class RemovalReport:
+    """The result of a removal.
+
+    Attributes:
+        present: The number of messages at the start.
+        examined: How many of them were read.
+        matched: How many of the read messages were chosen.
+        removed: How many messages have left the queue: published again and confirmed, or deleted.
+            In a dry run, how many would have left it.
+        left: How many of the chosen messages stay, by the reason.
+        uncertain: How many messages may be published and still be in the queue, because a
+            connection was lost; each of them may come twice.
+        stopped: The reason for ending before the last message; None at a regular end. A text that
+            is set meanwhile ends the removal before the next message.
+        seconds: The duration.
+    """
+
+    present: int = 0
+    examined: int = 0
+    matched: int = 0
+    removed: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    uncertain: int = 0
+    stopped: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chosen messages have left the queue, or would have left it."""
+        return self.stopped is None and not self.left
+
+
+#: Returns whether a message is chosen; see :class:`.UndeliverableFilter`.
+Matches: TypeAlias = Callable[[UndeliverableMessage], bool]
+
+
+def redrive(
+    place: Place,
+    redriving: Redriving | None,
+    matches: Matches = lambda message: True,
+    *,
+    report: RemovalReport | None = None,
+    **options: Any,
+) -> RemovalReport:
+    """Publish undeliverable messages into the levels, or delete them; they leave ``undeliverable``.
+
+    Only as many messages as are in the queue at the start are read, so that a message that comes
+    back at once is not redriven twice. Messages that another consumer holds are left out.
+
+    Args:
+        place: The topology whose messages are redriven; other connections to its broker are opened
+            to read and to publish.
+        redriving: Converts each message; None to delete it.
+        matches: Returns whether a message is chosen.
+        report: The report to fill; None for a new one.
+        **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
+            one message), ``dry_run``, ``declare`` and ``redeclare``.
+
+    Returns:
+        The report. If the broker goes away after the start, the report says so.
+
+    Raises:
+        amqp.NotFound: The queue does not exist.
+        OSError: The broker cannot be reached.
+    """
+    report = report or RemovalReport()
+    queue = place.topology.module_queues.undeliverable.name
+    with place.connection.clone(heartbeat=0) as own:
+        report.present = ready_in(own, queue)
+
+    def convert(message: amqp.Message, _: str) -> Outgoing | None:
+        report.removed = mover.result.moved
+        chosen = matches(copy_of(message, place.topology))
+        if report.stopped is not None:
+            mover.stopping.set()
+            raise Stay
+        report.examined += 1
+        if not chosen:
+            raise Stay
+        report.matched += 1
+        try:
+            return None if redriving is None else redriving.redriven(message)
+        except exceptions.UnprocessableMessage as stays:
+            raise Stay(stays.reason) from stays
+
+    mover = Mover(place.connection, [queue], place, convert, is_once=True, **options)
+    try:
+        mover.move()
+    except exceptions.PublishError as error:
+        report.stopped = f"nothing more can be published: {error}"
+    except (OSError, amqp.AMQPError) as error:
+        report.stopped = f"the messages cannot be read further: {error}"
+    finally:
+        result = mover.result
+        report.removed, report.left, report.uncertain = result.moved, result.left, result.copies
+        report.seconds = result.seconds
+    return report
+
+
+def redrive_application(
+    delays: RabbitDelay,
+    connection: Connection,
+    matches: Matches,
+    *,
+    dry_run: bool = False,
+    limit: int | None = None,
+    rate: float | None = None,
+    report: RemovalReport | None = None,
+    **options: Any,
+) -> RemovalReport:
+    """Redrive the undeliverable messages of an application.
+
+    Args:
+        delays: The application's delays.
+        connection: The broker that tasks are sent to.
+        matches: Returns whether a message is chosen.
+        dry_run: Whether to say only what would be done.
+        limit: At most so many.
+        rate: At most so many a second.
+        report: As for :func:`redrive`.
+        **options: Arguments of :func:`.redriving_for`.
+
+    Raises:
+        InvalidDestination: The queue that all messages are to go to does not exist, or is not one
+            that they may go to.
+        InvalidDelay: As for :func:`.redriving_for`.
+        DelayTooLong: As there.
+    """
+    app, topology = delays.app, delays.topology
+    app.loader.import_default_modules()
+    may_declare = delays.settings.declare == "auto"
+    target = Place(app.connection_for_write(), topology, may_declare and not dry_run)
+    with closing(Destinations(target, configured_queues(app))) as destinations:
+        redriving = redriving_for(app, ensure=destinations.ensure, **options)
+        if redriving.to is not None:
+            try:
+                with suppress(ResourceLocked):  # an exclusive queue of another connection exists
+                    ready_in(connection, redriving.to)
+            except NotFound as missing:
+                why = "does not exist: declare it first"
+                raise exceptions.InvalidDestination(redriving.to, why) from missing
+        return redrive(
+            Place(connection, topology, may_declare),
+            redriving,
+            matches,
+            report=report,
+            limit=limit,
+            rate=rate,
+            dry_run=dry_run,
+            timeout=delays.settings.confirm_timeout,
+            # All of them, since a level that was deleted may be why they are undeliverable.
+            declare=delays.declare,
+            redeclare=delays.declare if may_declare else None,
+        )

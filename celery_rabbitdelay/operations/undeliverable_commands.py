@@ -1,0 +1,227 @@
+"""``celery rabbitdelay undeliverable``: read, export, redrive and delete what was not delivered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any, Final
+
+import click
+from amqp.exceptions import NotFound
+from kombu import Connection
+
+from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations import undeliverable as read
+from celery_rabbitdelay.operations.mover import Place
+from celery_rabbitdelay.operations.redriving import MAX_ATTEMPTS
+
+#: The most reasons that the text names; ``--json`` names all of them.
+MOST_REASONS: Final = 20
+
+_limit_option: Final = click.option(
+    "--limit", type=click.IntRange(1), metavar="NUMBER", help="At most this many messages."
+)
+
+#: The options that choose messages: the fields of :class:`.UndeliverableFilter`.
+_filter_options: Final = shared.options(
+    click.option("--task", "tasks", multiple=True, help="Tasks of this name or pattern."),
+    click.option("--queue", "queues", multiple=True, help="For queues of this name or pattern."),
+    click.option("--id", "ids", multiple=True, help="The task with this id."),
+    click.option(
+        "--reason",
+        "reasons",
+        multiple=True,
+        help="With this text in their reason; with * or ?, a pattern for the whole reason.",
+    ),
+    click.option(
+        "--older-than", type=shared.duration_type, help="Undeliverable for at least this long."
+    ),
+    click.option(
+        "--newer-than", type=shared.duration_type, help="Undeliverable for at most this long."
+    ),
+)
+
+
+@contextmanager
+def _broker() -> Iterator[tuple[Connection, Topology]]:
+    """Connect to the broker; a failure, or a missing queue, ends the command with one line."""
+    topology = shared.delays().topology
+    with shared.broker() as connection:
+        try:
+            yield connection, topology
+        except NotFound as error:
+            name = topology.module_queues.undeliverable.name
+            shared.fail(error, f"the queue {name} does not exist: declare the levels")
+        except exceptions.RabbitDelayError as error:
+            shared.fail(error, str(error))
+
+
+def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
+    """Print a report; end the command with status 1 if it is not complete.
+
+    Args:
+        report: The report.
+        done: The action, as a participle: "deleted" or "redriven".
+        dry_run: Whether the action was left out.
+    """
+    would = "would be " if dry_run else ""
+    line = (
+        f"{report.removed:,} of {report.matched:,} messages {would}{done} in "
+        f"{report.seconds:.1f} s ({report.examined:,} read)"
+    )
+    shared.answer({**vars(report), "dry_run": dry_run}, [line])
+    for line in _trouble(report):
+        click.echo(line, err=True)
+    raise SystemExit(0 if report.is_complete else shared.FAILED)
+
+
+def _trouble(report: read.RemovalReport) -> Iterator[str]:
+    by_count = sorted(report.left.items(), key=lambda each: -each[1])
+    for reason, count in by_count[:MOST_REASONS]:
+        yield f"{count:,} stay: {_printable(reason)}"
+    if len(by_count) > MOST_REASONS:
+        rest = sum(count for _, count in by_count[MOST_REASONS:])
+        yield f"{rest:,} stay for other reasons"
+    if report.uncertain:
+        yield f"{report.uncertain:,} may come twice: a connection was lost"
+    if report.stopped is not None:
+        yield f"stopped early: {_printable(report.stopped)}"
+
+
+def _printable(text: str) -> str:
+    """Return a text in one line, without control characters: anybody may have written it."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+@shared.group
+def undeliverable() -> None:
+    """Messages that could not be delivered."""
+
+
+@undeliverable.command("list")
+@_filter_options
+@click.option(
+    "-n",
+    "--messages",
+    "most",
+    type=click.IntRange(1),
+    metavar="NUMBER",
+    help="Print a line for each of the first NUMBER messages, instead of the reasons.",
+)
+def list_messages(most: int | None, **filters: Any) -> None:
+    """Count the messages by the reason why they could not be delivered."""
+    wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
+    examined, shown = 0, list[dict[str, Any]]()
+    with _broker() as (connection, topology):
+        messages = read.undeliverable_messages(connection, topology)
+        for examined, message in enumerate(messages, start=1):
+            if wanted.matches(message):
+                summary.add(message)
+                if len(shown) < (most or 0):
+                    shown.append(read.summary_of(examined, message))
+    more = "" if summary.count == examined else f" of {examined:,}"
+    last = f"{summary.count:,}{more} undeliverable messages"
+    reasons = [{"reason": reason, **vars(group)} for reason, group in summary.by_count()]
+    told = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
+    shared.answer(told, [*(_lines(shown) if most else _reasons(summary)), last])
+
+
+def _reasons(summary: read.UndeliverableSummary) -> Iterator[str]:
+    for reason, group in summary.by_count():
+        since = f" (since {shared.local(group.oldest)})" if group.oldest else ""
+        yield f"{group.count:>9,}  {_printable(reason)}{since}"
+
+
+def _lines(shown: list[dict[str, Any]]) -> Iterator[str]:
+    for each in shown:
+        what = each["task"] or "no task"
+        if each["envelope"]:
+            what = f"an envelope of {each['envelope']:,} tasks"
+        task_id = f" {each['task_id']}" if each["task_id"] else ""
+        to = f" to {each['queue']}" if each["queue"] else ""
+        yield _printable(f"{each['number']:>6}  {what}{task_id}{to}: {each['reason']}")
+
+
+@undeliverable.command()
+@_filter_options
+def export(**filters: Any) -> None:
+    """Print the messages, a line of JSON for each; they stay in the queue."""
+    wanted, count = read.UndeliverableFilter(**filters), 0
+    with _broker() as (connection, topology):
+        for number, each in enumerate(read.undeliverable_messages(connection, topology), start=1):
+            if wanted.matches(each):
+                line = json.dumps(read.as_record(number, each))
+                try:
+                    click.echo(line)
+                except OSError as error:  # not of the broker
+                    raise click.ClickException(f"cannot write: {error}") from error
+                count += 1
+    click.echo(f"{count:,} undeliverable messages exported", err=True)
+
+
+@undeliverable.command()
+@_filter_options
+@_limit_option
+@click.option("--dry-run", is_flag=True, help="Only count them.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
+    """Delete messages."""
+    if shared.as_json() and not (yes or dry_run):
+        raise click.UsageError("--json does not ask: give --yes or --dry-run")
+    matches = read.UndeliverableFilter(**filters).matches
+    with _broker() as (connection, topology):
+        remove = partial(read.redrive, Place(connection, topology), None, matches)
+        if not (yes or dry_run):
+            found = remove(limit=limit, dry_run=True)
+            limit = found.removed
+            if not limit:
+                _tell_removal(found, "deleted", False)
+            click.confirm(f"Delete {limit:,} undeliverable messages?", abort=True)
+        report = remove(limit=limit, dry_run=dry_run)
+    _tell_removal(report, "deleted", dry_run)
+
+
+@undeliverable.command()
+@_filter_options
+@click.option("--delay", type=shared.delay_type, help="Each waits for at least this long.")
+@click.option("--to", metavar="QUEUE", help="To this queue, wherever they were meant to go.")
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="PATTERN",
+    help="Also to queues and exchanges of this name or pattern, which the application lacks.",
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(1),
+    default=MAX_ATTEMPTS,
+    show_default=True,
+    help="A message that was redriven so often stays.",
+)
+@click.option(
+    "--sign",
+    "vouches",
+    is_flag=True,
+    help="Also messages without a valid signature: they are signed.",
+)
+@_limit_option
+@click.option(
+    "--rate", type=shared.POSITIVE, metavar="NUMBER", help="At most this many messages a second."
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+def redrive(limit: int | None, rate: float | None, dry_run: bool, **options: Any) -> None:
+    """Publish messages into the levels again, and take them out of the queue."""
+    delays = shared.delays()
+    filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
+    matches = read.UndeliverableFilter(**filters).matches
+    # The other options are arguments of the same names.
+    given: dict[str, Any] = {"dry_run": dry_run, "limit": limit, "rate": rate, **options}
+    wrong = exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
+    with _broker() as (connection, _), shared.usage_errors(*wrong):
+        report = read.redrive_application(delays, connection, matches, **given)
+    _tell_removal(report, "redriven", dry_run)

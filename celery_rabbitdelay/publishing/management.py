@@ -1,0 +1,207 @@
+"""RabbitMQ's management HTTP API.
+
+It needs the plugin ``rabbitmq_management`` and a user with the tag ``monitoring``; on RabbitMQ
+3.10, which shows feature flags to nobody else, with the tag ``administrator``:
+https://www.rabbitmq.com/docs/management#permissions
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from email.utils import parsedate_to_datetime
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+from urllib.parse import SplitResult, quote, unquote, urlencode, urlsplit
+
+from kombu import Connection
+from kombu.transport.pyamqp import SSLTransport
+
+from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
+from celery_rabbitdelay.levels.shown_url import without_password
+from celery_rabbitdelay.publishing.kombu_internals import connect
+
+#: Seconds that each step of a request may take.
+TIMEOUT: Final = 10.0
+
+#: Seconds. A node writes its time in whole seconds, and looks at its clock once a second.
+CLOCK_STEP: Final = 2.0
+
+#: The plugin's default ports, without and with TLS.
+PORTS: Final = {"http": 15672, "https": 15671}
+
+#: Seconds. A quorum queue reports its totals every five seconds (``quorum_tick_interval``).
+TOTALS_AGE: Final = 6.0
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+#: An object as the API writes it, see https://www.rabbitmq.com/docs/http-api-reference
+Json: TypeAlias = Mapping[str, Any]
+
+
+class ManagementAPI:
+    """Asks the management HTTP API.
+
+    Args:
+        url: ``http://user:password@host:15672``; ``https`` for TLS. A path is a ``path_prefix`` of
+            the plugin.
+        tls: The files for TLS, by the keys of ``broker_use_ssl``: ``ca_certs``, the certificates of
+            authorities (the system's by default), ``certfile`` and ``keyfile``, the client's own.
+
+    Attributes:
+        url: The URL without user and password.
+
+    Raises:
+        InvalidManagementURL: It is not such a URL.
+    """
+
+    def __init__(self, url: str, tls: Mapping[str, Any] = NOTHING) -> None:
+        parts = parts_of_url(url)
+        if parts is None:
+            raise InvalidManagementURL(without_password(url))
+        host = parts.hostname or ""
+        shown = f"[{host}]" if ":" in host else host
+        port = parts.port or PORTS[parts.scheme]
+        self.url = f"{parts.scheme}://{shown}:{port}{parts.path.rstrip('/')}"
+        user = f"{unquote(parts.username or 'guest')}:{unquote(parts.password or 'guest')}"
+        self._authorization = f"Basic {base64.b64encode(user.encode()).decode()}"
+        authorities, certificate, key = map(tls.get, ("ca_certs", "certfile", "keyfile"))
+        try:
+            context = ssl.create_default_context(cafile=authorities or None)
+            if certificate:
+                context.load_cert_chain(certificate, key or None)
+        except OSError as wrong:
+            files = ", ".join(str(file) for file in (authorities, certificate, key) if file)
+            raise ManagementUnavailable(self.url, f"cannot read {files}: {wrong}") from wrong
+        # Not through a proxy: AMQP reaches the broker without one.
+        self._connect: Callable[[], HTTPConnection]
+        if parts.scheme == "https":
+            self._connect = partial(HTTPSConnection, host, port, timeout=TIMEOUT, context=context)
+        else:
+            self._connect = partial(HTTPConnection, host, port, timeout=TIMEOUT)
+        self._path = parts.path.rstrip("/")
+
+    def get(self, *path: str, **query: str) -> Any:
+        """Return what the API says under a path.
+
+        Args:
+            *path: The words of the path behind ``/api``; they are quoted.
+            **query: The query.
+
+        Raises:
+            ManagementUnavailable: It does not answer, or not with JSON, or refuses.
+        """
+        return self.dated(*path, **query)[0]
+
+    def dated(self, *path: str, **query: str) -> tuple[Any, float]:
+        """Return the same, and the time at the node that answers, in seconds since the epoch.
+
+        It may be up to :data:`CLOCK_STEP` later there.
+        """
+        with self._asked(path, urlencode(query)) as answer:
+            date = parsedate_to_datetime(answer.headers.get("Date", ""))
+            return json.load(answer), date.timestamp()
+
+    def change(self, method: str, *path: str, **values: Any) -> None:
+        """Make or delete something.
+
+        Args:
+            method: PUT or DELETE.
+            *path: As for :meth:`get`.
+            **values: What it is to be.
+
+        Raises:
+            ManagementUnavailable: It does not answer, or refuses.
+        """
+        with self._asked(path, method=method, body=json.dumps(values).encode()):
+            pass
+
+    @contextmanager
+    def _asked(
+        self, path: Sequence[str], query: str = "", method: str = "GET", body: bytes | None = None
+    ) -> Iterator[HTTPResponse]:
+        address = "/".join([f"{self._path}/api", *(quote(word, safe="") for word in path)])
+        headers = {"Authorization": self._authorization, "Content-Type": "application/json"}
+        try:
+            with closing(self._connect()) as connection:
+                connection.request(method, f"{address}?{query}", body, headers)
+                answer = connection.getresponse()
+                # A redirection is not followed: it would take the password to another host.
+                if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    reason = f"{'/'.join(path)}: {answer.status} {answer.reason}"
+                    raise ManagementUnavailable(self.url, reason, answer.status)
+                yield answer
+        except (OSError, HTTPException, ValueError) as error:
+            raise ManagementUnavailable(self.url, str(error) or repr(error)) from error
+
+
+def management_api(connection: Connection, url: str | None) -> ManagementAPI:
+    """Return the API at a URL; None: at the broker that the connection reaches.
+
+    Raises:
+        InvalidManagementURL: It is not such a URL.
+        OSError: The broker cannot be reached.
+    """
+    if url is not None:
+        return ManagementAPI(url, tls_files_of(connection))
+    connect(connection)  # the host is the one of several that was reached
+    return management_api_of(connection)
+
+
+def management_api_of(connection: Connection) -> ManagementAPI:
+    """Return the API at the broker's host and the plugin's default port, with AMQP's user."""
+    is_tls = connection.ssl or isinstance(connection.transport, SSLTransport)
+    host = connection.hostname or "localhost"
+    host = f"[{host}]" if ":" in host else host
+    user, password = connection.userid or "guest", connection.password or "guest"
+    return ManagementAPI(
+        f"{'https' if is_tls else 'http'}://{quote(user, '')}:{quote(password, '')}@{host}",
+        tls_files_of(connection),
+    )
+
+
+def tls_files_of(connection: Connection) -> Mapping[str, Any]:
+    """Return the TLS files that the application gives for its broker."""
+    return connection.ssl if isinstance(connection.ssl, dict) else NOTHING
+
+
+def parts_of_url(url: str) -> SplitResult | None:
+    """Return the parts of a URL; None if it is malformed, or may be."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        # If "/", "?" or "#" stands in a password, its rest is taken for one of these.
+        rest = f"{parts.path}{parts.query}{parts.fragment}"
+        if (
+            parts.scheme in PORTS
+            and not parts.query
+            and parts.hostname
+            and parts.port != 0
+            and "@" not in rest
+        ):
+            return parts
+    return None
+
+
+def held_messages(api: ManagementAPI, virtual_host: str) -> Mapping[str, int]:
+    """Return how many messages dead-lettering holds in each quorum queue that has such messages.
+
+    They are due, and the queue that they go to has not taken them yet; perhaps it refuses. AMQP
+    counts the messages that are ready, and so leaves them out. Queues whose node is away are
+    missing, and figures are up to :data:`TOTALS_AGE` old.
+
+    Raises:
+        ManagementUnavailable: As :meth:`ManagementAPI.get`.
+    """
+    totals = api.get("queues", virtual_host, disable_stats="true", enable_queue_totals="true")
+    held = {
+        each["name"]: each["messages"] - each["messages_ready"] - each["messages_unacknowledged"]
+        for each in totals
+        if "messages" in each
+    }
+    return {name: messages for name, messages in held.items() if messages > 0}

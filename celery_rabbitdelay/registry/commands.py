@@ -1,0 +1,325 @@
+"""``celery rabbitdelay pending``, ``show``, ``forecast``, ``cancel``, ``job``, ``pause``, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from fractions import Fraction
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Final
+
+import click
+
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.app.known_task import KnownTask
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.registry.decision import Outcome
+from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.pauses import Paused
+
+#: The characters of the longest bar.
+BAR_LENGTH: Final = 50
+
+#: The most steps that are printed as bars; ``--json`` has all of them.
+MAX_BARS: Final = 60
+
+
+#: How each outcome is shown to people.
+WORDS: Final = {
+    Outcome.DONE: "done",
+    Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
+    Outcome.UNKNOWN: "unknown: nothing waits under it",
+    Outcome.RELEASED: "it has arrived at a worker already",
+    Outcome.CANCELLED: "it was cancelled or superseded before",
+}
+
+
+#: The options that say which tasks are meant.
+_filters: Final = shared.options(
+    click.option("--task", help="Only tasks of this name."),
+    click.option("--job", help="Only tasks that were sent with this job."),
+    click.option("--due-before", type=shared.instant_type, help="Only tasks that are due before."),
+)
+_due_after: Final = click.option(
+    "--due-after", type=shared.instant_type, help="Only tasks that are due then or later."
+)
+
+
+@shared.command()
+@_filters
+@click.option("--key", help="Only tasks that were sent with this key.")
+@_due_after
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="At most this many.",
+)
+def pending(limit: int, **filters: Any) -> None:
+    """List the tracked tasks that wait, the next one first."""
+    with shared.with_registry() as delays:
+        count = delays.count(**filters)
+        shown = list(islice(delays.pending(**filters), limit))
+        since = delays.pending_since()
+    more = f", of which {len(shown):,} are shown" if count > len(shown) else ""
+    last = f"{count:,} tracked tasks wait{more}; complete since {shared.local(since)}"
+    found = {"count": count, "since": since, "tasks": [each._asdict() for each in shown]}
+    shared.answer(found, chain(_table(shown), [last]))
+
+
+def _table(tasks: Sequence[Pending]) -> Iterator[str]:
+    now = wall_clock.now()
+    rows = [("due", "in", "task", "id", "key", "job")]
+    for each in tasks:
+        due, left = shared.local(each.due), _brief(each.due - now)
+        rows.append((due, left, each.task, each.task_id, each.key or "", each.job or ""))
+    yield from shared.aligned(rows)
+
+
+@shared.command()
+@click.argument("task", required=False)
+@click.option("--key", help="The task that was sent with this key, instead of an id.")
+def show(task: str | None, key: str | None) -> None:
+    """Show what is known of one task, by its id or by its key."""
+    if (task is None) == (key is None):
+        raise click.UsageError("give the id of a task, or --key")
+    with shared.with_registry() as delays:
+        found = delays.show(task, key=key)
+    if found is None:
+        shared.answer({"task": None}, [f"{task or key}: unknown"])
+        raise SystemExit(shared.FAILED)
+    shared.answer({"task": vars(found)}, _facts(found))
+
+
+def _facts(found: KnownTask) -> Iterator[str]:
+    """Yield what is known, a line for each fact."""
+    due = found.due and f"{shared.local(found.due)}, in {_brief(found.due - wall_clock.now())}"
+    may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
+    route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
+    facts = {
+        "task": found.task,
+        "sent": found.sent and shared.local(found.sent),
+        "due": due,
+        "postponed": found.postponed and f"until {shared.local(found.postponed)}",
+        "arguments": found.args and f"{found.args} {found.kwargs}",
+        "queue": found.queue,
+        "route": found.exchange is not None and route,
+        "priority": found.priority is not None and str(found.priority),
+        "key": found.key,
+        "job": found.job and f"{found.job}, {found.job_state or 'unknown'}",
+        "may be in": due and f"{may_be_in or 'no level'}, by its due time, now and the layout",
+        "missing": shared.first_of(found.missing),
+    }
+    yield f"{found.task_id}: {found.state}"
+    yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
+
+
+@shared.command()
+@_filters
+@click.option(
+    "--step",
+    type=shared.seconds_type,
+    default=60,
+    show_default=True,
+    help="The length of each step.",
+)
+def forecast(step: float, **filters: Any) -> None:
+    """Show how many tracked tasks are due in each minute from now on."""
+    with shared.with_registry() as delays:
+        steps = list(delays.forecast(step, **filters))
+    told = [{"start": at, "tasks": count} for at, count in steps]
+    total = sum(count for _, count in steps)
+    shared.answer({"tasks": total, "steps": told}, _bars(steps, total))
+
+
+def _bars(steps: Sequence[tuple[datetime, int]], total: int) -> Iterator[str]:
+    most = max((count for _, count in steps), default=0)
+    for at, count in steps[:MAX_BARS]:
+        bar = "#" * max(round(count / most * BAR_LENGTH), 1)
+        yield f"{shared.local(at)}  {bar} {count:,}"
+    if len(steps) > MAX_BARS:
+        yield f"... and {len(steps) - MAX_BARS:,} further steps; see --json"
+    yield f"{total:,} tracked tasks wait"
+
+
+def _brief(length: timedelta) -> str:
+    """Return a length of time as days and a time of day."""
+    seconds = max(int(length.total_seconds()), 0)
+    days, rest = divmod(seconds, 86_400)
+    of_day = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days} d {of_day}" if days else of_day
+
+
+#: A hint that follows the outcome of an unknown id, in commands with the option --also-future.
+HINT: Final = "; if it is not tracked, or will be sent later, say --also-future"
+
+_also_future: Final = click.option(
+    "--also-future",
+    is_flag=True,
+    help="Also ids of which nothing is known: of tasks that are not tracked, or are sent later.",
+)
+
+
+_meant: Final = shared.options(
+    click.argument("tasks", nargs=-1),
+    click.option("--key", help="The task that was sent with this key, instead of ids."),
+)
+
+
+def _decide(
+    tasks: Sequence[str], key: str | None, decide: Callable[..., Outcome], hint: str = HINT
+) -> None:
+    """Decide about tasks, by their ids or by their key, and print the outcomes.
+
+    Args:
+        tasks: The ids.
+        key: The key, instead of ids.
+        decide: A method of the application's delays.
+        hint: What follows the outcome of an unknown id.
+    """
+    if bool(tasks) == (key is not None):
+        raise click.UsageError("give the ids of tasks, or --key")
+    with shared.with_registry() as delays:
+        if key is not None:
+            outcomes = {key: decide(delays, key=key)}
+        else:
+            outcomes = {task: decide(delays, task) for task in tasks}
+    hints = {Outcome.UNKNOWN: hint if key is None else ""}
+    shared.answer(
+        {"outcomes": {name: each.value for name, each in outcomes.items()}},
+        (f"{name}: {WORDS[each]}{hints.get(each, '')}" for name, each in outcomes.items()),
+    )
+    if not {Outcome.RELEASED, Outcome.UNKNOWN}.isdisjoint(outcomes.values()):
+        raise SystemExit(shared.FAILED)
+
+
+@shared.command()
+@_meant
+@_filters
+@_due_after
+@_also_future
+@click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask whether to cancel them.")
+def cancel(
+    tasks: tuple[str, ...],
+    key: str | None,
+    also_future: bool,
+    dry_run: bool,
+    yes: bool,
+    **filters: Any,
+) -> None:
+    """Cancel tasks that wait: by their ids, by their key, or all tracked ones of a filter."""
+    if not any(filters.values()):
+        if dry_run:
+            raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
+        _decide(tasks, key, partial(RabbitDelay.cancel, also_future=also_future))
+        return
+    if tasks or key is not None or also_future:
+        raise click.UsageError("a filter takes neither ids nor --key or --also-future")
+    if shared.as_json() and not (yes or dry_run):
+        raise click.UsageError("--json does not ask: give --yes or --dry-run")
+    with shared.with_registry() as delays:
+        sent_before = instant_of(delays.registry.after_all_sent_ms())
+        count = delays.count(**filters)
+        if count and not (yes or dry_run):
+            click.confirm(f"Cancel {count:,} tracked tasks that wait?", abort=True)
+        cancelled = 0
+        if count and not dry_run:
+            cancelled = delays.cancel_pending(**filters, sent_before=sent_before)
+    shared.answer(
+        {"count": count, "cancelled": cancelled, "dry_run": dry_run},
+        [f"{count:,} would be cancelled" if dry_run else f"{cancelled:,} cancelled"],
+    )
+
+
+@shared.command()
+@_meant
+def run_now(tasks: tuple[str, ...], key: str | None) -> None:
+    """Let tracked tasks that wait run now, by their ids or by their key."""
+    postponed = partial(RabbitDelay.postpone, delay=0, also_future=False)
+    _decide(tasks, key, postponed, hint="")
+
+
+@shared.command()
+@_meant
+@click.option("--delay", type=shared.delay_type, help="How long from now on.")
+@click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
+@_also_future
+def postpone(
+    tasks: tuple[str, ...],
+    key: str | None,
+    delay: Fraction | None,
+    eta: datetime | None,
+    also_future: bool,
+) -> None:
+    """Let tasks that wait run at another time."""
+    if (delay is None) == (eta is None):
+        raise click.UsageError("give --delay, or --eta")
+    given: Any = {"delay": delay, "eta": eta, "also_future": also_future}
+    _decide(tasks, key, partial(RabbitDelay.postpone, **given))
+
+
+@shared.command()
+@click.argument("action", type=click.Choice(["open", "commit", "abort", "show"]))
+@click.argument("name")
+@click.option(
+    "--expires",
+    type=shared.seconds_type,
+    default=3600,
+    show_default=True,
+    help="After which time an open job turns aborted.",
+)
+def job(action: str, name: str, expires: float) -> None:
+    """Open, commit, abort or show the job NAME."""
+    with shared.with_registry() as delays:
+        if action == "open":
+            delays.open_job(name, expires=expires)
+        elif action == "commit":
+            delays.commit_job(name)
+        elif action == "abort":
+            delays.abort_job(name)
+        state = delays.registry.jobs.state(name)
+    told = state.value if state is not None else "unknown"
+    shared.answer({"job": name, "state": told}, [f"{name}: {told}"])
+    if state is None:
+        raise SystemExit(shared.FAILED)
+
+
+_names: Final = shared.options(
+    click.option("--task", help="The tasks of this name."),
+    click.option("--queue", help="The tasks that arrive at this queue."),
+)
+
+
+@shared.command()
+@_names
+def pause(task: str | None, queue: str | None) -> None:
+    """Hold back the due tasks of a name, or for a queue."""
+    _check(task, queue)
+    with shared.with_registry() as delays:
+        paused = Paused(task, queue, delays.pause(task=task, queue=queue))
+    shared.answer(paused._asdict(), [shared.paused_line(*paused)])
+
+
+@shared.command()
+@_names
+def resume(task: str | None, queue: str | None) -> None:
+    """Let the tasks of a name, or for a queue, run again."""
+    _check(task, queue)
+    with shared.with_registry() as delays:
+        was_paused = delays.resume(task=task, queue=queue)
+    told = "resumed" if was_paused else "was not paused"
+    answer = {"task": task, "queue": queue, "was_paused": was_paused}
+    shared.answer(answer, [f"{shared.task_or_queue(task, queue)}: {told}"])
+    if not was_paused:
+        raise SystemExit(shared.FAILED)
+
+
+def _check(task: str | None, queue: str | None) -> None:
+    if bool(task) == bool(queue):
+        raise click.UsageError("give --task, or --queue")
