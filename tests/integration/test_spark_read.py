@@ -85,6 +85,8 @@ def undeliverable(shop: Any) -> Iterator[str]:
         header_names.DUE: 1_900_000_000_123,
         header_names.REASON: "nobody took it",
         header_names.FAILED_SINCE: 1_900_000_060_123,
+        header_names.ATTEMPTS: 1,
+        header_names.FIRST_REASON: "nobody took it",
     }
     messages = [
         amqp.Message(b"[[7], {}, {}]", application_headers=told),
