@@ -30,8 +30,15 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
-from celery_rabbitdelay.schedules.messages import says_of, send_each, with_id
-from celery_rabbitdelay.schedules.record import Arriving, Decided, Fate, Records
+from celery_rabbitdelay.schedules.record import (
+    Arriving,
+    Decided,
+    Fate,
+    Records,
+    says_of,
+    send_each,
+    with_id,
+)
 from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDUE, Occurrence
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread

@@ -27,8 +27,8 @@ from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.registry.registry import Registry
-from celery_rabbitdelay.schedules import messages
-from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, MAX_RAN, Fate, NotedSchedule, Records
+from celery_rabbitdelay.schedules import record
+from celery_rabbitdelay.schedules.record import Fate, NotedSchedule, Records
 from celery_rabbitdelay.schedules.recurrence import (
     ALL,
     LAST,
@@ -119,7 +119,7 @@ class Schedule(NamedTuple):
             last = instant_of(due_ms), instant_of(came_ms), fate
         return cls(
             occurrence.name,
-            *messages.read(noted.message, accept),
+            *record.read(noted.message, accept),
             dict(occurrence.options),
             instant_of(occurrence.due_ms),
             occurrence.task_id,
@@ -189,7 +189,7 @@ class Schedules:
     def put(
         self,
         name: str,
-        task: messages.AnyTask,
+        task: record.AnyTask,
         when: object,
         args: Iterable[object] = (),
         kwargs: Mapping[str, object] | None = None,
@@ -277,7 +277,7 @@ class Schedules:
             if gaps_ms and jitter_ms > (gap_ms := min(gaps_ms)):
                 takes = f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
                 raise InvalidSchedule(jitter, takes)
-        delayed, revision = messages.captured(self.app, made, task, args or (), kwargs or {})
+        delayed, revision = record.captured(self.app, made, task, args or (), kwargs or {})
         return self._put(Put(made._replace(revision=revision), stored(delayed), paused))
 
     def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
@@ -321,7 +321,7 @@ class Schedules:
                 short = error  # it has too few copies, and is put
             self._unlist(before)
             break
-        messages.send_all(self.app.rabbitdelay, [messages.of(made, put.message)])
+        record.send_all(self.app.rabbitdelay, [record.message_of(made, put.message)])
         records.note(made.name, unsent="")
         if short is not None:
             raise short
@@ -396,7 +396,9 @@ class Schedules:
         end_ms = min(milliseconds_of(until), wall_clock.ms(), occurrence.instant_ms - 1)
         instants = occurrence.recurrence.all_after(begin_ms - 1)
         over = set(
-            islice(takewhile(lambda each: each <= end_ms, instants), MAX_BACKFILL + MAX_RAN + 1)
+            islice(
+                takewhile(lambda each: each <= end_ms, instants), MAX_BACKFILL + record.MAX_RAN + 1
+            )
         )
         missed = sorted(over - self._records.ran(name, begin_ms, end_ms))
         if len(missed) > MAX_BACKFILL:
@@ -410,10 +412,10 @@ class Schedules:
     ) -> None:
         """Send tasks beside the occurrences: the registry is asked about them as about any."""
         pattern, due_ms = restored(message, ""), wall_clock.ms() + AT_ONCE_MS
-        tracked = {COPY: new_copy(), TRACKED: True} if messages.is_tracked(pattern) else {}
+        tracked = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
         says = {**tracked, **(says or {})}
-        sends = [messages.filled(pattern, each, due_ms, says) for each in task_ids]
-        messages.send_all(self.app.rabbitdelay, sends)
+        sends = [record.filled(pattern, each, due_ms, says) for each in task_ids]
+        record.send_all(self.app.rabbitdelay, sends)
 
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
@@ -433,7 +435,7 @@ class Schedules:
         arrives first decides, and the other one is dropped.
         """
         now_ms, records = wall_clock.ms(), self._records
-        names = list(records.overdue(now_ms - HEAL_AFTER_MS))
+        names = list(records.overdue(now_ms - record.HEAL_AFTER_MS))
         paused = self._registry.pauses.known() if names else {}
         healed: dict[str, Delayed] = {}
         listed: dict[str, int | None] = {}
@@ -442,13 +444,13 @@ class Schedules:
                 listed[name] = None
             elif noted.occurrence is None or not noted.message:
                 logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
-            elif noted.occurrence.due_ms > now_ms - HEAL_AFTER_MS:
+            elif noted.occurrence.due_ms > now_ms - record.HEAL_AFTER_MS:
                 listed[name] = noted.occurrence.due_ms
             elif (when := noted.heals(now_ms)) == "soon":
                 records.note(name, missed=now_ms)
             elif when == "now":
-                message = messages.of(noted.occurrence, noted.message)
-                task, queue = messages.task_of(message), message.queue
+                message = record.message_of(noted.occurrence, noted.message)
+                task, queue = record.task_of(message), message.queue
                 # What waits for a resume is not missed.
                 if not paused_since(paused, task, queue.name if queue else ""):
                     records.note(name, healed=now_ms)
@@ -457,13 +459,13 @@ class Schedules:
         records.note_due(listed)
         if healed:
             logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
-        messages.send_all(self.app.rabbitdelay, list(healed.values()))
+        record.send_all(self.app.rabbitdelay, list(healed.values()))
         return list(healed)
 
     def _unlist(self, before: NotedSchedule | None) -> None:
         """Take a tracked occurrence from the list of what waits, which will not run."""
         known = before and before.message and before.occurrence
-        if before and known and messages.is_tracked(restored(before.message, "")):
+        if before and known and record.is_tracked(restored(before.message, "")):
             self._registry.cancel_each([known.task_id], also_future=False)
 
     def _next_order(self, before: NotedSchedule | None) -> int:
