@@ -43,7 +43,6 @@ from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDU
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 from celery_rabbitdelay.worker.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
 from celery_rabbitdelay.worker.lateness import lateness
@@ -266,16 +265,13 @@ class Arrivals(BatchThread[_Came]):
         waiting: list[_Came] = []
         for came in decided:
             (published if came.following is None else waiting).append(came)
-
-        def settled(came: _Came, outcome: Delayed | Exception) -> None:
+        for came, outcome in send_each(self._delays, waiting, self._message, self._skew_ms):
             if isinstance(outcome, Exception):
                 came.went_on = came.decided.goes_on
                 self._failed(came, outcome)
             else:
                 came.sent = outcome
                 published.append(came)
-
-        send_each(self._delays, waiting, self._message, settled, self._skew_ms)
         return published
 
     def _failed(self, came: _Came, error: Exception) -> None:
@@ -290,11 +286,8 @@ class Arrivals(BatchThread[_Came]):
 
     def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:
         """Return the message of the occurrence that follows one, made of the message of that."""
-        former, waited, following = (
-            came.arrived.delivery.message,
-            came.arrived.waited,
-            came.following,
-        )
+        former, waited = came.arrived.delivery.message, came.arrived.waited
+        following = came.following
         assert following is not None
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
@@ -311,7 +304,12 @@ class Arrivals(BatchThread[_Came]):
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
         occurrence, registry = came.occurrence, self._registry
         if not came.decided.goes_on:
-            self._drop(came)
+            logger.info(
+                "A message of occurrence %s is dropped: another one has come first, or its "
+                "schedule was edited or deleted.",
+                occurrence.task_id,
+            )
+            self._leave_out(came)
             return None
         if came.arrived.is_cancelled:
             return "cancelled"
@@ -333,19 +331,12 @@ class Arrivals(BatchThread[_Came]):
         self._put_back(came, pause, is_followed=True)
         return None
 
-    def _drop(self, came: _Came) -> None:
-        """Acknowledge an occurrence that was edited or deleted, or of which another message ran."""
-        occurrence = came.occurrence
-        if occurrence.turns:
-            runs.queue(self._registry, occurrence, 0)
-        logger.info(
-            "A message of occurrence %s is dropped: another one has come first, or its schedule "
-            "was edited or deleted.",
-            occurrence.task_id,
-        )
-        self._acknowledge(came)
-
-    def _acknowledge(self, came: _Came) -> None:
+    def _leave_out(self, came: _Came) -> None:
+        """Acknowledge an occurrence that does not run."""
+        # Another message of the same occurrence may be the one that waits for the end of a run.
+        is_own = came.decided.goes_on or came.occurrence.turns
+        if is_own and came.occurrence.overlap == "queue-one":
+            runs.queue(self._registry, came.occurrence, 0)
         ack = came.arrived.delivery.ack
         self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
 
@@ -380,12 +371,10 @@ class Arrivals(BatchThread[_Came]):
         if fate in ("ran", "cancelled"):
             self.act(partial(self._let_run, arrived))
             return
-        if occurrence.overlap == "queue-one":
-            runs.queue(self._registry, occurrence, 0)
         logger.info("Occurrence %s does not run: %s.", occurrence.task_id, fate)
         skipped = partial(signals.send, signals.skipped, self._consumer.app)
         self.act(partial(skipped, occurrence.task_id, occurrence.due_ms))
-        self._acknowledge(came)
+        self._leave_out(came)
 
     def _let_run(self, arrived: Arrived) -> None:
         """Let an occurrence go on, in the event loop; its retries are no occurrences."""
@@ -416,7 +405,7 @@ class Arrivals(BatchThread[_Came]):
             self._delays.schedules.heal()
 
 
-class ScheduleStep(RabbitMQStep):
+class ScheduleStep(celery_internals.RabbitMQStep):
     """Takes occurrences of schedules before they run, on every connection of the consumer."""
 
     requires = (RestoreTasks,)

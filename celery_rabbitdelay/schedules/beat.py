@@ -13,7 +13,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
-from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
+from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedules
@@ -151,10 +151,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
         if given:
             left_out = ", ".join(sorted(given))
             logger.warning("The entry %r of beat runs without its options: %s", name, left_out)
-        args, kwargs = entry.args or (), entry.kwargs
-        if any(type(each).__name__ == "BeatLazyFunc" for each in (*args, *kwargs.values())):
-            raise InvalidSchedule(args, "takes no BeatLazyFunc: it is computed at each send")
-        plan.put(name, entry.task, entry.schedule, args, kwargs, **options)
+        plan.put(name, entry.task, entry.schedule, entry.args, entry.kwargs, **options)
 
 
 def idle_beat(sender: Any, **_: Any) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar, cast
 
@@ -40,9 +41,6 @@ HEALING_MS: Final = 30_000
 #: Milliseconds that an occurrence may be late before it is sent again, at first; then twice as long
 #: each time.
 HEAL_AFTER_MS: Final = 60_000
-
-#: How many schedules are read at once.
-PAGE: Final = 500
 
 #: How many instants that have run are remembered, for :meth:`.Schedules.backfill`.
 MAX_RAN: Final = 10_000
@@ -180,21 +178,21 @@ def send_each(
     delays: Delays,
     items: Sequence[ItemT],
     made: Callable[[DelayedProducer, ItemT], Delayed],
-    settled: Callable[[ItemT, Delayed | Exception], None],
     skew_ms: int = 0,
-) -> None:
+) -> list[tuple[ItemT, Delayed | Exception]]:
     """Publish a message for each item, and register those that are tracked. Raises nothing.
 
     Args:
         delays: The ``app.rabbitdelay``.
         items: What messages are made of.
         made: Makes the message of an item.
-        settled: Called once with each item, and with its message once that is confirmed, or with
-            what is wrong.
         skew_ms: How many milliseconds the clock of Redis is ahead, by which messages are due.
+
+    Returns:
+        Each item with its message, if that is confirmed, or with what is wrong.
     """
     messages: dict[int, Delayed] = {}
-    registrations: list[Registration] = []
+    outcomes: list[tuple[ItemT, Delayed | Exception]] = []
 
     def make(producer: DelayedProducer, item: ItemT) -> ToPublish:
         delayed = messages[id(item)] = made(producer, item)
@@ -203,16 +201,14 @@ def send_each(
         return queue, delayed.message.amqp(), partial(producer.address, delayed, due)
 
     def settle(item: ItemT, error: Exception | None) -> None:
-        if error is None and is_tracked(delayed := messages[id(item)]):
-            copy, message = str(delayed.message.headers.registry[COPY]), stored(delayed)
-            registration = Registration(delayed.task_id, copy, _due_ms(delayed))
-            registrations.append(registration._replace(name=task_of(delayed), message=message))
-        settled(item, error or messages[id(item)])
+        outcomes.append((item, error or messages[id(item)]))
 
     if items:
         publish_each(delays, items, make, settle, RESENDS)
-    if registrations:
-        register_sent(delays.registry, registrations)
+    sent = [each for _, each in outcomes if isinstance(each, Delayed) and is_tracked(each)]
+    if sent:
+        register_sent(delays.registry, [*map(_registration, sent)])
+    return outcomes
 
 
 def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
@@ -221,18 +217,19 @@ def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
     Raises:
         PublishError: One of them was not confirmed; the others were sent.
     """
-    errors: list[Exception] = []
 
     def signed(producer: DelayedProducer, delayed: Delayed) -> Delayed:
         return delayed._replace(message=producer.sign(delayed.message))
 
-    def settled(_: Delayed, outcome: Delayed | Exception) -> None:
+    for _, outcome in send_each(delays, messages, signed):
         if isinstance(outcome, Exception):
-            errors.append(outcome)
+            raise outcome
 
-    send_each(delays, messages, signed, settled)
-    if errors:
-        raise errors[0]
+
+def _registration(delayed: Delayed) -> Registration:
+    copy = str(delayed.message.headers.registry[COPY])
+    made = Registration(delayed.task_id, copy, _due_ms(delayed))
+    return made._replace(name=task_of(delayed), message=stored(delayed))
 
 
 def _due_ms(delayed: Delayed) -> int:
@@ -296,7 +293,7 @@ class NotedSchedule(NamedTuple):
     is_sent: bool
     missed_ms: int
     healed_ms: int
-    last: tuple[int, int, Fate] | None
+    last: tuple[datetime, datetime, Fate] | None
 
     @classmethod
     def of(cls, found: Mapping[str, str]) -> Self | None:
@@ -308,7 +305,10 @@ class NotedSchedule(NamedTuple):
             if occurrence is not None and ahead is not None:
                 revision = found["revision"]
                 occurrence = occurrence._replace(instant_ms=ahead, order=order, revision=revision)
-            last = found["last"].split() if "last" in found else None
+            last = None
+            if "last" in found:
+                due, came, fate = found["last"].split()
+                last = instant_of(int(due)), instant_of(int(came)), cast("Fate", fate)
             return cls(
                 order,
                 ahead,
@@ -320,7 +320,7 @@ class NotedSchedule(NamedTuple):
                 not found.get("unsent"),
                 int(found.get("missed", 0)),
                 int(found.get("healed", 0)),
-                None if last is None else (int(last[0]), int(last[1]), cast("Fate", last[2])),
+                last,
             )
         except (LookupError, ValueError):
             return None
@@ -400,12 +400,9 @@ class Records:
 
     def get(self, names: Sequence[str]) -> list[NotedSchedule | None]:
         """Return what is noted about schedules, None for each of which nothing is."""
-        pages = [names[begin : begin + PAGE] for begin in range(0, len(names), PAGE)]
-        return [NotedSchedule.of(each) for page in pages for each in self._read(page)]
-
-    def _read(self, names: Sequence[str]) -> list[dict[str, str]]:
         keys = [self._names.of("schedule", name) for name in names]
-        return self._store.commands(lambda pipe: [*map(pipe.hgetall, keys)])
+        found = self._store.commands(lambda pipe: [*map(pipe.hgetall, keys)]) if keys else []
+        return [*map(NotedSchedule.of, found)]
 
     def all(self) -> list[str]:
         """Return the names of all schedules."""

@@ -19,7 +19,7 @@ from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.sending.task_messages import restored, stored
-from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
+from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
@@ -63,8 +63,8 @@ CatchUp = Literal["last", "all"]
 _CATCH_UPS: Final[Mapping[int, CatchUp]] = {LAST: "last", ALL: "all"}
 
 _TAKES: Final = (
-    f"takes a name of 1 to {MAX_NAME} bytes, times from 1970 on, a jitter of at most a day, and "
-    f"the overlap {' or '.join(get_args(Overlap))}"
+    f"takes a name of 1 to {MAX_NAME} bytes, times from 1970 on, a jitter of at most a day, the "
+    f"overlap {' or '.join(get_args(Overlap))}, and to catch up last, all or seconds"
 )
 
 
@@ -113,10 +113,6 @@ class Schedule(NamedTuple):
         """
         occurrence = noted.occurrence
         assert occurrence is not None
-        last: tuple[datetime, datetime, Fate] | None = None
-        if noted.last is not None:
-            due_ms, came_ms, fate = noted.last
-            last = instant_of(due_ms), instant_of(came_ms), fate
         return cls(
             occurrence.name,
             *record.read(noted.message, accept),
@@ -128,7 +124,7 @@ class Schedule(NamedTuple):
             occurrence.overlap,
             _CATCH_UPS.get(occurrence.catch_up_ms, occurrence.catch_up_ms / 1000),
             occurrence.jitter_ms / 1000,
-            last,
+            noted.last,
         )
 
     def exported(self) -> dict[str, Any]:
@@ -250,11 +246,11 @@ class Schedules:
         # As with beat, a crontab may bring its own, such as one of django-celery-beat.
         zone = getattr(when, "__dict__", {}).get("tz", self.app.timezone)
         recurrence = Recurrence.of(when, timezone or _zone_of(zone), start, end, exclude)
-        by_word = {word: ms for ms, word in _CATCH_UPS.items()}
-        if isinstance(catch_up, str) and catch_up in by_word:
-            catch_up_ms = by_word[catch_up]
+        words: dict[str, int] = {word: ms for ms, word in _CATCH_UPS.items()}
+        if isinstance(catch_up, str):
+            catch_up_ms = words.get(catch_up, ALL - 1)
         else:
-            catch_up_ms = milliseconds(catch_up)  # type: ignore[arg-type]  # it refuses other words
+            catch_up_ms = milliseconds(catch_up)
         if overlap is None:
             is_last = isinstance(when, timedelta) and catch_up_ms == LAST
             overlap = "skip" if is_last else "allow"
@@ -295,8 +291,8 @@ class Schedules:
 
     def _put(self, put: Put) -> Schedule | None:
         """Note a schedule, and send its first occurrence, unless nothing has changed."""
-        made, short, records = put.occurrence, None, self._records
-        while True:
+        made, records, is_noted = put.occurrence, self._records, False
+        while not is_noted:
             (before,) = records.get([made.name])
             known = before and before.occurrence
             if before and known and known.revision == made.revision and before.message:
@@ -312,19 +308,11 @@ class Schedules:
                 self.delete(made.name)
                 return None
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
-            try:
-                if not records.edit(before, made, put.message, put.paused):
-                    continue  # another program was faster, or an occurrence has come
-            except RegistryUnavailable as error:
-                if not error.may_have_arrived:
-                    raise
-                short = error  # it has too few copies, and is put
-            self._unlist(before)
-            break
+            # Unless another program was faster, or an occurrence has come.
+            if is_noted := records.edit(before, made, put.message, put.paused):
+                self._unlist(before)
         record.send_all(self.app.rabbitdelay, [record.message_of(made, put.message)])
         records.note(made.name, unsent="")
-        if short is not None:
-            raise short
         return self.get(made.name)
 
     def get(self, name: str) -> Schedule | None:
@@ -342,7 +330,8 @@ class Schedules:
 
     def next(self, name: str, number: int = 5) -> list[datetime]:
         """Return when a schedule is due next; empty if no schedule has that name."""
-        if (occurrence := self._occurrence(name)) is None:
+        (noted,) = self._records.get([name])
+        if noted is None or (occurrence := noted.occurrence) is None:
             return []
         instants = occurrence.recurrence.all_after(occurrence.instant_ms - 1)
         return [instant_of(each) for each in islice(instants, number)]
@@ -356,7 +345,7 @@ class Schedules:
         return self._pause(name, is_paused=False)
 
     def _pause(self, name: str, *, is_paused: bool) -> bool:
-        is_known = self._occurrence(name) is not None
+        is_known = self.get(name) is not None
         if is_known:
             self._records.note(name, paused=int(is_paused))
         return is_known
@@ -395,11 +384,8 @@ class Schedules:
         occurrence, begin_ms = noted.occurrence, milliseconds_of(since)
         end_ms = min(milliseconds_of(until), wall_clock.ms(), occurrence.instant_ms - 1)
         instants = occurrence.recurrence.all_after(begin_ms - 1)
-        over = set(
-            islice(
-                takewhile(lambda each: each <= end_ms, instants), MAX_BACKFILL + record.MAX_RAN + 1
-            )
-        )
+        most = MAX_BACKFILL + record.MAX_RAN + 1
+        over = set(islice(takewhile(lambda each: each <= end_ms, instants), most))
         missed = sorted(over - self._records.ran(name, begin_ms, end_ms))
         if len(missed) > MAX_BACKFILL:
             raise InvalidSchedule(name, f"has more than {MAX_BACKFILL} instants in that time")
@@ -471,10 +457,6 @@ class Schedules:
     def _next_order(self, before: NotedSchedule | None) -> int:
         (ticket,) = self._registry.ask([("", "schedules")])
         return max(ticket.order, before.order + 1 if before else 0)
-
-    def _occurrence(self, name: str) -> Occurrence | None:
-        (noted,) = self._records.get([name])
-        return noted and noted.occurrence
 
 
 def _zone_of(zone: object) -> str:
