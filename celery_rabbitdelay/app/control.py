@@ -12,7 +12,7 @@ from celery.app.control import Control
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from celery_rabbitdelay.publishing.permissions import missing_permission
+from celery_rabbitdelay.publishing.refusals import missing_permission
 
 logger = logging.getLogger(__name__)
 

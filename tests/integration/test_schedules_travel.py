@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import Travel, wait_for
 from celery_rabbitdelay.testing.session import Worker
-from celery_rabbitdelay.testing.travel import forget
+from celery_rabbitdelay.testing.travel import FORGET, on_all_keys
 from tests.integration.notes import Notes, instants
 from tests.integration.shop import PATIENCE
 from tests.integration.travelling_shop import rabbitdelay_celery_app, shop, worker
@@ -111,7 +111,7 @@ def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again
     worker.kill()
     # The next one is due, and others are missed.
     travel(hours=10)
-    forget(shop.rabbitdelay.settings)
+    on_all_keys(shop, FORGET)
     put()
     worker.start()
     travel(hours=6)
