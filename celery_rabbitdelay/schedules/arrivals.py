@@ -134,6 +134,7 @@ class Arrivals(BatchThread[_Came]):
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
         self._skew_ms = 0
         self.overdue = 0.0
+        self._delays.recorder.gauges[OVERDUE] = lambda: self.overdue
         runs.forget_what_has_not_begun()
 
     def take(self, arrived: Arrived) -> None:
@@ -170,7 +171,7 @@ class Arrivals(BatchThread[_Came]):
             try:
                 self._look_after_schedules()
             except Exception as error:  # noqa: BLE001 - the next look may succeed
-                logger.warning("Nobody has looked after the schedules: %s", error)
+                logger.warning("Looking after the schedules failed: %s", error)
 
     def _work_on(self, batch: list[_Came]) -> None:
         asked: list[_Came] = []
@@ -391,10 +392,6 @@ class Arrivals(BatchThread[_Came]):
             runs.given(task_id, waits)
 
     def _look_after_schedules(self) -> None:
-        try:
-            self.begin()
-        except Exception as error:  # noqa: BLE001 - the schedules are looked after all the same
-            logger.warning("The entries of beat are put later: %s", error)
         now_ms, remembered = wall_clock.ms(), self._remembered
         overdue = self._records.overdue(now_ms)
         self.overdue = max((now_ms - min(overdue.values(), default=now_ms)) / 1000, 0.0)
@@ -403,6 +400,7 @@ class Arrivals(BatchThread[_Came]):
         self._records.decide(known, notes_again=True)
         if self._records.may_heal():
             self._delays.schedules.heal()
+        self.begin()
 
 
 class ScheduleStep(celery_internals.RabbitMQStep):
@@ -418,10 +416,9 @@ class ScheduleStep(celery_internals.RabbitMQStep):
         """Begin to take occurrences, and to look for those that do not come."""
         strategies = consumer.strategies
         if strategies.decisions is not None:
-            arrivals = self._arrivals = Arrivals(consumer, strategies.early_tasks)
-            arrivals.start()
-            strategies.decisions.takers[SCHEDULE] = arrivals.take
-            consumer.app.rabbitdelay.recorder.gauges[OVERDUE] = lambda: arrivals.overdue
+            self._arrivals = Arrivals(consumer, strategies.early_tasks)
+            self._arrivals.start()
+            strategies.decisions.takers[SCHEDULE] = self._arrivals.take
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what the thread needs from the worker's own thread."""
@@ -432,5 +429,4 @@ class ScheduleStep(celery_internals.RabbitMQStep):
         """Take no more occurrences of the connection that is lost or closed."""
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None:
-            consumer.app.rabbitdelay.recorder.gauges.pop(OVERDUE, None)
             arrivals.stop()

@@ -13,10 +13,11 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
-from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.schedules.record import Records
-from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedules
+from celery_rabbitdelay.schedules.recurrence import Occurrence
+from celery_rabbitdelay.schedules.schedules import OPTIONS, Schedules
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +37,16 @@ class _Plan(Schedules):
     """Schedules that stay as they are.
 
     Attributes:
-        puts: What would be put, by the names of the schedules.
+        puts: What would be put, by the names of the schedules: their first occurrences, what they
+            send, and whether they are paused.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
         super().__init__(app)
-        self.puts: dict[str, Put] = {}
+        self.puts: dict[str, tuple[Occurrence, str, bool | None]] = {}
 
-    def _put(self, put: Put) -> None:
-        self.puts[put.occurrence.name] = put
+    def _put(self, made: Occurrence, message: str, paused: bool | None) -> None:
+        self.puts[made.name] = made, message, paused
 
 
 class BeatEntries:
@@ -77,7 +79,7 @@ class BeatEntries:
         for name, entry in scheduler.schedule.items():
             _plan_entry(plan, f"{self._prefix}{name}", entry)
         self.puts = plan.puts
-        said = sorted((name, p.occurrence.revision, str(p.paused)) for name, p in self.puts.items())
+        said = sorted((name, made.revision, str(p)) for name, (made, _, p) in self.puts.items())
         self.digest = hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 
     def put(self, *, is_forced: bool = False) -> bool:
@@ -102,7 +104,7 @@ class BeatEntries:
                 self._records.take_over(self._application, found.get("current"), self.digest)
             for name, put in self.puts.items():
                 with _logged(name):
-                    self._schedules._put(put)
+                    self._schedules._put(*put)
             self.end(self.puts)
         return True
 
@@ -151,7 +153,10 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
         if given:
             left_out = ", ".join(sorted(given))
             logger.warning("The entry %r of beat runs without its options: %s", name, left_out)
-        plan.put(name, entry.task, entry.schedule, entry.args, entry.kwargs, **options)
+        args, kwargs = entry.args or (), entry.kwargs
+        if any(type(each).__name__ == "BeatLazyFunc" for each in (*args, *kwargs.values())):
+            raise InvalidSchedule(args, "takes no BeatLazyFunc: it is computed at each send")
+        plan.put(name, entry.task, entry.schedule, args, kwargs, **options)
 
 
 def idle_beat(sender: Any, **_: Any) -> None:

@@ -19,7 +19,7 @@ from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.sending.task_messages import restored, stored
-from celery_rabbitdelay.exceptions import InvalidSchedule
+from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
@@ -151,20 +151,6 @@ class Schedule(NamedTuple):
         }
 
 
-class Put(NamedTuple):
-    """What is put.
-
-    Attributes:
-        occurrence: Its first occurrence, without an order.
-        message: What it sends.
-        paused: Whether it is paused; None for as it is.
-    """
-
-    occurrence: Occurrence
-    message: str
-    paused: bool | None
-
-
 class Schedules:
     """The schedules of an application; they need a registry.
 
@@ -274,7 +260,7 @@ class Schedules:
                 takes = f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
                 raise InvalidSchedule(jitter, takes)
         delayed, revision = record.captured(self.app, made, task, args or (), kwargs or {})
-        return self._put(Put(made._replace(revision=revision), stored(delayed), paused))
+        return self._put(made._replace(revision=revision), stored(delayed), paused)
 
     def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
         """Put a schedule as :meth:`.Schedule.exported` has returned it, with changes.
@@ -289,15 +275,16 @@ class Schedules:
         options = given.pop("options", None) or {}
         return self.put(**given, **options)
 
-    def _put(self, put: Put) -> Schedule | None:
+    def _put(self, made: Occurrence, message: str, paused: bool | None) -> Schedule | None:
         """Note a schedule, and send its first occurrence, unless nothing has changed."""
-        made, records, is_noted = put.occurrence, self._records, False
+        records = self._records
+        is_noted, short = False, None
         while not is_noted:
             (before,) = records.get([made.name])
             known = before and before.occurrence
             if before and known and known.revision == made.revision and before.message:
-                if put.paused not in (None, before.is_paused):
-                    records.note(made.name, paused=int(bool(put.paused)))
+                if paused not in (None, before.is_paused):
+                    records.note(made.name, paused=int(bool(paused)))
                 if before.is_sent:
                     return self.get(made.name)
                 made = known
@@ -308,11 +295,19 @@ class Schedules:
                 self.delete(made.name)
                 return None
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
-            # Unless another program was faster, or an occurrence has come.
-            if is_noted := records.edit(before, made, put.message, put.paused):
+            try:
+                # False if another program was faster, or an occurrence has come.
+                is_noted = records.edit(before, made, message, paused)
+            except RegistryUnavailable as error:
+                if not error.may_have_arrived:
+                    raise
+                is_noted, short = True, error  # it has too few copies, and is put
+            if is_noted:
                 self._unlist(before)
-        record.send_all(self.app.rabbitdelay, [record.message_of(made, put.message)])
+        record.send_all(self.app.rabbitdelay, [record.message_of(made, message)])
         records.note(made.name, unsent="")
+        if short is not None:
+            raise short
         return self.get(made.name)
 
     def get(self, name: str) -> Schedule | None:
