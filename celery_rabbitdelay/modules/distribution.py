@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import amqp
 
@@ -324,7 +324,7 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     )
 
 
-def _refuse_other_than_key(word: str, named: Any) -> None:
+def _refuse_other_than_key(word: str, named: object) -> None:
     """Refuse a message whose headers lead past the queue in its routing key.
 
     The broker checks the key of each message against its sender's topic permissions, and cannot
@@ -348,7 +348,7 @@ def _refuse_other_than_key(word: str, named: Any) -> None:
     )
 
 
-def _named_by(headers: DelayHeaders) -> Any:
+def _named_by(headers: DelayHeaders) -> str | tuple[str, str | None] | None:
     """Return what a message's headers say it is for: a queue, or an exchange and a routing key.
 
     None if they say nothing. With a queue, exchange and key only say where a retry of the task
