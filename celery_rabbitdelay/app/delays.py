@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import celery
 from celery.result import AsyncResult
@@ -23,25 +22,21 @@ from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
-from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.app.metrics import Metrics
 from celery_rabbitdelay.app.options import refuse_two_times
+from celery_rabbitdelay.app.setting_types import Groups, SettingsGroup, read_settings
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
-from celery_rabbitdelay.registry.connection import Store
-from celery_rabbitdelay.registry.connection import connect as connect_to_redis
-from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-#: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
-#: for which it is tried again if its queue does not take it.
-REGISTRY_MARGIN: Final = 3600.0
+PartT = TypeVar("PartT")
+GroupT = TypeVar("GroupT", bound=SettingsGroup)
 
 
 class DelayingCelery(celery.Celery):
@@ -64,19 +59,17 @@ class Copies(Protocol):
 
 
 class StandIn(NamedTuple):
-    """Replaces an application's broker and Redis in tests.
+    """Replaces an application's broker in tests.
 
     Attributes:
         publisher: Takes those that would wait in the levels.
         producer: Takes all others.
         broadcast: Takes the name and the arguments of each command to the workers.
-        store: Keeps the records of the registry.
     """
 
     publisher: Publisher
     producer: Producer
     broadcast: Callable[[str, Mapping[str, Any]], None]
-    store: Store
 
 
 class Delays:
@@ -94,18 +87,61 @@ class Delays:
         self.app = app
         self.recorder = Metrics()
         self.stand_in: StandIn | None = None
+        self._parts: dict[Callable[[Any], Any], Any] = {}
         self._has_warned = self._has_warned_of_loop = False
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
     @cached_property
-    def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings, read on first use; see :meth:`reset`.
+    def groups(self) -> Groups:
+        """All settings that the configuration has; read on first use, see :meth:`reset`.
 
         Raises:
             InvalidSetting: One of them is wrong.
         """
-        return Settings.of(self.app.conf, getattr(self.app, "namespace", None))
+        return read_settings(Settings, self.app.conf, getattr(self.app, "namespace", None))
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The kernel's settings.
+
+        Raises:
+            InvalidSetting: One of any settings is wrong.
+        """
+        return self.settings_of(Settings)
+
+    def settings_of(self, group: type[GroupT]) -> GroupT:
+        """Return the settings of an addition.
+
+        Args:
+            group: Their class.
+
+        Raises:
+            InvalidSetting: One of any settings is wrong.
+        """
+        read = self.groups.get(group) or group()
+        assert isinstance(read, group)
+        return read
+
+    def uses(self, setting: str) -> bool:
+        """Return whether a setting that turns something on does so: it is neither None nor False.
+
+        Args:
+            setting: Its name without ``rabbitdelay_``.
+        """
+        return any(getattr(each, setting, None) for each in self.groups.values())
+
+    def part(self, make: Callable[[Delays], PartT]) -> PartT:
+        """Return what is kept for this application, in this process; made when it is first needed.
+
+        Args:
+            make: Makes it; a class or a function, which is also the name that it is kept under. Its
+                ``close``, if it has one, is called by :meth:`close`.
+        """
+        if make not in self._parts:
+            self._parts.setdefault(make, make(self))
+        part: PartT = self._parts[make]
+        return part
 
     if TYPE_CHECKING:
 
@@ -123,32 +159,6 @@ class Delays:
         """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
 
-    @cached_property
-    def registry(self) -> Registry:
-        """The registry of this process, which connects when it is first used.
-
-        Raises:
-            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
-            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
-        """
-        settings = self.settings
-        if settings.registry_url is None:
-            raise exceptions.RegistryRequired("app.rabbitdelay.registry")
-        store = self.stand_in and self.stand_in.store
-        store = store or connect_to_redis(
-            settings.registry_url, settings.registry_options, settings.registry_durability or 0
-        )
-        store.on_call = self._note_call
-        margin = settings.retry_for + REGISTRY_MARGIN
-        keep_ms = milliseconds(max(settings.registry_keep, margin))
-        prefix = settings.registry_prefix or settings.prefix
-        registry = Registry(store, prefix, keep_ms, milliseconds(margin))
-        registry.jobs.on_expired = partial(self.recorder.record, {JOBS_EXPIRED: 1})
-        return registry
-
-    def _note_call(self, seconds: float, has_succeeded: bool) -> None:
-        self.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})
-
     @property
     def metrics(self) -> Metrics:
         """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
@@ -163,11 +173,6 @@ class Delays:
     def available(self) -> bool:
         """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
         return _is_rabbitmq(self.app.connection_for_write())
-
-    @property
-    def has_registry(self) -> bool:
-        """Whether there is a registry, and the broker has levels."""
-        return self.available and self.settings.registry_url is not None
 
     def is_available(self, connection: Connection | None) -> bool:
         """Return whether a broker is RabbitMQ, over py-amqp: delays can wait in its levels.
@@ -287,28 +292,34 @@ class Delays:
             threads.shutdown(wait=False)
         if "pool" in self.__dict__:
             self.pool.close()
-        if "registry" in self.__dict__:
-            self.registry.store.close()
+        for part in self._parts.values():
+            if (close := getattr(part, "close", None)) is not None:
+                close()
 
     def reset(self) -> None:
         """Forget settings and connections, also Celery's: the next use reads and connects anew."""
         self.close()
-        for name in ("settings", "pool", "templates", "registry", "available"):
+        for name in ("groups", "settings", "pool", "templates", "available"):
             self.__dict__.pop(name, None)
+        self._parts = {}
         forget_connections(self.app)
 
     @contextmanager
-    def replaced_by(self, stand_in: StandIn) -> Iterator[None]:
-        """Let something else take all messages, and answer instead of Redis, during a block."""
-        former = self.stand_in, self.__dict__.pop("registry", None)
-        self.stand_in = stand_in
+    def replaced_by(
+        self, stand_in: StandIn, parts: Mapping[Callable[[Any], Any], Any] = {}
+    ) -> Iterator[None]:
+        """Let something else take all messages during a block.
+
+        Args:
+            stand_in: What takes them.
+            parts: What :meth:`part` returns instead of what it would make.
+        """
+        former = self.stand_in, self._parts
+        self.stand_in, self._parts = stand_in, dict(parts)
         try:
             yield
         finally:
-            self.stand_in, registry = former
-            self.__dict__.pop("registry", None)
-            if registry is not None:
-                self.__dict__["registry"] = registry
+            self.stand_in, self._parts = former
 
 
 def _is_rabbitmq(connection: Connection) -> bool:
