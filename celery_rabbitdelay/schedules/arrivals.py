@@ -40,7 +40,7 @@ from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.metrics import lateness
+from celery_rabbitdelay.worker.lateness import lateness
 
 logger = get_logger(__name__)
 

@@ -32,7 +32,7 @@ from celery_rabbitdelay.worker.celery_internals import (
 from celery_rabbitdelay.worker.celery_requests import is_ours
 from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
-from celery_rabbitdelay.worker.metrics import Arrivals, lateness, may_run_since
+from celery_rabbitdelay.worker.lateness import Arrivals, lateness, may_run_since
 
 logger = get_logger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.worker import metrics
-from celery_rabbitdelay.worker.metrics import Arrivals
+from celery_rabbitdelay.worker import lateness
+from celery_rabbitdelay.worker.lateness import Arrivals
 from tests.unit.clock import NS_PER_S, Clock
 
 DUE_MS = 1_900_000_000_000
@@ -16,7 +16,7 @@ DUE_NS = DUE_MS * 1_000_000
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(DUE_MS / 1000)
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(lateness, "time", clock)
     monkeypatch.setattr(wall_clock, "source", clock.time_ns)
     return clock
 
