@@ -41,11 +41,6 @@ class Entry(NamedTuple):
     consumer_steps: tuple[str, ...] = ()
     worker_steps: tuple[str, ...] = ()
 
-    @property
-    def exists(self) -> bool:
-        """Whether the addition can be imported; the folder of one may have been deleted."""
-        return find_spec(f"{_PACKAGE}.{self.name}") is not None if self in BUILT_IN else True
-
 
 _PACKAGE: Final = "celery_rabbitdelay"
 
@@ -108,8 +103,8 @@ settings: Final[dict[str, str]] = {}
 #: The additions by the names of the options that they bring.
 options: Final[dict[str, Entry]] = {}
 
-#: The classes that have attributes of ``app.rabbitdelay``, with their additions.
-methods: Final[dict[str, tuple[Entry, str]]] = {}
+#: The classes that have the attributes of ``app.rabbitdelay``, by the names of these.
+methods: Final[dict[str, str]] = {}
 
 
 def add(entry: Entry) -> None:
@@ -134,7 +129,12 @@ def add(entry: Entry) -> None:
     settings.update(dict.fromkeys(entry.settings, entry.group))
     options.update(dict.fromkeys(entry.options, entry))
     for where, names in entry.methods.items():
-        methods.update(dict.fromkeys(names, (entry, where)))
+        methods.update(dict.fromkeys(names, where))
+
+
+def exists(entry: Entry) -> bool:
+    """Return whether an addition can be imported; the folder of one may have been deleted."""
+    return entry not in BUILT_IN or find_spec(f"{_PACKAGE}.{entry.name}") is not None
 
 
 def load(where: str) -> Any:

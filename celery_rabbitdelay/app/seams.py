@@ -50,8 +50,10 @@ class Send:
 class AddedToSend:
     """What an addition does with one send; by default nothing."""
 
-    #: Whether the send is confirmed by itself, and not at the end of a block.
-    is_alone = False
+    @property
+    def is_alone(self) -> bool:
+        """Whether the send is confirmed by itself, and not at the end of a block."""
+        return False
 
     def around(self, due: Due, send: Callable[[], AsyncResult[Any]]) -> AsyncResult[Any]:
         """Send the task, or return the result of another one instead."""
@@ -139,6 +141,9 @@ class Addition:
         """Return whether a send of a task without options has something from the addition."""
         return False
 
+    #: Whether distribution asks the addition; it asks only one.
+    is_asked_by_distribution = False
+
     def envelope_arrived(
         self, inner: Sequence[DelayHeaders], due_ms: int
     ) -> int | Sequence[bool] | None:
@@ -161,6 +166,7 @@ class Addition:
         Raises:
             UnprocessableMessage: It is none that the addition has sent.
         """
+        raise NotImplementedError
 
     def revoked(self, task_ids: Sequence[str]) -> None:
         """Note that Celery's ``revoke`` is called."""
@@ -197,6 +203,27 @@ def addition_of_option(delays: Delays, option: str) -> Addition:
     """
     made: Addition = delays.part(additions.load(additions.options[option].hooks))
     return made
+
+
+def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[str, Any]:
+    """Return those of a send's options that additions have brought, checked by them.
+
+    Celery drops an option that it does not know in silence. A user who gives one of these relies on
+    it, so it is an error where it does nothing, with a delay and without one.
+
+    Args:
+        options: What ``apply_async`` takes, without stamps of such names.
+        delays: The application's delay levels, whose settings are only read if there is such an option.
+
+    Raises:
+        RabbitDelayError: What the addition raises: :class:`.UnknownOption` for a value that it does
+            not take, :class:`.RegistryRequired` where there is no registry.
+        AdditionMissing: Its folder was deleted.
+    """
+    given = {name: options[name] for name in additions.options if options.get(name) is not None}
+    for addition in {addition_of_option(delays, name) for name in given}:
+        addition.check(given)
+    return given
 
 
 def _turned_on(delays: Delays) -> Sequence[Addition]:

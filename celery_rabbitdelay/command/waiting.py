@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.known_task import KnownTask
+from celery_rabbitdelay.registry.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 from celery.utils.log import get_logger
 
 from celery_rabbitdelay.app import instruments, signals
-from celery_rabbitdelay.app.sending.task_messages import stored
-from celery_rabbitdelay.app.sending.task_sending import register_sent
+from celery_rabbitdelay.registry.stored_message import stored
+from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -38,7 +38,7 @@ from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.runs import Runs
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.decisions import MAX_PAUSE, Arrived, pause_ms
+from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.lateness import lateness
 

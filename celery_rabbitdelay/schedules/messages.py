@@ -14,8 +14,9 @@ from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
 from celery_rabbitdelay.app.options import RegistryOptions
-from celery_rabbitdelay.app.sending.task_messages import Call, capture_message, restored, stored
-from celery_rabbitdelay.app.sending.task_sending import register_sent
+from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
+from celery_rabbitdelay.registry.stored_message import restored, stored
+from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED

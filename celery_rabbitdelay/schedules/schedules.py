@@ -19,7 +19,7 @@ from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.instruments import OCCURRENCES
-from celery_rabbitdelay.app.sending.task_messages import restored, stored
+from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of

@@ -37,7 +37,7 @@ from celery_rabbitdelay.testing.recorded_messages import (
 from celery_rabbitdelay.testing.recorded_store import RecordedStore
 from celery_rabbitdelay.testing.sent import Sent, Wanted
 from celery_rabbitdelay.testing.shared_clock import going_by
-from celery_rabbitdelay.worker.decisions import DISCARDED
+from celery_rabbitdelay.registry.decisions import DISCARDED
 
 #: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
 MAX_RUNS: Final = 10_000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from celery_rabbitdelay.app.known_task import KnownTask, known_task
+from celery_rabbitdelay.registry.known_task import KnownTask, known_task
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.operations.waiting import Found, Place, count_at_least, search

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from celery.utils.log import get_logger
 from kombu import Message
@@ -30,7 +30,6 @@ from celery_rabbitdelay.worker.celery_internals import (
     shown,
 )
 from celery_rabbitdelay.worker.celery_requests import is_ours
-from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 from celery_rabbitdelay.worker.lateness import Arrivals, lateness, may_run_since
 
@@ -116,6 +115,18 @@ StaticPrefetchWarning: Final = partial(
 Strategy: TypeAlias = Callable[..., Any]
 
 
+class Decisions(Protocol):
+    """Decides about tasks that are due: a thread that an addition has set; see :mod:`.app.seams`."""
+
+    def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
+        """Run a task, discard it or put it back, now or later, in the event loop.
+
+        Args:
+            delivery: The task's message, restored, as Celery has passed it.
+            waited: What its headers have said.
+        """
+
+
 class RestoringStrategies(dict[str, Strategy]):
     """The execution strategies of a worker's consumer; each receives restored messages.
 
@@ -128,8 +139,7 @@ class RestoringStrategies(dict[str, Strategy]):
 
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
-        decisions: Asks the registry about the tasks that are due; None without a registry, and
-            between two connections.
+        decisions: Decides about the tasks that are due; None: all of them run.
         gauges: What other rooms measure, read at each scrape.
         arrivals: How late the delayed tasks arrive.
     """
@@ -172,11 +182,6 @@ class RestoringStrategies(dict[str, Strategy]):
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
-
-    @property
-    def threads(self) -> list[Decisions | EarlyTasks]:
-        """The threads of a connection; decisions first, which hand tasks to the other one."""
-        return [each for each in (self.decisions, self.early_tasks) if each is not None]
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""
