@@ -24,10 +24,10 @@ from celery_rabbitdelay.exceptions import __all__ as _errors
 if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
     from celery_rabbitdelay.app.application import Celery, Task, install, shared_task
-    from celery_rabbitdelay.registry.known_task import KnownTask
     from celery_rabbitdelay.app.sending.rows import Report, Row
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
+    from celery_rabbitdelay.registry.known_task import KnownTask
     from celery_rabbitdelay.registry.pauses import Paused
 
 __all__ = [

@@ -6,6 +6,6 @@ Read ``settings``, ``application`` (``send_task``, which sees every send) with `
 ``connected`` and ``extension`` (``app.rabbitdelay``), ``task`` and ``canvas``; then ``sending``.
 ``waiting_tasks`` is ``cancel``, ``postpone`` and ``pending``. ``destinations`` is what the
 application names, and where the modules may publish. ``control`` is remote control, with revoke and
-purge; ``metrics`` is what a process counts. ``celery_internals`` has all uses of Celery's private
-parts.
+purge; ``instruments`` is what a process counts if metrics are in use. ``celery_internals`` has all
+uses of Celery's private parts.
 """

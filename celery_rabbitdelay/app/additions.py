@@ -29,6 +29,7 @@ class Entry(NamedTuple):
             instance is made for each application, with its :class:`.Delays`.
         consumer_steps: Bootsteps of a worker's consumer.
         worker_steps: Bootsteps of a worker.
+        worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Entry(NamedTuple):
     methods: Mapping[str, tuple[str, ...]] = {}
     consumer_steps: tuple[str, ...] = ()
     worker_steps: tuple[str, ...] = ()
+    worker_options: Mapping[str, str] = {}
 
 
 _PACKAGE: Final = "celery_rabbitdelay"
@@ -89,7 +91,13 @@ BUILT_IN: Final = (
         "metrics",
         group=f"{_PACKAGE}.metrics.settings:MetricsSettings",
         settings=("metrics_port",),
-        worker_steps=(f"{_PACKAGE}.worker.metrics:ServeMetrics",),
+        worker_steps=(f"{_PACKAGE}.metrics.bootstep:ServeMetrics",),
+        worker_options={
+            "--rabbitdelay-metrics-port": "The port on which the worker serves metrics to "
+            "Prometheus, or an address with a port; instead of the setting "
+            "rabbitdelay_metrics_port. Empty for none.",
+        },
+        methods={f"{_PACKAGE}.metrics.collector:HasMetrics": ("metrics",)},
     ),
     Entry("web", group=f"{_PACKAGE}.web.settings:WebSettings", settings=("web",)),
 )
@@ -134,7 +142,7 @@ def add(entry: Entry) -> None:
 
 def exists(entry: Entry) -> bool:
     """Return whether an addition can be imported; the folder of one may have been deleted."""
-    return entry not in BUILT_IN or find_spec(f"{_PACKAGE}.{entry.name}") is not None
+    return entry not in BUILT_IN or bool(find_spec(f"{_PACKAGE}.{entry.name}"))
 
 
 def load(where: str) -> Any:

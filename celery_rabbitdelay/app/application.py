@@ -24,11 +24,11 @@ from celery_rabbitdelay.app import additions, canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.seams import checked_added_options
 from celery_rabbitdelay.app.options import (
     refuse_two_times,
     without_stamps,
 )
+from celery_rabbitdelay.app.seams import checked_added_options
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.sending.task_sending import TaskSending, given_producer
@@ -53,13 +53,6 @@ MODULES_OPTION = click.Option(
     ["--rabbitdelay-modules"],
     help="Which of check-in, distribution and probe the worker serves, with commas between them; "
     "instead of the setting rabbitdelay_modules. Empty for none.",
-)
-
-#: The option of ``celery worker`` that says on which port.
-METRICS_PORT_OPTION = click.Option(
-    ["--rabbitdelay-metrics-port"],
-    help="The port on which the worker serves metrics to Prometheus, or an address with a port; "
-    "instead of the setting rabbitdelay_metrics_port. Empty for none.",
 )
 
 
@@ -282,7 +275,9 @@ def _add(app: celery.Celery) -> None:
     for each in filter(additions.exists, additions.entries):
         app.steps["consumer"].update(each.consumer_steps)
         app.steps["worker"].update(each.worker_steps)
-    app.user_options["worker"].update((MODULES_OPTION, METRICS_PORT_OPTION))
+        options = (click.Option([name], help=text) for name, text in each.worker_options.items())
+        app.user_options["worker"].update(options)
+    app.user_options["worker"].add(MODULES_OPTION)
     # Those that exist already get our class when they are assigned again.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):

@@ -19,8 +19,7 @@ from celery.result import AsyncResult
 from celery_rabbitdelay.app.celery_internals import copied_as
 from celery_rabbitdelay.app.options import DelayOptions, own_options, without_stamps
 from celery_rabbitdelay.exceptions import UnknownOption
-from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.levels.plain_times import plain
+from celery_rabbitdelay.levels.delay import milliseconds, plain
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 

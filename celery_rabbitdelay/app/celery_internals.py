@@ -31,7 +31,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Queue
 
 from celery_rabbitdelay.exceptions import InvalidDelay
-from celery_rabbitdelay.levels.plain_times import plain
+from celery_rabbitdelay.levels.delay import plain
 
 SignatureT = TypeVar("SignatureT", bound=Signature[Any])
 

@@ -22,7 +22,7 @@ from kombu.transport import pyamqp
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
-from celery_rabbitdelay.app.metrics import Metrics
+from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
 from celery_rabbitdelay.app.setting_types import Groups, SettingsGroup, read_settings
 from celery_rabbitdelay.app.settings import Settings
@@ -79,15 +79,16 @@ class Delays:
         app: The application; its configuration is read when it is first needed.
 
     Attributes:
-        recorder: The same as ``metrics``, which does not begin to count when it is read.
+        recorder: Records values in ``metrics`` once these are in use.
         stand_in: What takes the messages instead of the broker, in tests; None outside of them.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
         self.app = app
-        self.recorder = Metrics()
+        self.recorder = Recorder()
         self.stand_in: StandIn | None = None
         self._parts: dict[Callable[[Any], Any], Any] = {}
+        self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
         self._has_warned = self._has_warned_of_loop = False
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
@@ -139,7 +140,7 @@ class Delays:
                 ``close``, if it has one, is called by :meth:`close`.
         """
         if make not in self._parts:
-            self._parts.setdefault(make, make(self))
+            self._parts.setdefault(make, self._instead.get(make, make)(self))
         part: PartT = self._parts[make]
         return part
 
@@ -158,16 +159,6 @@ class Delays:
     def pool(self) -> PublisherPool:
         """The pool of this process's publishers; its limit is ``broker_pool_limit``."""
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
-
-    @property
-    def metrics(self) -> Metrics:
-        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
-
-        Raises:
-            ImportError: The package ``prometheus-client`` is missing.
-        """
-        self.recorder.begin()
-        return self.recorder
 
     @cached_property
     def available(self) -> bool:
@@ -306,20 +297,22 @@ class Delays:
 
     @contextmanager
     def replaced_by(
-        self, stand_in: StandIn, parts: Mapping[Callable[[Any], Any], Any] = {}
+        self,
+        stand_in: StandIn,
+        instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {},
     ) -> Iterator[None]:
         """Let something else take all messages during a block.
 
         Args:
             stand_in: What takes them.
-            parts: What :meth:`part` returns instead of what it would make.
+            instead: What makes a :meth:`part`, instead of what else makes it.
         """
-        former = self.stand_in, self._parts
-        self.stand_in, self._parts = stand_in, dict(parts)
+        former = self.stand_in, self._instead, self._parts
+        self.stand_in, self._instead, self._parts = stand_in, instead, {}
         try:
             yield
         finally:
-            self.stand_in, self._parts = former
+            self.stand_in, self._instead, self._parts = former
 
 
 def _is_rabbitmq(connection: Connection) -> bool:

@@ -23,11 +23,11 @@ from kombu.exceptions import OperationalError
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.seams import additions_of, checked_added_options
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     without_stamps,
 )
+from celery_rabbitdelay.app.seams import additions_of, checked_added_options
 from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipeline
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
@@ -36,12 +36,13 @@ from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.sending.templates import Templates
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import check_complete, on_declared
 from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
+    from celery_rabbitdelay.metrics.collector import HasMetrics
     from celery_rabbitdelay.registry.open_jobs import OpenJobs
     from celery_rabbitdelay.registry.pausing import Pausing
     from celery_rabbitdelay.registry.waiting import Waiting
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         Pausing,
         Waiting,
         HasSchedules,
+        HasMetrics,
     ):
         """The methods of all additions, for type checkers: a line for each class."""
 

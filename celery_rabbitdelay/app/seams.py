@@ -213,7 +213,8 @@ def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[st
 
     Args:
         options: What ``apply_async`` takes, without stamps of such names.
-        delays: The application's delay levels, whose settings are only read if there is such an option.
+        delays: The application's delay levels, whose settings are only read if
+            there is such an option.
 
     Raises:
         RabbitDelayError: What the addition raises: :class:`.UnknownOption` for a value that it does

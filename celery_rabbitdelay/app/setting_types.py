@@ -9,7 +9,6 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.app import additions
@@ -119,11 +118,17 @@ class SettingsGroup:
 Groups: TypeAlias = Mapping[type[SettingsGroup], SettingsGroup]
 
 
-@cache
+_TYPES: Final[dict[type[SettingsGroup], dict[str, SettingType]]] = {}
+
+
 def setting_types(group: type[SettingsGroup]) -> dict[str, SettingType]:
     """Return what each setting of a group takes, by its name."""
-    hints = typing.get_type_hints(group, include_extras=True)
-    return {each.name: _type_of(hints[each.name], each.default) for each in fields(group)}
+    if group not in _TYPES:
+        hints = typing.get_type_hints(group, include_extras=True)
+        _TYPES[group] = {
+            each.name: _type_of(hints[each.name], each.default) for each in fields(group)
+        }
+    return _TYPES[group]
 
 
 def _type_of(hint: Any, default: object) -> SettingType:
@@ -201,8 +206,9 @@ def _keys(
         else:
             # Without its value: the key may be meant to be one of a secret.
             close = get_close_matches(name, known, 1)
-            keys = ", ".join(PREFIX + each for each in known)
-            meant = f"did you mean {_key_of(close[0], namespace)}?" if close else f"there are {keys}"
+            meant = f"there are {', '.join(PREFIX + each for each in known)}"
+            if close:
+                meant = f"did you mean {_key_of(close[0], namespace)}?"
             raise InvalidSetting(key, HIDDEN, f"no such setting; {meant}")
     for name in known:
         if name in unread and name not in read:

@@ -22,9 +22,8 @@ from celery_rabbitdelay.app.setting_types import (
 )
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
-from celery_rabbitdelay.levels.entities import CHECK_IN, MODULES, QueueType
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, MODULES, QueueType, Topology
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys

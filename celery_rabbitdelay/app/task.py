@@ -27,7 +27,6 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.celery_internals import as_given, retries_by_itself
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.seams import checked_added_options
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     DelayOptions,
@@ -36,8 +35,8 @@ from celery_rabbitdelay.app.options import (
     refuse_two_times,
     without_stamps,
 )
-from celery_rabbitdelay.levels.delay import Delay, milliseconds
-from celery_rabbitdelay.levels.plain_times import plain
+from celery_rabbitdelay.app.seams import checked_added_options
+from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain
 
 P = ParamSpec("P")
 ResultT_co = TypeVar("ResultT_co", covariant=True)

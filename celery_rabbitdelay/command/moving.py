@@ -13,12 +13,12 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
-from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.operations.moving import adoption
 from celery_rabbitdelay.operations.moving.migration import Migration, check_places, check_source
 from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Moved, Mover, Place
@@ -111,7 +111,7 @@ def _migrate(
     source, target = Place(there, topology), _target()
     settings = shared.delays().settings
     if not ignore_registry:
-        _check_registry(settings, topology.prefix)
+        _check_registry(shared.delays(), topology.prefix)
     app = cast(Celery, shared.app())  # it has delays
     app.loader.import_default_modules()
     named = configured_destinations(app)
@@ -138,10 +138,12 @@ def _target() -> Place:
     return Place(shared.app().connection_for_write(), delays.topology, may_declare)
 
 
-def _check_registry(settings: Settings, prefix: str) -> None:
-    if settings.registry_url is None:
+def _check_registry(delays: Delays, prefix: str) -> None:
+    if not delays.uses("registry_url"):
         return
-    known = settings.registry_prefix or settings.prefix
+    from celery_rabbitdelay.registry.application import how_kept
+
+    known, *_ = how_kept(delays)
     if known != prefix:
         raise click.UsageError(
             f"the registry of this application has the prefix {known!r}, and knows nothing of the "

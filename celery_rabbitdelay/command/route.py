@@ -12,8 +12,7 @@ import click
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
-from celery_rabbitdelay.levels.entities import CHECK_IN
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 
 
 @rabbitdelay.command(epilog=f"DELAY {TAKES}.")

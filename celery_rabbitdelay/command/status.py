@@ -18,8 +18,7 @@ from celery_rabbitdelay.command.pausing import paused_line
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
-from celery_rabbitdelay.levels.entities import PROBE
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.operations.verify.application import verify_application
 from celery_rabbitdelay.operations.verify.findings import Finding, Severity, Verification, blocked

@@ -12,7 +12,6 @@ from typing import Any, Final
 import click
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.registry.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
@@ -20,6 +19,7 @@ from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.operations.waiting import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.known_task import KnownTask
 
 #: The characters of the longest bar.
 BAR_LENGTH: Final = 50

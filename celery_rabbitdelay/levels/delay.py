@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timedelta
+from contextlib import suppress
+from datetime import date, datetime, timedelta
 from decimal import Context, Decimal
 from fractions import Fraction
 from math import ceil, floor, isfinite
 from numbers import Rational, Real
 from operator import mul
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.plain_times import MICROSECOND, plain
 
 #: How long to wait: seconds as a number, or a timedelta.
 Delay: TypeAlias = "float | Decimal | Rational | timedelta"
@@ -29,6 +29,10 @@ MAX_DELAY: Final = 3_153_600_000.0
 NEGLIGIBLE_DIVISOR: Final = 1000
 
 NS_PER_MS: Final = wall_clock.NS_PER_MS
+
+MICROSECOND: Final = timedelta(microseconds=1)
+
+_PLAIN: Final = frozenset((datetime, date, timedelta, int, float, str, type(None)))
 
 #: A float prints as at most 17 digits; the caller's own decimal context does not apply.
 _EXACT: Final = Context(prec=50)
@@ -76,6 +80,44 @@ def tolerance_milliseconds(tolerance: Delay) -> int:
     if exact <= -1:
         raise InvalidDelay(tolerance, "must not be negative", "tolerance")
     return max(floor(exact), 0)
+
+
+def plain(given: Any, what: str) -> Any:
+    """Return a datetime, a date or a timedelta as one of the standard library.
+
+    Another value that has an ``isoformat``, such as one of arrow, is the datetime that this writes:
+    so Celery takes an eta. All else is returned as it is. Nanoseconds are rounded up: never early.
+
+    Subclasses (those of pendulum, pandas and freezegun, or an application's own) override
+    operators, comparisons, ``isoformat`` and pickling. So each time is read once, where it comes
+    in, by the methods of the base class.
+
+    Args:
+        given: The value.
+        what: The name of the argument, for the error.
+
+    Raises:
+        InvalidDelay: The standard library has no such value: pandas' NaT, or the year 10000.
+    """
+    if type(given) in _PLAIN:
+        return given
+    made: Any
+    match given:
+        case datetime():
+            made = datetime.combine(datetime.date(given), datetime.timetz(given))
+            is_same, finer = made.year == given.year, getattr(given, "nanosecond", 0)
+        case timedelta():
+            made = timedelta.__pos__(given)
+            is_same, finer = made.days == given.days, getattr(given, "nanoseconds", 0)
+        case date():
+            return date.fromordinal(date.toordinal(given))
+        case _:
+            with suppress(AttributeError, TypeError, ValueError):
+                return datetime.fromisoformat(given.isoformat())
+            return given
+    if not is_same:
+        raise InvalidDelay(given, "takes a time that Python's datetime or timedelta can hold", what)
+    return made + MICROSECOND if finer else made
 
 
 class Due(NamedTuple):

@@ -15,37 +15,132 @@ A level is a topic exchange, and a queue for each of its digits, built from komb
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import compress, count, product
+from functools import cached_property, partial
+from itertools import compress, count
 from operator import getitem
-from typing import Final, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, tolerance_milliseconds
-from celery_rabbitdelay.levels.entities import (
-    NO_DELIVERY_LIMIT,
-    PROBE_TTL,
-    Binding,
-    Entities,
-    Identity,
-    ModuleQueues,
-    QueueType,
-)
-from celery_rabbitdelay.levels.layout import Layout, Zeros, clock, geometric
+from celery_rabbitdelay.levels.layout import MAX_TTL, Layout, clock
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, PROBES, RoutingKeys
+
+QueueType: TypeAlias = Literal["quorum", "classic"]
+
+#: What a worker can serve, as ``rabbitdelay_modules`` names it: the modules around the levels, and
+#: the probe.
+CHECK_IN: Final = "check-in"
+DISTRIBUTE: Final = "distribution"
+PROBE: Final = "probe"
+MODULES: Final = (CHECK_IN, DISTRIBUTE, PROBE)
+
+#: Milliseconds after which probes that no worker receives are dropped.
+PROBE_TTL: Final = 300_000
+
+#: Milliseconds for which a task that is paused waits before it asks the registry again.
+PAUSED_TTL: Final = 600_000
+
+#: How the tags of this package's consumers begin, by which verify tells them from a stranger's.
+CONSUMER_TAG: Final = "rabbitdelay-"
+
+#: How often a message may be given back to its queue; see :data:`.DELIVERY_LIMIT`. Up to 3.13, "no
+#: limit" cannot be written.
+NO_DELIVERY_LIMIT: Final = 2**31 - 1
+
+#: Delivery limit of the module queues: a message redelivered more often is assumed to crash workers
+#: and is dead-lettered to ``undeliverable``.
+POISON_LIMIT: Final = 100
+
 
 #: Milliseconds that a zero digit waits in a pass-through queue (``zeros = "queue"``). RabbitMQ
 #: drops a message with a TTL of 0 unless a consumer is waiting for it.
 PASS_THROUGH_TTL: Final = 1
 
-#: What is declared is known by levels of these ticks. Three levels of base 3 show each kind of
-#: binding, and with the second tick their capacity is above RabbitMQ's longest TTL.
-REFERENCE_TICKS: Final = (0.1, 16_000_000)
+#: The version of all exchanges, queues, bindings and arguments, whatever the layout. RabbitMQ does
+#: not let an exchange or a queue change its arguments, so another version needs another prefix; see
+#: :class:`Identity`. A unit test fails when they change and this does not.
+ARGUMENTS: Final = "v41a81445ab"
+
+
+class Binding(NamedTuple):
+    """An exchange sends what matches ``pattern`` to a queue or to another exchange.
+
+    Attributes:
+        source: The exchange.
+        pattern: The topic pattern; empty for a fanout exchange, which sends everything.
+        target: The name of the queue or exchange that gets it.
+        target_is_exchange: Whether ``target`` is an exchange.
+    """
+
+    source: str
+    pattern: str
+    target: str
+    target_is_exchange: bool = False
+
+
+class ModuleQueues(NamedTuple):
+    """The queues outside the levels; all but distribution have a fanout exchange of the same name.
+
+    Attributes:
+        undeliverable: Gets every message that cannot be delivered, so that it blocks no others.
+        checkin: The ingest queue: any AMQP client publishes here, with the delay in a header.
+        meditation: The overflow loop: a delay above the capacity waits here once per capacity.
+        distribution: Gets due messages that a worker publishes to their final exchange.
+        meditated: The exchange through which a message returns from meditation to check-in's queue.
+            Clients need no permission for it.
+        paused: Holds due tasks that are paused. After :data:`PAUSED_TTL` a task returns to its
+            queue and asks the registry again; after a resume, workers return it at once.
+        unrouted: The exchange through which distribution gets the due messages that find no queue,
+            to try again later: the alternate exchange of delivery.
+    """
+
+    undeliverable: Queue
+    checkin: Queue
+    meditation: Queue
+    distribution: Queue
+    paused: Queue
+    meditated: Exchange
+    unrouted: Exchange
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        """All queues."""
+        return self.undeliverable, self.checkin, self.meditation, self.distribution, self.paused
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """All exchanges; first that of ``undeliverable``, which all others refer to."""
+        return tuple(exchange for exchange, _ in self._fanouts)
+
+    @property
+    def bindings(self) -> tuple[Binding, ...]:
+        """All bindings, except that of distribution to the delivery exchange."""
+        return tuple(Binding(exchange.name, "", queue.name) for exchange, queue in self._fanouts)
+
+    @property
+    def _fanouts(self) -> Iterator[tuple[Exchange, Queue]]:
+        for queue in (self.undeliverable, self.checkin, self.meditation, self.paused):
+            yield queue.exchange, queue
+        yield self.meditated, self.checkin
+        yield self.unrouted, self.distribution
+
+
+class Identity(NamedTuple):
+    """Two exchanges that say which topology is declared under a prefix, and that it is complete.
+
+    Attributes:
+        fingerprint: A word that is the same for two topologies if, and only if, they are the same.
+        guard: Declared first. RabbitMQ refuses to declare it again with another alternate exchange,
+            and so refuses every other topology under the prefix.
+        marker: Declared last: where it exists, the topology is complete.
+    """
+
+    fingerprint: str
+    guard: Exchange
+    marker: Exchange
 
 
 class Route(NamedTuple):
@@ -129,12 +224,36 @@ class Topology:
     @cached_property
     def module_queues(self) -> ModuleQueues:
         """The module queues, which are outside the levels."""
-        return ModuleQueues.of(self._entities, self.layout.capacity_ms)
+        # The alternate exchange of all others; it has none itself.
+        last = Exchange(self._name("undeliverable"), type="fanout", durable=True)
+        meditated = self._exchange("meditated", "fanout")
+        served = partial(self._queue, dead_letter_to=last.name, delivery_limit=POISON_LIMIT)
+        kept = partial(self._queue, delivery_limit=NO_DELIVERY_LIMIT)
+        return ModuleQueues(
+            undeliverable=kept("undeliverable", last),
+            checkin=served("checkin", self._exchange("checkin", "fanout")),
+            meditation=kept(
+                "meditation",
+                self._exchange("meditation", "fanout"),
+                ttl_ms=min(self.layout.capacity_ms, MAX_TTL),
+                dead_letter_to=meditated.name,
+            ),
+            distribution=served("distribution"),
+            paused=kept(
+                "paused",
+                # Without an alternate: what it cannot route comes back, and goes into the levels.
+                Exchange(self._name("paused"), type="fanout", durable=True),
+                ttl_ms=PAUSED_TTL,
+                dead_letter_to=self.delivery.name,
+            ),
+            meditated=meditated,
+            unrouted=self._exchange("unrouted", "fanout"),
+        )
 
     @cached_property
     def probe(self) -> Queue:
         """The queue of probes. Levels that lack it are complete, as those of an earlier version."""
-        return self._entities.queue("probe", ttl_ms=PROBE_TTL, single_active_consumer=True)
+        return self._queue("probe", ttl_ms=PROBE_TTL, single_active_consumer=True)
 
     @cached_property
     def probe_binding(self) -> Binding:
@@ -146,8 +265,12 @@ class Topology:
     def identity(self) -> Identity:
         """Fingerprint, guard and marker."""
         shards = self.keys.shard_words(self.shards)
-        words = (self.layout.fingerprint, self.queue_type, *shards, f"v{arguments_digest()}")
-        return Identity.of(self._entities, "-".join(words))
+        fingerprint = "-".join((self.layout.fingerprint, self.queue_type, *shards, ARGUMENTS))
+        name = self._name("layout")
+        marker = Exchange(f"{name}.{fingerprint}", type="fanout", durable=True)
+        arguments = {"alternate-exchange": marker.name}
+        guard = Exchange(name, type="fanout", durable=True, arguments=arguments)
+        return Identity(fingerprint, guard, marker)
 
     @cached_property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -158,12 +281,12 @@ class Topology:
     @cached_property
     def level_exchanges(self) -> tuple[Exchange, ...]:
         """The exchange of each level, the highest first."""
-        return tuple(self._entities.exchange(level.name, "topic") for level in self.layout.levels)
+        return tuple(self._exchange(level.name, "topic") for level in self.layout.levels)
 
     @cached_property
     def delivery(self) -> Exchange:
         """The exchange behind the last level: it routes each message to its destination."""
-        return self._entities.exchange("delivery", "topic", alternate="unrouted")
+        return self._exchange("delivery", "topic", alternate="unrouted")
 
     def is_optional(self, name: str) -> bool:
         """Return whether levels are complete without the exchange or queue of a name.
@@ -219,17 +342,20 @@ class Topology:
         """By shard, level and digit."""
         bases = list(enumerate(self.layout.bases))
         return [
-            [[self._queue(index, digit, shard) for digit in range(base)] for index, base in bases]
+            [
+                [self._digit_queue(index, digit, shard) for digit in range(base)]
+                for index, base in bases
+            ]
             for shard in range(self.shards)
         ]
 
-    def _queue(self, index: int, digit: int, shard: int) -> Queue | None:
+    def _digit_queue(self, index: int, digit: int, shard: int) -> Queue | None:
         """The queue of a digit; None for a zero that is passed without one."""
         if not digit and self.layout.zeros != "queue":
             return None
         level = self.layout.levels[index]
         words = (level.queue_name(digit), *self.keys.shard_words(shard))
-        return self._entities.queue(
+        return self._queue(
             ".".join(words),
             ttl_ms=digit * level.place_ms or PASS_THROUGH_TTL,
             dead_letter_to=self._exchange_names[index + 1],
@@ -240,54 +366,44 @@ class Topology:
     def _exchange_names(self) -> tuple[str, ...]:
         """The exchange of each level, highest first, and delivery behind the last one."""
         levels = (level.name for level in self.layout.levels)
-        return tuple(map(self._entities.name, (*levels, "delivery")))
+        return tuple(map(self._name, (*levels, "delivery")))
 
-    @property
-    def _entities(self) -> Entities:
-        return Entities(self.prefix, self.queue_type)
+    def _name(self, suffix: str) -> str:
+        """Return the name of an exchange or queue with its prefix."""
+        return f"{self.prefix}.{suffix}"
 
+    def _exchange(self, suffix: str, kind: str, alternate: str = "undeliverable") -> Exchange:
+        """Return an exchange, whose unroutable messages go to another one, its alternate."""
+        arguments = {"alternate-exchange": self._name(alternate)}
+        return Exchange(self._name(suffix), type=kind, durable=True, arguments=arguments)
 
-@cache
-def arguments_digest() -> str:
-    """Return a digest of what this version of the package declares, whatever the layout.
-
-    It is that of a few small topologies, which have all there is in any topology. RabbitMQ does not
-    let an exchange or a queue change its arguments: a version of this package that needs other ones
-    has another digest, and is refused under the prefix; see :class:`.Identity`. What is optional
-    does not count.
-    """
-    kinds = product(REFERENCE_TICKS, get_args(Zeros), get_args(QueueType), (1, 2))
-    topologies = [
-        Topology("p", geometric(tick, 3, 3, zeros), queue_type, shards)
-        for tick, zeros, queue_type, shards in kinds
-    ]
-    is_optional = topologies[0].is_optional
-    return digest_of(
-        [each for all_ in topologies for each in all_.exchanges if not is_optional(each.name)],
-        [each for all_ in topologies for each in all_.queues if not is_optional(each.name)],
-        [each for all_ in topologies for each in all_.bindings if not is_optional(each.source)],
-    )
-
-
-def digest_of(
-    exchanges: Iterable[Exchange], queues: Iterable[Queue], bindings: Iterable[Binding]
-) -> str:
-    """Return a digest that changes with any exchange, queue, binding, or argument of one.
-
-    The order does not count.
-    """
-    declared = {
-        "exchanges": sorted(
-            [e.name, e.type, e.durable, e.auto_delete, _written(e.arguments)] for e in exchanges
-        ),
-        "queues": sorted(
-            [q.name, q.durable, q.exclusive, q.auto_delete, _written(q.queue_arguments)]
-            for q in queues
-        ),
-        "bindings": sorted(map(list, bindings)),
-    }
-    return hashlib.sha256(json.dumps(declared).encode()).hexdigest()[:10]
-
-
-def _written(arguments: dict[str, object] | None) -> str:
-    return json.dumps(arguments or {}, sort_keys=True)
+    def _queue(
+        self,
+        suffix: str,
+        exchange: Exchange | None = None,
+        *,
+        ttl_ms: int | None = None,
+        dead_letter_to: str | None = None,
+        delivery_limit: int | None = None,
+        single_active_consumer: bool = False,
+    ) -> Queue:
+        """Return a queue; arguments that its type does not support are left out."""
+        arguments: dict[str, object] = {"x-queue-type": self.queue_type}
+        if single_active_consumer:
+            arguments["x-single-active-consumer"] = True
+        if ttl_ms is not None:
+            arguments["x-message-ttl"] = ttl_ms
+        if dead_letter_to is not None:
+            arguments["x-dead-letter-exchange"] = dead_letter_to
+        if self.queue_type == "quorum":
+            # Over the nodes of a cluster; otherwise the declaring connection's node leads them all:
+            # https://www.rabbitmq.com/docs/clustering#replica-placement
+            arguments["x-queue-leader-locator"] = "balanced"
+            if delivery_limit is not None:
+                arguments["x-delivery-limit"] = delivery_limit
+            if dead_letter_to is not None:
+                # Both are required; RabbitMQ then keeps a message until the next queue has it:
+                # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+                arguments["x-dead-letter-strategy"] = "at-least-once"
+                arguments["x-overflow"] = "reject-publish"
+        return Queue(self._name(suffix), exchange, durable=True, queue_arguments=arguments)

@@ -12,7 +12,7 @@ import amqp
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels.entities import CONSUMER_TAG
+from celery_rabbitdelay.levels.topology import CONSUMER_TAG
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, HeldBytes
 from celery_rabbitdelay.modules.forwarding import Outgoing

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import amqp
 

@@ -15,9 +15,8 @@ from uuid import uuid4
 import amqp
 from kombu import Connection
 
-from celery_rabbitdelay.levels.entities import PROBE
 from celery_rabbitdelay.levels.routing_key import PROBES
-from celery_rabbitdelay.levels.topology import Route, Topology
+from celery_rabbitdelay.levels.topology import PROBE, Route, Topology
 from celery_rabbitdelay.modules.service import Service
 from celery_rabbitdelay.publishing.kombu_internals import find_queues
 from celery_rabbitdelay.publishing.permissions import permissions_named

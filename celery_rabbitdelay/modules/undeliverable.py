@@ -14,14 +14,13 @@ from typing import Any, Final
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.headers import UNREADABLE, is_int, later_version, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import Binding, Topology
 from celery_rabbitdelay.publishing.destination import topic_matches
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 

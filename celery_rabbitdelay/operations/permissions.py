@@ -17,9 +17,8 @@ from kombu import Connection, Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE, MODULES, PROBE
 from celery_rabbitdelay.levels.routing_key import encode_destination
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, MODULES, PROBE, Topology
 from celery_rabbitdelay.operations.verify.findings import FoundRow
 from celery_rabbitdelay.operations.verify.management import Inventory
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
@@ -218,7 +217,11 @@ _Question: TypeAlias = tuple[str, str, str, Callable[[Any], object]]
 
 
 def check_permissions(
-    connection: Connection, settings: Settings, queues: Sequence[Queue], inventory: Inventory
+    connection: Connection,
+    settings: Settings,
+    queues: Sequence[Queue],
+    inventory: Inventory,
+    has_registry: bool,
 ) -> Iterator[FoundRow]:
     """Find permissions that producers and workers need and this user does not have.
 
@@ -227,11 +230,12 @@ def check_permissions(
         settings: The application's settings.
         queues: The queues of its tasks.
         inventory: What exists; nothing else is asked for.
+        has_registry: Whether workers return tasks that were paused.
     """
     exist = {"exchange": inventory.exchanges, "queue": inventory.queues}
     user = connection.userid or "guest"
     channel: Any = connection.channel()
-    for permission, kind, name, method in _questions(settings, queues):
+    for permission, kind, name, method in _questions(settings, queues, has_registry):
         try:
             if name in exist[kind]:
                 method(channel)
@@ -249,7 +253,9 @@ def check_permissions(
     channel.close()
 
 
-def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Question]:
+def _questions(
+    settings: Settings, queues: Sequence[Queue], has_registry: bool
+) -> Iterator[_Question]:
     topology, modules = settings.topology, settings.topology.module_queues
     delivery = topology.delivery.name
     if settings.declare == "auto":
@@ -269,7 +275,7 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
             yield "write", "exchange", exchange.name, unbind
     served = {CHECK_IN: modules.checkin, DISTRIBUTE: modules.distribution, PROBE: topology.probe}
     read = [served[module].name for module in settings.modules]
-    if settings.registry_url is not None:
+    if has_registry:
         read.append(modules.paused.name)
     for name in read:
         yield "read", "queue", name, partial(_consume_nothing, name)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
 from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
 
 

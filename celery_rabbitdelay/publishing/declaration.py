@@ -25,8 +25,7 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, Resourc
 from kombu import Connection, Queue
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.levels.entities import Binding
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import Binding, Topology
 from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.kombu_internals import closing, conversation, declared_entities
 

@@ -12,9 +12,8 @@ from kombu.common import Broadcast, maybe_declare
 from celery_rabbitdelay.exceptions import MessageTooLarge, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, check_max_delay
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
     declare_again,

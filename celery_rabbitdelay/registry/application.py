@@ -8,10 +8,10 @@ from functools import partial
 from typing import Final
 
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.exceptions import RegistryRequired, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.connection import connect
+from celery_rabbitdelay.registry.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
 from celery_rabbitdelay.registry.registry import Registration, Registry
 from celery_rabbitdelay.registry.settings import RegistrySettings
 
@@ -39,23 +39,32 @@ def registry_of(delays: Delays) -> Registry:
 
 def open_registry(delays: Delays) -> Registry:
     """Make the registry of an application; see :func:`registry_of`."""
-    settings = delays.settings_of(RegistrySettings)
-    if settings.registry_url is None:
-        raise RegistryRequired("app.rabbitdelay.registry")
+    settings, kept = delays.settings_of(RegistrySettings), how_kept(delays)
     store = connect(
-        settings.registry_url, settings.registry_options, settings.registry_durability or 0
+        str(settings.registry_url), settings.registry_options, settings.registry_durability or 0
     )
 
     def note_call(seconds: float, has_succeeded: bool) -> None:
         delays.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})
 
     store.on_call = note_call
-    margin = delays.settings.retry_for + MARGIN
-    keep_ms = milliseconds(max(settings.registry_keep, margin))
-    prefix = settings.registry_prefix or delays.settings.prefix
-    registry = Registry(store, prefix, keep_ms, milliseconds(margin))
+    registry = Registry(store, *kept)
     registry.jobs.on_expired = partial(delays.recorder.record, {JOBS_EXPIRED: 1})
     return registry
+
+
+def how_kept(delays: Delays) -> tuple[str, int, int]:
+    """Return the prefix of an application's registry, and its two times; see :class:`.Registry`.
+
+    Raises:
+        RegistryRequired: ``rabbitdelay_registry_url`` is not set.
+    """
+    settings = delays.settings_of(RegistrySettings)
+    if settings.registry_url is None:
+        raise RegistryRequired("app.rabbitdelay.registry")
+    margin = delays.settings.retry_for + MARGIN
+    keep_ms = milliseconds(max(settings.registry_keep, margin))
+    return settings.registry_prefix or delays.settings.prefix, keep_ms, milliseconds(margin)
 
 
 def register_sent(registry: Registry, registrations: Sequence[Registration]) -> list[str]:

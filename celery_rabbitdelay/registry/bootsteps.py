@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery_rabbitdelay.app.instruments import BREAKER_OPEN
 from celery_rabbitdelay.registry import inspect  # noqa: F401 - registers control commands
 from celery_rabbitdelay.registry.application import has_registry
 from celery_rabbitdelay.registry.decisions import Decisions

@@ -10,23 +10,25 @@ from typing import Any, Final, NamedTuple
 
 from celery.utils.log import get_logger
 
-from celery_rabbitdelay.app import instruments, signals
+from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.instruments import LATENESS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
 from celery_rabbitdelay.levels.warning_limit import WARN_EVERY, WarningLimit
+from celery_rabbitdelay.registry import instruments
 from celery_rabbitdelay.registry.application import registry_of
-from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
+from celery_rabbitdelay.registry.plain_arrivals import PlainArrivals
+from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.lateness import lateness, may_run_since
-from celery_rabbitdelay.registry.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
 
@@ -136,6 +138,7 @@ class Decisions(BatchThread[_Due]):
         self._registry = registry_of(delays)
         self._runs_without = delays.settings_of(RegistrySettings).registry_down == "run"
         self._breaker = Breaker()
+        delays.recorder.gauges[instruments.BREAKER_OPEN] = lambda: self._breaker.is_open
         self._down_since: float | None = None
         self._warned_at = -WARN_EVERY
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
@@ -148,11 +151,6 @@ class Decisions(BatchThread[_Due]):
             self.gather_for,
             self._registry.store.timeout,
         )
-
-    @property
-    def is_breaker_open(self) -> bool:
-        """Whether Redis is asked nothing at the moment, because it did not answer."""
-        return self._breaker.is_open
 
     def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
         """Ask about a task; the event loop then does what the registry says.
@@ -336,7 +334,7 @@ class Decisions(BatchThread[_Due]):
         if not asks_again:
             may_run_ms = may_run_since(due.waited) if verdict is Verdict.RUN else None
             self._consumer.strategies.arrivals.note(may_run_ms)
-        values = {instruments.LATENESS: lateness(may_run_since(due.waited))}
+        values = {LATENESS: lateness(may_run_since(due.waited))}
         if verdict is not Verdict.RUN:
             values = {COUNTED[verdict]: 1}
         self._consumer.app.rabbitdelay.recorder.record(values, due.delivery.task, due.queue)

@@ -244,7 +244,7 @@ class Index:
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
         found = []
-        records = self._fields(task_ids, *_SHOWN, "due", "not_before")
+        records = self.fields(task_ids, *_SHOWN, "due", "not_before")
         for task_id, (*shown, due, later) in zip(task_ids, records, strict=True):
             if shown[0] is not None:
                 found.append(_pending(task_id, max(int(due), int(later or 0)), *shown))
@@ -428,7 +428,7 @@ class Index:
     def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
         if not page:
             return
-        records = self._fields([task_id for _, task_id in page], *_SHOWN)
+        records = self.fields([task_id for _, task_id in page], *_SHOWN)
         for (due_ms, task_id), (name, *shown) in zip(page, records, strict=True):
             if name is None:
                 continue  # it has arrived meanwhile
@@ -436,7 +436,7 @@ class Index:
             if wanted.matches(task):
                 yield task
 
-    def _fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
+    def fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
         """Return fields of the records of tasks."""
         names = [self.names.of("task", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.layout import Layout
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.registry.record import Record, TaskState, record_of
 from celery_rabbitdelay.registry.registry import Registry

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, Self
 
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import RegistryRequired, UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, TRACKED
@@ -119,6 +120,17 @@ class RegistryOptions(NamedTuple):
         headers: dict[str, Any] = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id}
         headers |= {ONCE: once, TRACKED: self.track}
         return {name: value for name, value in headers.items() if value} | ticket.headers
+
+
+def is_tracked(delays: Delays, task: object) -> bool:
+    """Return whether a task is tracked whose send does not say so.
+
+    Args:
+        delays: The application's delay levels.
+        task: The task; None for one that the application does not know.
+    """
+    settings = delays.settings_of(RegistrySettings)
+    return delays.uses("registry_url") and RegistryOptions.of(settings, task, {}, {}).track
 
 
 def _unique_ms(given: Mapping[str, Any], key: str) -> int | None:

@@ -61,8 +61,7 @@ def record_of(registry: Registry, task_id: str) -> Record | None:
     Raises:
         RegistryUnavailable: Redis did not answer, or the record cannot be read.
     """
-    record = registry.names.of("task", task_id)
-    (found,) = registry.store.commands(lambda pipe: pipe.hmget(record, *_FIELDS))
+    (found,) = registry.index.fields([task_id], *_FIELDS)
     *numbers, name, key, job, sent = found
     if not any(numbers):
         return None

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-from celery import states
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
@@ -160,7 +159,9 @@ class Waiting:
                 signals.send(signals.cancelled, self._delays.app, task_id, None)
         # No worker has a task that waits: it asks the registry when the task arrives.
         nobodys = (Outcome.DONE, Outcome.UNKNOWN)
-        revoke_by_celery(self._delays.app, [task_id for task_id, each in found if each not in nobodys])
+        revoke_by_celery(
+            self._delays.app, [task_id for task_id, each in found if each not in nobodys]
+        )
         return min(outcomes, key=LEAST_CERTAIN.index)
 
     def cancel_pending(
@@ -212,7 +213,8 @@ class Waiting:
                 for task_id in done:
                     signals.send(signals.cancelled, self._delays.app, task_id, None)
                 revoke_by_celery(
-                    self._delays.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
+                    self._delays.app,
+                    [task_id for task_id, outcome in found if outcome is Outcome.RELEASED],
                 )
                 yield len(done)
                 for task_id, outcome in found:
@@ -313,8 +315,14 @@ class Waiting:
         message = delayed.message.saying(
             due_ms=due.at_ms, registry={**delayed.message.headers.registry, COPY: copy}
         )
-        queue = self._delays.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
-        publish_signed(self._delays, delayed._replace(message=message, queue=queue or delayed.queue), due)
+        queue = (
+            self._delays.app.amqp.queues.get(delayed.queue.name)
+            if delayed.queue is not None
+            else None
+        )
+        publish_signed(
+            self._delays, delayed._replace(message=message, queue=queue or delayed.queue), due
+        )
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
         sent = Registration(
             task_id,

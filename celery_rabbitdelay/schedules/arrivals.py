@@ -17,9 +17,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from celery.utils.log import get_logger
 
-from celery_rabbitdelay.app import instruments, signals
-from celery_rabbitdelay.registry.stored_message import stored
-from celery_rabbitdelay.registry.application import register_sent
+from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
@@ -28,17 +26,20 @@ from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TR
 from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import RESENDS
+from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import new_copy
+from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.settings import RegistrySettings
+from celery_rabbitdelay.registry.stored_message import stored
 from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat
 from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of, with_id
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.occurrence import OCCURRENCES, Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Came, Decided, Fate, Records
 from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.runs import Runs
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.lateness import lateness
 
@@ -140,7 +141,7 @@ class Arrivals(BatchThread[_Came]):
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
-        self._registry = self._delays.registry
+        self._registry = registry_of(self._delays)
         self._records = Records(self._registry)
         self._early_tasks = early_tasks
         self._beat = ""
@@ -158,7 +159,7 @@ class Arrivals(BatchThread[_Came]):
         with suppress(RegistryUnavailable):  # the first answer says it as well
             asked_ms = wall_clock.ms()
             self._note_clock(self._registry.now_ms(), asked_ms)
-        if not self._delays.settings.beat:
+        if not self._delays.uses("beat"):
             return
         schedules = self._delays.schedules
         state = state_of_beat(schedules) if self._beat else "lost"
@@ -247,7 +248,10 @@ class Arrivals(BatchThread[_Came]):
             answers = [None] * len(steps)
         for step, answer in zip(steps, answers, strict=True):
             occurrence, order = step.occurrence, step.occurrence.order
-            if answer is None and self._delays.settings.registry_down == "hold":
+            if (
+                answer is None
+                and self._delays.settings_of(RegistrySettings).registry_down == "hold"
+            ):
                 wait_ms = pause_ms(lateness(occurrence.due_ms))
                 self._put_back(step, wait_ms, is_followed=occurrence.is_followed)
                 continue
@@ -412,7 +416,7 @@ class Arrivals(BatchThread[_Came]):
 
     def _go_on(self, step: _Step, fate: Fate) -> None:
         arrived, occurrence = step.came.arrived, step.occurrence
-        self._delays.recorder.record({instruments.OCCURRENCES: 1}, arrived.delivery.task, fate)
+        self._delays.recorder.record({OCCURRENCES: 1}, arrived.delivery.task, fate)
         if fate in ("ran", "cancelled"):
             self.act(partial(self._let_run, arrived))
             return

@@ -17,6 +17,7 @@ from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedules
 
@@ -66,7 +67,7 @@ def put_beat(schedules: Schedules, *, is_forced: bool = False) -> bool:
         Whether they are as this code has them.
     """
     app, puts = schedules.app, _puts(schedules.app)
-    registry, application = app.rabbitdelay.registry, str(app.main or "")
+    registry, application = registry_of(app.rabbitdelay), str(app.main or "")
     records, digest = Records(registry), _digest(puts)
     _DIGESTS[app] = digest
     with registry.alone_under(_prefix(app)):
@@ -90,7 +91,10 @@ def state_of_beat(schedules: Schedules) -> Literal["current", "former", "lost"]:
     Others may have taken their place, or Redis has lost them.
     """
     app = schedules.app
-    found, digest = Records(app.rabbitdelay.registry).taken_over(str(app.main or "")), _DIGESTS[app]
+    found, digest = (
+        Records(registry_of(app.rabbitdelay)).taken_over(str(app.main or "")),
+        _DIGESTS[app],
+    )
     if found.get("current") == digest:
         return "current"
     return "former" if digest in found else "lost"
@@ -99,7 +103,7 @@ def state_of_beat(schedules: Schedules) -> Literal["current", "former", "lost"]:
 def plan_beat(schedules: Schedules, *, ends: bool = False) -> dict[str, str]:
     """Return what :func:`put_beat`, or :func:`end_beat`, would do, by the names of schedules."""
     puts = {} if ends else _puts(schedules.app)
-    known = Records(schedules.app.rabbitdelay.registry).get([*puts])
+    known = Records(registry_of(schedules.app.rabbitdelay)).get([*puts])
     told = dict.fromkeys(_others(schedules, puts), "ended")
     for (name, put), before in zip(puts.items(), known, strict=True):
         was = before and before.occurrence
@@ -138,7 +142,7 @@ def _prefix(app: DelayingCelery) -> str:
 
 def _others(schedules: Schedules, kept: Container[str]) -> list[str]:
     """Return the names of the schedules of entries that are not among those kept."""
-    names, prefix = Records(schedules.app.rabbitdelay.registry).all(), _prefix(schedules.app)
+    names, prefix = Records(registry_of(schedules.app.rabbitdelay)).all(), _prefix(schedules.app)
     return [name for name in names if name.startswith(prefix) and name not in kept]
 
 
@@ -186,8 +190,7 @@ def _entries_of_celery(app: DelayingCelery) -> dict[str, Any]:
 
 def idle_beat(sender: Any, **_: Any) -> None:
     """Let ``celery beat`` send nothing if workers have taken over what it would send."""
-    delays = getattr(sender.app, "rabbitdelay", None)
-    if delays is None or not delays.settings.beat or not delays.available:
+    if not sender.app.rabbitdelay.available:
         return
     from celery import beat  # it takes 20 ms, which all other programs need not
 

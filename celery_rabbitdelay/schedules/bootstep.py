@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from celery_rabbitdelay.app.instruments import SCHEDULES_OVERDUE
 from celery_rabbitdelay.levels.headers import SCHEDULE
 from celery_rabbitdelay.schedules.arrivals import Arrivals
+from celery_rabbitdelay.schedules.occurrence import OVERDUE
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 
@@ -27,7 +27,7 @@ class ScheduleStep(RabbitMQStep):
             arrivals = self._arrivals = Arrivals(consumer, strategies.early_tasks)
             arrivals.start()
             strategies.decisions.takers[SCHEDULE] = arrivals.take
-            strategies.gauges[SCHEDULES_OVERDUE] = lambda: arrivals.overdue
+            consumer.app.rabbitdelay.recorder.gauges[OVERDUE] = lambda: arrivals.overdue
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what the thread needs from the worker's own thread."""
@@ -38,5 +38,5 @@ class ScheduleStep(RabbitMQStep):
         """Take no more occurrences of the connection that is lost or closed."""
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None:
-            consumer.strategies.gauges.pop(SCHEDULES_OVERDUE, None)
+            consumer.app.rabbitdelay.recorder.gauges.pop(OVERDUE, None)
             arrivals.stop()

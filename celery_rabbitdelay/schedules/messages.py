@@ -13,18 +13,18 @@ from kombu.compression import decompress
 from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
-from celery_rabbitdelay.registry.stored_message import restored, stored
-from celery_rabbitdelay.registry.application import register_sent
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publication import RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import new_copy
+from celery_rabbitdelay.registry.options import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.schedules.occurrence import Occurrence
 from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
 
@@ -102,7 +102,7 @@ def captured(
     if known is not None and not app.conf.task_always_eager:  # an eager task would run
         send = known.apply_async
     says = {}
-    if RegistryOptions.of(app.rabbitdelay.settings, known, {}, {}).track:
+    if is_tracked_by_default(app.rabbitdelay, known):
         says[TRACKED] = True
     call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
     try:
@@ -195,7 +195,7 @@ def send_all(delays: Delays, sends: Sequence[Send]) -> None:
     if sends:
         publish_each(delays, sends, make, settled, RESENDS)
     if registrations:
-        register_sent(delays.registry, list(registrations.values()))
+        register_sent(registry_of(delays), list(registrations.values()))
     if errors:
         raise errors[0]
 

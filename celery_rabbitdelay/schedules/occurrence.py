@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from kombu.utils import json
 
+from celery_rabbitdelay.app.instruments import counter, gauge
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS
 from celery_rabbitdelay.levels.headers import MAX_COUNT, MAX_EXACT, is_int
 from celery_rabbitdelay.schedules.recurrence import Recurrence
@@ -25,6 +26,18 @@ Overlap = Literal["allow", "skip", "queue-one"]
 #: What has come runs, for all that was missed; or each runs, one after the other.
 LAST: Final = -1
 ALL: Final = -2
+
+OCCURRENCES: Final = counter(
+    "occurrences",
+    "Occurrences of schedules that came, by what became of them: ran, cancelled, late, paused, "
+    "overlapped; and those that did not come: sent again.",
+    labels=("task", "fate"),
+)
+OVERDUE: Final = gauge(
+    "schedules_overdue_seconds",
+    "Seconds since the next occurrence of a schedule was due that has not come; of the schedule "
+    "where that is longest.",
+)
 
 _NAME: Final = re.compile(r"[0-9a-f]{0,32}", re.ASCII)
 

@@ -23,9 +23,14 @@ from cronsim import CronSim, CronSimError
 
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import MAX_DELAY, MAX_DUE_MS, instant_of, milliseconds_of
+from celery_rabbitdelay.levels.delay import (
+    MAX_DELAY,
+    MAX_DUE_MS,
+    instant_of,
+    milliseconds_of,
+    plain,
+)
 from celery_rabbitdelay.levels.headers import is_int
-from celery_rabbitdelay.levels.plain_times import plain
 
 #: The most rules of one schedule, and what it may exclude at most.
 MAX_RULES: Final = 20

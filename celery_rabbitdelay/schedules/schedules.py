@@ -18,15 +18,15 @@ from celery.result import AsyncResult
 from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.instruments import OCCURRENCES
-from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.schedules.messages import (
     Send,
     captured,
@@ -40,6 +40,7 @@ from celery_rabbitdelay.schedules.occurrence import (
     LAST,
     MAX_JITTER_MS,
     MAX_TEXT,
+    OCCURRENCES,
     Occurrence,
     Overlap,
 )
@@ -489,7 +490,7 @@ class Schedules:
 
     @property
     def _registry(self) -> Registry:
-        registry: Registry = self.app.rabbitdelay.registry
+        registry: Registry = registry_of(self.app.rabbitdelay)
         return registry
 
     @property

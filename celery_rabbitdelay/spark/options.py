@@ -14,8 +14,7 @@ import celery
 import kombu
 
 from celery_rabbitdelay.exceptions import InvalidOption
-from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration
-from celery_rabbitdelay.levels.plain_times import plain
+from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration, plain
 from celery_rabbitdelay.levels.shown_url import without_password
 
 #: Spark's own options, which it passes on to every streaming sink.

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import celery
 
-from celery_rabbitdelay.levels.delay import duration_text, milliseconds
-from celery_rabbitdelay.levels.plain_times import plain
+from celery_rabbitdelay.levels.delay import duration_text, milliseconds, plain
 
 #: How far a time may be from the expected one, if it is not a delay that was given as a number: the
 #: code has taken that long between reading the clock and sending.

@@ -174,7 +174,7 @@ class Session:
     def _forget(self) -> None:
         if self.app.rabbitdelay.has_registry:
             with suppress(Exception):  # a test may have killed that Redis
-                forget(self.app.rabbitdelay.settings)
+                forget(self.app.rabbitdelay)
 
     def worker(self, options: Sequence[str]) -> Worker:
         """Return the worker, which runs.
@@ -254,7 +254,7 @@ class Session:
                 self._worker.kill()
             self._purge(self.app.amqp.queues.values())
         if self.app.rabbitdelay.has_registry:
-            forget(self.app.rabbitdelay.settings)
+            forget(self.app.rabbitdelay)
 
     def close(self) -> None:
         """Stop the worker, and give the application its former settings back."""

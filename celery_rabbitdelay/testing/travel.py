@@ -27,6 +27,7 @@ from uuid import uuid4
 from kombu import Connection, Producer
 
 from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
     NS_PER_MS,
@@ -36,9 +37,11 @@ from celery_rabbitdelay.levels.delay import (
     milliseconds,
     milliseconds_of,
 )
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.registry.application import how_kept
+from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.testing.hand import Hand
 from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
 from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER
@@ -283,7 +286,7 @@ class Travel:
         self.clock.stand_at(at_ms * NS_PER_MS)
         self._show()
         if self._app.rabbitdelay.has_registry:
-            with registry_keys(self._app.rabbitdelay.settings) as (client, pattern):
+            with registry_keys(self._app.rabbitdelay) as (client, pattern):
                 self._ahead_ms = client.eval(AGE, 0, pattern, at_ms, self._ahead_ms)
 
     def _show(self) -> None:
@@ -366,17 +369,18 @@ class Travel:
 
 
 @contextmanager
-def registry_keys(settings: Any) -> Iterator[tuple[Any, str]]:
+def registry_keys(delays: Delays) -> Iterator[tuple[Any, str]]:
     """Connect to the registry's Redis; yield the client, and a pattern of the names of its keys."""
     import redis  # an extra
 
+    settings, (prefix, *_) = delays.settings_of(RegistrySettings), how_kept(delays)
     options = {"decode_responses": True, **(settings.registry_options or {})}
-    with redis.Redis.from_url(settings.registry_url, **options) as client:
-        yield client, f"{settings.registry_prefix or settings.prefix}:*"
+    with redis.Redis.from_url(str(settings.registry_url), **options) as client:
+        yield client, f"{prefix}:*"
 
 
-def forget(settings: Any) -> None:
+def forget(delays: Delays) -> None:
     """Delete all that the registry knows."""
-    with registry_keys(settings) as (client, pattern):
+    with registry_keys(delays) as (client, pattern):
         if names := [*client.scan_iter(pattern, count=1000)]:
             client.delete(*names)

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.app.jobs import Jobs
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.open_jobs import OpenJobs
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.work import log_action
 
@@ -55,15 +55,15 @@ def open_job(asked: Asked) -> dict[str, Any]:
 
 def commit(asked: Asked) -> dict[str, Any]:
     """Let all tasks of a job run, when they are due."""
-    return _changed(asked, Jobs.commit_job, "committed the job")
+    return _changed(asked, OpenJobs.commit_job, "committed the job")
 
 
 def abort(asked: Asked) -> dict[str, Any]:
     """Let no task of a job run."""
-    return _changed(asked, Jobs.abort_job, "aborted the job")
+    return _changed(asked, OpenJobs.abort_job, "aborted the job")
 
 
-def _changed(asked: Asked, change: Callable[[Jobs, str], object], what: str) -> dict[str, Any]:
+def _changed(asked: Asked, change: Callable[[OpenJobs, str], object], what: str) -> dict[str, Any]:
     name = asked.fields.needed("name")
     with servers_away():
         try:

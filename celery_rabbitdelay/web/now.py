@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.entities import PROBE
+from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify.findings import blocked
 from celery_rabbitdelay.web.asked import Asked

@@ -7,9 +7,9 @@ from typing import Final, NamedTuple
 
 from kombu import Queue
 
-from celery_rabbitdelay.registry.known_task import KnownTask
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.publishing.declaration import Counts, queue_counts
+from celery_rabbitdelay.registry.known_task import KnownTask
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked

@@ -116,7 +116,7 @@ class EndedSessions:
 
     def __init__(self, delays: RabbitDelay) -> None:
         self._delays = delays
-        self._has_registry = delays.settings.registry_url is not None
+        self._has_registry = delays.uses("registry_url")
         self.known_since = 0.0 if self._has_registry else time.time()
         self._own: dict[str, float] = {}
         self._all = Readings(self._look, FRESH)

@@ -32,6 +32,7 @@ from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import Broker, Readings, ask_once
+from celery_rabbitdelay.web.settings import WebSettings
 from celery_rabbitdelay.web.work import Works
 
 #: Seconds from one look to the next: at the queues, at the workers, at the tracked tasks, and for
@@ -153,7 +154,7 @@ class Site:
             )
         self.app = app
         self.delays = delays
-        self.options = Options.of(delays.settings.web or {}, given)
+        self.options = Options.of(delays.settings_of(WebSettings).web or {}, given)
         self.works = Works()
         # Each has a connection of its own: the workers' answers are waited for.
         self._brokers = Broker(app), Broker(app)

@@ -24,7 +24,7 @@ from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE, PROBE
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import EarlyMessages

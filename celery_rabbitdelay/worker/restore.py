@@ -116,7 +116,7 @@ Strategy: TypeAlias = Callable[..., Any]
 
 
 class Decisions(Protocol):
-    """Decides about tasks that are due: a thread that an addition has set; see :mod:`.app.seams`."""
+    """Decides about tasks that are due, in a thread; set by the bootstep of an addition."""
 
     def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
         """Run a task, discard it or put it back, now or later, in the event loop.
@@ -140,7 +140,6 @@ class RestoringStrategies(dict[str, Strategy]):
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
         decisions: Decides about the tasks that are due; None: all of them run.
-        gauges: What other rooms measure, read at each scrape.
         arrivals: How late the delayed tasks arrive.
     """
 
@@ -150,7 +149,6 @@ class RestoringStrategies(dict[str, Strategy]):
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
         self.decisions: Decisions | None = None
-        self.gauges: dict[Instrument, Callable[[], float]] = {}
         self.arrivals = Arrivals()
         self._app = consumer.app
         self._consumer = consumer

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kombu import Queue
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.levels.entities import MODULES
+from celery_rabbitdelay.levels.topology import MODULES
 from tests.celery_process import CeleryProcess
 from tests.hostile.kinds import ALLOWED, MAX_BODY, TASKS
 

@@ -16,9 +16,8 @@ from celery_rabbitdelay.exceptions import (
     TopologyInUse,
     TopologyNotEmpty,
 )
-from celery_rabbitdelay.levels.entities import QueueType
 from celery_rabbitdelay.levels.layout import binary
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import QueueType, Topology
 from celery_rabbitdelay.publishing.declaration import (
     check_complete,
     declare,

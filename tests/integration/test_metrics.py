@@ -75,8 +75,9 @@ def test_nothing_is_counted_and_no_library_imported_unless_a_port_is_set(
         text=True,
         check=True,
     ).stdout.split()
-    assert "celery_rabbitdelay.app.metrics" in imported
-    assert {"prometheus_client", "opentelemetry.sdk.metrics"}.isdisjoint(imported)
+    assert "celery_rabbitdelay.app.instruments" in imported
+    collector = "celery_rabbitdelay.metrics.collector"
+    assert {collector, "prometheus_client", "opentelemetry.sdk.metrics"}.isdisjoint(imported)
 
 
 def test_processes_of_the_pool_tell_what_they_send_also_when_they_are_killed(

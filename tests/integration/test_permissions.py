@@ -23,9 +23,8 @@ from celery_rabbitdelay.exceptions import (
     RowsNotConfirmed,
 )
 from celery_rabbitdelay.levels import headers
-from celery_rabbitdelay.levels.entities import MODULES
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import MODULES, Topology
 from celery_rabbitdelay.operations.permissions import (
     Right,
     commands,

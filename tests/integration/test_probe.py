@@ -15,9 +15,8 @@ from kombu import Connection
 
 from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import MODULES
 from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import MODULES, Topology
 from celery_rabbitdelay.modules.probe import ROUTE, ProbeService
 from celery_rabbitdelay.operations.verify.checks import check_probes
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts

@@ -10,8 +10,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from celery_rabbitdelay.levels.entities import Binding
-from celery_rabbitdelay.levels.topology import Route, Topology
+from celery_rabbitdelay.levels.topology import Binding, Route, Topology
 
 
 class Walk(NamedTuple):

@@ -9,8 +9,8 @@ from kombu import Connection, Exchange, Queue, binding
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.destination import resolve, topic_matches
 
 TOPIC = Exchange("events", type="topic")

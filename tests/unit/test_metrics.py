@@ -15,18 +15,12 @@ from unittest import mock
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay.app import instruments
-from celery_rabbitdelay.app import metrics as recording
-from celery_rabbitdelay.app.metrics import (
-    MAX_BYTES,
-    OTHER,
-    ChildCounts,
-    Metrics,
-)
+from celery_rabbitdelay.app.instruments import LATENESS, SENT
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.kombu import Topology
-from celery_rabbitdelay.worker import health
-from celery_rabbitdelay.worker import metrics as worker_metrics
+from celery_rabbitdelay.metrics import bootstep, collector
+from celery_rabbitdelay.metrics.collector import MAX_BYTES, OTHER, ChildCounts, Metrics
+from celery_rabbitdelay.metrics.instruments import INSTRUMENTS, PENDING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
 
@@ -35,7 +29,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
 def patience() -> Iterator[None]:
     """Let the thread that reads the pipe take its time to end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "PATIENCE", 60.0)
+        patch.setattr(collector, "PATIENCE", 60.0)
         yield
 
 
@@ -51,7 +45,7 @@ def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
                       PAGE.read_text(), re.MULTILINE)  # fmt: skip
     assert rows == [
         (each.metric, each.kind, ", ".join(f"`{label}`" for label in each.labels), each.help)
-        for each in instruments.INSTRUMENTS
+        for each in INSTRUMENTS
     ]
 
 
@@ -65,12 +59,12 @@ def samples(metrics: Metrics, name: str = "sent") -> dict[tuple[str, ...], float
 def test_labels_are_bounded_in_number_and_what_waits_is_read_each_time(
     metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "MAX_SERIES", 2)
+    monkeypatch.setattr(collector, "MAX_SERIES", 2)
     for queue in ("a", "b", "c", "d", "a"):
-        metrics.record({instruments.SENT: 1}, "remind", queue)
+        metrics.record({SENT: 1}, "remind", queue)
     assert samples(metrics) == {("remind", "a"): 2, ("remind", "b"): 1, (OTHER, OTHER): 2}
     waiting = [5.0]
-    metrics.observe(lambda: [(instruments.PENDING, ("hours.x1",), waiting[0])])
+    metrics.observe(lambda: [(PENDING, ("hours.x1",), waiting[0])])
     assert samples(metrics, "pending") == {("hours.x1",): 5.0}
     waiting[0] = 7.0
     assert samples(metrics, "pending") == {("hours.x1",): 7.0}
@@ -82,7 +76,7 @@ def test_counts_survive_the_pipe_and_labels_that_are_too_long_become_others() ->
     counted: list[Any] = []
     children = ChildCounts(lambda values, labels: counted.append((dict(values), labels)))
     children.start()
-    values = {instruments.SENT: 1.0, instruments.LATENESS: 2**40 / 8}
+    values = {SENT: 1.0, LATENESS: 2**40 / 8}
     for labels in (("remind\n\ud800", "é"), (), ("x" * MAX_BYTES, "mail")):
         children.send(values, labels)
     children.stop()
@@ -111,10 +105,10 @@ def test_what_was_written_is_read_and_a_child_goes_on_without_a_parent(metrics: 
     def work() -> None:
         os.close(go_on[1])  # it ends with its parent
         for _ in range(before):
-            metrics.record({instruments.SENT: 1}, "remind", "mail")
+            metrics.record({SENT: 1}, "remind", "mail")
         os.write(told[1], b"x")
         os.read(go_on[0], 1)
-        metrics.record({instruments.SENT: 1}, "remind", "mail")
+        metrics.record({SENT: 1}, "remind", "mail")
 
     child = forked(work)
     children.start()
@@ -128,11 +122,11 @@ def test_what_was_written_is_read_and_a_child_goes_on_without_a_parent(metrics: 
 
 
 def test_a_forked_process_counts_for_itself_and_begins_with_nothing(metrics: Metrics) -> None:
-    metrics.record({instruments.SENT: 5}, "remind", "mail")
+    metrics.record({SENT: 5}, "remind", "mail")
 
     def work() -> None:
         assert samples(metrics) == {}
-        metrics.record({instruments.SENT: 1}, "remind", "mail")
+        metrics.record({SENT: 1}, "remind", "mail")
         assert samples(metrics) == {("remind", "mail"): 1}
 
     assert os.waitpid(forked(work), 0)[1] == 0
@@ -141,9 +135,9 @@ def test_a_forked_process_counts_for_itself_and_begins_with_nothing(metrics: Met
 
 def test_a_broker_that_does_not_answer_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = Event()
-    monkeypatch.setattr(worker_metrics, "PATIENCE", 0.01)
-    monkeypatch.setattr(worker_metrics, "connect", lambda connection: answers.wait(30))
-    reader = worker_metrics.BacklogReader(Connection("amqp://"), Topology())
+    monkeypatch.setattr(bootstep, "PATIENCE", 0.01)
+    monkeypatch.setattr(bootstep, "connect", lambda connection: answers.wait(30))
+    reader = bootstep.BacklogReader(Connection("amqp://"), Topology())
     assert reader.read() is None
     asking = reader._asking
     assert asking is not None
@@ -156,7 +150,7 @@ def test_the_multiprocess_mode_of_prometheus_counts_all_processes(tmp_path: Path
     program = """
 import os
 from celery_rabbitdelay.app.instruments import SENT
-from celery_rabbitdelay.app.metrics import Metrics
+from celery_rabbitdelay.metrics.collector import Metrics
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -202,11 +196,11 @@ def test_a_worker_is_alive_as_long_as_it_answers_and_ready_if_it_takes_and_sends
     registry: Exception | None,
     answer: str,
 ) -> None:
-    monkeypatch.setattr(health, "why_not_consuming", lambda worker: consuming)
+    monkeypatch.setattr(bootstep, "why_not_consuming", lambda worker: consuming)
     worker = mock.Mock()
     worker.app.rabbitdelay.is_blocked.return_value = is_blocked
     worker.app.rabbitdelay.registry.store.commands.side_effect = registry
-    application = health.with_health(lambda *_: [b"metrics"], worker)
+    application = bootstep.with_health(lambda *_: [b"metrics"], worker)
 
     def ask(path: str) -> tuple[str, str | None]:
         started: Any = mock.Mock()

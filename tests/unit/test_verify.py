@@ -10,8 +10,7 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.entities import Binding
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import Binding, Topology
 from celery_rabbitdelay.operations.verify import checks
 from celery_rabbitdelay.operations.verify.findings import FAULTS, Severity, findings_of
 from celery_rabbitdelay.operations.verify.management import (

@@ -23,7 +23,7 @@ from kombu import Connection, Exchange, Producer, Queue
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.metrics import queue_label
+from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
 from celery_rabbitdelay.levels.delay import Due

@@ -42,9 +42,9 @@ from celery_rabbitdelay.app.sending.task_messages import (
 )
 from celery_rabbitdelay.app.sending.templates import Template, Templates
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.levels.entities import DISTRIBUTE
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
+from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
 from celery_rabbitdelay.publishing.publication import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher

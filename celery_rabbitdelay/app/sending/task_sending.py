@@ -16,7 +16,7 @@ from kombu.utils.uuid import uuid
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.celery_internals import has_quorum_queue, registered_task
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.metrics import Metrics, queue_label
+from celery_rabbitdelay.app.instruments import Recorder, queue_label
 from celery_rabbitdelay.app.seams import AddedToSend, Send, additions_of
 from celery_rabbitdelay.app.sending.pipelines import (
     PipelinedProducer,
@@ -27,9 +27,8 @@ from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, Et
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, plain
 from celery_rabbitdelay.levels.headers import REGISTRY
-from celery_rabbitdelay.levels.plain_times import plain
 from celery_rabbitdelay.publishing.producer import Delayed
 
 
@@ -233,14 +232,16 @@ class TaskSending(Send):
 
 def _headers(parts: Iterable[AddedToSend], due: Due) -> dict[str, Any]:
     """Return what the message of a task says for additions."""
-    return {"registry": {name: value for each in parts for name, value in each.headers(due).items()}}
+    return {
+        "registry": {name: value for each in parts for name, value in each.headers(due).items()}
+    }
 
 
-def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resent: int) -> None:
+def count_send(recorder: Recorder, task: str, producer: DelayedTaskProducer, resent: int) -> None:
     """Count the one task that a producer has sent, or failed to.
 
     Args:
-        metrics: The metrics.
+        recorder: Records it.
         task: The task's name.
         producer: The producer.
         resent: How often the task's message was published again.
@@ -248,4 +249,4 @@ def count_send(metrics: Metrics, task: str, producer: DelayedTaskProducer, resen
     # It is missing if an error occurred before publishing.
     delayed: Delayed | None = getattr(producer, "delayed", None)
     if delayed is not None:
-        metrics.record_send(task, queue_label(delayed), producer.is_sent, resent)
+        recorder.record_send(task, queue_label(delayed), producer.is_sent, resent)

@@ -29,7 +29,7 @@ from celery_rabbitdelay.app.celery_internals import (
     registered_task,
 )
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.metrics import queue_label
+from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.sending.message_template import Writer
 from celery_rabbitdelay.app.sending.pipelines import Sent, current_pipeline

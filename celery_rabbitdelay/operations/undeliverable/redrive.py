@@ -19,8 +19,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import destinations
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.levels.delay import Delay, milliseconds
-from celery_rabbitdelay.levels.entities import CHECK_IN
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay

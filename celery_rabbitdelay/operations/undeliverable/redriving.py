@@ -17,14 +17,13 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, Unproce
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
-from celery_rabbitdelay.levels.entities import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
 from celery_rabbitdelay.modules import client_tasks
 from celery_rabbitdelay.modules.allowed import AllowedDestinations, where_in_words
 from celery_rabbitdelay.modules.bounds import check_delay, check_depth

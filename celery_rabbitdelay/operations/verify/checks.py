@@ -14,9 +14,8 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.entities import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
 from celery_rabbitdelay.operations.permissions import check_permissions
 from celery_rabbitdelay.operations.verify.findings import FoundRow, Verification, findings_of
 from celery_rabbitdelay.operations.verify.management import (
@@ -113,7 +112,7 @@ def verify(
             *check_bounds(inventory, names, refuses),
             *check_replicas(inventory, [*(queue.name for queue in topology.queues), *names]),
             *check_orphans(topology, inventory, count),
-            *check_permissions(connection, settings, lasting, inventory),
+            *check_permissions(connection, settings, lasting, inventory, schedules is not None),
             *check_probes(settings, workers),
             *check_schedules(schedules, wall_clock.ms()),
         ]

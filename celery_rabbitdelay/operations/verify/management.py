@@ -25,9 +25,9 @@ from kombu import Connection
 from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
-from celery_rabbitdelay.levels.entities import Binding
 from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.levels.shown_url import without_password
+from celery_rabbitdelay.levels.topology import Binding
 from celery_rabbitdelay.publishing.declaration import connect
 
 #: Seconds that each step of a request may take.

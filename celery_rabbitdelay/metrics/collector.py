@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,14 +13,17 @@ from select import PIPE_BUF
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from celery_rabbitdelay.app import instruments
-from celery_rabbitdelay.app.instruments import INSTRUMENTS, Instrument, Labels, Sample
-from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.instruments import PREFIX, Instrument, Labels, opentelemetry_is_set_up
+from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-#: Looks up the metrics that are not recorded by events.
+#: The present value of an instrument that is observed, with its labels.
+Sample: TypeAlias = tuple[Instrument, Labels, float]
+
+#: Looks up the instruments that are observed.
 Observe: TypeAlias = Callable[[], Iterable[Sample]]
 
 #: Adds to a counter, or records in a histogram, a value with labels by their names.
@@ -94,21 +96,6 @@ class Metrics:
             for instrument, value in values.items():
                 recorders[instrument](value, instrument.named(labels))
 
-    def record_send(self, task: str, queue: str, is_confirmed: bool, resent: int) -> None:
-        """Count one task that was published, or that could not be.
-
-        Args:
-            task: The task's name.
-            queue: The label of its queue.
-            is_confirmed: Whether the broker has confirmed it.
-            resent: How often its message was published again.
-        """
-        outcome = instruments.CONFIRMED if is_confirmed else instruments.REFUSED
-        values = {instruments.SENT: 1, outcome: 1}
-        if resent:
-            values[instruments.RESENT] = resent
-        self.record(values, task, queue)
-
     def count(self, values: Mapping[Instrument, float], labels: Labels) -> None:
         """Add to Prometheus's counters, or record in its histograms."""
         for instrument, value in values.items():
@@ -132,7 +119,7 @@ class Metrics:
         samples = [*self._source()]
         for each in INSTRUMENTS:
             if each.is_observed:
-                family = Metric(f"{instruments.PREFIX}_{each.name}", each.help, each.kind)
+                family = Metric(f"{PREFIX}_{each.name}", each.help, each.kind)
                 for instrument, labels, value in samples:
                     if instrument is each:
                         family.add_sample(each.metric, each.named(labels), value)
@@ -216,21 +203,6 @@ class ChildCounts:
             self._count({INSTRUMENTS[number]: value for number, value in numbered}, tuple(labels))
 
 
-def queue_label(delayed: Delayed) -> str:
-    """Return the name of a message's queue; empty if its exchange decides the queue."""
-    return "" if delayed.queue is None else str(delayed.queue.name)
-
-
-def opentelemetry_is_set_up() -> bool:
-    """Return whether this process has set up OpenTelemetry's SDK for metrics."""
-    # Without this module nobody has, and it has no such class while another thread imports it.
-    provider_class = getattr(sys.modules.get("opentelemetry.sdk.metrics"), "MeterProvider", None)
-    if provider_class is None:
-        return False
-    # Others may have imported the SDK without setting it up, as redis-py does.
-    return isinstance(sys.modules["opentelemetry.metrics"].get_meter_provider(), provider_class)
-
-
 def _prometheus_metrics() -> dict[Instrument, Any]:
     import prometheus_client  # an extra
 
@@ -254,10 +226,10 @@ def _opentelemetry_recorders(source: Observe) -> dict[Instrument, Recorder]:
             if instrument is wanted:
                 yield Observation(value, instrument.named(labels))
 
-    meter = get_meter(instruments.PREFIX)
+    meter = get_meter(PREFIX)
     recorders: dict[Instrument, Recorder] = {}
     for each in INSTRUMENTS:
-        name = f"{instruments.PREFIX}.{each.name.removesuffix('_seconds')}"
+        name = f"{PREFIX}.{each.name.removesuffix('_seconds')}"
         if each.buckets:
             recorders[each] = meter.create_histogram(
                 name, "s", each.help, explicit_bucket_boundaries_advisory=each.buckets
@@ -270,3 +242,25 @@ def _opentelemetry_recorders(source: Observe) -> dict[Instrument, Recorder]:
         else:
             recorders[each] = meter.create_counter(name, "1", each.help).add
     return recorders
+
+
+class HasMetrics:
+    """The attribute of ``app.rabbitdelay``.
+
+    Args:
+        delays: The application's delay levels.
+    """
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
+
+        Raises:
+            ImportError: The package ``prometheus-client`` is missing.
+        """
+        metrics: Metrics = self._delays.recorder.metrics
+        metrics.begin()
+        return metrics

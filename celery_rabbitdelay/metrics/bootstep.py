@@ -1,14 +1,14 @@
-"""What only a worker measures, and the bootstep by which it serves all metrics to Prometheus."""
+"""The bootstep by which a worker serves its metrics and its health, and what only it measures."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock, Thread
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from amqp.exceptions import AMQPError
 from celery import signals
@@ -18,20 +18,24 @@ from celery.worker.components import Pool
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from celery_rabbitdelay.app import instruments
-from celery_rabbitdelay.app.instruments import Sample
-from celery_rabbitdelay.app.metrics import ChildCounts, Metrics, opentelemetry_is_set_up
-from celery_rabbitdelay.app.settings import checked
+from celery_rabbitdelay.app.instruments import opentelemetry_is_set_up
+from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.metrics import instruments
+from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
+from celery_rabbitdelay.metrics.settings import MetricsSettings
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.declaration import connect
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.publish_loop import BLOCKED
 from celery_rabbitdelay.publishing.wire import Wire
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
-from celery_rabbitdelay.worker.health import with_health
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, why_not_consuming
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = get_logger(__name__)
 
@@ -82,9 +86,9 @@ class ServeMetrics(RabbitMQStep):
                 the worker ends.
         """
         delays = worker.app.rabbitdelay
-        self._port = delays.settings.metrics_port
+        self._port = delays.settings_of(MetricsSettings).metrics_port
         if self._given is not None:
-            self._port = checked(_PORT, self._given or None)
+            self._port = MetricsSettings.checked(_PORT, self._given or None)
         if self._port is None:
             return
         try:
@@ -107,8 +111,9 @@ class ServeMetrics(RabbitMQStep):
         signals.worker_shutdown.connect(self._close, sender=worker)
         reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
         self._at_end.callback(reader.stop)
-        delays.recorder.observe(partial(observed, worker, reader))
-        self._at_end.callback(delays.recorder.observe)
+        metrics: Metrics = delays.recorder.metrics
+        metrics.observe(partial(observed, worker, reader))
+        self._at_end.callback(metrics.observe)
         if self._children is not None:
             self._children.start()
             self._at_end.callback(self._children.stop)
@@ -171,13 +176,8 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
         for level, messages in backlog.levels.items():
             yield instruments.PENDING, (level,), messages
         yield instruments.MISSING_QUEUES, (), len(backlog.missing)
-    if delays.has_registry:
-        strategies = getattr(getattr(worker, "consumer", None), "strategies", None)
-        decisions = getattr(strategies, "decisions", None)
-        is_open = decisions is not None and decisions.is_breaker_open
-        yield instruments.BREAKER_OPEN, (), is_open
-        for instrument, read in list(getattr(strategies, "gauges", {}).items()):
-            yield instrument, (), read()
+    for instrument, look_up in list(delays.recorder.gauges.items()):
+        yield instrument, (), look_up()
 
 
 class BacklogReader:
@@ -239,3 +239,34 @@ def _started(work: Callable[[], object]) -> Thread:
     thread = Thread(target=work, name="rabbitdelay-backlog", daemon=True)
     thread.start()
     return thread
+
+
+def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:
+    """Return a WSGI application that also answers ``/healthz`` and ``/readyz``.
+
+    ``/healthz`` answers 200 as long as the process answers; ``/readyz`` if the worker takes and
+    sends tasks as well, otherwise 503 with the reason in one line.
+
+    Args:
+        metrics: Answers every other path.
+        worker: The worker.
+    """
+
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path not in ("/healthz", "/readyz"):
+            return metrics(environ, start_response)
+        reason = why_not_ready(worker) if path == "/readyz" else ""
+        status = "503 Service Unavailable" if reason else "200 OK"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{reason or 'ok'}\n".encode()]
+
+    return application
+
+
+def why_not_ready(worker: Any) -> str:
+    """Return why a worker takes or sends no tasks, or cannot ask the registry; empty if it can."""
+    delays = worker.app.rabbitdelay
+    reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
+    asked = additions_of(delays) if delays.available else ()
+    return reason or next(filter(None, (each.why_not_ready() for each in asked)), "")

@@ -1,0 +1,10 @@
+"""Metrics: what a process counts and measures, for Prometheus and for OpenTelemetry.
+
+The kernel and the other additions define their own instruments and record values by
+``app.rabbitdelay.recorder``, which does nothing until metrics are in use. Everything behind that
+lives here; nobody else imports it.
+
+Read ``instruments`` (what only a worker that serves metrics measures, and the table of all
+instruments), ``collector`` (``app.rabbitdelay.metrics``) and ``bootstep`` (a worker serves its
+metrics and its health on a port).
+"""

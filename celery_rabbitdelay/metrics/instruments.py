@@ -1,0 +1,68 @@
+"""What only a worker that serves metrics looks up, and the table of all instruments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import Final
+
+from celery_rabbitdelay.app.instruments import Instrument, gauge
+
+
+def _observed_counter(name: str, text: str, label: str = "queue") -> Instrument:
+    return Instrument(name, "counter", text, (label,), is_observed=True)
+
+
+MODULE_RECEIVED: Final = _observed_counter(
+    "module_received", "Messages that the worker's module received from its queue."
+)
+MODULE_PUBLISHED: Final = _observed_counter(
+    "module_published", "Confirmed messages that the worker's module published."
+)
+MODULE_REDELIVERED: Final = _observed_counter(
+    "module_redelivered",
+    "Messages that the worker's module put into the levels: their destination did not take them.",
+)
+UNDELIVERABLE: Final = _observed_counter(
+    "undeliverable", "Messages that the worker's module put into undeliverable, by its queue."
+)
+BACKLOG: Final = gauge(
+    "backlog",
+    "Messages that are ready in the queue of a module, of meditation, of undeliverable or of "
+    "paused tasks.",
+    "queue",
+)
+PROBE_LATE: Final = gauge(
+    "probe_late_seconds",
+    "Seconds that the last probe through a level was late; negative if early; while it is missing, "
+    "how late it is at least.",
+    "level",
+)
+PROBE_MISSING: Final = _observed_counter(
+    "probe_missing",
+    "Probes through a level that did not come within a minute of their time.",
+    "level",
+)
+PENDING: Final = gauge("pending", "Messages that wait in a level.", "level")
+MISSING_QUEUES: Final = gauge(
+    "missing_queues", "Queues of the topology that the broker does not have."
+)
+
+#: The files that define instruments.
+DEFINED_IN: Final = (
+    "celery_rabbitdelay.app.instruments",
+    "celery_rabbitdelay.registry.instruments",
+    "celery_rabbitdelay.schedules.occurrence",
+    __name__,
+)
+
+
+def _defined() -> Iterator[Instrument]:
+    for name in DEFINED_IN:
+        with suppress(ModuleNotFoundError):  # an addition that was taken out
+            yield from (v for v in vars(import_module(name)).values() if isinstance(v, Instrument))
+
+
+#: All instruments, in the order in which they are shown.
+INSTRUMENTS: Final = tuple(_defined())

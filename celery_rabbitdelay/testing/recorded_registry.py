@@ -1,0 +1,342 @@
+"""The registry while an application is recorded: in memory, by the rule of the real one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from threading import RLock
+from typing import NoReturn
+
+from celery_rabbitdelay.exceptions import JobClosed, NotRecorded
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.registry import rule
+from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, new_copy
+from celery_rabbitdelay.registry.index import Filter, Index, Part
+from celery_rabbitdelay.registry.jobs import Jobs, JobState
+from celery_rabbitdelay.registry.pauses import Pauses
+from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registration, Registry
+
+
+@dataclass
+class _Noted:
+    """What is noted about a task.
+
+    Attributes:
+        record: What the rule goes by.
+        sent: The registration of the attempt that waits; None if none does.
+        sent_ms: When that was sent, in milliseconds since 1970-01-01 UTC.
+        until_ms: Until when this is kept, likewise.
+    """
+
+    record: rule.Record = rule.EMPTY
+    sent: Registration | None = None
+    sent_ms: int = 0
+    until_ms: int = 0
+
+    @property
+    def key(self) -> str:
+        """The key of the attempt that waits."""
+        return "" if self.sent is None else self.sent.key
+
+    def note(self, record: rule.Record, until_ms: int) -> None:
+        """Take another record."""
+        self.record, self.until_ms = record, max(until_ms, self.until_ms)
+        if record.waits is None:
+            self.sent = None
+
+
+class RecordedRegistry(Registry):
+    """Decides in memory what scripts decide in Redis; what only Redis keeps raises NotRecorded.
+
+    Args:
+        prefix: As for :class:`.Registry`.
+        keep_ms: As there.
+        margin_ms: As there.
+        postponed: Called with the id of each task that is postponed, and its new due time.
+    """
+
+    def __init__(
+        self, prefix: str, keep_ms: int, margin_ms: int, postponed: Callable[[str, int], None]
+    ) -> None:
+        super().__init__(Store(_refuse, "recorded", ()), prefix, keep_ms, margin_ms)
+        self.jobs = _Jobs(self.store, self.names, keep_ms, margin_ms)
+        self.pauses = _Pauses(self.store, self.names)
+        self.index = _Index(self.store, self.names, margin_ms, self.pauses.oldest_ms, self)
+        self._postponed = postponed
+        self._lock = RLock()
+        self._notes: dict[str, _Noted] = {}
+        #: The order and the id of the newest task under each key.
+        self._newest: dict[str, tuple[int, str]] = {}
+
+    def _noted(self, task_id: str) -> _Noted:
+        noted = self._notes.get(task_id)
+        if noted is None or noted.until_ms <= wall_clock.ms():
+            noted = self._notes[task_id] = _Noted()
+        return noted
+
+    def _order_under(self, key: str) -> int:
+        return self._newest.get(key, (0, ""))[0]
+
+    def listed(self) -> list[str]:
+        """Return the ids of the tracked tasks that wait."""
+        return [*filter(self.listing, [*self._notes])]
+
+    def listing(self, task_id: str) -> Registration | None:
+        """Return the registration of a task that is tracked, waits, and is not superseded."""
+        noted = self._noted(task_id)
+        is_tracked = noted.sent is not None and noted.sent.name
+        is_newest = noted.record.order >= self._order_under(noted.key)
+        return noted.sent if is_tracked and is_newest else None
+
+    def fields(self, task_id: str) -> dict[str, str]:
+        """Return the fields of a task's record that :class:`.Index` reads; see ``shared.lua``."""
+        noted, listing = self._noted(task_id), self.listing(task_id)
+        record = noted.record
+        known: dict[str, object] = {
+            name: getattr(record, name) for name in ("cancelled", "not_before", "ran")
+        }
+        if record.waits is not None:
+            known |= {"waits": ".".join(record.waits), "due": record.due, "order": record.order}
+        if listing is not None:
+            known |= {"name": listing.name, "job": listing.job, "sent": noted.sent_ms}
+        known["key"] = noted.key or None
+        return {name: str(value) for name, value in known.items() if value is not None}
+
+    def after_all_sent_ms(self) -> int:
+        """Return an instant before which all that is registered was sent."""
+        return wall_clock.ms() + 1
+
+    def ask(self, tasks: Sequence[tuple[str, str]]) -> list[Ticket]:
+        """Return what the messages of tasks carry that are about to be sent."""
+        tickets, orders = [], dict[str, int]()
+        for task_id, key in tasks:
+            if key:
+                before = orders.get(key, self._order_under(key))
+                orders[key] = max(wall_clock.ns() // 1000, before + 1)
+            life = rule.next_life(self._noted(task_id).record) if task_id else 0
+            tickets.append(Ticket(life, orders.get(key, 0)))
+        return tickets
+
+    def decide(self, arrivals: Sequence[Arrival], notes: bool = True) -> list[Decision]:
+        """Decide what becomes of tasks that have arrived."""
+        with self._lock:
+            words = self._said_of_jobs(arrivals)
+            if notes:
+                words.update(self._said_of_keys(arrivals))
+            found = [
+                self._arrive(each, words.get(number, "run"), notes)
+                for number, each in enumerate(arrivals)
+            ]
+        return [self._decision(*each) for each in zip(found, arrivals, strict=True)]
+
+    def _said_of_keys(self, arrivals: Sequence[Arrival]) -> Iterator[tuple[int, str]]:
+        for number, each in enumerate(arrivals):
+            if each.key and each.ticket.order and (word := self._claim(each)):
+                yield number, word
+
+    def _claim(self, claim: Arrival | Registration) -> str:
+        """Return what a key says if a task is not the newest under it; empty if it is."""
+        own, newest = (claim.ticket.order, claim.task_id), self._newest.get(claim.key, (0, ""))
+        if own < newest:
+            return "replaced" if newest[1] == claim.task_id else "superseded"
+        self._newest[claim.key] = own
+        return ""
+
+    def _arrive(self, arrival: Arrival, word: str, notes: bool) -> str:
+        # It is never redelivered, and comes in time.
+        message = rule.Message(
+            arrival.copy,
+            arrival.ticket.life,
+            arrival.attempt,
+            arrival.due_ms,
+            once=bool(arrival.once),
+            name=arrival.mark.name,
+            former=arrival.mark.former,
+        )
+        noted, is_paused = self._noted(arrival.task_id), bool(arrival.paused_ms)
+        record, verdict = rule.arrive(noted.record, message, word, is_paused, arrival.name)
+        if notes:
+            noted.note(record, max(arrival.due_ms, wall_clock.ms()) + self.keep_ms)
+        return verdict
+
+    def register(self, registrations: Sequence[Registration]) -> list[str]:
+        """Note messages that were sent; those with a key supersede older ones."""
+        with self._lock:
+            return [self._register(each) for each in registrations]
+
+    def _register(self, sent: Registration) -> str:
+        noted, (life, order) = self._noted(sent.task_id), sent.ticket
+        message = rule.Message(sent.copy, life, sent.attempt, sent.due_ms, order if sent.key else 0)
+        record, state = rule.register(noted.record, message)
+        if record != noted.record:
+            if record.waits != noted.record.waits:
+                noted.sent_ms = wall_clock.ms()
+            noted.sent = sent
+        noted.note(record, sent.due_ms + self.keep_ms)
+        is_superseded = sent.key and self._claim(sent) == "superseded"
+        return "superseded" if is_superseded else state
+
+    def cancel_each(self, task_ids: Sequence[str], also_future: bool = True) -> list[Outcome | str]:
+        """Cancel tasks; return for each its outcome."""
+        with self._lock:
+            found = {each: self._cancel(each, also_future) for each in dict.fromkeys(task_ids)}
+        return [found[task_id] for task_id in task_ids]
+
+    def _cancel(self, task_id: str, also_future: bool) -> Outcome:
+        noted = self._noted(task_id)
+        keep_ms = self.keep_ms + (NOTE_MS if noted.sent is None else 0)
+        until_ms = max(noted.record.due, noted.record.not_before or 0, wall_clock.ms()) + keep_ms
+        record, found = rule.cancel(noted.record, self._order_under(noted.key), also_future)
+        noted.note(record, until_ms)
+        return Outcome(found)
+
+    def newest_under(self, key: str) -> tuple[str, str]:
+        """Return the order and the id of the newest task that was sent under a key; or empty."""
+        order, task_id = self._newest.get(key, ("", ""))
+        return str(order), task_id
+
+    def postpone(self, task_id: str, due_ms: int, also_future: bool = True) -> Outcome | Earlier:
+        """Let a task run at another time."""
+        with self._lock:
+            noted, listing = self._noted(task_id), self.listing(task_id)
+            newest = self._order_under(noted.key)
+            record, found = rule.postpone(noted.record, due_ms, newest, also_future)
+            earlier = None
+            if found == "earlier":
+                earlier = Earlier(listing.name, listing.message) if listing else Earlier("", "")
+            if record != noted.record and earlier != ("", ""):
+                noted.note(record, due_ms + self.keep_ms)
+                self._postponed(task_id, due_ms)
+            return earlier or Outcome(found)
+
+    @contextmanager
+    def alone_under(self, key: str) -> Iterator[None]:
+        """Run a block in which no other sender wants its task to be the first."""
+        with self._lock:
+            yield
+
+
+def _refuse() -> NoReturn:
+    raise NotRecorded("what only Redis keeps, such as schedules and shared rates")
+
+
+@dataclass(frozen=True)
+class _Index(Index):
+    """Reads what is noted.
+
+    Attributes:
+        registry: The registry.
+    """
+
+    registry: RecordedRegistry
+
+    def parts(
+        self, wanted: Filter, after: tuple[int, str] | None = None, most: int | None = None
+    ) -> Iterator[Part]:
+        """Yield all tasks in the order in which they are due, as one part."""
+        earliest, listed = instant_of(self.least_ms()), self.tasks(self.registry.listed())
+        found = [each for each in listed if each.due >= earliest and wanted.matches(each)]
+        found.sort(key=lambda each: (each.due, each.task_id))
+        yield Part(found, len(found), (0, ""))
+
+    def count(self, wanted: Filter) -> int:
+        """Return how many tasks wait."""
+        return sum(1 for _ in self.pending(wanted))
+
+    def messages(self, task_ids: Sequence[str]) -> list[str | None]:
+        """Return what it takes to send tasks anew."""
+        listings = map(self.registry.listing, task_ids)
+        return [None if each is None else each.message for each in listings]
+
+    def fields(self, task_ids: Sequence[str], *fields: str) -> list[list[str | None]]:
+        """Return fields of the records of tasks."""
+        records = map(self.registry.fields, task_ids)
+        return [[record.get(name) for name in fields] for record in records]
+
+
+@dataclass
+class _Job:
+    """A job.
+
+    Attributes:
+        job_id: Its id.
+        expires_ms: When it turns aborted unless it is committed, in milliseconds since 1970.
+        free_ms: Until when no other job can have its name, likewise.
+        ended: What it has become; None if nobody has ended it.
+    """
+
+    job_id: str
+    expires_ms: int
+    free_ms: int
+    ended: JobState | None = None
+
+    @property
+    def state(self) -> JobState:
+        """Its state."""
+        is_open = wall_clock.ms() < self.expires_ms
+        return self.ended or (JobState.OPEN if is_open else JobState.ABORTED)
+
+
+class _Jobs(Jobs):
+    """The jobs of each name."""
+
+    @cached_property
+    def _known(self) -> dict[str, list[_Job]]:
+        return defaultdict(list)
+
+    def open(self, job: str, expires_ms: int) -> None:
+        """Open a job, whose tasks wait until it is committed."""
+        now_ms = wall_clock.ms()
+        for former in self._known[job]:
+            if former.state is JobState.OPEN or now_ms < former.free_ms:
+                raise JobClosed(job, former.state.value)
+        ends_ms = now_ms + expires_ms
+        self._known[job].append(_Job(new_copy(), ends_ms, ends_ms + self._margin_ms))
+
+    def join(self, job: str, due_ms: int) -> tuple[JobState | None, str]:
+        """Note that a task is sent with a job; return the job's state and id."""
+        for latest in self._known[job][-1:]:
+            latest.free_ms = max(latest.free_ms, due_ms + self._margin_ms)
+            return latest.state, latest.job_id
+        return None, ""
+
+    def end(self, job: str, state: JobState) -> tuple[str, int]:
+        """Commit or abort a job; return its id, and when it would have expired."""
+        found = "unknown"
+        for latest in self._known[job][-1:]:
+            if latest.state is JobState.OPEN:
+                latest.ended = state
+            if latest.state is state:
+                return latest.job_id, latest.expires_ms
+            found = latest.state.value
+        raise JobClosed(job, found)
+
+    def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
+        """Return the states of jobs, by their names and ids."""
+        return {
+            (job, job_id): each.state
+            for job, job_id in jobs
+            for each in self._known[job]
+            if job_id in ("", each.job_id)
+        }
+
+
+class _Pauses(Pauses):
+    """What is paused, and since when."""
+
+    @cached_property
+    def _since(self) -> dict[str, str]:
+        return {}
+
+    def _look(self) -> list[str]:
+        return [word for pause in self._since.items() for word in pause]
+
+    def _change(self, verb: str, field: str) -> str:
+        if verb == "resume":
+            return self._since.pop(field, "")
+        return self._since.setdefault(field, str(wall_clock.ms()))
