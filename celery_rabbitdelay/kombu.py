@@ -26,8 +26,7 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import DelayedProducer
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
+from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
 __all__ = [

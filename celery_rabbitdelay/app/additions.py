@@ -7,7 +7,7 @@ deleted is an addition that is missing, and what needs it says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
@@ -124,15 +124,10 @@ def add(entry: Entry) -> None:
     Raises:
         ValueError: Another addition has a setting, an option or an attribute of that name.
     """
-    brought = {
-        "setting": (entry.settings, settings),
-        "option": (entry.options, options),
-        "attribute": ([name for names in entry.methods.values() for name in names], methods),
-    }
-    for kind, (names, taken) in brought.items():
-        for name in names:
-            if name in taken:
-                raise ValueError(f"another addition has the {kind} {name!r}")
+    attributes = [name for names in entry.methods.values() for name in names]
+    _refuse_taken(entry.settings, settings)
+    _refuse_taken(entry.options, options)
+    _refuse_taken(attributes, methods)
     entries.append(entry)
     settings.update(dict.fromkeys(entry.settings, entry.group))
     options.update(dict.fromkeys(entry.options, entry))
@@ -140,9 +135,16 @@ def add(entry: Entry) -> None:
         methods.update(dict.fromkeys(names, where))
 
 
+def _refuse_taken(names: Iterable[str], taken: Container[str]) -> None:
+    for name in names:
+        if name in taken:
+            raise ValueError(f"another addition has the name {name!r}")
+
+
 def exists(entry: Entry) -> bool:
     """Return whether an addition can be imported; the folder of one may have been deleted."""
-    return entry not in BUILT_IN or bool(find_spec(f"{_PACKAGE}.{entry.name}"))
+    is_ours = any(entry is each for each in BUILT_IN)
+    return not is_ours or find_spec(f"{_PACKAGE}.{entry.name}") is not None
 
 
 def load(where: str) -> Any:

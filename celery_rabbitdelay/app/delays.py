@@ -28,10 +28,10 @@ from celery_rabbitdelay.app.setting_types import Groups, SettingsGroup, read_set
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
+from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ class Delays:
         self.stand_in: StandIn | None = None
         self._parts: dict[Callable[[Any], Any], Any] = {}
         self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
-        self._has_warned = self._has_warned_of_loop = False
+        self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
+        self._blocked_loops = WarningLimit(logger, "Sends that block an event loop", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
@@ -252,25 +253,23 @@ class Delays:
         return Due.at(instant, tolerance_ms)
 
     def warn_treated_as_countdown(self, why: str) -> None:
-        """Log once that a delay does not wait in the levels, but is treated as a countdown.
+        """Log once an hour that a delay does not wait in the levels, but is treated as a countdown.
 
         Args:
             why: The reason, and what happens to the task.
         """
-        if not self._has_warned:
-            self._has_warned = True
+        if self._countdowns.allows(why):
             logger.warning("A delay is treated as Celery's own countdown: %s.", why)
 
     def warn_blocked_loop(self, seconds: float) -> None:
-        """Log once that a send has blocked this thread's event loop, if there is one, for long.
+        """Log once an hour that a send has blocked the event loop of this thread, if it has one.
 
         Args:
             seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
         """
         with suppress(RuntimeError):
             loop = asyncio.get_running_loop()
-            if not self._has_warned_of_loop and seconds >= loop.slow_callback_duration:
-                self._has_warned_of_loop = True
+            if seconds >= loop.slow_callback_duration and self._blocked_loops.allows():
                 logger.warning(
                     "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
                     "'await app.rabbitdelay.send(task, args, delay=...)' instead.",

@@ -20,7 +20,7 @@ from celery_rabbitdelay.publishing.producer import Delayed
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.app.sending.task_messages import Call
-    from celery_rabbitdelay.publishing.wire import Content
+    from celery_rabbitdelay.publishing.message import Content
 
 
 @dataclass

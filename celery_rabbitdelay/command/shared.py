@@ -22,9 +22,9 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
 
-from celery_rabbitdelay import __version__, exceptions
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.levels import delay, shown_url
+from celery_rabbitdelay.levels import delay, shown_url, wall_clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.kombu_internals import check_tls
 from celery_rabbitdelay.publishing.permissions import is_limit_reached, reason_of
@@ -73,8 +73,8 @@ class Commands(click.Group):
     def command(  # type: ignore[override]
         self, *args: Any, **attributes: Any
     ) -> Callable[[_Function], click.Command]:
-        """Add a command, as in click."""
-        add: Callable[[Any], click.Command] = super().command(*args, **attributes)
+        """Add a command that takes ``--json``."""
+        add: Callable[[_Function], click.Command] = super().command(*args, **attributes)
         return lambda function: add(_json_option(function))
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -97,21 +97,23 @@ class Commands(click.Group):
             fail(error, text, EX_UNAVAILABLE if isinstance(error, BROKER_ERRORS) else FAILED)
 
 
-@click.group(
-    cls=Commands,
-    epilog=f"A DELAY or DURATION {delay.TAKES}. An INSTANT is ISO 8601; without a time zone, it is "
-    "in that of this machine.",
-)
-@click.version_option(__version__, prog_name="celery-rabbitdelay")
-@click.option(
+traceback_option: Final = click.option(
     "--traceback",
     is_flag=True,
     expose_value=False,
     callback=lambda context, option, is_given: context.meta.update({_TRACEBACK: is_given}),
     help="Print an error with its traceback.",
 )
-def rabbitdelay() -> None:
-    """Delayed tasks that wait in RabbitMQ."""
+
+
+def command(**attributes: Any) -> Callable[[_Function], click.Command]:
+    """Return what makes a command of a function; it takes ``--json``."""
+    return lambda function: click.command(**attributes)(_json_option(function))
+
+
+def group(function: _Function) -> Commands:
+    """Return a group of commands that take ``--json``."""
+    return click.group(cls=Commands)(function)
 
 
 def options(*each: _Decorator) -> _Decorator:
@@ -185,6 +187,18 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def local(instant: datetime) -> str:
     """Return an instant as this machine's clock shows it."""
     return instant.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def task_or_queue(task: str | None, queue: str | None) -> str:
+    """Return what a pause is of."""
+    return f"queue {queue}" if task is None else f"task {task}"
+
+
+def paused_line(task: str | None, queue: str | None, since: datetime) -> str:
+    """Return the line that shows what is paused, and since when."""
+    held_ms = max(round((wall_clock.now() - since).total_seconds()), 0) * 1000
+    held = delay.duration_text(held_ms)
+    return f"paused: {task_or_queue(task, queue)}, since {local(since)}, for {held}"
 
 
 @contextmanager

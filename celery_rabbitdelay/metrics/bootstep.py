@@ -22,6 +22,7 @@ from celery_rabbitdelay.app.instruments import opentelemetry_is_set_up
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.metrics import instruments
 from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
 from celery_rabbitdelay.metrics.settings import MetricsSettings
@@ -200,7 +201,7 @@ class BacklogReader:
         self._asking: Thread | None = None
         self._asked_at = self._answered_at = -STALE
         self._backlog: Backlog | None = None
-        self._has_warned = False
+        self._failures = WarningLimit(logger, "Looks at what waits on the broker", HOUR)
 
     def read(self) -> Backlog | None:
         """Return what waits; None if the broker has not answered for a while."""
@@ -228,11 +229,11 @@ class BacklogReader:
         except (OperationalError, AMQPError, OSError) as error:
             # Without AMQP's handshake, since the broker may not be answering.
             drop_connection(self._connection)
-            if not self._has_warned:
+            if self._failures.allows():
                 logger.warning("The metrics lack what waits on the broker: %s", error)
-            self._has_warned = True
         else:
-            self._answered_at, self._has_warned = time.monotonic(), False
+            self._answered_at = time.monotonic()
+            self._failures.forget()
 
 
 def _started(work: Callable[[], object]) -> Thread:

@@ -58,11 +58,12 @@ DEFINED_IN: Final = (
 )
 
 
-def _defined() -> Iterator[Instrument]:
+def defined() -> Iterator[Instrument]:
+    """Yield the instruments of all additions that are installed."""
     for name in DEFINED_IN:
         with suppress(ModuleNotFoundError):  # an addition that was taken out
             yield from (v for v in vars(import_module(name)).values() if isinstance(v, Instrument))
 
 
 #: All instruments, in the order in which they are shown.
-INSTRUMENTS: Final = tuple(_defined())
+INSTRUMENTS: Final = tuple(defined())

@@ -6,23 +6,20 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 from amqp.exceptions import NotFound
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened, unopened
-from celery_rabbitdelay.levels.warning_limit import WarningLimit
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
-from celery_rabbitdelay.modules.bounds import LaterVersionWarning
 from celery_rabbitdelay.modules.deliveries import Received
 from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges, no_exchange
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import REJECT, Content
+from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.wire import REJECT
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +60,6 @@ class Forwarder:
         frame_max: The bytes of a frame of the connection.
         silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
         bytes_in_flight: The bytes of the bodies that are published and not settled.
-        warning_limits: Limits on how often its warnings are logged.
     """
 
     module: Module
@@ -82,16 +78,9 @@ class Forwarder:
         )
         self.answer_times = AnswerTimes(silent=self.silent)
         self.missing = MissingExchanges(self.exists, frozenset(("", self.undeliverable)))
-        self._not_taken, self._given_up, self._unreadable = (
-            WarningLimit(logger, f"{self.name}: {what}", time.monotonic)
-            for what in (
-                "messages that a destination does not take",
-                "undeliverable messages",
-                "messages that cannot be read",
-            )
-        )
-        self.warning_limits = self._not_taken, self._given_up, self._unreadable
-        self._later_version = LaterVersionWarning(logger)
+        self._not_taken = WarningLimit(logger, f"{self.name}: messages that are tried again")
+        self._given_up = WarningLimit(logger, f"{self.name}: undeliverable messages")
+        self._later = WarningLimit(logger, f"{self.name}: messages of a later version", HOUR)
 
     def first(
         self, received: Received, outgoing: Outgoing, broker_silent_for: float
@@ -171,6 +160,7 @@ class Forwarder:
         outgoing: Outgoing,
         reason: str,
         undeliverable: Outgoing | None = None,
+        error: Exception | None = None,
     ) -> Publication:
         """Return the publication that puts a message into ``undeliverable``.
 
@@ -179,9 +169,12 @@ class Forwarder:
             outgoing: The message.
             reason: Why it cannot be delivered.
             undeliverable: The message for ``undeliverable``, if it has been made already.
+            error: An error that nobody expects, for the log.
         """
         if self._given_up.allows(reason):
-            logger.warning("%s: a message is undeliverable: %s", self.name, reason)
+            level = logging.WARNING if error is None else logging.ERROR
+            text = "%s: a message is undeliverable: %s"
+            logger.log(level, text, self.name, reason, exc_info=error)
         redriven = unopened(headers_of(received.message)).redriven
         refused = undeliverable or forwarding.to_undeliverable(
             self.undeliverable, outgoing, reason, redriven
@@ -214,14 +207,12 @@ class Forwarder:
         )
         if isinstance(error, exceptions.LaterVersion):
             later = self.redelivery.until_upgraded(received.message, error.reason)
-            warn = partial(self._later_version.warn, f"A message in {self.name}", error.reason)
-            return self._put_back(received, as_it_came, later, error.reason, warn)
+            if later.reroute is not None and self._later.allows():
+                logger.warning(forwarding.LATER_VERSION, f"A message in {self.name}", error.reason)
+            return self._put_back(received, as_it_came, later, error.reason)
         if isinstance(error, exceptions.UnprocessableMessage):
             return self.give_up(received, as_it_came, error.reason)
-        reason = shortened(error)
-        if self._unreadable.allows(reason):
-            logger.error("%s: a message cannot be read", self.name, exc_info=error)
-        return self.give_up(received, as_it_came, reason)
+        return self.give_up(received, as_it_came, shortened(error), error=error)
 
     def _refused_by_undeliverable(
         self, received: Received, outgoing: Outgoing, error: exceptions.MessageRefused
@@ -274,16 +265,17 @@ class Forwarder:
         """Return the publication that puts a message into the levels, to try it again."""
         said = unopened(headers_of(received.message))
         later = self.redelivery.after_failure(outgoing, said, reason, makes_copies)
-        warn = partial(self._warn, destination, reason)
-        return self._put_back(received, outgoing, later, reason, warn)
+        if later.reroute is not None and self._not_taken.allows(destination):
+            logger.warning(
+                "%s: %s does not take a message, which waits in the levels and is tried again: %s",
+                self.name,
+                destination,
+                reason,
+            )
+        return self._put_back(received, outgoing, later, reason)
 
     def _put_back(
-        self,
-        received: Received,
-        outgoing: Outgoing,
-        later: Outgoing,
-        reason: str,
-        warn: Callable[[], None],
+        self, received: Received, outgoing: Outgoing, later: Outgoing, reason: str
     ) -> Publication:
         """Return the publication of what redelivery has made of a message."""
         if later.reroute is None:
@@ -293,17 +285,7 @@ class Forwarder:
         except exceptions.UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
         self.statistics.redelivered += 1
-        warn()
         return self._publication(received, later, None, content)
-
-    def _warn(self, destination: str | None, reason: str) -> None:
-        if self._not_taken.allows(destination):
-            logger.warning(
-                "%s: %s does not take a message, which waits in the levels and is tried again: %s",
-                self.name,
-                destination,
-                reason,
-            )
 
 
 def _reason(error: exceptions.PublishError, outgoing: Outgoing) -> str:

@@ -1,4 +1,4 @@
-"""What one message may cost: bytes, nesting, delay; and how often the log says the same. Pure.
+"""What one message may cost: bytes, nesting, delay. Pure.
 
 Anybody who may publish to check-in writes what a worker reads, in the main process of Celery. A
 message beyond a bound is refused at once, with a reason, and lies in ``undeliverable``.
@@ -6,80 +6,12 @@ message beyond a bound is refused at once, with a reason, and lies in ``undelive
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Final
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
-
-#: Seconds until a worker logs again that messages of a later version go back into the levels.
-WARN_OF_LATER_EVERY: Final = 3600.0
-
-
-@dataclass(eq=False, repr=False)
-class RareWarning:
-    """Logs a warning once in a while; in between, one line for debugging.
-
-    Attributes:
-        every: Seconds until it is logged again.
-        short: The line.
-        text: The warning.
-        logger: Where to.
-        clock: Returns seconds, as :func:`time.monotonic`.
-    """
-
-    every: float
-    short: str
-    text: str
-    logger: logging.Logger
-    clock: Callable[[], float] = time.monotonic
-    _warned_at: float = -math.inf
-
-    def reset(self) -> None:
-        """Warn again the next time."""
-        self._warned_at = -math.inf
-
-    def warn(self, *about: object) -> None:
-        """Log the warning, unless that was done lately.
-
-        Args:
-            *about: The arguments of the texts.
-        """
-        now = self.clock()
-        if now - self._warned_at < self.every:
-            self.logger.debug(self.short, *about)
-            return
-        self._warned_at = now
-        self.logger.warning(self.text, *about)
-
-
-#: A message of a later version: what it is and who has received it; and why it is of one.
-LaterVersionWarning: Final = partial(
-    RareWarning,
-    WARN_OF_LATER_EVERY,
-    "%s goes back into the delay levels: %s.",
-    "%s goes back into the delay levels, unopened: %s. A worker of the later version takes it from "
-    "there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
-    "celery_rabbitdelay on all workers. Others go back without a word for an hour.",
-)
-
-#: A message that is early: what it is, and by how many seconds. Reset on each connection.
-EarlyWarning: Final = partial(
-    RareWarning,
-    math.inf,
-    "%s is %.1f s early and goes back.",
-    "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes back "
-    "into them for the rest. Others that are early will do so without a word on this connection. "
-    "The likely causes: a policy whose message-ttl is shorter than the TTL of a level's queue (see "
-    "`rabbitmqctl list_policies`; with it, a task goes around the levels until it is due), or "
-    "clocks of producers, brokers and workers that differ (see `date -u` on each).",
-)
 
 #: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
 #: message has more.

@@ -21,8 +21,12 @@ from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.declaration import opened_channel
 from celery_rabbitdelay.publishing.kombu_internals import find_exchanges
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
-from celery_rabbitdelay.publishing.publish_loop import PublishLoop, unwrap_callers_errors
+from celery_rabbitdelay.publishing.message import Publication
+from celery_rabbitdelay.publishing.publish_loop import (
+    PublishLoop,
+    PublishPolicy,
+    unwrap_callers_errors,
+)
 
 #: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
@@ -278,8 +282,6 @@ class ModuleConsumer:
 
     def _sample(self) -> None:
         self._sampled_at = time.monotonic()
-        for limit in (*self._attempts.warning_limits, self._deliveries.unread):
-            limit.log_count()
         channel = self._deliveries.channel
         try:
             with self._wire.answers_within(SAMPLE_TIMEOUT):

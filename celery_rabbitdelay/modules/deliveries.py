@@ -17,11 +17,11 @@ from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, HeldBytes
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.incoming import Seen
 from celery_rabbitdelay.publishing.wire import (
     ACK,
     REJECT,
     REQUEUE,
+    Seen,
     Settlement,
     Wire,
     settle_frames,
@@ -76,7 +76,6 @@ class Deliveries:
         are_redelivered: Whether each message so far was delivered before.
         consuming: Whether messages are to be taken.
         channel: The channel.
-        unread: Limits how often a warning of a message that is too large is logged.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Deliveries:
         self.channel = cast(Any, connection.channel())
         # Bodies stay bytes.
         self.channel.auto_decode = False
-        self.unread = WarningLimit(
+        self._unread = WarningLimit(
             logger, f"{module.name}: messages above rabbitdelay_max_message_bytes"
         )
         self._wire = Wire(connection)
@@ -192,7 +191,7 @@ class Deliveries:
 
     def _reject_unread(self, message: amqp.Message, size: int) -> None:
         """Let the broker put a message into ``undeliverable`` whose body was not kept."""
-        if self.unread.allows(str(size)):
+        if self._unread.allows(size):
             logger.warning(
                 "%s: a message of %s bytes is undeliverable: rabbitdelay_max_message_bytes is %s",
                 self._module.name,

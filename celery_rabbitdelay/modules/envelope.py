@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import ENVELOPE, shortened
 from celery_rabbitdelay.modules.bounds import MAX_DEPTH, check_depth
-from celery_rabbitdelay.publishing.properties import MESSAGE_PROPERTIES
+from celery_rabbitdelay.publishing.message import MESSAGE_PROPERTIES
 
 #: Maximum messages in an envelope.
 MAX_ENVELOPE_MESSAGES: Final = 100_000

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -25,20 +25,39 @@ import amqp
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_expiration, shortened
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import EarlyWarning, RareWarning, check_delay
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
+from celery_rabbitdelay.modules.bounds import check_delay
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
+    Address,
+    Content,
     WaitingMessage,
 )
-from celery_rabbitdelay.publishing.properties import encoded as encoded_properties
-from celery_rabbitdelay.publishing.publication import Address
+from celery_rabbitdelay.publishing.message import encoded as encoded_properties
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import Content
+
+logger = logging.getLogger(__name__)
+
+#: What the log says of a message of a later version: what it is, and why it is of one.
+LATER_VERSION: Final = (
+    "%s goes back into the delay levels, unopened: %s. A worker of the later version takes it from "
+    "there; without one, it is undeliverable after rabbitdelay_retry_for. Upgrade "
+    "celery_rabbitdelay on all workers. Others go back without a word for an hour."
+)
+
+#: What the log says of a message that is early: what it is, and by how many seconds.
+_EARLY: Final = (
+    "%s left the delay levels %.1f s before it is due, by the clock of this machine, and goes back "
+    "into them for the rest. Others that are early do so without a word for an hour. The likely "
+    "causes: a policy whose message-ttl is shorter than the TTL of a level's queue (see "
+    "`rabbitmqctl list_policies`; with it, a task goes around the levels until it is due), or "
+    "clocks of producers, brokers and workers that differ (see `date -u` on each)."
+)
 
 #: Bytes of a frame reserved for headers that the broker adds, such as ``x-death``.
 FRAME_RESERVE: Final = 2048
@@ -209,22 +228,43 @@ MAX_PAUSE_MS: Final = 86_400_000
 DUE_SLACK_MS: Final = 86_400_000
 
 
-@dataclass(frozen=True)
 class EarlyMessages:
-    """Puts messages back that reach distribution before they are due.
+    """Detects messages that have left the levels before they are due, and puts them back.
 
-    Attributes:
+    Args:
         topology: The levels.
         tolerated_ms: How many milliseconds early a message may be: the setting
             ``rabbitdelay_early_tolerance``.
-        on_early: Called for each message that goes back.
-        warning: Says in the log that messages are early.
+        on_early: Called for each message that was not expected to be early.
     """
 
-    topology: Topology
-    tolerated_ms: int
-    on_early: Callable[[], None] | None = None
-    warning: RareWarning = field(default_factory=lambda: EarlyWarning(logging.getLogger(__name__)))
+    def __init__(
+        self,
+        topology: Topology,
+        tolerated_ms: int,
+        on_early: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._topology = topology
+        self._tolerated_ms = tolerated_ms
+        self._on_early = on_early
+        self._warnings = WarningLimit(logger, "Early messages", HOUR)
+
+    def until(self, headers: DelayHeaders, what: str) -> int | None:
+        """Return when a message is due that is early; None if it is not.
+
+        Args:
+            headers: Its headers.
+            what: What it is, for the log.
+        """
+        now_ms = wall_clock.ms()
+        by_ms = early_ms(headers, now_ms, self._tolerated_ms)
+        if by_ms is None:
+            return None
+        if not headers.early.expects(now_ms, self._tolerated_ms):
+            self._on_early()
+            if self._warnings.allows():
+                logger.warning(_EARLY, what, by_ms / _MS_PER_S)
+        return now_ms + by_ms
 
     def put_back(self, message: WaitingMessage) -> Outgoing | None:
         """Return the message as it goes back into the levels; None if it is not early.
@@ -235,21 +275,36 @@ class EarlyMessages:
         Raises:
             UnprocessableMessage: It is early by more than the longest delay.
         """
-        now_ms, earlier = wall_clock.ms(), message.headers.early
-        by_ms = early_ms(message.headers, now_ms, self.tolerated_ms)
-        if by_ms is None:
+        until_ms = self.until(message.headers, f"Distribution: message {message.task_id}")
+        if until_ms is None:
             return None
         # The delay was checked when the message came in. A due time too far ahead is forged, and
         # the message would go back into the levels for ever.
-        check_delay(DUE, message.headers.due_ms, by_ms - DUE_SLACK_MS)
-        if not earlier.expects(now_ms, self.tolerated_ms):
-            self.warning.warn(f"Distribution: message {message.task_id}", by_ms / _MS_PER_S)
-            if self.on_early is not None:
-                self.on_early()
-        pause = pause_ms(by_ms, self.topology)
-        until_ms = now_ms + pause if pause < by_ms else 0
-        again = earlier._replace(times=earlier.times + 1, until_ms=until_ms)
-        return into_levels(self.topology, message.saying(early=again), Due.after(pause / 1000))
+        check_delay(DUE, until_ms, until_ms - wall_clock.ms() - DUE_SLACK_MS)
+        return into_levels(self._topology, *waiting_on(self._topology, message, until_ms))
+
+
+def waiting_on(
+    topology: Topology, message: WaitingMessage, until_ms: int
+) -> tuple[WaitingMessage, Due]:
+    """Return a message that goes back into the levels, and for how long it waits there.
+
+    That is for the rest, or if it is longer, for :data:`MAX_PAUSE_MS` or the capacity of the
+    levels: then the message arrives early once more.
+
+    Args:
+        topology: The levels.
+        message: The message, with its due time.
+        until_ms: Until when it waits on, in milliseconds since 1970-01-01 UTC. It is not its due
+            time if the registry says that a task waits.
+    """
+    now_ms, early = wall_clock.ms(), message.headers.early
+    pause = pause_ms(max(until_ms - now_ms, 0), topology)
+    at_ms = min(now_ms + pause, until_ms)
+    again = early._replace(
+        times=early.times + 1, until_ms=0 if at_ms == message.headers.due_ms else at_ms
+    )
+    return message.saying(early=again), Due(at_ms * NS_PER_MS, pause, is_instant=True)
 
 
 def early_ms(headers: DelayHeaders, now_ms: int, tolerated_ms: int = 0) -> int | None:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any, Final
 
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
-from celery_rabbitdelay.levels.warning_limit import WARN_EVERY
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.modules.consumer import ConnectionStuck, ModuleConsumer
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import drop_connection
 from celery_rabbitdelay.publishing.permissions import permissions_named
-from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 
 logger = logging.getLogger(__name__)
 
@@ -33,66 +30,6 @@ RECONNECT_PAUSES: Final = (0.5, 10.0)
 
 #: Other errors that are logged without a traceback.
 EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
-
-
-class Losses:
-    """Logs lost connections: one line for all modules that lose theirs together.
-
-    A module that cannot connect is named again after :data:`.WARN_EVERY` seconds, or if the error
-    is of another kind.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._lost: dict[str, tuple[Exception, type[Exception], bool]] = {}
-        self._logged: dict[tuple[str, type[Exception]], float] = {}
-
-    def lost(self, name: str, error: Exception, kind: type[Exception], is_expected: bool) -> None:
-        """Note that a module connects again, without logging it yet.
-
-        Args:
-            name: Its name.
-            error: Why.
-            kind: Its kind; one for all that says that the broker is away.
-            is_expected: Whether to leave out the traceback.
-        """
-        with self._lock:
-            self._lost[name] = error, kind, is_expected
-
-    def connected(self, name: str) -> None:
-        """Note that a module is connected."""
-        with self._lock:
-            self._lost.pop(name, None)
-
-    def was_of_use(self, name: str) -> None:
-        """Note that the last connection of a module was of use: its loss is logged anew."""
-        with self._lock:
-            self._logged = {key: at for key, at in self._logged.items() if key[0] != name}
-
-    def log(self) -> None:
-        """Log what was lost and not logged lately."""
-        now = time.monotonic()
-        with self._lock:
-            lost = dict(self._lost)
-            keys = {(name, kind): now for name, (_, kind, _) in lost.items()}
-            is_new = any(now - self._logged.get(key, -math.inf) >= WARN_EVERY for key in keys)
-            if is_new:
-                self._logged.update(keys)
-        if not is_new:
-            return
-        shown = {
-            str(error) if isinstance(error, PermissionMissing) else repr(error): None
-            for error, _, _ in lost.values()
-        }
-        unexpected = next(
-            (error for error, _, is_expected in lost.values() if not is_expected), None
-        )
-        names, why = ", ".join(sorted(lost)), "; ".join(shown)
-        logger.warning("rabbitdelay connects again (%s): %s", names, why, exc_info=unexpected)
-
-
-#: Those of this process.
-_losses: Final = Losses()
 
 
 class Service(ABC):
@@ -142,6 +79,7 @@ class Service(ABC):
         """Serve on an open connection; return whether everything that was begun is finished."""
 
     def _run(self) -> None:
+        losses = WarningLimit(logger, f"{self.name}: lost connections")
         shortest, longest = RECONNECT_PAUSES
         pause = shortest
         while not self.stopping.is_set():
@@ -149,18 +87,22 @@ class Service(ABC):
             try:
                 with self.connection.clone() as connection:
                     self._serve(connection)
-            except Exception as lost:  # noqa: BLE001 - logged below, together with the other modules'
+            except Exception as lost:
                 self._lost = lost
                 if self._progress > progress or isinstance(lost, ConnectionStuck):
                     pause = shortest
-                    _losses.was_of_use(self.name)
+                    losses.forget()
                 errors = self.connection.recoverable_connection_errors
-                expected = (*errors, *self.connection.channel_errors, *EXPECTED)
-                kind = OSError if isinstance(lost, errors) else type(lost)
-                _losses.lost(self.name, lost, kind, isinstance(lost, expected))
-                # The other modules lose their connections in the meantime.
+                # One kind for all errors that say that the broker is away.
+                if losses.allows(OSError if isinstance(lost, errors) else type(lost)):
+                    expected = (*errors, *self.connection.channel_errors, *EXPECTED)
+                    logger.warning(
+                        "rabbitdelay connects again (%s): %s",
+                        self.name,
+                        lost if isinstance(lost, PermissionMissing) else repr(lost),
+                        exc_info=None if isinstance(lost, expected) else lost,
+                    )
                 self.stopping.wait(pause)
-                _losses.log()
                 pause = min(pause * 2, longest)
 
     def _serve(self, connection: Connection) -> None:
@@ -171,7 +113,6 @@ class Service(ABC):
             try:
                 with Wire(connection).answers_within(self.timeout):
                     self.declare(connection)
-                _losses.connected(self.name)
                 finished = self._serve_on(connection)
             except Exception:
                 self.on_lost()

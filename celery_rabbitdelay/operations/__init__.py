@@ -1,11 +1,13 @@
-"""The operator's work with messages that wait; the command line and Spark call this package.
+"""The operator's work with messages that wait, from what it does to its commands.
 
-It knows nothing of Spark and of terminals.
-
-* To look: ``status`` (what waits, and what is due next) and ``verify`` (what on the broker breaks
-  a promise).
-* To decide: ``waiting`` (search the tracked tasks, and decide about all that match).
+* To look: ``status`` (what waits, and what is due next), and ``verify`` (what on the broker breaks
+  a promise) with ``inventory``, ``checks`` and ``findings``.
 * To lay out: ``export`` (the topology in other formats) and ``permissions`` (what each user needs).
-* ``moving`` moves messages to other levels, ``undeliverable`` is about those that could not be
-  delivered. Both take messages with its ``source`` and ``mover``.
+* To move messages: ``source`` takes them from queues, ``mover`` publishes them elsewhere and
+  acknowledges them once they are confirmed, and ``conversion`` converts those of other levels and
+  mechanisms; ``move_commands`` has ``migrate``, ``transfer`` and ``adopt``.
+* ``undeliverable`` reads, redrives and deletes what could not be delivered; ``redriving`` decides
+  what may go where.
+
+It stands on the kernel alone; ``verify`` asks for schedules where the settings name a registry.
 """

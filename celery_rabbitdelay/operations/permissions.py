@@ -1,4 +1,4 @@
-"""The permissions that each user of the broker needs, and whether one has them.
+"""``celery rabbitdelay permissions``: what each user of the broker needs, and whether one has it.
 
 https://www.rabbitmq.com/docs/access-control
 """
@@ -12,15 +12,17 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
+import click
 from amqp.exceptions import AccessRefused, ChannelError
 from kombu import Connection, Exchange, Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels.routing_key import encode_destination
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, MODULES, PROBE, Topology
-from celery_rabbitdelay.operations.verify.findings import FoundRow
-from celery_rabbitdelay.operations.verify.management import Inventory
+from celery_rabbitdelay.operations.findings import FoundRow
+from celery_rabbitdelay.operations.inventory import Inventory
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: The users of a broker.
@@ -69,12 +71,12 @@ def rights(
     """
     everything, prefix = rf"{re.escape(topology.prefix)}\..*", re.escape(topology.prefix)
     # Each worker has its own queue for a broadcast, and declares it.
-    shared = [queue for queue in queues if not isinstance(queue, Broadcast)]
+    lasting = [queue for queue in queues if not isinstance(queue, Broadcast)]
     broadcasts = [queue for queue in queues if isinstance(queue, Broadcast)]
     match role:
         case "producer" if may_declare:
             yield from _all_of(everything)
-            yield from _to_declare(shared, binds=True)
+            yield from _to_declare(lasting, binds=True)
             if broadcasts:
                 yield Right("configure", _either(each.name for each in _exchanges(broadcasts)))
         case "producer":
@@ -100,7 +102,7 @@ def rights(
             yield Right("write", rf"{prefix}\.checkin")
         case "operator":
             yield from _all_of(everything)
-            yield from _to_declare(shared, binds=True)
+            yield from _to_declare(lasting, binds=True)
             yield Right("write", r"amq\.default")  # redrive publishes there
             yield from _all_of(_remote_control(conf))  # status asks the workers
     if role == "producer" and str(conf.result_backend or "").partition(":")[0] == "rpc":
@@ -119,8 +121,8 @@ def topic_rights(topology: Topology, queues: Sequence[Queue]) -> Iterator[TopicR
     """
     shard = r"s[0-9]+\." if topology.shards > 1 else ""
     # A broadcast is reached through distribution alone.
-    shared = (queue.name for queue in queues if not isinstance(queue, Broadcast))
-    words = _either(map(encode_destination, shared))
+    names = (queue.name for queue in queues if not isinstance(queue, Broadcast))
+    words = _either(map(encode_destination, names))
     pattern = rf"^{shard}([0-9]+\.){{{len(topology.layout.levels)}}}({words})\z"
     for exchange in topology.exchanges:
         if exchange.type == "topic":
@@ -207,6 +209,49 @@ def _exchanges(queues: Sequence[Queue]) -> list[Exchange]:
 
 def _either(names: Iterable[str]) -> str:
     return "|".join(dict.fromkeys(map(re.escape, names)))
+
+
+@shared.command()
+@click.argument("role", type=click.Choice(get_args(Role)))
+@click.option("--user", required=True, help="The user of the broker.")
+@click.option("--vhost", help="The virtual host; that of the application if omitted.")
+@click.option(
+    "--declare",
+    "mode",
+    type=click.Choice(("auto", "never")),
+    help="Its rabbitdelay_declare; that of the application if omitted.",
+)
+@click.option(
+    "--topics",
+    is_flag=True,
+    help="For a producer: also the topic permissions that let it reach only the application's "
+    "queues.",
+)
+@shared.topology_options
+def permissions(
+    role: Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: Any
+) -> None:
+    """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
+
+    The tasks' queues are those of task_queues, or Celery's default queue. No broker is asked.
+    """
+    if topics and role != "producer":
+        raise click.UsageError("--topics is for the role producer")
+    settings, app = shared.delays().settings, shared.app()
+    topology = shared.topology(options)
+    queues = list(app.amqp.Queues(app.conf.task_queues).values())
+    may_declare = (mode or settings.declare) == "auto"
+    needed = list(
+        rights(role, topology, queues, app.conf, may_declare=may_declare, modules=settings.modules)
+    )
+    keys = list(topic_rights(topology, queues)) if topics else []
+    host = vhost or app.connection_for_write().virtual_host or "/"
+    configure, write, read = patterns(needed)
+    told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
+    shared.answer(
+        {**told, "topics": [each._asdict() for each in keys]},
+        commands(user, host, needed, keys),
+    )
 
 
 #: A binding key that nobody uses: the bindings that are removed do not exist.

@@ -18,8 +18,8 @@ from amqp.exceptions import AMQPError
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import Content, Wire, publish_frames
+from celery_rabbitdelay.publishing.message import Content, Publication
+from celery_rabbitdelay.publishing.wire import Wire, publish_frames
 
 #: Bytes that are collected before a write: enough to save system calls, few enough that the broker
 #: starts early.

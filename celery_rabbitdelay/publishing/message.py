@@ -1,14 +1,25 @@
-"""A message that waits: its body, its properties, and what its headers say. Pure."""
+"""A message: as it waits, as bytes, and in flight. Pure.
+
+A :class:`WaitingMessage` is what every module converts, :class:`Content` are the bytes that are
+sent, and a :class:`Publication` is a message that is being published, with its outcome.
+"""
 
 from __future__ import annotations
 
+import math
+import struct
 import zlib
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import amqp
+from amqp.exceptions import FrameSyntaxError
+from amqp.serialization import dumps
+from kombu import Connection
 
-from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
+from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.levels.headers import DUE, MAX_PRIORITY, DelayHeaders, unopened
 
 #: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
@@ -33,6 +44,18 @@ KEPT_PROPERTIES: Final = (
     "type",
     "app_id",
 )
+
+#: The properties of a message, in AMQP's order.
+MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
+
+#: The two that stand behind each other, and in which messages of a template differ.
+IDS: Final = ("correlation_id", "reply_to")
+
+#: What stands before the properties in a header frame: class, weight and size of the body.
+BEFORE_PROPERTIES: Final = struct.Struct(">HHQ")
+
+_LENGTH: Final = struct.Struct(">I")
+_FLAGS_SIZE: Final = 2
 
 
 class WaitingMessage(NamedTuple):
@@ -121,3 +144,180 @@ def kept_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {name: properties[name] for name in KEPT_PROPERTIES if properties.get(name) is not None}
     return {"priority": None, **kept}
+
+
+class Content(NamedTuple):
+    """A message as bytes.
+
+    Attributes:
+        properties: Its properties, headers among them, with the flags that say which there are.
+        body: Its body.
+    """
+
+    properties: bytes
+    body: bytes
+
+    @classmethod
+    def of(cls, message: amqp.Message) -> Content:
+        """Encode a message.
+
+        Raises:
+            amqp.exceptions.FrameSyntaxError: AMQP has no type for one of its headers.
+            struct.error: A number is too large, or a text too long, for its field.
+        """
+        if isinstance(message.body, str):
+            message.properties.setdefault("content_encoding", "utf-8")
+        return cls(encoded(message.properties), body_of(message))
+
+    def message(self) -> amqp.Message:
+        """Return the message again."""
+        message = amqp.Message(self.body)
+        header = BEFORE_PROPERTIES.pack(amqp.Message.CLASS_ID, 0, len(self.body))
+        message.inbound_header(header + self.properties)  # type: ignore[attr-defined]
+        return message
+
+
+def encoded(properties: Mapping[str, Any]) -> bytes:
+    """Return the properties of a message as bytes, behind the flags that say which there are.
+
+    Args:
+        properties: The properties, by name; others than AMQP's are left out.
+
+    Raises:
+        amqp.exceptions.FrameSyntaxError: AMQP has no type for one of the headers.
+        struct.error: A number is too large, or a text too long, for its field.
+    """
+    message = amqp.Message()
+    message.properties = dict(properties)
+    return message._serialize_properties()  # type: ignore[attr-defined, no-any-return]
+
+
+class PropertiesEncoder:
+    """Encodes the properties of messages that differ in some headers and two properties.
+
+    The bytes that all messages share are made once.
+
+    Args:
+        message: One of the messages.
+        own: The names of the headers that each message has with a value of its own.
+
+    Attributes:
+        headers: The headers that all messages share.
+        properties: The properties that all messages share.
+    """
+
+    def __init__(self, message: amqp.Message, own: Collection[str]) -> None:
+        # Celery leaves non-AMQP options among a message's properties.
+        shared = {n: value for n, value in message.properties.items() if n in MESSAGE_PROPERTIES}
+        headers = shared.pop("application_headers")
+        shared.pop("correlation_id", None)
+        self.headers = {name: value for name, value in headers.items() if name not in own}
+        self.properties = shared
+        self._flags = encoded(message.properties)[:_FLAGS_SIZE]
+        self._table = _entries(self.headers)
+        headers_at, ids_at = map(MESSAGE_PROPERTIES.index, ("application_headers", IDS[0]))
+        self._before = self._encoded(MESSAGE_PROPERTIES[:headers_at])
+        self._between = self._encoded(MESSAGE_PROPERTIES[headers_at + 1 : ids_at])
+        self._after = self._encoded(MESSAGE_PROPERTIES[ids_at + len(IDS) :])
+
+    def _encoded(self, names: Collection[str]) -> bytes:
+        return encoded({name: self.properties.get(name) for name in names})[_FLAGS_SIZE:]
+
+    def encode(
+        self,
+        own: Mapping[str, Any],
+        due_ms: int,
+        correlation_id: str | None,
+        reply_to: str | None = None,
+    ) -> bytes:
+        """Return the properties of a message.
+
+        Args:
+            own: Its own headers, except its due time: texts and numbers.
+            due_ms: When it is due, in milliseconds since 1970.
+            correlation_id: Its correlation id; None if the messages have none.
+            reply_to: Its ``reply_to``, if the messages have one; None for that of them all.
+
+        Raises:
+            struct.error: One of the ids is longer than 255 bytes.
+        """
+        table = self._table + _entries({**own, DUE: due_ms})
+        given = (correlation_id, reply_to or self.properties.get("reply_to"))
+        ids = tuple(each for each in given if each is not None)
+        size, text = _LENGTH.pack(len(table)), dumps("s" * len(ids), ids)
+        return b"".join((self._flags, self._before, size, table, self._between, text, self._after))
+
+
+def _entries(table: Mapping[str, Any]) -> bytes:
+    """Return the entries of a table of headers, without their length."""
+    return dumps("F", (table,))[_LENGTH.size :]
+
+
+#: Returns the exchange and the routing key of a message.
+Address: TypeAlias = Callable[[], tuple[str, str]]
+
+#: Called with a connection, to declare what is missing.
+Declaration: TypeAlias = Callable[[Connection], None]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Publication:
+    """A message to publish, and its outcome.
+
+    Args:
+        content: The message as bytes; it should be persistent.
+        address: Returns the exchange and the routing key. It is called for each attempt, because
+            those of a delayed message depend on the time that is left.
+        context: The caller's context, for example row numbers.
+        declare: Called before each attempt of a message that has a queue of its own, unlike others
+            of the same loop, to declare what is missing.
+
+    Attributes:
+        exchange: The exchange of the last attempt.
+        routing_key: The routing key of the last attempt.
+        error: Why the broker has not confirmed the message; None if it has. If its ``declare`` has
+            raised, that error, which may be another one of this package.
+        resent: How often the message was sent again.
+        deadline: When to give up, on the clock of :func:`time.monotonic`. The publish loop sets it
+            for all attempts together, and a module for each of them.
+        single_attempt: Whether its source publishes something else in its place if the broker nacks
+            it, or does not answer in time. It is not sent again then, and others go on.
+        redeclared: Whether what the message needs was declared again because no queue took it.
+        unanswered: Whether it was written at least once without any answer: the connection was
+            lost, or time was up.
+        suspected: Whether it was in flight when the broker closed the channel for another message;
+            the broker may have taken those before that one.
+    """
+
+    content: Content
+    address: Address
+    context: Any = None
+    declare: Declaration | None = None
+    exchange: str = ""
+    routing_key: str = ""
+    error: PublishError | None = None
+    resent: int = 0
+    deadline: float = math.inf
+    single_attempt: bool = False
+    redeclared: bool = False
+    unanswered: bool = False
+    suspected: bool = False
+
+    @classmethod
+    def of(cls, message: amqp.Message, address: Address, context: Any = None) -> Publication:
+        """Encode a message, and make it persistent.
+
+        Raises:
+            PublishError: AMQP cannot encode one of the message's headers or properties.
+        """
+        message.properties["delivery_mode"] = PERSISTENT
+        try:
+            content = Content.of(message)
+        except (FrameSyntaxError, struct.error) as error:
+            raise PublishError(*address(), f"cannot be written in AMQP: {error}") from error
+        return cls(content, address, context)
+
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the broker may have the message although it did not confirm."""
+        return self.unanswered or self.suspected

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError
-from celery_rabbitdelay.publishing.publication import Declaration, Publication, PublishPolicy
-from celery_rabbitdelay.publishing.publish_loop import READ_EVERY
+from celery_rabbitdelay.publishing.message import Declaration, Publication
+from celery_rabbitdelay.publishing.publish_loop import READ_EVERY, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher, Run
 
 

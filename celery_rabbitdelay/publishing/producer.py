@@ -22,13 +22,12 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
-from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES, WaitingMessage
-from celery_rabbitdelay.publishing.publication import (
-    BACKOFF,
-    RESENDS,
+from celery_rabbitdelay.publishing.message import (
+    DEFAULT_MAX_MESSAGE_BYTES,
     Publication,
-    PublishPolicy,
+    WaitingMessage,
 )
+from celery_rabbitdelay.publishing.publish_loop import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 
@@ -211,31 +210,9 @@ class DelayedProducer(Producer):
                 workers take.
             NeedsDistribution: It needs distribution, which ``modules`` lacks.
         """
-        if CHECK_IN not in self.modules:
-            self.topology.layout.check_capacity(due.delay_ms)
-        check_max_delay(due)
         properties.pop("expiration", None)
-        # kombu's default.
-        priority = properties.setdefault("priority", 0) or 0
-        # It goes to one destination; modules refuse a message that names others.
-        own_headers = {
-            name: value
-            for name, value in header_names.strip(headers or {}).items()
-            if name not in header_names.SENDER_SELECTED
-        }
-        queue = destination.queue
-        is_too_high = self.topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
-        has_distribution = DISTRIBUTE in self.modules
-        if queue is None or is_too_high:
-            if not has_distribution:
-                what = str(destination) if queue is None else f"a message of priority {priority}"
-                raise NeedsDistribution(what)
-            name = DISTRIBUTION
-        else:
-            refuses = has_distribution and may_refuse(
-                queue, self.may_refuse, self.publisher.connection
-            )
-            name = DISTRIBUTION if refuses else queue.name
+        properties.setdefault("priority", 0)  # kombu's default
+        own_headers = header_names.strip(headers or {})
         how = {name: properties.pop(name) for name in SERIALIZING if name in properties}
         body, properties["content_type"], properties["content_encoding"] = self.serialize(
             body, own_headers, **how
@@ -244,13 +221,49 @@ class DelayedProducer(Producer):
         if isinstance(reply_to, Queue):
             properties["reply_to"] = reply_to.name
         said = header_names.DelayHeaders(
-            due.at_ms,
-            destination.exchange,
-            destination.routing_key,
-            None if queue is None else queue.name,
-            others=own_headers,
+            due.at_ms, destination.exchange, destination.routing_key, others=own_headers
         )
         message = WaitingMessage(body, properties, said._replace(**self.says))
+        return self.routed(message, destination.queue, due)
+
+    def routed(self, message: WaitingMessage, queue: Queue | None, due: Due) -> Delayed:
+        """Return a message that is ready for the levels: checked, signed, with its destination.
+
+        Args:
+            message: The message; its headers name the exchange and the routing key that its
+                consumer sees.
+            queue: The one queue that gets it; None if only the exchange knows the queues.
+            due: Until when it waits in the levels.
+
+        Raises:
+            RabbitDelayError: As for :meth:`delayed_message`.
+        """
+        if CHECK_IN not in self.modules:
+            self.topology.layout.check_capacity(due.delay_ms)
+        check_max_delay(due)
+        headers = message.headers
+        priority = message.properties.get("priority") or 0
+        is_too_high = self.topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
+        has_distribution = DISTRIBUTE in self.modules
+        if queue is None or is_too_high:
+            if not has_distribution:
+                named = Destination(None, str(headers.exchange), str(headers.routing_key))
+                raise NeedsDistribution(
+                    str(named) if queue is None else f"a message of priority {priority}"
+                )
+            name = DISTRIBUTION
+        else:
+            refuses = has_distribution and may_refuse(
+                queue, self.may_refuse, self.publisher.connection
+            )
+            name = DISTRIBUTION if refuses else queue.name
+        # It goes to one destination; modules refuse a message that names others.
+        others = {
+            name: value
+            for name, value in headers.others.items()
+            if name not in header_names.SENDER_SELECTED
+        }
+        message = message.saying(queue=None if queue is None else queue.name, others=others)
         if is_too_high:
             message = message.with_low_priority()
         self.check_size(len(message.body), name, due)

@@ -6,11 +6,13 @@ The connection is opened when needed, and dropped when in doubt.
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from queue import Empty, LifoQueue
 from typing import Final, NoReturn
 from weakref import WeakSet
 
@@ -27,6 +29,7 @@ from celery_rabbitdelay.exceptions import (
     MessageNacked,
     MessageRefused,
     MessageReturned,
+    NoPublisherFree,
     PublishError,
     RabbitDelayError,
 )
@@ -38,26 +41,22 @@ from celery_rabbitdelay.publishing.kombu_internals import (
     drop_connection,
     open_connection,
 )
+from celery_rabbitdelay.publishing.message import Address, Declaration, Publication
 from celery_rabbitdelay.publishing.permissions import (
     is_limit_reached,
     missing_permission,
     reason_of,
 )
-from celery_rabbitdelay.publishing.publication import (
+from celery_rabbitdelay.publishing.publish_loop import (
     BACKOFF,
+    BLOCKED,
     DEFAULT_POLICY,
     RESENDS,
     TIMEOUT,
-    Address,
-    Declaration,
-    Publication,
-    PublishPolicy,
-)
-from celery_rabbitdelay.publishing.publish_loop import (
-    BLOCKED,
     MayPass,
     NextPublication,
     PublishLoop,
+    PublishPolicy,
     unwrap_callers_errors,
 )
 from celery_rabbitdelay.publishing.wire import Wire
@@ -500,3 +499,78 @@ def _declaration_refused(address: tuple[str, str], refused: BaseException) -> De
 
 def _ignore(publication: Publication) -> None:
     """The default ``done``: does nothing."""
+
+
+class PublisherPool:
+    """Lends publishers to threads, one each, and keeps them for the next.
+
+    Args:
+        connection: Template; each publisher uses a clone of it, opened when needed.
+        limit: Maximum publishers; a thread that finds none free waits. None opens a new connection
+            for every use.
+    """
+
+    def __init__(self, connection: Connection, limit: int | None = 10) -> None:
+        self._connection = connection
+        self._limit = limit
+        self._begin()
+        _pools.add(self)
+
+    def _begin(self) -> None:
+        """Begin with no publishers.
+
+        In a forked process those of the parent are dropped and not closed: that would end the
+        parent's connections.
+        """
+        #: Those that are free; None for one that is not made yet.
+        self._free: LifoQueue[Publisher | None] = LifoQueue()
+        for _ in range(self._limit or 0):
+            self._free.put(None)
+        self._made: list[Publisher] = []
+
+    @contextmanager
+    def acquire(self, timeout: float | None = None) -> Iterator[Publisher]:
+        """Borrow a publisher for the length of a ``with`` block.
+
+        Args:
+            timeout: Seconds to wait for one to be free; None for as long as it takes.
+
+        Raises:
+            NoPublisherFree: All of them were in use for that long.
+        """
+        # Returned to where it came from: a fork or a close may have begun anew meanwhile.
+        free, made, publisher = self._free, self._made, None
+        if self._limit:
+            try:
+                publisher = free.get(timeout=timeout)
+            except Empty as none_free:
+                raise NoPublisherFree(self._limit, timeout) from none_free
+        try:
+            if publisher is None:
+                publisher = Publisher(self._connection.clone(), is_alone=True)
+                if self._limit:
+                    made.append(publisher)
+            yield publisher
+        finally:
+            if self._limit:
+                free.put(publisher)
+            elif publisher is not None:
+                publisher.close()
+
+    def close(self) -> None:
+        """Close the connections of the pool; it can be used again."""
+        made = self._made
+        self._begin()
+        for publisher in made:
+            publisher.close()
+
+
+_pools: WeakSet[PublisherPool] = WeakSet()
+
+
+def _forget_parents_connections() -> None:
+    for pool in _pools:
+        pool._begin()
+
+
+os.register_at_fork(after_in_child=_forget_parents_connections)

@@ -11,9 +11,9 @@ verifies after years, and after the message was moved to others.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from celery_rabbitdelay.exceptions import InvalidSigningKey
 from celery_rabbitdelay.levels.headers import ENVELOPES, REGISTRY, DelayHeaders, shortened
@@ -34,17 +34,9 @@ SIGNED_PROPERTIES: Final = ("correlation_id", "message_id")
 #: Stands for a value that is missing.
 _NOTHING: Final = "-"
 
-#: The places of two parts in which the messages of a template differ; see ``_parts``.
-_DUE: Final = DelayHeaders(due_ms=0).signed.index(0)
-_CORRELATION: Final = len(DelayHeaders().signed)
-
 #: What the registry is asked with, in the order in which it is signed: its own headers, and those
 #: of Celery that name a task and its attempt.
 _ASKED_WITH: Final = (*sorted(REGISTRY), "id", "retries", "replaced_task_nesting")
-
-#: Takes the due time, the correlation id, the body and the headers of its own of a message; returns
-#: its signature.
-Signer: TypeAlias = Callable[[int, str | None, bytes, Mapping[str, Any]], str]
 
 
 class SigningKeys:
@@ -76,7 +68,7 @@ class SigningKeys:
         return message.saying(signature=self.signature(*message))
 
     def signature(
-        self, body: bytes, properties: Mapping[str, Any], headers: DelayHeaders
+        self, body: bytes, properties: Mapping[str, object], headers: DelayHeaders
     ) -> str | None:
         """Return the signature of a message; None if what is signed has a wrong type.
 
@@ -86,45 +78,11 @@ class SigningKeys:
             headers: What its headers say.
         """
         signed = _signed(body, properties, headers)
-        if signed is None:
-            return None
-        return VERSION + hmac.digest(self._keys[0], signed, "sha256").hex()
+        return None if signed is None else _signature(self._keys[0], signed)
 
-    def signer(self, properties: Mapping[str, Any], headers: DelayHeaders) -> Signer | None:
-        """Return what signs many messages that differ in few places; None if it cannot.
-
-        It is several times as fast as :meth:`signature`.
-
-        Args:
-            properties: The properties that all of them have.
-            headers: What the headers say that all of them have.
-        """
-        parts = _parts(properties, headers)
-        if parts is None:
-            return None
-        before, between, after = (
-            ",".join(some)
-            for some in (parts[:_DUE], parts[_DUE + 1 : _CORRELATION], parts[_CORRELATION + 1 :])
-        )
-        is_envelope, key = _is_envelope(properties), self._keys[0]
-        said = {**headers.others, **headers.registry}
-        shared = {name: said[name] for name in _ASKED_WITH if name in said}
-
-        def sign(
-            due_ms: int, correlation_id: str | None, body: bytes, own: Mapping[str, Any]
-        ) -> str:
-            correlation = _NOTHING if correlation_id is None else _part(correlation_id)
-            signed = f"{before},{_part(str(due_ms))},{between},{correlation},{after}"
-            if headers.registry or not REGISTRY.isdisjoint(own):
-                signed = ",".join((signed, *_asked_with({**shared, **own})))
-            if is_envelope:
-                signed = f"{signed},{_digest(body, properties)}"
-            encoded = signed.encode("utf-8", "surrogatepass")
-            return VERSION + hmac.digest(key, encoded, "sha256").hex()
-
-        return sign
-
-    def verifies(self, body: bytes, properties: Mapping[str, Any], headers: DelayHeaders) -> bool:
+    def verifies(
+        self, body: bytes, properties: Mapping[str, object], headers: DelayHeaders
+    ) -> bool:
         """Return whether a message has a valid signature; takes the same as :meth:`signature`.
 
         Anybody may have written the message: it never raises.
@@ -134,12 +92,7 @@ class SigningKeys:
             return False
         found = headers.signature.encode("utf-8", "surrogatepass")
         # All keys, so that the time reveals nothing about them.
-        valid = [
-            hmac.compare_digest(
-                found, (VERSION + hmac.digest(key, signed, "sha256").hex()).encode()
-            )
-            for key in self._keys
-        ]
+        valid = [hmac.compare_digest(found, _signature(key, signed).encode()) for key in self._keys]
         return any(valid)
 
 
@@ -156,47 +109,33 @@ def _checked(key: object) -> bytes:
     return key
 
 
-def _signed(body: bytes, properties: Mapping[str, Any], headers: DelayHeaders) -> bytes | None:
-    """Return what is signed, as bytes; None if a property has a wrong type."""
-    parts = _parts(properties, headers)
-    if parts is None:
-        return None
-    if headers.registry:
-        parts += _asked_with({**headers.others, **headers.registry})
-    if _is_envelope(properties):
-        parts.append(_digest(body, properties))
-    return ",".join(parts).encode("utf-8", "surrogatepass")
+def _signature(key: bytes, signed: bytes) -> str:
+    return VERSION + hmac.digest(key, signed, "sha256").hex()
 
 
-def _parts(properties: Mapping[str, Any], headers: DelayHeaders) -> list[str] | None:
-    """Return what each message has that is signed, in an order that is fixed.
+def _signed(body: bytes, properties: Mapping[str, object], headers: DelayHeaders) -> bytes | None:
+    """Return what is signed, in an order that is fixed; None if a property has a wrong type.
 
     Each value stands behind its length, so that no two messages have the same parts.
     """
     named = [properties.get(name) for name in SIGNED_PROPERTIES]
     if not all(value is None or isinstance(value, str) for value in named):
         return None
-    return [_NOTHING if value is None else _part(str(value)) for value in (*headers.signed, *named)]
-
-
-def _asked_with(headers: Mapping[str, Any]) -> list[str]:
-    """Return what is signed of a message with headers of the registry."""
-    values = ((name, headers[name]) for name in _ASKED_WITH if name in headers)
-    return [
-        _part(f"{name}={value}" if isinstance(value, str) else f"{name}:{shortened(value)}")
-        for name, value in values
+    parts = [
+        _NOTHING if value is None else _part(str(value)) for value in (*headers.signed, *named)
     ]
+    if headers.registry:
+        said = {**headers.others, **headers.registry}
+        parts += [_named(name, said[name]) for name in _ASKED_WITH if name in said]
+    content_type = properties.get("content_type")
+    if isinstance(content_type, str) and content_type.startswith(ENVELOPES):
+        parts += (_part(content_type), sha256(body).hexdigest())
+    return ",".join(parts).encode("utf-8", "surrogatepass")
 
 
 def _part(text: str) -> str:
     return f"{len(text)}:{text}"
 
 
-def _is_envelope(properties: Mapping[str, Any]) -> bool:
-    content_type = properties.get("content_type")
-    return isinstance(content_type, str) and content_type.startswith(ENVELOPES)
-
-
-def _digest(body: bytes, properties: Mapping[str, Any]) -> str:
-    """Return the part of an envelope's body."""
-    return f"{_part(properties['content_type'])},{sha256(body).hexdigest()}"
+def _named(name: str, value: object) -> str:
+    return _part(f"{name}={value}" if isinstance(value, str) else f"{name}:{shortened(value)}")

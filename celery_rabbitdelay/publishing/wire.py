@@ -1,10 +1,15 @@
-"""AMQP's bytes: messages and frames as py-amqp writes and reads them.
+"""AMQP's bytes: frames as py-amqp writes and reads them.
 
-Only this file and ``incoming`` know how py-amqp writes and reads frames. A message is encoded once,
-however often it is sent, and many frames go into one write, for which py-amqp has no public
-function. The format is that of AMQP 0-9-1
-(https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2): a method frame, a header
-frame with the properties, and as many frames as the body takes.
+Only this file knows how py-amqp writes and reads frames. A message is encoded once, however often
+it is sent, and many frames go into one write, for which py-amqp has no public function. The format
+is that of AMQP 0-9-1 (https://www.rabbitmq.com/resources/specs/amqp0-9-1.pdf, 2.3.5 and 4.2): a
+method frame, a header frame with the properties, and as many frames as the body takes.
+
+Anybody may have published what a consumer receives, and RabbitMQ passes on what it does not look
+at: a header whose timestamp counts milliseconds (a year beyond 9999), a message id in Latin-1,
+tables in tables a thousand deep. py-amqp raises in the middle of such a message, its connection
+cannot be used any more, and the broker delivers the message again and again. The frame handler at
+the end of this file delivers it instead, with what is wrong, and drops bodies that are too large.
 """
 
 from __future__ import annotations
@@ -13,18 +18,20 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
-from amqp import spec
+from amqp import method_framing, spec
 from amqp.exceptions import FrameSyntaxError, RecoverableConnectionError
+from amqp.serialization import dumps
 from kombu import Connection
 
-from celery_rabbitdelay.publishing.message import body_of
-from celery_rabbitdelay.publishing.properties import encoded, short_string
+from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES, shortened
+from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content
 
 #: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
@@ -44,19 +51,12 @@ REOPEN_TIMEOUT: Final = 5.0
 #: frame, py-amqp copies what is left of them.
 RECEIVED_AT_ONCE: Final = 4096
 
-#: The bytes of a header frame before the properties: class, weight and size of the body.
-BEFORE_PROPERTIES: Final = 12
-
 _END: Final = b"\xce"
 _PUBLISH: Final = struct.Struct(">HHH")
 _FRAME: Final = struct.Struct(">BHI")
 _SETTLE: Final = struct.Struct(">BHIHHQB")
 _HEADER: Final = struct.Struct(">BHIHHQ")
-_CONTENT_HEADER: Final = struct.Struct(">HHQ")
 _ACKED: Final = struct.Struct(">Q?")
-
-#: The class of all methods that carry messages.
-BASIC: Final = 60
 
 #: How a consumer settles a message: class and method of what it sends, and its bits.
 Settlement: TypeAlias = tuple[int, int, int]
@@ -77,36 +77,6 @@ _CLOSE_BYTES: Final = struct.pack(">HH", *spec.Channel.Close)
 Frame: TypeAlias = tuple[int, int, Any]
 
 
-class Content(NamedTuple):
-    """A message as bytes.
-
-    Attributes:
-        properties: Its properties, headers among them, with the flags that say which there are.
-        body: Its body.
-    """
-
-    properties: bytes
-    body: bytes
-
-    @classmethod
-    def of(cls, message: amqp.Message) -> Content:
-        """Encode a message.
-
-        Raises:
-            amqp.exceptions.FrameSyntaxError: AMQP has no type for one of its headers.
-            struct.error: A number is too large, or a text too long, for its field.
-        """
-        if isinstance(message.body, str):
-            message.properties.setdefault("content_encoding", "utf-8")
-        return cls(encoded(message.properties), body_of(message))
-
-    def message(self) -> amqp.Message:
-        """Return the message again."""
-        message: Any = amqp.Message(self.body)
-        message.inbound_header(_CONTENT_HEADER.pack(BASIC, 0, len(self.body)) + self.properties)
-        return message  # type: ignore[no-any-return]
-
-
 def publish_frames(
     channel: int, exchange: str, routing_key: str, content: Content, frame_max: int
 ) -> bytes:
@@ -124,16 +94,15 @@ def publish_frames(
         struct.error: The exchange's name or the routing key has more than 255 bytes.
     """
     properties, body = content
-    if len(properties) > frame_max - FRAME_OVERHEAD - BEFORE_PROPERTIES:
+    if len(properties) > frame_max - FRAME_OVERHEAD - BEFORE_PROPERTIES.size:
         raise FrameSyntaxError(
             f"headers and properties have {len(properties)} bytes, a frame {frame_max}"
         )
-    name, key = short_string(exchange), short_string(routing_key)
+    address = dumps("ss", (exchange, routing_key))
     parts = [
-        _FRAME.pack(METHOD_FRAME, channel, _PUBLISH.size + len(name) + len(key) + 1),
+        _FRAME.pack(METHOD_FRAME, channel, _PUBLISH.size + len(address) + 1),
         _PUBLISH.pack(60, 40, 0),
-        name,
-        key,
+        address,
         b"\x01",  # mandatory
         _END,
         _HEADER.pack(HEADER_FRAME, channel, 12 + len(properties), 60, 0, len(body)),
@@ -297,3 +266,146 @@ def _receive(receive: Callable[[int], bytes], at_once: int, size: int) -> bytes:
         return receive(max(size, at_once))
     except (BlockingIOError, ssl.SSLWantReadError) as nothing:
         raise TimeoutError from nothing
+
+
+#: Class and method of ``basic.return``, ``basic.deliver`` and ``basic.get-ok``.
+_RETURN: Final = (60, 50)
+_DELIVER: Final = (60, 60)
+_GET_OK: Final = (60, 71)
+
+#: The body of a message that is too large to be held; py-amqp expects one.
+_NO_BODY: Final = b"-"
+
+
+class Seen(NamedTuple):
+    """What the frames of a message said, apart from its contents. A sender cannot forge it.
+
+    Attributes:
+        properties_bytes: The size of its properties, headers among them.
+        unreadable: Why it cannot be read, in words; None if it can be.
+        marks: The headers that it was given for that.
+        skipped_bytes: The size of its body, if that is larger than the connection holds: the body
+            was not kept. None otherwise.
+    """
+
+    properties_bytes: int = 0
+    unreadable: str | None = None
+    marks: Mapping[str, Any] = MappingProxyType({})
+    skipped_bytes: int | None = None
+
+
+def reading_unreadable_properties(connection: Connection, max_bytes: int | None = None) -> None:
+    """Install a frame handler that delivers messages which py-amqp cannot read.
+
+    If the properties of a message cannot be read, they are replaced by two headers: the error
+    (:data:`.UNREADABLE`), and the raw bytes (:data:`.UNREADABLE_PROPERTIES`). If its exchange or
+    its routing key is not UTF-8, each byte that is not ASCII becomes a question mark, and the first
+    of these headers is added. The attribute ``rabbitdelay_seen`` of each message, a :class:`Seen`,
+    says the same, and cannot be forged.
+
+    Args:
+        connection: A connection that is not open yet.
+        max_bytes: The largest body that is kept. A larger one is read and dropped, frame by frame,
+            so that it never takes memory; its message can only be rejected. None: any is kept.
+    """
+    options = connection.transport_options or {}
+    handler = partial(_frame_handler, max_bytes=max_bytes)
+    connection.transport_options = {**options, "frame_handler": handler}
+
+
+def read_unreadable_properties(connection: Connection) -> None:
+    """Do the same on a connection that is open, as long as it is not opened again."""
+    transport: Any = connection.connection
+    transport.on_inbound_frame = _frame_handler(transport, transport.on_inbound_method)
+
+
+def _frame_handler(
+    connection: Any, callback: Callable[..., Any], max_bytes: int | None = None
+) -> Callable[[Frame], bool]:
+    #: Of the message that arrives on each channel: what its frames said, and how many bytes of its
+    #: body are still to be dropped.
+    seen: dict[int, Seen] = {}
+    to_drop: dict[int, int] = {}
+
+    def on_method(channel: int, method: tuple[int, int], payload: Any, content: Any) -> None:
+        if content is not None:
+            own = seen.pop(channel, Seen())
+            if not payload.isascii():
+                payload, unreadable = _readable_names(method, payload)
+                if unreadable is not None and own.unreadable is None:
+                    own = own._replace(unreadable=unreadable, marks={UNREADABLE: unreadable})
+                    content.properties.setdefault("application_headers", {}).update(own.marks)
+            content.rabbitdelay_seen = own
+        callback(channel, method, payload, content)
+
+    handle: Callable[[Frame], bool] = method_framing.frame_handler(connection, on_method)
+
+    def on_frame(frame: Frame) -> bool:
+        kind, channel, payload = frame
+        if kind == BODY_FRAME and channel in to_drop:
+            to_drop[channel] -= len(payload)
+            if to_drop[channel] > 0:
+                connection.bytes_recv += 1  # py-amqp counts frames, for its heartbeat
+                return False
+            del to_drop[channel]
+            return handle((BODY_FRAME, channel, _NO_BODY))
+        if kind != HEADER_FRAME:
+            return handle(frame)
+        class_id, _, size = BEFORE_PROPERTIES.unpack_from(payload)
+        own = seen[channel] = Seen(len(payload) - BEFORE_PROPERTIES.size)
+        if max_bytes is not None and size > max_bytes:
+            own = seen[channel] = own._replace(skipped_bytes=size)
+            to_drop[channel] = size
+            before = BEFORE_PROPERTIES.pack(class_id, 0, len(_NO_BODY))
+            payload = before + bytes(payload[BEFORE_PROPERTIES.size :])
+        try:
+            return handle((HEADER_FRAME, channel, payload))
+        except Exception:
+            reason = _why_unreadable(payload)
+            if reason is None:
+                raise  # by a callback
+        before, properties = payload[: BEFORE_PROPERTIES.size], payload[BEFORE_PROPERTIES.size :]
+        marks = {UNREADABLE: reason, UNREADABLE_PROPERTIES: bytes(properties)}
+        why = f"its properties cannot be read: {reason}"
+        seen[channel] = own._replace(unreadable=why, marks=marks)
+        marked: Any = amqp.Message(application_headers=marks)
+        return handle((HEADER_FRAME, channel, bytes(before) + marked._serialize_properties()))
+
+    return on_frame
+
+
+def _why_unreadable(payload: Any) -> str | None:
+    message: Any = amqp.Message()
+    try:
+        message.inbound_header(payload)
+    except Exception as error:  # noqa: BLE001 - whatever the bytes make of it
+        return shortened(error)
+    return None
+
+
+def _readable_names(method: tuple[int, int], payload: bytes) -> tuple[bytes, str | None]:
+    """Return the arguments of a method that carries a message, with names that can be read.
+
+    Returns:
+        The arguments, and what was wrong with them, in words; None if nothing was.
+    """
+    if method == _DELIVER:
+        begin = 14 + payload[4]  # after the consumer tag, the delivery tag and a bit
+    elif method == _GET_OK:
+        begin = 13  # after the delivery tag and a bit
+    elif method == _RETURN:
+        begin = 7 + payload[6]  # after the reply's code and its text
+    else:
+        return payload, None
+    unreadable = None
+    for what in ("exchange", "routing key"):
+        end = begin + 1 + payload[begin]
+        name = payload[begin + 1 : end]
+        try:
+            name.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            unreadable = unreadable or f"its {what} is {shortened(name)}, which is not UTF-8"
+            readable = bytes(byte if byte < 128 else ord("?") for byte in name)
+            payload = payload[: begin + 1] + readable + payload[end:]
+        begin = end
+    return payload, unreadable

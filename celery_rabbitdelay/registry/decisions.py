@@ -15,7 +15,7 @@ from celery_rabbitdelay.app.instruments import LATENESS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
-from celery_rabbitdelay.levels.warning_limit import WARN_EVERY, WarningLimit
+from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry import instruments
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.connection import Breaker
@@ -140,7 +140,7 @@ class Decisions(BatchThread[_Due]):
         self._breaker = Breaker()
         delays.recorder.gauges[instruments.BREAKER_OPEN] = lambda: self._breaker.is_open
         self._down_since: float | None = None
-        self._warned_at = -WARN_EVERY
+        self._failures = WarningLimit(logger, "Questions to the registry without an answer")
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
         self._plain: PlainArrivals[_Due] = PlainArrivals(
             consumer,
@@ -245,11 +245,9 @@ class Decisions(BatchThread[_Due]):
         return decisions
 
     def _failed(self, error: RegistryUnavailable) -> None:
-        now = time.monotonic()
-        self._down_since = self._down_since or now
-        if now - self._warned_at < WARN_EVERY:
+        self._down_since = self._down_since or time.monotonic()
+        if not self._failures.allows():
             return
-        self._warned_at = now
         what = "run" if self._runs_without else "go back into the levels until it answers"
         logger.warning(
             "Delayed tasks with an option of the registry %s (rabbitdelay_registry_down), and all "

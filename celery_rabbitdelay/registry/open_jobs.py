@@ -16,7 +16,7 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 

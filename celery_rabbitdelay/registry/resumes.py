@@ -20,10 +20,9 @@ from celery_rabbitdelay.levels.routing_key import (
 )
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.publishing.declaration import connect, opened_channel
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import find_queues
 from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.pauses import paused_since
 

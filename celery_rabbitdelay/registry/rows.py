@@ -13,8 +13,8 @@ from celery_rabbitdelay.app.sending.task_messages import Call
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY
+from celery_rabbitdelay.publishing.message import Content
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.jobs import JobState

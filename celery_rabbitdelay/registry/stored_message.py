@@ -12,9 +12,8 @@ from kombu import Queue
 
 from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.modules.envelope import DICTIONARY
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.wire import Content
 
 #: A deflate stream without a header (RFC 1951); the dictionary is that of envelopes. The window is
 #: of 4 KiB: allocating zlib's usual one takes ten times as long as compressing a small message.

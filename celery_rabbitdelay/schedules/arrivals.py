@@ -23,9 +23,8 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
-from celery_rabbitdelay.publishing.message import kept_properties
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import RESENDS
+from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
@@ -40,7 +39,7 @@ from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.runs import Runs
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
 from celery_rabbitdelay.worker.lateness import lateness
 
 logger = get_logger(__name__)
@@ -349,10 +348,11 @@ class Arrivals(BatchThread[_Came]):
         if destination is None:
             raise LookupError("its queue is unknown")
         says = says_of(following, TRACKED in waited.registry)
-        producer.says = {"due_ms": following.due_ms, "registry": says}
-        users = {**with_id(former.headers, task_id), "expires": None}
-        properties = {**kept_properties(former.properties), "correlation_id": task_id}
-        return republishing.message_again(producer, former, destination, due, users, properties)
+        again = waiting_task(former, destination, self._delays.settings.max_message_bytes)
+        others = {**with_id(again.headers.others, task_id), "expires": None}
+        again = again.having(correlation_id=task_id)
+        again = again.saying(due_ms=following.due_ms, registry=says, others=others)
+        return producer.routed(again, destination.queue, due)
 
     def _fate(self, step: _Step) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""

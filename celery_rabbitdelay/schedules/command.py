@@ -11,7 +11,6 @@ import click
 from kombu.utils import json as kombu_json
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.schedules import beat
@@ -23,7 +22,7 @@ MISSING: Final = 60.0
 _name: Final = click.argument("name")
 
 
-@rabbitdelay.group()
+@shared.group
 def schedules() -> None:
     """Schedules: tasks that run again and again."""
 

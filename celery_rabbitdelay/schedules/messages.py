@@ -18,7 +18,7 @@ from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import RESENDS
+from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import new_copy

@@ -15,7 +15,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.operations.undeliverable.messages import (
+from celery_rabbitdelay.operations.undeliverable import (
     LIMIT,
     UndeliverableMessage,
     headers_as_json,

@@ -23,11 +23,10 @@ from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, parse
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import encoded
 from celery_rabbitdelay.modules.probe import PROBE_TYPE
-from celery_rabbitdelay.operations.moving.migration import Migration
-from celery_rabbitdelay.operations.moving.mover import Stay
-from celery_rabbitdelay.operations.moving.source import Source
-from celery_rabbitdelay.publishing.message import body_of, headers_of
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.operations.conversion import Migration
+from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.operations.source import Source
+from celery_rabbitdelay.publishing.message import Publication, body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
 

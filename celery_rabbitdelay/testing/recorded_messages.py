@@ -23,8 +23,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of, milliseconds_of
 from celery_rabbitdelay.levels.headers import parse
 from celery_rabbitdelay.publishing.kombu_internals import serialized
-from celery_rabbitdelay.publishing.message import body_of, headers_of
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import Publication, body_of, headers_of
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.decision import Arrival
 from celery_rabbitdelay.testing.sent import Sent

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
 
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.operations.verify.management import ManagementAPI
+from celery_rabbitdelay.publishing.management import ManagementAPI
 from celery_rabbitdelay.testing.servers import ServerNotStarted
 
 

@@ -10,8 +10,13 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
-from celery_rabbitdelay.operations.waiting import (
-    WORDS,
+from celery_rabbitdelay.registry.commands import WORDS
+from celery_rabbitdelay.registry.decision import Outcome
+from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.record import record_of
+from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.web.reading import AWAY, why
+from celery_rabbitdelay.web.search import (
     Until,
     all_at,
     count_at_least,
@@ -19,11 +24,6 @@ from celery_rabbitdelay.operations.waiting import (
     postpone_batches,
     search,
 )
-from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
-from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.waiting import FILTERS, filter_of
 from celery_rabbitdelay.web.work import Does, Work, in_batches, log_action
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Final, get_args
 
-from celery_rabbitdelay.operations.verify.findings import Severity, blocked
+from celery_rabbitdelay.operations.findings import Severity, blocked
 from celery_rabbitdelay.web.asked import Asked
 
 #: What the findings need.

@@ -10,8 +10,8 @@ from typing import Any, Final
 from celery_rabbitdelay.app.control import ARRIVALS
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.topology import PROBE
+from celery_rabbitdelay.operations.findings import blocked
 from celery_rabbitdelay.operations.status import due_at_least
-from celery_rabbitdelay.operations.verify.findings import blocked
 from celery_rabbitdelay.web.asked import Asked
 from celery_rabbitdelay.web.reading import Reading
 from celery_rabbitdelay.web.site import HORIZONS, DueSoon, Glance, Workers, modules_of

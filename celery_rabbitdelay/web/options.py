@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.shown_url import HIDDEN
-from celery_rabbitdelay.operations.verify.management import parts_of_url
+from celery_rabbitdelay.publishing.management import parts_of_url
 from celery_rabbitdelay.web.passwords import is_hash
 
 #: A viewer reads; an operator also acts.

@@ -18,17 +18,17 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.operations.findings import Verification
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.operations.undeliverable.messages import (
+from celery_rabbitdelay.operations.undeliverable import (
     UndeliverableMessage,
     shown_body,
     undeliverable_messages,
 )
-from celery_rabbitdelay.operations.verify.application import verify_application
-from celery_rabbitdelay.operations.verify.findings import Verification
-from celery_rabbitdelay.operations.verify.management import ManagementAPI, management_api
+from celery_rabbitdelay.operations.verify import verify_application
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.publishing.kombu_internals import closing
+from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reading import Broker, Readings, ask_once

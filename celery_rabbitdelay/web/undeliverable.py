@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from functools import partial
 from typing import Any, Final
 
@@ -10,11 +9,9 @@ from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
-from celery_rabbitdelay.operations.moving.mover import Place
-from celery_rabbitdelay.operations.undeliverable import messages as read
-from celery_rabbitdelay.operations.undeliverable import redrive as removing
-from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
-from celery_rabbitdelay.operations.undeliverable.redrive import Matches, RemovalReport
+from celery_rabbitdelay.operations import undeliverable as read
+from celery_rabbitdelay.operations.mover import Place
+from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.deciding import begin
 from celery_rabbitdelay.web.reading import ask_once
@@ -159,18 +156,24 @@ def _remove(
     """
     site = asked.site
     if action == "purge":
-        purge = partial(removing.redrive, limit=limit, dry_run=dry_run, report=report)
+        purge = partial(read.redrive, limit=limit, dry_run=dry_run, report=report)
         topology = site.delays.topology
         return ask_once(site.app, lambda found: purge(Place(found, topology), None, matches))
     delay = asked.duration("delay")
+    redrive = partial(
+        read.redrive_application,
+        site.delays,
+        matches=matches,
+        dry_run=dry_run,
+        limit=limit,
+        report=report,
+        to=asked.fields.text("to"),
+        delay=delay,
+    )
     try:
-        redriving = ApplicationRedrive(
-            site.delays, dry_run=dry_run, to=asked.fields.text("to"), delay=delay
-        )
+        return ask_once(site.app, redrive)
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise Wrong(action, str(wrong)) from wrong
-    with closing(redriving):
-        return ask_once(site.app, lambda found: redriving.run(found, matches, limit, report=report))
 
 
 def _filter(asked: Asked) -> read.UndeliverableFilter:

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.operations.waiting import Found, Place, count_at_least, search
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.known_task import KnownTask, known_task
 from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
 from celery_rabbitdelay.web.options import Options
 from celery_rabbitdelay.web.reasons import reasons
+from celery_rabbitdelay.web.search import Found, Place, count_at_least, search
 
 logger = logging.getLogger(__name__)
 

@@ -317,7 +317,6 @@ def _probe(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeService:
 def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> ModuleService:
     settings = app.rabbitdelay.settings
     topology = settings.topology
-    on_lost = declaration.connection_lost
     if name == CHECK_IN:
         queue = topology.module_queues.checkin
         check_in = CheckIn(
@@ -344,10 +343,6 @@ def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> 
         )
         receive, admit = distribution.receive, None
 
-        def on_lost() -> None:
-            declaration.connection_lost()
-            early.warning.reset()
-
     module = Module(
         name,
         topology,
@@ -362,4 +357,4 @@ def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> 
         admit=admit,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return ModuleService(module, connection, declaration.declare, on_lost)
+    return ModuleService(module, connection, declaration.declare, declaration.connection_lost)

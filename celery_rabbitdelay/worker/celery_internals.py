@@ -23,9 +23,9 @@ from kombu.compression import compress
 from celery_rabbitdelay.exceptions import InvalidSetting, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import CHECKED_IN, DUE, shortened
-from celery_rabbitdelay.publishing.incoming import Seen
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed
 from celery_rabbitdelay.publishing.message import body_of, headers_of
+from celery_rabbitdelay.publishing.wire import Seen
 
 #: The latest instant, in milliseconds since 1970, until which a worker has to hold a task: in
 #: the year 9000. Celery cannot convert instants close to the end of the year 9999.

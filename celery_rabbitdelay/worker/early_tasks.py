@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import kombu
 from celery.utils.log import get_logger
@@ -25,11 +25,11 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds
 from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, shortened
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
-from celery_rabbitdelay.modules.bounds import EarlyWarning, LaterVersionWarning
 from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.message import WaitingMessage, kept_properties
-from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.worker import celery_internals, republishing
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
@@ -43,40 +43,67 @@ RETRY_INTERVAL: Final = 1.0
 #: Seconds until a task that does not run here is published again, if that has failed.
 TRY_AGAIN: Final = 5.0
 
+#: Where a message goes: into the levels, to the queue of paused tasks, or to ``undeliverable``;
+#: ``bare`` means there without its headers.
+Place: TypeAlias = Literal["levels", "paused", "undeliverable", "bare"]
+
 
 @dataclass(slots=True)
 class Early:
-    """A message that arrived before it may run.
+    """A message that arrived before it may run, or that does not run here.
 
     Attributes:
         message: The message.
+        ack: Acknowledges it: the function that Celery passes to a strategy.
         destination: The queue that it was consumed from, its exchange and its routing key.
-        due: Until when it is to wait.
+        until: Until when it is to wait.
         due_ms: Its due time, from its header, in milliseconds since 1970-01-01 UTC.
         waited: Its parsed headers; None if it has an ``eta`` and was never in the levels.
-        ack: Acknowledges it: the function that Celery passes to a strategy.
-        hold: Called if the levels do not take it: passes the task to Celery, which holds it. None
-            if the task does not run here, for one of the next two reasons.
-        later_version: Why only a later version of this package can read it; empty if this one can.
-        refused: Why it is for ``undeliverable``; empty if it waits.
-        unpublishable: Why a task that does not run here can never be published with its headers, so
-            that it is for ``undeliverable`` without them; empty if it can.
-        has_place: Whether the prefetch count was raised for it, because it stays unacknowledged.
-        is_paused: Whether it goes to the queue of paused tasks.
+        hold: Called if the levels do not take it: passes the task to Celery, which holds it.
+        why: Why the task does not run here; empty if it is only early.
+        place: Where it goes. With a ``why``, the levels pass it on to a worker of a later version.
+        is_held: Whether the prefetch count was raised for it, because it stays unacknowledged.
     """
 
     message: Message
-    destination: Destination
-    due: Due
-    due_ms: int
-    waited: DelayHeaders | None
     ack: Callable[..., Any]
+    destination: Destination
+    until: Due
+    due_ms: int = 0
+    waited: DelayHeaders | None = None
     hold: Action | None = None
-    later_version: str = ""
-    refused: str = ""
-    unpublishable: str = ""
-    has_place: bool = False
-    is_paused: bool = False
+    why: str = ""
+    place: Place = "levels"
+    is_held: bool = False
+
+
+def waiting_task(message: Message, destination: Destination, most: int) -> WaitingMessage:
+    """Return a task that was received and restored, to be published again.
+
+    Args:
+        message: Its message.
+        destination: The exchange and the routing key that its consumer sees.
+        most: The bytes of a compressed body that a worker decompresses.
+
+    Raises:
+        MessageTooLarge: Its body is compressed, and has more.
+    """
+    headers, _ = header_names.parse(message.headers)
+    others = dict(headers.others)
+    size = len(message.body or "")
+    if others.get("compression") and size > most:
+        raise exceptions.MessageTooLarge(size, most)
+    if "eta" in others:
+        others["eta"] = None
+    said = DelayHeaders(
+        headers.due_ms,
+        destination.exchange,
+        destination.routing_key,
+        registry=headers.registry,
+        others=others,
+    )
+    received = celery_internals.as_received(message)
+    return WaitingMessage.of(received, said).having(expiration=None)
 
 
 def warn_undeliverable(message: Message, why: str) -> None:
@@ -103,11 +130,12 @@ class EarlyTasks(BatchThread[Early]):
         self._delays = consumer.app.rabbitdelay
         settings = self._delays.settings
         self._topology = settings.topology
-        self._tolerated_ms = milliseconds(settings.early_tolerance)
+        self._early = forwarding.EarlyMessages(
+            self._topology, milliseconds(settings.early_tolerance)
+        )
         self._redelivery = forwarding.Redelivery(self._topology, settings.retry_for)
-        self._warning = EarlyWarning(logger)
-        self._later_version = LaterVersionWarning(logger)
-        self._has_warned_of_later_version = False
+        self._later_versions = WarningLimit(logger, "Tasks of a later version", HOUR)
+        self._failures = WarningLimit(logger, "Tasks that do not run here", HOUR)
 
     def try_enqueue(
         self, delivery: Delivery, waited: DelayHeaders | None, takes_eta: bool, ask: Action | None
@@ -126,12 +154,18 @@ class EarlyTasks(BatchThread[Early]):
             ask: Asks the registry about a task that has left the levels; None without one.
         """
         message, body = delivery.message, delivery.body
-        due = self._due_after_levels(waited)
+        task_id = message.headers.get("id")
+        if celery_internals.is_revoked(self._consumer, task_id):
+            return False
+        due = None
+        if waited is not None:
+            until_ms = self._early.until(waited, f"Task {celery_internals.shown(task_id)}")
+            due = None if until_ms is None else _due_at(until_ms)
         if due is None:
             # It was released in time, or never waited.
             waited = None
             due = self._due_by_eta(message, body) if takes_eta else None
-        if due is None or celery_internals.is_revoked(self._consumer, message.headers.get("id")):
+        if due is None:
             return False
 
         def hold() -> None:
@@ -148,13 +182,7 @@ class EarlyTasks(BatchThread[Early]):
                 return False
             hold()
             return True
-        if waited is not None:
-            earlier = waited.early
-            if not earlier.expects(due.at_ms - due.delay_ms, self._tolerated_ms):
-                name = celery_internals.shown(message.headers.get("id"))
-                self._warning.warn(f"Task {name}", due.delay_ms / 1000)
-            waited = waited._replace(early=earlier._replace(times=earlier.times + 1))
-        self.give(Early(message, destination, due, due.at_ms, waited, delivery.ack, hold))
+        self.give(Early(message, delivery.ack, destination, due, due.at_ms, waited, hold))
         return True
 
     def _ask_at(self, due: Due, ask: Action) -> None:
@@ -191,10 +219,10 @@ class EarlyTasks(BatchThread[Early]):
         if destination is None:
             otherwise()
             return
-        rest_ms = max(until_ms - wall_clock.ms(), 0)
-        due = Due(until_ms * NS_PER_MS, rest_ms, is_instant=True)
-        given = delivery.message, destination, due, due_ms, waited, delivery.ack, otherwise
-        self.give(Early(*given, is_paused=is_paused))
+        until = _due_at(until_ms)
+        place: Place = "paused" if is_paused else "levels"
+        given = delivery.message, delivery.ack, destination, until, due_ms, waited, otherwise
+        self.give(Early(*given, place=place))
 
     def refuse(self, message: Message, ack: Callable[..., Any], why: str) -> None:
         """Put a task into ``undeliverable``; while that does not take it, try again.
@@ -204,9 +232,9 @@ class EarlyTasks(BatchThread[Early]):
             ack: Acknowledges the message; the function that Celery passes to a strategy.
             why: The reason.
         """
-        info, now = message.delivery_info, Due.after(0)
+        info = message.delivery_info
         destination = Destination(None, info["exchange"], info["routing_key"])
-        self.give(Early(message, destination, now, now.at_ms, None, ack, refused=why))
+        self.give(Early(message, ack, destination, Due.after(0), why=why, place="undeliverable"))
 
     def refuse_unrunnable(self, message: Message, error: Exception) -> None:
         """Refuse a task about which Celery has raised an error.
@@ -254,19 +282,11 @@ class EarlyTasks(BatchThread[Early]):
             logger.warning("A task stays unacknowledged: its queue is unknown, and %s", why)
             return
         queue = self._consumer.app.amqp.queues.get(name) or kombu.Queue(name, no_declare=True)
-        self._later_version.warn(f"Task {celery_internals.shown(message.headers.get('id'))}", why)
-        destination, now = Destination(queue, "", queue.name), Due.after(0)
-        self.give(Early(message, destination, now, now.at_ms, None, ack, later_version=why))
-
-    def _due_after_levels(self, waited: DelayHeaders | None) -> Due | None:
-        """Return when a task is due that has left the levels too early; None if it has not."""
-        if waited is None:
-            return None
-        now_ms = wall_clock.ms()
-        by_ms = forwarding.early_ms(waited, now_ms, self._tolerated_ms)
-        if by_ms is None:
-            return None
-        return Due((now_ms + by_ms) * NS_PER_MS, by_ms, is_instant=True)
+        if self._later_versions.allows():
+            task = f"Task {celery_internals.shown(message.headers.get('id'))}"
+            logger.warning(forwarding.LATER_VERSION, task, why)
+        destination = Destination(queue, "", queue.name)
+        self.give(Early(message, ack, destination, Due.after(0), why=why))
 
     def _due_by_eta(self, message: Message, body: Any) -> Due | None:
         """Return when a task is due that has an ``eta`` in more than a tick; None otherwise."""
@@ -305,33 +325,56 @@ class EarlyTasks(BatchThread[Early]):
 
     def _replacement(self, producer: DelayedProducer, early: Early) -> republishing.ToPublish:
         """Return what replaces a message."""
-        if early.unpublishable or early.refused:
-            origin, received = early.destination, celery_internals.as_received(early.message)
-            unopened = WaitingMessage.unopened(received)
-            outgoing = forwarding.Outgoing(origin.exchange, origin.routing_key, unopened)
-            reason = early.refused or f"{early.later_version}; {early.unpublishable}"
-            undeliverable = self._topology.module_queues.undeliverable.exchange.name
-            left = forwarding.to_undeliverable(undeliverable, outgoing, reason)
-            if early.unpublishable:
-                left = forwarding.without_headers(undeliverable, left)
-            return None, left.message.amqp(), lambda: left.address
-        if early.later_version:
-            queue = early.destination.queue
-            assert queue is not None
-            later = self._redelivery.until_upgraded(
-                celery_internals.as_received(early.message), early.later_version, queue.name
-            )
-            if later.reroute is None:
-                logger.warning("A task is undeliverable: %s", early.later_version)
-            address = later.reroute or (lambda: (later.exchange, later.routing_key))
-            return queue, later.message.amqp(), address
-        due = early.due if early.waited is None else self._pause(early.due)
-        delayed = self._delayed(producer, early, due)
-        if early.is_paused:
+        if early.why:
+            left = self._not_run_here(early)
+            queue = early.destination.queue if early.place == "levels" else None
+            return queue, left.message.amqp(), left.reroute or (lambda: left.address)
+        message, queue, until = self._task(early)
+        delayed = producer.routed(message, queue, until)
+        if early.place == "paused":
             _, key = producer.address(delayed, Due.after(0))
             paused = self._topology.module_queues.paused.exchange.name
-            return delayed.queue, delayed.message.amqp(), lambda: (paused, key)
-        return delayed.queue, delayed.message.amqp(), partial(producer.address, delayed, due)
+            return queue, delayed.message.amqp(), lambda: (paused, key)
+        return queue, delayed.message.amqp(), partial(producer.address, delayed, until)
+
+    def _not_run_here(self, early: Early) -> forwarding.Outgoing:
+        """Return the message of a task that does not run here, as it was received."""
+        queue, exchange, routing_key = early.destination
+        received = celery_internals.as_received(early.message)
+        if early.place == "levels":
+            assert queue is not None
+            later = self._redelivery.until_upgraded(received, early.why, queue.name)
+            if later.reroute is None:
+                logger.warning("A task is undeliverable: %s", early.why)
+            return later
+        outgoing = forwarding.Outgoing(exchange, routing_key, WaitingMessage.unopened(received))
+        undeliverable = self._topology.module_queues.undeliverable.exchange.name
+        left = forwarding.to_undeliverable(undeliverable, outgoing, early.why)
+        return forwarding.without_headers(undeliverable, left) if early.place == "bare" else left
+
+    def _task(self, early: Early) -> tuple[WaitingMessage, kombu.Queue | None, Due]:
+        """Return a task as it goes back into the levels, the queue that gets it, and until when."""
+        waited, until, queue = early.waited, early.until, early.destination.queue
+        assert queue is not None
+        most = self._delays.settings.max_message_bytes
+        message = waiting_task(early.message, early.destination, most).saying(due_ms=early.due_ms)
+        registry = dict(message.headers.registry)
+        if header_names.ONCE in registry:
+            mark = header_names.Mark.of(registry[header_names.ONCE])
+            registry[header_names.ONCE] = mark._replace(generation=mark.generation + 1).text
+            if early.message.delivery_info.get("redelivered"):
+                registry[header_names.REDELIVERED] = True
+        message = message.saying(registry=registry)
+        if waited is not None:
+            again = message.saying(early=EarlyHeader(waited.early.times))
+            message, until = forwarding.waiting_on(self._topology, again, until.at_ms)
+        if not self._needs_distribution(message, waited):
+            return message, queue, until
+        # Distribution publishes by exchange and key: to this queue, and to no other.
+        said = message.headers
+        again_from = said.early._replace(exchange=said.exchange, routing_key=said.routing_key)
+        message = message.saying(exchange="", routing_key=queue.name, early=again_from)
+        return message, None, until
 
     def _settled(self, early: Early, error: Exception | None) -> None:
         """Acknowledge a message, or try it again; if that is no use, the worker holds it."""
@@ -339,7 +382,7 @@ class EarlyTasks(BatchThread[Early]):
             acknowledge = partial(self.acknowledge, early.ack)
             self.act(partial(self._finish, early, acknowledge), is_acknowledgement=True)
         elif early.hold is None:
-            self._try_unread_again(early, error)
+            self._try_refused_again(early, error)
         elif isinstance(error, exceptions.InvalidDelay) and is_ours(early.message):
             # A client's eta, after the latest due time: held, it would keep others from the worker.
             why = f"it cannot wait until its eta: {error}"
@@ -347,106 +390,76 @@ class EarlyTasks(BatchThread[Early]):
             self.act(
                 partial(self._finish, early, partial(self.refuse, early.message, early.ack, why))
             )
-        elif early.is_paused and (
+        elif early.place == "paused" and (
             isinstance(error, exceptions.MessageNacked) or not isinstance(error, TEMPORARY_ERRORS)
         ):
             logger.warning("A paused task goes back into the levels: %s", error)
-            early.is_paused = False
+            early.place = "levels"
             self.give(early)
-        elif not isinstance(error, TEMPORARY_ERRORS) or early.due.remaining_ms() <= 0:
+        elif not isinstance(error, TEMPORARY_ERRORS) or early.until.remaining_ms() <= 0:
             logger.warning(
                 "Task %s is due in %.1f s and cannot wait in the levels, so the worker holds it: "
                 "%s",
                 celery_internals.shown(early.message.headers.get("id")),
-                early.due.remaining_ms() / 1000,
+                early.until.remaining_ms() / 1000,
                 error,
             )
             self.act(partial(self._finish, early, early.hold))
         else:
-            if not early.has_place:
+            if not early.is_held:
                 logger.warning("A task that is not due could not be put into the levels: %s", error)
-            self._again(early, RETRY_INTERVAL)
+            self._try_again(early, RETRY_INTERVAL)
 
-    def _try_unread_again(self, early: Early, error: Exception) -> None:
+    def _try_refused_again(self, early: Early, error: Exception) -> None:
         """Put a task that does not run here into ``undeliverable``, or try it again.
 
         Its headers may leave no room in a frame for those that are added, and the broker may refuse
         it: then it goes there without its headers.
         """
-        if _is_permanent(error) and not early.unpublishable:
+        if _is_permanent(error) and early.place != "bare":
             logger.warning("A task is undeliverable, without its headers: %s", error)
-            early.unpublishable = getattr(error, "reason", str(error))
+            early.why = f"{early.why}; {getattr(error, 'reason', error)}"
+            early.place = "bare"
             self.give(early)
             return
-        log = logger.debug if self._has_warned_of_later_version else logger.warning
-        self._has_warned_of_later_version = True
-        log(
-            "A task that does not run here could not be published; the worker holds it and tries "
-            "again, without a further warning on this connection: %s",
-            error,
-        )
-        self._again(early, TRY_AGAIN)
+        if self._failures.allows():
+            logger.warning(
+                "A task that does not run here could not be published; the worker holds it and "
+                "tries again, without a further warning for an hour: %s",
+                error,
+            )
+        self._try_again(early, TRY_AGAIN)
 
-    def _again(self, early: Early, seconds: float) -> None:
+    def _try_again(self, early: Early, seconds: float) -> None:
         """Try a message again; raise the prefetch count, as Celery does for a task that it holds.
 
         The message stays unacknowledged, and others would wait for it.
         """
-        if not early.has_place:
-            early.has_place = True
+        if not early.is_held:
+            early.is_held = True
             self.act(partial(celery_internals.raise_prefetch, self._consumer))
         self.give(early, seconds)
 
     def _finish(self, early: Early, action: Action) -> None:
         """Lower the prefetch count if it was raised for a message, and acknowledge or hold it."""
-        if early.has_place:
-            early.has_place = False
+        if early.is_held:
+            early.is_held = False
             celery_internals.lower_prefetch(self._consumer)
         action()
 
-    def _delayed(self, producer: DelayedProducer, early: Early, due: Due) -> Delayed:
-        """Return what replaces a message, and waits until ``due``."""
-        message = early.message
-        users: dict[str, Any] = dict(message.headers)
-        if "eta" in users:
-            users["eta"] = None
-        properties = kept_properties(message.properties)
-        destination = early.destination
-        headers, _ = header_names.parse(message.headers)
-        again = EarlyHeader() if early.waited is None else EarlyHeader(early.waited.early.times)
-        if due.at_ms != early.due_ms:
-            again = again._replace(until_ms=due.at_ms)
-        if self._needs_distribution(early, properties["priority"] or 0):
-            # Distribution publishes by exchange and key: to this queue, and to no other.
-            assert destination.queue is not None
-            again = again._replace(
-                exchange=destination.exchange, routing_key=destination.routing_key
-            )
-            destination = Destination(None, "", destination.queue.name)
-        registry = dict(headers.registry)
-        if header_names.ONCE in registry:
-            mark = header_names.Mark.of(registry[header_names.ONCE])
-            again_mark = mark._replace(generation=mark.generation + 1)
-            registry[header_names.ONCE] = again_mark.text
-            if message.delivery_info.get("redelivered"):
-                registry[header_names.REDELIVERED] = True
-        producer.says = {"due_ms": early.due_ms, "early": again, "registry": registry}
-        return republishing.message_again(producer, message, destination, due, users, properties)
-
-    def _pause(self, due: Due) -> Due:
-        """Return until when to put a task back: until it is due, or less; see :func:`.pause_ms`."""
-        rest_ms = due.remaining_ms()
-        pause = forwarding.pause_ms(rest_ms, self._topology)
-        return due._replace(at_ns=due.at_ns - (rest_ms - pause) * NS_PER_MS, delay_ms=pause)
-
-    def _needs_distribution(self, early: Early, priority: int) -> bool:
+    def _needs_distribution(self, message: WaitingMessage, waited: DelayHeaders | None) -> bool:
         """Return whether a task has to pass through distribution, which no other queue notices.
 
         A task that has done so already does it again: nobody may have bound its queue to the
         levels.
         """
+        priority = message.properties.get("priority") or 0
         is_too_high = self._topology.queue_type == "quorum" and priority > header_names.MAX_PRIORITY
-        return is_too_high or (early.waited is not None and early.waited.queue is None)
+        return is_too_high or (waited is not None and waited.queue is None)
+
+
+def _due_at(until_ms: int) -> Due:
+    return Due(until_ms * NS_PER_MS, max(until_ms - wall_clock.ms(), 0), is_instant=True)
 
 
 def _is_permanent(error: Exception) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import amqp
-from kombu import Message, Queue
+from kombu import Queue
 
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import Address, Publication, PublishPolicy
+from celery_rabbitdelay.publishing.message import Address, Publication
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 
 ItemT = TypeVar("ItemT")
 
@@ -72,33 +71,3 @@ def publish_each(
     except Exception as error:  # noqa: BLE001 - likewise
         for item in items:
             settle(item, error)
-
-
-def message_again(
-    producer: DelayedProducer,
-    message: Message,
-    destination: Destination,
-    due: Due,
-    headers: dict[str, Any],
-    properties: Mapping[str, Any],
-) -> Delayed:
-    """Return a message with the body of one that was received, which kombu has decompressed.
-
-    Args:
-        producer: Makes the message.
-        message: The message that was received.
-        destination: Where it goes.
-        due: When it is due.
-        headers: Its headers.
-        properties: Its properties.
-    """
-    return producer.delayed_message(
-        message.body,
-        destination,
-        due,
-        headers=headers,
-        compression=headers.pop("compression", None),
-        content_type=message.content_type,
-        content_encoding=message.content_encoding,
-        **properties,
-    )

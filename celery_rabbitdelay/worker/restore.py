@@ -6,7 +6,6 @@ distribution only. With a key, the registry is asked about a task only as its se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, Protocol, TypeAlias
@@ -20,7 +19,7 @@ from celery_rabbitdelay.app.instruments import EARLY, LATENESS, TAKEN_OVER, Inst
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
-from celery_rabbitdelay.modules.bounds import RareWarning
+from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker.celery_internals import (
     Delivery,
@@ -101,16 +100,6 @@ class Origins:
 #: 1970-01-01 UTC. The time from then to the start is its ``messaging.message.receive.latency``.
 SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
 
-#: A task that a worker would hold. Reset on each connection.
-StaticPrefetchWarning: Final = partial(
-    RareWarning,
-    math.inf,
-    "The task %s waits in the levels.",
-    "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in the levels "
-    "all the same: with quorum queues, the prefetch count is fixed, and the tasks that a worker "
-    "holds until they are due would keep all others away. This is logged once a connection.",
-)
-
 #: What Celery's consumer calls with each message of one task.
 Strategy: TypeAlias = Callable[..., Any]
 
@@ -157,7 +146,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._origins = origins
         self._delivery = consumer.app.rabbitdelay.topology.delivery.name
         self._has_static_prefetch = has_static_prefetch(consumer)
-        self._static_prefetch = StaticPrefetchWarning(logger)
+        self._unheld = WarningLimit(logger, "Tasks that wait in the levels all the same", HOUR)
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -176,10 +165,19 @@ class RestoringStrategies(dict[str, Strategy]):
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
             if is_taken and not (is_ours(message) or is_ours_to_hold):
-                self._static_prefetch.warn(task_name)
+                self._warn_unheld(task_name)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
+
+    def _warn_unheld(self, task_name: str) -> None:
+        if self._unheld.allows(task_name):
+            logger.warning(
+                "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in "
+                "the levels all the same: with quorum queues, the prefetch count is fixed, and the "
+                "tasks that a worker holds until they are due would keep all others away.",
+                task_name,
+            )
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""

@@ -30,8 +30,8 @@ from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.levels.layout import Layout, Level, binary, clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare, declare_destination
+from celery_rabbitdelay.publishing.message import Content
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.benchmarks import measure
 from tests.private_broker import private_broker

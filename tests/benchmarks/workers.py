@@ -23,10 +23,9 @@ from celery_rabbitdelay import Row
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.message import Content, WaitingMessage
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.testing import RedisServer

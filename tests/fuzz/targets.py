@@ -36,10 +36,10 @@ from celery_rabbitdelay.modules.forwarding import (
     to_undeliverable,
 )
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
-from celery_rabbitdelay.publishing.incoming import _frame_handler
+from celery_rabbitdelay.operations.redriving import Redriving
 from celery_rabbitdelay.publishing.kombu_internals import decompressed
 from celery_rabbitdelay.publishing.message import headers_of
+from celery_rabbitdelay.publishing.wire import _frame_handler
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests
 from tests.hostile.kinds import ALLOWED as ALLOWED_QUEUE
 from tests.hostile.kinds import TASKS, hostile_messages

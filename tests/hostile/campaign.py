@@ -25,11 +25,10 @@ from celery_rabbitdelay.publishing.declaration import (
     delete,
     queue_counts,
 )
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
-from celery_rabbitdelay.publishing.message import body_of, headers_of
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.message import Content, Publication, body_of, headers_of
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.wire import reading_unreadable_properties
 from celery_rabbitdelay.testing import wait_for
 from tests.chaos.whereabouts import messages
 from tests.hostile.application import MARK, AttackedWorker, make_app

@@ -122,7 +122,7 @@ def classic_levels(place: Place) -> None:
 
 def without_redis(place: Place) -> None:
     place.app_settings = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
-    place.schedules = Records(place.app().rabbitdelay.registry)
+    place.delays = place.app().rabbitdelay
 
 
 def harmless(place: Place) -> None:
@@ -197,19 +197,18 @@ def older_layout(place: Place) -> None:
 
 
 def neglected_schedules(place: Place) -> None:
-    """One is overdue, one was put in part, and Redis has lost the task of another one."""
+    """One is overdue, and Redis has lost the task of another one."""
     entry = {"task": "look", "schedule": 3600}
     place.app_settings = {
         "rabbitdelay_registry_url": place.redis_url,
         "rabbitdelay_registry_prefix": place.name,
-        "beat_schedule": dict.fromkeys(("overdue", "unsent", "lost"), entry),
+        "beat_schedule": dict.fromkeys(("overdue", "lost"), entry),
     }
-    delays = place.app().rabbitdelay
+    place.delays = delays = place.app().rabbitdelay
     put_beat(delays.schedules)
-    place.schedules = records = Records(delays.registry)
-    overdue, unsent, lost, *_ = records.all()  # and one of Celery's own
+    records = Records(delays.registry)
+    overdue, lost, *_ = records.all()  # and one of Celery's own
     records.note_due({overdue: 0})
-    records.note(unsent, unsent=1)
     records.note(lost, message="")
 
 
@@ -231,14 +230,13 @@ FAULTS: Final[dict[Plant, set[str]]] = {
         "destination-drops",
     },
     refusing_destination: {"destination-refuses"},
-    forgotten_destinations: {"destination-unbound", "destination-not-declared"},
+    forgotten_destinations: {"destination-unbound"},
     forgotten_where_nobody_helps: {"destination-cut-off", "destination-missing"},
     classic_destination: {"destination-classic", "destination-differs"},
     may_not_send: {"permission-missing"},
     older_layout: {"orphan", "orphan-empty"},
-    full_destination: {"held"},
     limited: {"queue-limit"},
     classic_levels: {"classic-levels"},
-    neglected_schedules: {"schedule-overdue", "schedule-unsent", "schedule-lost"},
+    neglected_schedules: {"schedule-overdue", "schedule-lost"},
     without_redis: {"registry-unavailable"},
 }

@@ -18,11 +18,11 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.operations.verify.checks import verify
-from celery_rabbitdelay.operations.verify.findings import Verification
-from celery_rabbitdelay.operations.verify.management import ManagementAPI
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.operations.findings import Verification
+from celery_rabbitdelay.operations.verify import check_schedules, verify_broker
 from celery_rabbitdelay.publishing.declaration import declare_destination
-from celery_rabbitdelay.schedules.record import Records
+from celery_rabbitdelay.publishing.management import ManagementAPI
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
 
@@ -53,8 +53,8 @@ class Place:
         self.redis_url = ""
         #: Further settings of the application.
         self.app_settings: dict[str, Any] = {}
-        #: None if a test does not look at them.
-        self.schedules: Records | None = None
+        #: Those whose schedules are looked at; None if a test does not look at any.
+        self.delays: Any = None
         self.is_blocked: Callable[[], bool] = lambda: False
         self._apps: list[Any] = []
         self._users: list[str] = []
@@ -116,8 +116,9 @@ class Place:
     def verify(self) -> Verification:
         """Look for faults."""
         with self.connection.clone() as connection:
-            given = (self.settings, self.destinations, self.api, None, self.schedules)
-            return verify(connection, *given, self.is_blocked())
+            rows = check_schedules(self.delays, wall_clock.ms()) if self.delays else ()
+            given = (self.settings, self.destinations, self.api, self.is_blocked(), rows)
+            return verify_broker(connection, *given)
 
     def verify_until(self, codes: set[str]) -> Verification:
         """Look for faults until they are these, as far as the broker reports them late."""

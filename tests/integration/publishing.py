@@ -11,9 +11,8 @@ from typing import Any
 import amqp
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import Content, Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
 

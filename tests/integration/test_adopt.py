@@ -20,13 +20,13 @@ from kombu.transport.native_delayed_delivery import (
 )
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.moving.adoption import (
+from celery_rabbitdelay.operations.conversion import (
     NOT_DELAYED,
     TaskMessages,
     eta_tasks,
     native_queues,
 )
-from celery_rabbitdelay.operations.moving.mover import Mover, Place
+from celery_rabbitdelay.operations.mover import Mover, Place
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -168,7 +168,7 @@ def test_tasks_that_stay_survive_many_runs(
     target: Queue,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("celery_rabbitdelay.operations.moving.mover.SETTLE", 0.0)
+    monkeypatch.setattr("celery_rabbitdelay.operations.mover.SETTLE", 0.0)
     # From 4.0 on, RabbitMQ drops what was given back to a quorum queue more than 20 times.
     connection.Producer().publish({}, routing_key=target.name)
     topology = Topology(configuration["prefix"])

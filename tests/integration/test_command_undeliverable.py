@@ -16,8 +16,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.publishing.message import body_of
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.message import Content, body_of
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.shop import named
 from tests.integration.undeliverable_messages import declare_with, message, put, straight

@@ -16,8 +16,8 @@ import pytest
 from celery import chord
 
 from celery_rabbitdelay import InvalidDelay, InvalidDelayType
-from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.kombu import DelayedProducer, Due, Topology, clock, custom, resolve
+from celery_rabbitdelay.registry.stored_message import restored
 from celery_rabbitdelay.testing import recorded
 from tests.given_times import KINDS, PLAIN, Kind
 from tests.integration.conftest import delete_what_it_declared, small_configuration

@@ -23,8 +23,8 @@ from celery_rabbitdelay.exceptions import LayoutConflict, TopologyIncomplete
 from celery_rabbitdelay.kombu import clock, custom
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.moving.migration import check_source
-from celery_rabbitdelay.operations.moving.mover import BATCH, MOST_LOSSES, Mover, Place
+from celery_rabbitdelay.operations.conversion import check_source
+from celery_rabbitdelay.operations.mover import BATCH, MOST_LOSSES, Mover, Place
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import wait_until_waiting

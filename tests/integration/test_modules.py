@@ -24,9 +24,9 @@ from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.wire import reading_unreadable_properties
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import Arrival, count, take, wait_until_waiting
 from tests.integration.modules import MODULES, OPEN, Client, check_in, client, wait_until_served

@@ -18,7 +18,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import MODULES, Topology
 from celery_rabbitdelay.modules.probe import ROUTE, ProbeService
-from celery_rabbitdelay.operations.verify.checks import check_probes
+from celery_rabbitdelay.operations.checks import check_probes
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, start_http_server
 
 from celery_rabbitdelay import PublishError
-from celery_rabbitdelay.app.instruments import INSTRUMENTS
+from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
 from celery_rabbitdelay.testing import Server, wait_for
 from celery_rabbitdelay.testing.servers import PATIENCE, free_port
 from tests import CACHE

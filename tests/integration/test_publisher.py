@@ -17,10 +17,9 @@ from celery_rabbitdelay.exceptions import (
     MessageReturned,
     PublishError,
 )
-from celery_rabbitdelay.publishing.message import PERSISTENT
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.publisher_pool import PublisherPool
+from celery_rabbitdelay.publishing.message import PERSISTENT, Publication
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
 from tests.integration.arrivals import count, take
 from tests.integration.publishing import GRACE, TIMEOUT, bodies, in_child, posting, publish
 

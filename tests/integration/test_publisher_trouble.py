@@ -17,7 +17,8 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.sending.rows import Row
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost, RowsNotConfirmed
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.message import Publication
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.arrivals import count, take

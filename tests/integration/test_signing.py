@@ -12,8 +12,9 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Outcome
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.operations.moving.mover import Place
-from celery_rabbitdelay.operations.undeliverable.redrive import redrive, redriving_for
+from celery_rabbitdelay.operations.mover import Place
+from celery_rabbitdelay.operations.redriving import redriving_for
+from celery_rabbitdelay.operations.undeliverable import redrive
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import Arrival, take, wait_until_waiting

@@ -17,18 +17,18 @@ from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.envelope import Envelope, Item
-from celery_rabbitdelay.operations.moving import source as source_module
-from celery_rabbitdelay.operations.moving.mover import Place
-from celery_rabbitdelay.operations.undeliverable.messages import (
-    UndeliverableMessage,
-    undeliverable_messages,
-)
-from celery_rabbitdelay.operations.undeliverable.redrive import (
-    redrive,
+from celery_rabbitdelay.operations import source as source_module
+from celery_rabbitdelay.operations.mover import Place
+from celery_rabbitdelay.operations.redriving import (
+    Redriving,
     redrive_destinations,
     redriving_for,
 )
-from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
+from celery_rabbitdelay.operations.undeliverable import (
+    UndeliverableMessage,
+    redrive,
+    undeliverable_messages,
+)
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.testing import RabbitMQServer
 from tests.integration.arrivals import count, take, wait_until_waiting

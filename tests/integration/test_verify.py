@@ -22,9 +22,9 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
-from celery_rabbitdelay.operations.verify.findings import FAULTS as FINDINGS
-from celery_rabbitdelay.operations.verify.findings import Finding, Verification
+from celery_rabbitdelay.operations.findings import FAULTS as FINDINGS
+from celery_rabbitdelay.operations.findings import Finding, Verification
+from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
 from celery_rabbitdelay.publishing.declaration import declare_destination, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application
@@ -105,9 +105,9 @@ PLANTED_ELSEWHERE = {
 
 #: Where the way out is no command: a setting, a clock, a server, or a worker.
 MENDED_BY_SETTINGS = {
-    *("held", "registry-unavailable", "schedule-overdue"),
+    *("registry-unavailable", "schedule-overdue"),
     *("destination-classic", "destination-differs", "destination-drops"),
-    *("destination-not-declared", "destination-refuses"),
+    "destination-refuses",
 }
 
 #: What is still there once the commands were run as they are printed.

@@ -13,8 +13,8 @@ from kombu.compression import compress
 
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.operations.undeliverable.messages import undeliverable_messages
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
+from celery_rabbitdelay.publishing.message import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import count, take, wait_until_waiting
 from tests.integration.notes import Notes

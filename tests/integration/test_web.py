@@ -19,11 +19,11 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.operations import waiting as operations
-from celery_rabbitdelay.operations.undeliverable.messages import UndeliverableFilter
+from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
 from celery_rabbitdelay.registry.index import Filter, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application, site
+from celery_rabbitdelay.web import search as operations
 from celery_rabbitdelay.web.passwords import hash_password, is_password
 from celery_rabbitdelay.web.sessions import COOKIE
 from tests.browser import Browser, assert_harmless, quick_hash

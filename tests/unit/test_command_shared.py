@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 from unittest import mock
@@ -11,8 +14,11 @@ import pytest
 from click.testing import Result
 
 from celery_rabbitdelay import Celery, __version__
+from celery_rabbitdelay.command import group
 from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.command.shared import broker_at, instant_type, seconds_type
+
+PACKAGE = "celery_rabbitdelay"
 
 
 @pytest.fixture
@@ -56,9 +62,12 @@ FORMS = {
 }
 
 
-def parameters(group: click.Group) -> Iterator[click.Parameter]:
+def parameters(commands: click.Group) -> Iterator[click.Parameter]:
     """Yield the parameters of all commands."""
-    for command in group.commands.values():
+    context = click.Context(commands)
+    for name in commands.list_commands(context):
+        command = commands.get_command(context, name)
+        assert command is not None
         if isinstance(command, click.Group):
             yield from parameters(command)
         else:
@@ -127,11 +136,41 @@ def test_an_error_shows_no_password_whoever_wrote_its_text(
     offline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     refused = mock.Mock(side_effect=error("no way to amqp://guest:secret@host\nat all"))
-    monkeypatch.setattr("celery_rabbitdelay.command.status.status_of", refused)
+    monkeypatch.setattr("celery_rabbitdelay.operations.status.status_of", refused)
     told = offline("status", "--json")
     (line,) = told.stderr.splitlines()
     assert "no way to amqp://guest:**@host at all" in line
     assert "secret" not in told.output
+
+
+@click.command()
+def greet() -> None:
+    """Say hello."""
+    click.echo("hello")
+
+
+def test_a_command_is_named_by_text_and_a_missing_addition_is_said(
+    offline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "COMMANDS", dict(group.COMMANDS))
+    group.add_command("greet", f"{__name__}:greet")
+    group.add_command("gone", "celery_rabbitdelay.gone.commands:gone")
+    assert offline("greet").stdout == "hello\n"
+    listed = offline("--help").stdout
+    assert re.search(r"^  greet +Say hello\.$", listed, re.MULTILINE)
+    assert "gone" not in listed
+    told = offline("gone")
+    assert told.exit_code == 2
+    assert "needs celery_rabbitdelay.gone.commands, which is not installed" in told.stderr
+
+
+def test_the_group_imports_no_addition() -> None:
+    program = "import sys, celery_rabbitdelay.command.group; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    rooms = {name.split(".")[1] for name in run.stdout.split() if name.startswith(f"{PACKAGE}.")}
+    assert rooms.isdisjoint({"operations", "schedules", "spark", "testing", "web"})
 
 
 def test_celery_says_which_version_this_is(offline: Callable[..., Result]) -> None:

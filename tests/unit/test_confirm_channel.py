@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from celery_rabbitdelay.exceptions import MessageNacked
 from celery_rabbitdelay.publishing.confirm_channel import Unconfirmed
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.message import Content, Publication
 
 
 def publication(key: str) -> Publication:

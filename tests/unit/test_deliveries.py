@@ -15,8 +15,7 @@ from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION
 from celery_rabbitdelay.modules.deliveries import Deliveries
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.module import Module, ModuleStatistics
-from celery_rabbitdelay.publishing.incoming import Seen
-from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE
+from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE, Seen
 
 
 def receive(message: amqp.Message) -> Iterator[Outgoing]:

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
 from celery_rabbitdelay.levels.layout import Zeros
-from celery_rabbitdelay.operations.export import definitions as export
-from celery_rabbitdelay.operations.export.terraform import as_terraform
+from celery_rabbitdelay.operations import export
 from tests.json_schemas import checked
 from tests.unit.declaring_model import DeclaringModel
 from tests.unit.strategies import layouts
@@ -57,15 +56,15 @@ def test_the_definitions_have_what_declare_makes(layout: Layout) -> None:
 
 
 def local(text: str, table: str) -> Any:
-    """A table of a module of Terraform; it is written like JSON."""
-    (found,) = re.findall(rf"^  {table} += (\{{ .*?\}}$|\{{\n.*?^  \}}$)", text, re.M | re.S)
-    return json.loads(re.sub(r"\n +(?=\})", "", re.sub(r'" +=', '":', found)).replace("}\n", "},"))
+    """A table of a module of Terraform; it is written as JSON."""
+    (found,) = re.finditer(rf"^  {table} += (?=\{{)", text, re.M)
+    return json.JSONDecoder().raw_decode(text, found.end())[0]
 
 
 @pytest.mark.parametrize("layout", SOME)
 def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
     topology = Topology("shop.delay", layout)
-    module = as_terraform(topology).replace("${var.name}", "other")
+    module = export.as_terraform(topology).replace("${var.name}", "other")
     made = DeclaringModel(replace(topology, prefix="other"))
     around = [local(module, each) for each in ("guard", "marker")]
     exchanges = {**local(module, "exchanges"), **{each.pop("name"): each for each in around}}
@@ -83,7 +82,7 @@ def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
 
 
 def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
-    text = as_terraform(Topology(layout=binary(levels=2)))
+    text = export.as_terraform(Topology(layout=binary(levels=2)))
     assert hcl2.loads(text).keys() >= {"terraform", "variable", "output", "locals", "resource"}
     assert re.findall(r'^resource "rabbitmq_(\w+)" "(\w+)"', text, re.M) == [
         *(("exchange", "guard"), ("exchange", "all"), ("queue", "all"), ("binding", "all")),
@@ -99,7 +98,7 @@ def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
 
 def test_the_module_says_its_inputs_and_the_setting_of_the_applications() -> None:
     topology = Topology("shop", geometric(factor=60, levels=4, tick=1))
-    text = as_terraform(topology, 'a"${b}')
+    text = export.as_terraform(topology, 'a"${b}')
     defaults = re.findall(r"^  default += (.*)$", text, re.M)
     assert defaults == ['"shop"', r'"a\"$${b}"', str(60**4 - 1)]
     assert f"condition     = var.max_delay <= {60**4 - 1}\n" in text
@@ -127,7 +126,7 @@ def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
     odd = Layout("mine", binary(levels=2).levels)
     assert export.as_setting(odd) is None
     assert export.as_setting(Layout("clock", clock().levels[1:])) is None
-    assert "  value = null\n" in as_terraform(Topology(layout=odd))
+    assert "  value = null\n" in export.as_terraform(Topology(layout=odd))
 
 
 @pytest.mark.parametrize("layout", SOME)

@@ -10,8 +10,8 @@ import amqp
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES
 from celery_rabbitdelay.modules.bounds import REMEMBERED, HeldBytes
-from celery_rabbitdelay.publishing.incoming import Seen, _frame_handler
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.message import Content
+from celery_rabbitdelay.publishing.wire import Seen, _frame_handler
 
 
 class Line:

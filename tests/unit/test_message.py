@@ -16,10 +16,9 @@ from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT, DelayedTas
 from celery_rabbitdelay.exceptions import MessageTooLarge
 from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.publishing.message import WaitingMessage, body_of
+from celery_rabbitdelay.publishing.message import Content, WaitingMessage, body_of
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import PublishPolicy
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from tests.unit.clock import Clock
 
 TOPOLOGY = Topology()

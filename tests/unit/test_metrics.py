@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 from kombu import Connection
 
-from celery_rabbitdelay.app.instruments import LATENESS, SENT
+from celery_rabbitdelay.app.instruments import LATENESS, SENT, Recorder
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.kombu import Topology
-from celery_rabbitdelay.metrics import bootstep, collector
+from celery_rabbitdelay.metrics import bootstep, collector, instruments
 from celery_rabbitdelay.metrics.collector import MAX_BYTES, OTHER, ChildCounts, Metrics
 from celery_rabbitdelay.metrics.instruments import INSTRUMENTS, PENDING
 
@@ -54,6 +54,23 @@ def samples(metrics: Metrics, name: str = "sent") -> dict[tuple[str, ...], float
     families = {family.name: family for family in metrics.collect()}
     found = families[f"celery_rabbitdelay_{name}"].samples
     return {tuple(sample.labels.values()): sample.value for sample in found}
+
+
+def test_nothing_is_recorded_until_metrics_are_in_use() -> None:
+    recorder = Recorder()
+    recorder.record_send("remind", "mail", True, 0)
+    recorder.metrics.begin()
+    assert samples(recorder.metrics) == {}
+    recorder.record_send("remind", "mail", True, 0)
+    assert samples(recorder.metrics) == {("remind", "mail"): 1}
+
+
+def test_the_instruments_of_an_addition_that_was_taken_out_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = "celery_rabbitdelay.app.instruments"
+    monkeypatch.setattr(instruments, "DEFINED_IN", ("celery_rabbitdelay.gone.its", kernel))
+    assert SENT in tuple(instruments.defined())
 
 
 def test_labels_are_bounded_in_number_and_what_waits_is_read_each_time(

@@ -21,11 +21,11 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ONCE, UNREADABLE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.operations.moving import adoption
-from celery_rabbitdelay.operations.moving import mover as mover_module
-from celery_rabbitdelay.operations.moving.migration import Migration
-from celery_rabbitdelay.operations.moving.mover import Mover, Place, Stay
-from celery_rabbitdelay.operations.moving.source import SourceLost
+from celery_rabbitdelay.operations import conversion as adoption
+from celery_rabbitdelay.operations import mover as mover_module
+from celery_rabbitdelay.operations.conversion import Migration
+from celery_rabbitdelay.operations.mover import Mover, Place, Stay
+from celery_rabbitdelay.operations.source import SourceLost
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from tests.unit.clock import frozen
 

@@ -40,11 +40,10 @@ from celery_rabbitdelay.publishing import confirm_channel, publish_loop
 from celery_rabbitdelay.publishing import pipeline as pipeline_module
 from celery_rabbitdelay.publishing import publisher as publisher_module
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled, Unconfirmed
+from celery_rabbitdelay.publishing.message import Content, Publication
 from celery_rabbitdelay.publishing.pipeline import Pipeline
-from celery_rabbitdelay.publishing.publication import DEFAULT_POLICY, Publication, PublishPolicy
-from celery_rabbitdelay.publishing.publish_loop import PublishLoop
+from celery_rabbitdelay.publishing.publish_loop import DEFAULT_POLICY, PublishLoop, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import Content
 from celery_rabbitdelay.testing import wait_for
 from tests.unit.frame_broker import FrameBroker, Session
 

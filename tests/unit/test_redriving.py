@@ -21,7 +21,7 @@ from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
-from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
+from celery_rabbitdelay.operations.redriving import Redriving
 from tests.unit.clock import Clock
 from tests.unit.waiting import waiting
 

@@ -11,7 +11,7 @@ from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.sending.task_producer import publish_policy
-from celery_rabbitdelay.publishing.publication import BACKOFF, MIN_PAUSE, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import BACKOFF, MIN_PAUSE, PublishPolicy
 
 #: Celery's own policy: three retries.
 CELERYS = DEFAULTS["task_publish_retry_policy"]

@@ -11,7 +11,7 @@ from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.command.route import explain
+from celery_rabbitdelay.command.levels import explain
 from celery_rabbitdelay.kombu import Layout, Route, Topology
 from tests.json_schemas import checked
 from tests.unit.broker_model import BrokerModel

@@ -17,12 +17,11 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
-from celery_rabbitdelay.operations.moving.migration import Migration
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
+from celery_rabbitdelay.operations.conversion import Migration
+from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
-from celery_rabbitdelay.publishing.wire import Content
 from tests.unit.clock import frozen
-from tests.unit.waiting import said, signed, verifies
+from tests.unit.waiting import signed, verifies
 
 KEY = "k" * MIN_KEY_BYTES
 OTHER = "o" * MIN_KEY_BYTES
@@ -89,21 +88,6 @@ def test_no_signature_verifies_what_was_changed(fields: Any, data: st.DataObject
     changed = {**fields, changed_name: data.draw(messages)[changed_name]}
     assume(changed != fields)
     assert not verifies(KEYS, with_signature_of(made(changed), message))
-
-
-@settings(max_examples=50)
-@given(messages)
-def test_a_template_signs_as_each_message_is_signed_by_itself(fields: dict[str, Any]) -> None:
-    message = made(fields)
-    properties, shared = message.properties, said(headers_of(message))._replace(due_ms=None)
-    own = dict(shared.registry)
-    once = {name: own.pop(name) for name in (header_names.ONCE,) if name in own}
-    template = shared._replace(registry=once, others={"retries": 0})
-    sign = KEYS.signer({**properties, "correlation_id": None}, template)
-    assert sign is not None
-    shared = shared._replace(others={"retries": 0, "id": "1"})
-    signature = sign(7, fields["correlation_id"], fields["body"], {**own, "id": "1"})
-    assert signature == KEYS.signature(fields["body"], properties, shared._replace(due_ms=7))
 
 
 @settings(max_examples=50)

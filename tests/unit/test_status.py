@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from celery_rabbitdelay.command.status import status_lines
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.operations.status import (
     Status,
@@ -10,6 +9,7 @@ from celery_rabbitdelay.operations.status import (
     due_at_least,
     due_within,
     rates_between,
+    status_lines,
 )
 from celery_rabbitdelay.publishing.backlog import Backlog
 from celery_rabbitdelay.publishing.declaration import Counts

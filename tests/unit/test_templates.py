@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import struct
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -35,8 +36,7 @@ from celery_rabbitdelay.kombu import Due, Publisher, Topology
 from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.publishing.publication import Publication
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.message import Content, Publication, headers_of
 from tests.unit.clock import frozen
 
 #: A port that nothing listens on: whoever opens a connection fails.
@@ -242,7 +242,7 @@ def test_what_cannot_be_written_is_an_error_of_its_call() -> None:
     for write in (MAKER.writer.content, MAKER.writer.item):
         with pytest.raises((TypeError, ValueError)):
             write(call(({1, 2, object()},), {}))
-    with pytest.raises(ValueError, match="bytes must be in range"):
+    with pytest.raises(struct.error):
         MAKER.alone(call((), {}, "k" * 256))
     MAKER.check(call((1,), {}))
     maker = Maker({"headers": {"when": datetime(2030, 1, 2, tzinfo=UTC)}})
@@ -250,6 +250,19 @@ def test_what_cannot_be_written_is_an_error_of_its_call() -> None:
     assert maker.alone(each) == maker.expected(each)
     with pytest.raises(InvalidEnvelope):  # it has no place in JSON
         maker.together(each)
+
+
+def test_each_message_is_signed_as_the_producer_signs_it() -> None:
+    maker = Maker({}, make_app(rabbitdelay_signing_key="k" * 32))
+    each = call((1,), {})._replace(headers={headers.KEY: "k", headers.ORDER: "1"})
+    assert headers.SIGNATURE in maker.alone(each)[0]["application_headers"]
+    keys: Any = maker.made.signing_keys
+    content = maker.writer.content(each)
+    received = content.message()
+    said, _ = headers.parse(headers_of(received))
+    assert keys.verifies(content.body, received.properties, said)
+    each = each._replace(headers={})
+    assert maker.alone(each) == maker.expected(each)
 
 
 class Sends:

@@ -17,8 +17,8 @@ from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
-from celery_rabbitdelay.operations.moving import mover
-from celery_rabbitdelay.operations.undeliverable import messages
+from celery_rabbitdelay.operations import mover
+from celery_rabbitdelay.operations import undeliverable as messages
 from celery_rabbitdelay.spark import read
 from tests.unit.clock import frozen
 

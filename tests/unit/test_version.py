@@ -18,9 +18,9 @@ from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Redelivery
-from celery_rabbitdelay.operations.moving.migration import Migration
-from celery_rabbitdelay.operations.moving.mover import Stay
-from celery_rabbitdelay.operations.undeliverable.redriving import Redriving
+from celery_rabbitdelay.operations.conversion import Migration
+from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.operations.redriving import Redriving
 from tests.unit.clock import NS_PER_S, Clock, frozen
 
 TOPOLOGY = Topology()

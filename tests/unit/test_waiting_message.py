@@ -23,7 +23,7 @@ from celery_rabbitdelay.modules.forwarding import (
     Redelivery,
     to_undeliverable,
 )
-from celery_rabbitdelay.operations.moving.migration import Migration
+from celery_rabbitdelay.operations.conversion import Migration
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from tests.unit.waiting import waiting
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from datetime import UTC, datetime
-from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.publishing import wire
+from celery_rabbitdelay.publishing.message import Content
 
 #: The least that a peer may ask for: frame-min-size of AMQP 0-9-1.
 FRAME_MIN = 4096
@@ -29,16 +27,6 @@ class Transport:
 
     def write(self, data: Any) -> None:
         self.written += bytes(data)
-
-
-class Word(str):
-    """A text of a class of its own, as Django's are."""
-
-
-class Count(IntEnum):
-    """A number of a class of its own."""
-
-    ONE = 1
 
 
 def by_pyamqp(
@@ -55,29 +43,13 @@ def by_pyamqp(
 
 # AMQP's short strings have at most 255 bytes, and a character up to four.
 words = st.text(max_size=63)
-any_text = st.text(st.characters(), max_size=40)
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63 - 1)
-    | st.floats()
-    | any_text
-    | st.binary(max_size=20)
-    | st.decimals(-(10**6), 10**6, places=3)
-    | st.sampled_from([Word("said"), Count.ONE, OrderedDict(a=1)])
-    | st.datetimes(datetime(1970, 1, 2), datetime(2100, 1, 1)).map(
-        lambda instant: instant.replace(tzinfo=UTC)
-    ),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
-    max_leaves=8,
-)
 properties = st.fixed_dictionaries(
     {},
     optional={
         **dict.fromkeys(("content_type", "correlation_id", "reply_to", "expiration"), words),
         **dict.fromkeys(("message_id", "type", "user_id", "app_id", "cluster_id"), words),
         "content_encoding": st.sampled_from(["utf-8", "binary", "utf-16"]),
-        "application_headers": st.dictionaries(words, values, max_size=5),
+        "application_headers": st.dictionaries(words, words, max_size=5),
         "delivery_mode": st.sampled_from([1, 2]),
         "priority": st.integers(0, 255),
         "timestamp": st.integers(0, 2**63 - 1),
@@ -110,6 +82,6 @@ def test_the_frames_of_a_message_are_those_of_py_amqp(
 ) -> None:
     if isinstance(body, str) and told.get("content_encoding") == "binary":
         del told["content_encoding"]
-    content = wire.Content.of(amqp.Message(body, **told))
+    content = Content.of(amqp.Message(body, **told))
     ours = wire.publish_frames(channel, exchange, routing_key, content, frame_max)
     assert ours == by_pyamqp(channel, exchange, routing_key, amqp.Message(body, **told), frame_max)

@@ -36,14 +36,8 @@ from celery_rabbitdelay.modules.forwarding import (
     to_undeliverable,
 )
 from celery_rabbitdelay.publishing.declaration import declare
-from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.wire import (
-    BEFORE_PROPERTIES,
-    HEADER_FRAME,
-    Content,
-    Wire,
-    publish_frames,
-)
+from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content, headers_of
+from celery_rabbitdelay.publishing.wire import HEADER_FRAME, Wire, publish_frames
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from tests.integration.arrivals import wait_until_waiting
 from tests.integration.shop import make_app, named
@@ -234,7 +228,7 @@ def _messages(shop: Any, connection: Connection) -> list[Recorded]:
 
         def on_frame(frame: Any) -> bool:
             if frame[0] == HEADER_FRAME:
-                properties.append(bytes(frame[2][BEFORE_PROPERTIES:]))
+                properties.append(bytes(frame[2][BEFORE_PROPERTIES.size :]))
             return bool(handle(frame))
 
         return on_frame

@@ -25,10 +25,13 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.modules.envelope import Item, compressed, length_prefixed, shared_block
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json
-from celery_rabbitdelay.publishing.message import PERSISTENT, WaitingMessage
-from celery_rabbitdelay.publishing.properties import MESSAGE_PROPERTIES, PropertiesEncoder
-from celery_rabbitdelay.publishing.signature import Signer
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.publishing.message import (
+    MESSAGE_PROPERTIES,
+    PERSISTENT,
+    Content,
+    PropertiesEncoder,
+    WaitingMessage,
+)
 
 #: How hard an envelope is compressed: higher costs more time than it saves bytes.
 COMPRESSION: Final = 1
@@ -78,7 +81,6 @@ class Writer:
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
         own.update(call.headers)
         self._encoder = PropertiesEncoder(message, own | ({"root_id"} if self._has_root else set()))
-        self._sign = self._signer(self._encoder)
         self._json = JSONEncoder().encode
         #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
         self._rest = ""
@@ -118,8 +120,7 @@ class Writer:
             own["root_id"] = call.task_id
         body, correlation_id = self._body(call), self._correlation_id or call.task_id
         due_ms = call.due.at_ms
-        if self._sign is not None:
-            own[header_names.SIGNATURE] = self._sign(due_ms, correlation_id, body, own)
+        own = self._signed(self._encoder, body, own, due_ms, correlation_id)
         return Content(self._encoder.encode(own, due_ms, correlation_id, reply_to), body)
 
     def item(self, call: Call) -> bytes:
@@ -140,15 +141,13 @@ class Writer:
         Raises:
             InvalidEnvelope: An envelope cannot express a header that all calls have.
         """
-        encoder, sign = self._envelope
-        body, own = compressed(self._shared + items, COMPRESSION), {}
-        if sign is not None:
-            own[header_names.SIGNATURE] = sign(due_ms, None, body, {})
+        encoder, body = self._envelope, compressed(self._shared + items, COMPRESSION)
+        own = self._signed(encoder, body, {}, due_ms, None)
         return Content(encoder.encode(own, due_ms, None), body)
 
     @cached_property
-    def _envelope(self) -> tuple[PropertiesEncoder, Signer | None]:
-        """The encoder of the properties of envelopes, and their signer; None without a key."""
+    def _envelope(self) -> PropertiesEncoder:
+        """The encoder of the properties of envelopes."""
         shared = self._encoder.headers
         destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
         message = amqp.Message(
@@ -159,15 +158,24 @@ class Writer:
             delivery_mode=PERSISTENT,
             priority=self._encoder.properties.get("priority", 0),
         )
-        encoder = PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
-        return encoder, self._signer(encoder)
+        return PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
 
-    def _signer(self, encoder: PropertiesEncoder) -> Signer | None:
-        """Return what signs the messages of an encoder; None without a key."""
-        if self._first.signing_keys is None:
-            return None
-        said, _ = header_names.parse(encoder.headers)
-        return self._first.signing_keys.signer(encoder.properties, said)
+    def _signed(
+        self,
+        encoder: PropertiesEncoder,
+        body: bytes,
+        own: dict[str, Any],
+        due_ms: int,
+        correlation_id: str | None,
+    ) -> dict[str, Any]:
+        """Return the own headers of a message, with its signature if there is a key."""
+        keys = self._first.signing_keys
+        if keys is None:
+            return own
+        said, _ = header_names.parse({**encoder.headers, **own, header_names.DUE: due_ms})
+        properties = {**encoder.properties, "correlation_id": correlation_id}
+        signature = keys.signature(body, properties, said)
+        return own if signature is None else {**own, header_names.SIGNATURE: signature}
 
     @cached_property
     def _shared(self) -> bytes:

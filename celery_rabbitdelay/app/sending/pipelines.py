@@ -28,9 +28,10 @@ from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.declaration import declare_again
+from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import Publication, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 logger = logging.getLogger(__name__)

@@ -45,8 +45,7 @@ from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
-from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 #: An element of the caller's iterable, checked: one call, or many that are written already.

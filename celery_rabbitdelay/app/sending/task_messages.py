@@ -13,8 +13,9 @@ from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY, LIFE, ORDER
+from celery_rabbitdelay.publishing.message import Declaration
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publication import Declaration, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 #: A message without headers of its own for the registry.

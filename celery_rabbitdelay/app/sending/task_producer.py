@@ -19,7 +19,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publication import BACKOFF, RESENDS, PublishPolicy
+from celery_rabbitdelay.publishing.publish_loop import BACKOFF, RESENDS, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 

@@ -43,7 +43,7 @@ from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.task import DelayingTask
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
-from celery_rabbitdelay.publishing.publication import Publication
+from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 #: The options that are the same for all sends of a template. Each is a text, a number or None.

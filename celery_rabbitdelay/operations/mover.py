@@ -31,15 +31,15 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded, to_undeliverable
-from celery_rabbitdelay.operations.moving.source import (
+from celery_rabbitdelay.operations.source import (
     MOST_IDLE_ROUNDS,
     Source,
     SourceLost,
     waiting,
 )
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.message import WaitingMessage
-from celery_rabbitdelay.publishing.publication import Declaration, Publication, PublishPolicy
+from celery_rabbitdelay.publishing.message import Declaration, Publication, WaitingMessage
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 

@@ -26,15 +26,6 @@ BATCH: Final = 50
 #: Returns when a task is to run, by its id and when it is due; None if it stays as it is.
 Until: TypeAlias = Callable[[str, datetime], "datetime | None"]
 
-#: How each outcome is shown to people.
-WORDS: Final = {
-    Outcome.DONE: "done",
-    Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
-    Outcome.UNKNOWN: "unknown: nothing waits under it",
-    Outcome.RELEASED: "it has arrived at a worker already",
-    Outcome.CANCELLED: "it was cancelled or superseded before",
-}
-
 
 class Place(NamedTuple):
     """A place in the order of the tasks that wait: behind one of them.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from celery_rabbitdelay.command import shared
 
 #: ``danger``: tasks are lost, early, late by minutes, run twice, or cannot be sent. ``warning``:
 #: they are as soon as something else happens, or something is slower than it could be. ``note``:
@@ -65,6 +67,14 @@ def findings_of(rows: Iterable[FoundRow], **common: object) -> tuple[Finding, ..
         found.setdefault(finding, {})[subject] = None
     together = [finding._replace(subjects=tuple(subjects)) for finding, subjects in found.items()]
     return tuple(sorted(together, key=lambda each: get_args(Severity).index(each.severity)))
+
+
+def lines_of(finding: Finding) -> Iterator[str]:
+    """Yield the lines that show a finding."""
+    yield f"{finding.severity}  {finding.code}: {shared.first_of(finding.subjects, 3)}"
+    yield f"  {finding.what}"
+    yield f"  consequence: {finding.consequence}"
+    yield f"  way out: {finding.remedy}"
 
 
 def blocked() -> Finding:
@@ -186,12 +196,6 @@ FAULTS: Final[Mapping[str, Fault]] = {
         f"set rabbitdelay_queue_type to 'quorum', change rabbitdelay_prefix and {_MIGRATE[:-1]} "
         "--from-queue-type classic`",
     ),
-    "held": _note(
-        "dead-lettering holds {messages} due messages that the queue of their task has not taken",
-        "they are late, and come when that queue takes them; where figures stay above zero, it is "
-        "full, or away, or refuses",
-        "see which queue of the tasks is full; never delete the levels meanwhile",
-    ),
     "probe-unknown": _note(
         "no worker that probes these levels has answered",
         "nothing notices levels in which no delay ends, before tasks are late",
@@ -216,11 +220,6 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "the schedule stands still until an occurrence comes",
         "start workers for its queue; they send a lost occurrence again in a few minutes, or log "
         "why they do not",
-    ),
-    "schedule-unsent": _warning(
-        "its first occurrence was not confirmed: the send failed, or the process ended",
-        "that occurrence may come some minutes late, when a worker sends it again",
-        _PUT,
     ),
     "schedule-lost": _warning(
         "Redis has lost its task and arguments",
@@ -274,11 +273,6 @@ FAULTS: Final[Mapping[str, Fault]] = {
         _POLICY_SETS, "an undeliverable message that was looked at this often is dropped", _GUARD
     ),
     # The queues of tasks.
-    "destination-not-declared": _note(
-        "the queue does not exist",
-        "no task is lost: the first producer or worker that uses it declares it",
-        "start a worker for it, or remove it from task_queues",
-    ),
     "destination-missing": _danger(
         "the queue does not exist, and rabbitdelay_declare is 'never'",
         "sending a delayed task to it fails with TopologyIncomplete",

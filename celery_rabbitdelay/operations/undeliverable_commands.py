@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from itertools import chain
@@ -18,13 +18,10 @@ from kombu import Connection
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.moving.mover import Place
-from celery_rabbitdelay.operations.undeliverable import messages as read
-from celery_rabbitdelay.operations.undeliverable import redrive as removing
-from celery_rabbitdelay.operations.undeliverable.application import ApplicationRedrive
-from celery_rabbitdelay.operations.undeliverable.redriving import MAX_ATTEMPTS
+from celery_rabbitdelay.operations import undeliverable as read
+from celery_rabbitdelay.operations.mover import Place
+from celery_rabbitdelay.operations.redriving import MAX_ATTEMPTS
 
 #: The most reasons that the text names; ``--json`` names all of them.
 MOST_REASONS: Final = 20
@@ -67,7 +64,7 @@ def _broker() -> Iterator[tuple[Connection, Topology]]:
             shared.fail(error, str(error))
 
 
-def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool) -> None:
+def _tell_removal(report: read.RemovalReport, done: str, dry_run: bool) -> None:
     """Print a report; end the command with status 1 if it is not complete.
 
     Args:
@@ -86,7 +83,7 @@ def _tell_removal(report: removing.RemovalReport, done: str, dry_run: bool) -> N
     raise SystemExit(0 if report.is_complete else shared.FAILED)
 
 
-def _trouble(report: removing.RemovalReport) -> Iterator[str]:
+def _trouble(report: read.RemovalReport) -> Iterator[str]:
     by_count = sorted(report.left.items(), key=lambda each: -each[1])
     for reason, count in by_count[:MOST_REASONS]:
         yield f"{count:,} stay: {_printable(reason)}"
@@ -109,7 +106,7 @@ FULL_MESSAGES: Final = 10
 FULL_BODY: Final = 2000
 
 
-@rabbitdelay.group()
+@shared.group
 def undeliverable() -> None:
     """Messages that could not be delivered."""
 
@@ -229,7 +226,7 @@ def purge(limit: int | None, dry_run: bool, yes: bool, **filters: Any) -> None:
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
     matches = read.UndeliverableFilter(**filters).matches
     with _broker() as (connection, topology):
-        remove = partial(removing.redrive, Place(connection, topology), None, matches)
+        remove = partial(read.redrive, Place(connection, topology), None, matches)
         if not (yes or dry_run):
             found = remove(limit=limit, dry_run=True)
             limit = found.removed
@@ -272,12 +269,10 @@ def redrive(limit: int | None, rate: float | None, dry_run: bool, **options: Any
     """Publish messages into the levels again, and take them out of the queue."""
     delays = shared.delays()
     filters = {each.name: options.pop(each.name) for each in fields(read.UndeliverableFilter)}
-    with shared.usage_errors(
-        exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
-    ):
-        # The other options are arguments of the same names.
-        redriving = ApplicationRedrive(delays, dry_run=dry_run, **options)
-    with closing(redriving), _broker() as (connection, _):
-        matches = read.UndeliverableFilter(**filters).matches
-        report = redriving.run(connection, matches, limit, rate)
+    matches = read.UndeliverableFilter(**filters).matches
+    # The other options are arguments of the same names.
+    given: dict[str, Any] = {"dry_run": dry_run, "limit": limit, "rate": rate, **options}
+    wrong = exceptions.InvalidDelay, exceptions.DelayTooLong, exceptions.InvalidDestination
+    with _broker() as (connection, _), shared.usage_errors(*wrong):
+        report = read.redrive_application(delays, connection, matches, **given)
     _tell_removal(report, "redriven", dry_run)

@@ -1,17 +1,26 @@
-"""A topology as a definitions file, which RabbitMQ imports, and as a Mermaid diagram.
+"""``celery rabbitdelay export``: a topology as Terraform, as a definitions file, or as a diagram.
 
 ``rabbitmqctl import_definitions``, the management page and ``load_definitions`` of
-``rabbitmq.conf`` read it (https://www.rabbitmq.com/docs/definitions). :func:`as_setting` describes
-a layout.
+``rabbitmq.conf`` read a definitions file (https://www.rabbitmq.com/docs/definitions). The Terraform
+module is for the provider ``cyrilgdn/rabbitmq``; the file ``module.tf`` has the names of values, as
+``@name@``, in place of what differs. :func:`as_setting` describes a layout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 
-from celery_rabbitdelay.exceptions import InvalidLayout
+import click
+
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
 from celery_rabbitdelay.levels.delay import Delay, duration_text, milliseconds
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.topology import Topology
@@ -123,9 +132,67 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
     }
 
 
-def as_definitions(topology: Topology, vhost: str = "/") -> str:
-    """Return the same as JSON."""
-    return json.dumps(definitions(topology, vhost), indent=2) + "\n"
+#: The arguments whose values are names, and the input of the Terraform module that begins each.
+_NAMES: Final = ("alternate-exchange", "x-dead-letter-exchange")
+_PREFIX: Final = "@name@"
+
+
+def as_terraform(topology: Topology, vhost: str = "/") -> str:
+    """Return the text of a Terraform module, ``main.tf``.
+
+    Its inputs are ``name``, ``vhost`` and ``max_delay``. Its ``locals`` hold what it makes, with
+    the names behind the prefix; they are written as JSON, which HCL includes.
+
+    Args:
+        topology: The topology; its prefix is the default of the input ``name``.
+        vhost: The default of the input ``vhost``.
+    """
+    layout, made = topology.layout, definitions(topology)
+
+    def bare(name: str) -> str:
+        return name.removeprefix(f"{topology.prefix}.")
+
+    def entity(made: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = {
+            key: f"{_PREFIX}.{bare(value)}" if key in _NAMES else value
+            for key, value in made["arguments"].items()
+        }
+        return {"name": bare(made["name"]), "type": made.get("type"), "arguments": arguments}
+
+    guard, *exchanges, marker = map(entity, made["exchanges"])
+    bindings = [
+        {**each, "source": bare(each["source"]), "destination": bare(each["destination"])}
+        for each in made["bindings"]
+    ]
+    for each in bindings:
+        del each["vhost"], each["arguments"]
+    values = {
+        "layout": layout.name,
+        "zeros": layout.zeros,
+        "capacity": duration_text(layout.capacity_ms),
+        "prefix": _hcl(topology.prefix),
+        "vhost": _hcl(vhost),
+        "max_delay": _hcl(_seconds(layout.capacity_ms)),
+        "setting": _hcl(as_setting(layout)),
+        "guard": _hcl(guard),
+        "marker": _hcl(marker),
+        "exchanges": _table({each["name"]: each for each in exchanges}),
+        "queues": _table({each["name"]: each["arguments"] for each in map(entity, made["queues"])}),
+        "bindings": _table({" ".join(each.values()): each for each in bindings}),
+    }
+    template = files(__package__).joinpath("module.tf").read_text(encoding="utf-8")
+    return re.sub("@([a-z_]+)@", lambda found: values[found[1]], template)
+
+
+def _hcl(value: object) -> str:
+    """Write a value for Terraform, in whose strings ``${`` and ``%{`` begin a template."""
+    text = json.dumps(value, ensure_ascii=False).replace("${", "$${").replace("%{", "%%{")
+    return text.replace(_PREFIX, "${var.name}")
+
+
+def _table(entries: Mapping[str, object]) -> str:
+    lines = ",\n".join(f"    {_hcl(key)}: {_hcl(value)}" for key, value in entries.items())
+    return f"{{\n{lines}\n  }}"
 
 
 #: What stands before, behind and around the levels.
@@ -188,3 +255,70 @@ def _arrows(topology: Topology) -> Iterator[str]:
             zeros = ".".join("0" * (behind - index))
             yield f'exchange{index} -->|"{zeros}"| {exchanges[behind]}'
         yield f"queues{index} -.-> {exchanges[index + 1]}"
+
+
+#: What writes each format, given the topology and the name of the virtual host.
+FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
+    "terraform": as_terraform,
+    "definitions": lambda topology, vhost: (
+        f"{json.dumps(definitions(topology, vhost), indent=2)}\n"
+    ),
+    "mermaid": lambda topology, vhost: as_mermaid(topology),
+}
+
+
+@shared.command()
+@click.option(
+    "-f",
+    "--format",
+    "format_name",
+    type=click.Choice(list(FORMATS)),
+    required=True,
+    help="A Terraform module, a definitions file for RabbitMQ, or a Mermaid flow chart.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a file instead of the standard output.",
+)
+@click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
+@click.option(
+    "--max-delay",
+    type=shared.delay_type,
+    help="Only the levels that this delay needs: 86400, 30d. The applications then need another "
+    "rabbitdelay_layout, which is printed.",
+)
+@shared.topology_options
+def export(
+    format_name: str,
+    output: Path | None,
+    vhost: str | None,
+    max_delay: Fraction | None,
+    **options: Any,
+) -> None:
+    """Write the topology in another format. No broker is asked, and nothing is declared."""
+    topology = shared.topology(options)
+    whole = topology.layout
+    if max_delay is not None:
+        with shared.usage_errors(DelayTooLong, of="--max-delay: "):
+            topology = replace(topology, layout=cut(whole, max_delay))
+    host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
+    text = FORMATS[format_name](topology, host)
+    if output is not None:
+        with shared.usage_errors(OSError, of="--output: "):
+            output.write_text(text, encoding="utf-8")
+    found = {
+        "format": format_name,
+        "prefix": topology.prefix,
+        "vhost": host,
+        "fingerprint": topology.identity.fingerprint,
+        "layout": as_setting(topology.layout),
+        "capacity_ms": topology.layout.capacity_ms,
+        "output": None if output is None else str(output),
+        "text": text if output is None else None,
+    }
+    shared.answer(found, [text.removesuffix("\n")] if output is None else [])
+    if topology.layout != whole:
+        setting = as_setting(topology.layout)
+        click.echo(f"The applications need rabbitdelay_layout = {setting!r}", err=True)

@@ -40,7 +40,13 @@ output "layout" {
   value = @setting@
 }
 
-@locals@
+locals {
+  guard     = @guard@
+  marker    = @marker@
+  exchanges = @exchanges@
+  queues    = @queues@
+  bindings  = @bindings@
+}
 
 # First: under its name, processes recognize another layout.
 resource "rabbitmq_exchange" "guard" {

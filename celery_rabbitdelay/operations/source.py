@@ -23,9 +23,14 @@ from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.incoming import reading_unreadable_properties
 from celery_rabbitdelay.publishing.kombu_internals import conversation, drop_connection
-from celery_rabbitdelay.publishing.wire import ACK, REQUEUE, Wire, settle_frames
+from celery_rabbitdelay.publishing.wire import (
+    ACK,
+    REQUEUE,
+    Wire,
+    reading_unreadable_properties,
+    settle_frames,
+)
 
 #: Seconds without a message until :meth:`Source.take` returns.
 SILENCE: Final = 0.2

@@ -8,11 +8,10 @@ from typing import Any
 import click
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import InvalidSetting
 
 
-@rabbitdelay.command()
+@shared.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
     "--port",

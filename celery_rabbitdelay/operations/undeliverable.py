@@ -1,4 +1,4 @@
-"""Copies of the messages in ``undeliverable``: which are meant, counted by reason, as JSON."""
+"""The messages in ``undeliverable``: read as copies, chosen, counted, redriven and deleted."""
 
 from __future__ import annotations
 
@@ -9,29 +9,39 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Final, NamedTuple, TextIO
+from typing import IO, Any, Final, NamedTuple, TextIO, TypeAlias
 
 import amqp
+from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import FileNotWritten
+from celery_rabbitdelay.app.destinations import configured_queues
+from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.exceptions import (
+    FileNotWritten,
+    InvalidDestination,
+    PublishError,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.envelope import Envelope
+from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.undeliverable import Undeliverable, examine
-from celery_rabbitdelay.operations.moving.mover import counted_as
-from celery_rabbitdelay.operations.moving.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source
-from celery_rabbitdelay.publishing.message import body_of, headers_of
-from celery_rabbitdelay.publishing.wire import Content
+from celery_rabbitdelay.operations.mover import Destinations, Mover, Place, Stay, counted_as
+from celery_rabbitdelay.operations.redriving import Redriving, redriving_for
+from celery_rabbitdelay.operations.source import ANSWER_TIMEOUT, READERS_PRIORITY, Source, ready_in
+from celery_rabbitdelay.publishing.message import Content, body_of, headers_of
 
 #: How many messages are read at most by default. The broker needs some 200 bytes for each one until
 #: it is requeued (measured on 3.10.8, 4.0.5 and 4.3.6).
@@ -413,3 +423,160 @@ def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:
         return {"text": decoder.decode(body, final=not is_cut_off), "base64": None}
     except UnicodeDecodeError:
         return {"text": None, "base64": base64.b64encode(body).decode()}
+
+
+@dataclass
+class RemovalReport:
+    """The result of a removal.
+
+    Attributes:
+        present: The number of messages at the start.
+        examined: How many of them were read.
+        matched: How many of the read messages were chosen.
+        removed: How many messages have left the queue: published again and confirmed, or deleted.
+            In a dry run, how many would have left it.
+        left: How many of the chosen messages stay, by the reason.
+        uncertain: How many messages may be published and still be in the queue, because a
+            connection was lost; each of them may come twice.
+        stopped: The reason for ending before the last message; None at a regular end. A text that
+            is set meanwhile ends the removal before the next message.
+        seconds: The duration.
+    """
+
+    present: int = 0
+    examined: int = 0
+    matched: int = 0
+    removed: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    uncertain: int = 0
+    stopped: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all chosen messages have left the queue, or would have left it."""
+        return self.stopped is None and not self.left
+
+
+#: Returns whether a message is chosen; see :class:`.UndeliverableFilter`.
+Matches: TypeAlias = Callable[[UndeliverableMessage], bool]
+
+
+def redrive(
+    place: Place,
+    redriving: Redriving | None,
+    matches: Matches = lambda message: True,
+    *,
+    report: RemovalReport | None = None,
+    **options: Any,
+) -> RemovalReport:
+    """Publish undeliverable messages into the levels, or delete them; they leave ``undeliverable``.
+
+    Only as many messages as are in the queue at the start are read, so that a message that comes
+    back at once is not redriven twice. Messages that another consumer holds are left out.
+
+    Args:
+        place: The topology whose messages are redriven; other connections to its broker are opened
+            to read and to publish.
+        redriving: Converts each message; None to delete it.
+        matches: Returns whether a message is chosen.
+        report: The report to fill; None for a new one.
+        **options: Those of :class:`.Mover`: ``timeout``, ``limit``, ``rate`` (an envelope counts as
+            one message), ``dry_run``, ``declare`` and ``redeclare``.
+
+    Returns:
+        The report. If the broker goes away after the start, the report says so.
+
+    Raises:
+        amqp.NotFound: The queue does not exist.
+        OSError: The broker cannot be reached.
+    """
+    report = report or RemovalReport()
+    queue = place.topology.module_queues.undeliverable.name
+    with place.connection.clone(heartbeat=0) as own:
+        report.present = ready_in(own, queue)
+
+    def convert(message: amqp.Message, _: str) -> Outgoing | None:
+        report.removed = mover.result.moved
+        chosen = matches(copy_of(message, place.topology))
+        if report.stopped is not None:
+            mover.stopping.set()
+            raise Stay
+        report.examined += 1
+        if not chosen:
+            raise Stay
+        report.matched += 1
+        try:
+            return None if redriving is None else redriving.redriven(message)
+        except UnprocessableMessage as stays:
+            raise Stay(stays.reason) from stays
+
+    mover = Mover(place.connection, [queue], place, convert, is_once=True, **options)
+    try:
+        mover.move()
+    except PublishError as error:
+        report.stopped = f"nothing more can be published: {error}"
+    except (OSError, amqp.AMQPError) as error:
+        report.stopped = f"the messages cannot be read further: {error}"
+    finally:
+        result = mover.result
+        report.removed, report.left, report.uncertain = result.moved, result.left, result.copies
+        report.seconds = result.seconds
+    return report
+
+
+def redrive_application(
+    delays: RabbitDelay,
+    connection: Connection,
+    matches: Matches,
+    *,
+    dry_run: bool = False,
+    limit: int | None = None,
+    rate: float | None = None,
+    report: RemovalReport | None = None,
+    **options: Any,
+) -> RemovalReport:
+    """Redrive the undeliverable messages of an application.
+
+    Args:
+        delays: The application's delays.
+        connection: The broker that tasks are sent to.
+        matches: Returns whether a message is chosen.
+        dry_run: Whether to say only what would be done.
+        limit: At most so many.
+        rate: At most so many a second.
+        report: As for :func:`redrive`.
+        **options: Arguments of :func:`.redriving_for`.
+
+    Raises:
+        InvalidDestination: The queue that all messages are to go to does not exist, or is not one
+            that they may go to.
+        InvalidDelay: As for :func:`.redriving_for`.
+        DelayTooLong: As there.
+    """
+    app, topology = delays.app, delays.topology
+    app.loader.import_default_modules()
+    may_declare = delays.settings.declare == "auto"
+    target = Place(app.connection_for_write(), topology, may_declare and not dry_run)
+    with closing(Destinations(target, configured_queues(app))) as destinations:
+        redriving = redriving_for(app, ensure=destinations.ensure, **options)
+        if redriving.to is not None:
+            try:
+                with suppress(ResourceLocked):  # an exclusive queue of another connection exists
+                    ready_in(connection, redriving.to)
+            except NotFound as missing:
+                why = "does not exist: declare it first"
+                raise InvalidDestination(redriving.to, why) from missing
+        return redrive(
+            Place(connection, topology, may_declare),
+            redriving,
+            matches,
+            report=report,
+            limit=limit,
+            rate=rate,
+            dry_run=dry_run,
+            timeout=delays.settings.confirm_timeout,
+            # All of them, since a level that was deleted may be why they are undeliverable.
+            declare=delays.declare,
+            redeclare=delays.declare if may_declare else None,
+        )

@@ -5,34 +5,29 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any, Final
 
-from amqp.exceptions import ChannelError
-from kombu import Connection, Queue
+from kombu import Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
-from celery_rabbitdelay.operations.permissions import check_permissions
-from celery_rabbitdelay.operations.verify.findings import FoundRow, Verification, findings_of
-from celery_rabbitdelay.operations.verify.management import (
-    Inventory,
-    Json,
-    ManagementAPI,
-    read_inventory,
-)
-from celery_rabbitdelay.operations.verify.policies import check_bounds, check_policies
-from celery_rabbitdelay.publishing.declaration import connect, queue_counts
-from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.operations.findings import FoundRow
+from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
-from celery_rabbitdelay.publishing.wire import Wire
-from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, HEALING_MS, Records
+from celery_rabbitdelay.publishing.management import Json
 
-#: Seconds that an answer of the broker may take.
-ANSWER_TIMEOUT: Final = 30.0
+#: The definition of the policy that the documentation recommends for the levels: it keeps other
+#: policies away.
+GUARD: Final = json.dumps({"overflow": "reject-publish"})
+
+#: Its priority.
+GUARD_PRIORITY: Final = 1000
+
+BOUNDS: Final = ("max-length", "max-length-bytes")
 
 #: See :data:`.DEAD_LETTERING_FLAG`.
 NEEDED_FLAG: Final = "stream_queue"
@@ -52,77 +47,6 @@ _QUEUE: Final = re.compile(r"[A-Za-z0-9_-]+\.(\d+|x\d+\.0)(\.s\d+)?")
 
 #: Behind the prefix: the name of a level's exchange, or of a layout's marker.
 _EXCHANGE: Final = re.compile(r"[A-Za-z0-9_-]+\.x\d+|layout\.[^.]+")
-
-
-def verify(
-    connection: Connection,
-    settings: Settings,
-    queues: Iterable[Queue],
-    management: ManagementAPI,
-    workers: Mapping[str, Mapping[str, Any]] | None = None,
-    schedules: Records | None = None,
-    is_blocked: bool = False,
-) -> Verification:
-    """Look at a broker, and change nothing.
-
-    Args:
-        connection: Any kombu connection to RabbitMQ, as the application's own user.
-        settings: The application's settings.
-        queues: The queues that its tasks are sent to, with their arguments.
-        management: The management API of that broker.
-        workers: What the workers answer, by their names; see :func:`.status_of_workers`. None: they
-            were not asked.
-        schedules: The schedules of the application; None: it has no registry.
-        is_blocked: Whether the broker blocks publishers.
-
-    Raises:
-        ManagementUnavailable: The management API does not answer, or the user may not read all.
-        OSError: The broker cannot be reached, or does not answer.
-    """
-    connect(connection)
-    virtual_host = connection.virtual_host or "/"
-    inventory, topology = read_inventory(management, virtual_host), settings.topology
-    # The others go with a connection or consumer.
-    lasting = [queue for queue in queues if not (queue.exclusive or queue.auto_delete)]
-    names = destinations_of(topology, lasting, inventory)
-    known = {queue.name: queue for queue in lasting}
-
-    def refuses(name: str) -> bool:
-        queue = known.get(name, Queue(name))
-        return may_refuse(queue, settings.may_refuse, connection)
-
-    def count(name: str) -> int | None:
-        try:
-            counts = queue_counts(connection, [Queue(name)])[name]
-        except ChannelError:
-            return None
-        return None if counts is None else counts.messages
-
-    with Wire(connection).answers_within(ANSWER_TIMEOUT):
-        rows = [
-            *check_broker(settings, inventory),
-            *check_alarms(inventory, is_blocked),
-            *check_limit(topology, lasting, inventory, virtual_host),
-            *check_entities(settings, inventory),
-            *check_bindings(topology, inventory),
-            *check_consumers(topology, inventory),
-            *check_held(topology, inventory),
-            *check_policies(topology, inventory, names, virtual_host),
-            *check_destinations(settings, lasting, inventory),
-            *check_bounds(inventory, names, refuses),
-            *check_replicas(inventory, [*(queue.name for queue in topology.queues), *names]),
-            *check_orphans(topology, inventory, count),
-            *check_permissions(connection, settings, lasting, inventory, schedules is not None),
-            *check_probes(settings, workers),
-            *check_schedules(schedules, wall_clock.ms()),
-        ]
-    common = {
-        "prefix": settings.prefix,
-        "vhost": virtual_host,
-        "user": connection.userid or "guest",
-    }
-    quoted = {name: shlex.quote(value) for name, value in common.items()}
-    return Verification(inventory.version, findings_of(rows, **quoted))
 
 
 def check_broker(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
@@ -233,13 +157,6 @@ def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundR
             yield "level-consumed", f"queue {name}", {}
 
 
-def check_held(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
-    """Find due messages that the queue of their task has not taken."""
-    for queue in topology.queues:
-        if queue.name in inventory.held:
-            yield "held", f"queue {queue.name}", {"messages": inventory.held[queue.name]}
-
-
 def destinations_of(
     topology: Topology, queues: Iterable[Queue], inventory: Inventory
 ) -> tuple[str, ...]:
@@ -259,11 +176,13 @@ def check_destinations(
 ) -> Iterator[FoundRow]:
     """Find queues of tasks that are missing, differ, or get no tasks."""
     topology, delivery = settings.topology, settings.topology.delivery.name
-    may_declare, distributes = settings.declare == "auto", DISTRIBUTE in settings.modules
+    distributes = DISTRIBUTE in settings.modules
     for queue in queues:
         name, subject = queue.name, f"queue {queue.name}"
         if name not in inventory.queues:
-            yield "destination-not-declared" if may_declare else "destination-missing", subject, {}
+            # Otherwise, the first producer or worker that uses it declares it.
+            if settings.declare == "never":
+                yield "destination-missing", subject, {}
             continue
         difference = _difference_of_queue(queue, inventory)
         if difference and not getattr(queue, "no_declare", False):
@@ -284,41 +203,18 @@ def check_destinations(
 
 
 def check_probes(
-    settings: Settings, workers: Mapping[str, Mapping[str, Any]] | None
+    settings: Settings, workers: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[FoundRow]:
     """Find levels through which the last probe did not come in time; others' workers answer too."""
     earliest, latest = PROBE_IN_TIME
-    told = [answer.get(PROBE, {}) for answer in (workers or {}).values()]
+    told = [answer.get(PROBE, {}) for answer in workers.values()]
     ours = [each for each in told if each.get("prefix") == settings.prefix]
-    if workers is not None and PROBE in settings.modules and not ours:
+    if PROBE in settings.modules and not ours:
         yield "probe-unknown", settings.prefix, {}
     for each in ours:
         for level, late in each["late"].items():
             if not earliest <= late <= latest:
                 yield "probe-failed", f"level {level}", {"late": late}
-
-
-def check_schedules(schedules: Records | None, now_ms: int) -> Iterator[FoundRow]:
-    """Find schedules whose next occurrence does not come, or could not be sent again."""
-    if schedules is None:
-        return
-    try:
-        names = schedules.all()
-        late = schedules.overdue(now_ms - HEAL_AFTER_MS - HEALING_MS)
-        found = schedules.get(names)
-    except (RegistryUnavailable, OSError) as error:
-        yield "registry-unavailable", "Redis", {"error": error}
-        return
-    for name, noted in zip(names, found, strict=True):
-        subject = f"schedule {name}"
-        if noted is None or noted.ahead_ms is None:
-            continue  # a put that has not got further, or an end that has
-        if name in late:
-            yield "schedule-overdue", subject, {}
-        elif not noted.is_sent:
-            yield "schedule-unsent", subject, {}
-        if not noted.message:
-            yield "schedule-lost", subject, {}
 
 
 def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[FoundRow]:
@@ -442,3 +338,128 @@ def _difference(wanted: Mapping[str, Any], found: Json | None, flags: Iterable[s
         for name in sorted({*wanted, *there})
         if wanted.get(name) != there.get(name)
     )
+
+
+def check_policies(
+    topology: Topology, inventory: Inventory, destinations: Iterable[str], virtual_host: str
+) -> Iterator[FoundRow]:
+    """Find policies that break a promise; those that bound destinations are :func:`check_bounds`'.
+
+    Args:
+        topology: The topology.
+        inventory: The broker's queues and policies.
+        destinations: The names of the tasks' queues.
+        virtual_host: Its name, for the remedy.
+    """
+    checkin = topology.module_queues.checkin.name
+    kinds = [
+        (queue.name, _of_checkin if queue.name == checkin else _of_ours)
+        for queue in topology.queues
+    ]
+    found: list[tuple[str, str, str, Any, Json]] = []
+    for name, find in [*kinds, *((name, _of_tasks) for name in destinations)]:
+        for effective in effective_policies(inventory, name):
+            values = {key: value for key, (value, _) in effective.items()}
+            found += (
+                (code, name, key, *effective[key])
+                for code, key in find(inventory.queues[name], values)
+            )
+    harmful: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for _, _, key, _, policy in found:
+        harmful[policy["kind"], policy["name"]].add(key)
+    for code, name, key, value, policy in found:
+        told = {"policy": _title(policy), "key": key, "value": value}
+        # One command for all keys of a policy: one for each would put the others back.
+        without = _without(policy, harmful[policy["kind"], policy["name"]], virtual_host)
+        guard = without
+        if policy["kind"] == "policy":
+            guard = _guard(topology.prefix, policy, virtual_host)
+        yield code, f"queue {name}", {**told, "guard": guard, "without": without}
+
+
+def check_bounds(
+    inventory: Inventory, destinations: Iterable[str], may_refuse: Callable[[str], bool]
+) -> Iterator[FoundRow]:
+    """Find tasks' queues that drop tasks when they are full, or refuse them unknown to us.
+
+    Args:
+        inventory: The broker's queues and policies.
+        destinations: The names of the tasks' queues.
+        may_refuse: Returns whether the application knows that a queue may refuse tasks.
+    """
+    for name in destinations:
+        for effective in effective_policies(inventory, name):
+            policies = {f"x-{key}": value for key, (value, _) in effective.items()}
+            values = {**inventory.queues[name]["arguments"], **policies}
+            bounds = [f"{key} = {values[f'x-{key}']}" for key in BOUNDS if f"x-{key}" in values]
+            if not bounds:
+                continue
+            told = {"bound": ", ".join(bounds), "queue": name}
+            if not str(values.get("x-overflow")).startswith("reject-publish"):
+                yield "destination-drops", f"queue {name}", told
+            elif not may_refuse(name):
+                yield "destination-refuses", f"queue {name}", told
+
+
+def _of_ours(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield code and key of what harms a queue of the levels or of a module."""
+    arguments, is_quorum = queue["arguments"], queue["type"] == "quorum"
+    if "expires" in values:
+        yield "policy-expires", "expires"
+    if values.get("message-ttl", inf) < arguments.get("x-message-ttl", inf):
+        yield "policy-message-ttl", "message-ttl"
+    for key in BOUNDS:
+        if key in values:
+            yield "policy-max-length", key
+    # The policy's overflow counts, not the argument's; of dead-lettering, the argument's counts
+    # wherever there is one (rabbit_quorum_queue:args_policy_lookup).
+    if "x-dead-letter-exchange" in arguments:
+        if is_quorum and values.get("overflow", "reject-publish") != "reject-publish":
+            yield "policy-overflow", "overflow"
+        if "dead-letter-routing-key" in values:
+            yield "policy-dead-letter", "dead-letter-routing-key"
+    if is_quorum and 0 <= values.get("delivery-limit", -1) < arguments.get("x-delivery-limit", 0):
+        # Only undeliverable messages go nowhere from there.
+        stays = "x-dead-letter-exchange" in arguments
+        yield "policy-delivery-limit" if stays else "policy-drops-undeliverable", "delivery-limit"
+
+
+def _of_checkin(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the same for check-in, which may refuse its clients' messages when it is full."""
+    overflow = values.get("overflow", queue["arguments"].get("x-overflow"))
+    refuses = str(overflow).startswith("reject-publish")
+    yield from (row for row in _of_ours(queue, values) if not (refuses and row[1] in BOUNDS))
+
+
+def _of_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield code and key of what harms a task's queue."""
+    for key in ("expires", "message-ttl"):
+        if key in values:
+            yield f"destination-{key}", key
+    if queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0:
+        yield "destination-delivery-limit", "delivery-limit"
+
+
+def _title(policy: Json) -> str:
+    name, pattern, priority = policy["name"], policy["pattern"], policy["priority"]
+    return f"the {policy['kind']} '{name}' for '{pattern}', priority {priority},"
+
+
+def _without(policy: Json, keys: Collection[str], virtual_host: str) -> str:
+    """Return the command that removes keys from a policy, or deletes it if none are left."""
+    kind = policy["kind"].replace(" ", "_")
+    rest = {name: value for name, value in policy["definition"].items() if name not in keys}
+    where = ["-p", virtual_host]
+    if not rest:
+        return f"rabbitmqctl clear_{kind} {shlex.join([*where, policy['name']])}"
+    where += ["--priority", str(policy["priority"]), "--apply-to", policy["apply-to"]]
+    own = [policy["name"], policy["pattern"], json.dumps(rest)]
+    return f"rabbitmqctl set_{kind} {shlex.join([*where, *own])}"
+
+
+def _guard(prefix: str, policy: Json, virtual_host: str) -> str:
+    """Return the command for a policy that keeps another one away from the levels."""
+    priority = max(GUARD_PRIORITY, policy["priority"] + 1)
+    where = ("-p", virtual_host, "--priority", str(priority), "--apply-to", "queues")
+    pattern = f"^{re.escape(prefix)}\\."
+    return f"rabbitmqctl set_policy {shlex.join([*where, prefix, pattern, GUARD])}"

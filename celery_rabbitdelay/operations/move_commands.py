@@ -16,12 +16,10 @@ from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
-from celery_rabbitdelay.operations.moving import adoption
-from celery_rabbitdelay.operations.moving.migration import Migration, check_places, check_source
-from celery_rabbitdelay.operations.moving.mover import Convert, Destinations, Moved, Mover, Place
+from celery_rabbitdelay.operations import conversion
+from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -66,7 +64,7 @@ _source_options: Final = shared.options(
 )
 
 
-@rabbitdelay.command()
+@shared.command()
 @_source_options
 @click.option("--from-vhost", help="Their virtual host.")
 @_move_options
@@ -83,7 +81,7 @@ def migrate(from_vhost: str | None, **options: Any) -> None:
     _migrate(there, **options)
 
 
-@rabbitdelay.command()
+@shared.command()
 @click.option(
     "--from",
     "from_url",
@@ -119,14 +117,14 @@ def _migrate(
     destinations = Destinations(
         target, configured_queues(app), lambda name: allowed.includes("", name)
     )
-    migration = Migration(
+    migration = conversion.Migration(
         topology, target.topology, destinations.ensure, settings.signing_keys, sign
     )
 
     def check() -> None:
         if not options["dry_run"]:
-            check_places(source, target)
-        check_source(source)
+            conversion.check_places(source, target)
+        conversion.check_source(source)
 
     queues = [queue.name for queue in topology.queues]
     _run(destinations, queues, migration.convert, source=there, check=check, **options)
@@ -152,7 +150,7 @@ def _check_registry(delays: Delays, prefix: str) -> None:
         )
 
 
-@rabbitdelay.group()
+@shared.group
 def adopt() -> None:
     """Take over delayed messages that wait elsewhere on the application's broker.
 
@@ -171,8 +169,8 @@ def native(chain_prefix: str, **options: Any) -> None:
     """
     queues = shared.app().amqp.queues
     destinations = Destinations(_target(), queues)
-    convert = adoption.native_chain(_tasks(destinations), queues.values())
-    _run(destinations, adoption.native_queues(chain_prefix), convert, **options)
+    convert = conversion.native_chain(_tasks(destinations), queues.values())
+    _run(destinations, conversion.native_queues(chain_prefix), convert, **options)
 
 
 @adopt.command()
@@ -192,9 +190,9 @@ def nservicebus(version: int, **options: Any) -> None:
     settings = shared.delays().settings
     if DISTRIBUTE not in settings.modules:
         raise click.UsageError("it needs distribution, which rabbitdelay_modules lacks")
-    convert = adoption.nservicebus_chain(settings.topology, version, settings.signing_keys)
+    convert = conversion.nservicebus_chain(settings.topology, version, settings.signing_keys)
     destinations = Destinations(_target(), shared.app().amqp.queues)
-    _run(destinations, adoption.nservicebus_queues(version), convert, **options)
+    _run(destinations, conversion.nservicebus_queues(version), convert, **options)
 
 
 @adopt.command()
@@ -208,7 +206,7 @@ def eta(queues: Sequence[str], **options: Any) -> None:
     """
     target, known = _target(), shared.app().amqp.queues
     destinations = Destinations(target, known)
-    convert = adoption.eta_tasks(_tasks(destinations), target.topology, known)
+    convert = conversion.eta_tasks(_tasks(destinations), target.topology, known)
 
     def check() -> None:
         with target.connection.clone(heartbeat=0) as own:
@@ -221,10 +219,10 @@ def eta(queues: Sequence[str], **options: Any) -> None:
     _run(destinations, queues, convert, check=check, **options)
 
 
-def _tasks(destinations: Destinations) -> adoption.TaskMessages:
+def _tasks(destinations: Destinations) -> conversion.TaskMessages:
     """Return what makes delayed tasks of this application."""
     settings, tasks = shared.delays().settings, shared.app().tasks
-    return adoption.TaskMessages(
+    return conversion.TaskMessages(
         DelayedProducer(Publisher(destinations.target.connection), **settings.for_producer),
         shared.app().timezone,
         destinations.ensure,
@@ -275,7 +273,7 @@ def _run(
     missing, unnamed = sorted(destinations.missing), sorted(destinations.unnamed)
     told = {**vars(moved), "missing_queues": missing, "unnamed_queues": unnamed}
     shared.answer(told, _lines(moved, missing, unnamed))
-    is_left = moved.left.keys() - {adoption.KEEPS_OWN, adoption.NOT_DELAYED}
+    is_left = moved.left.keys() - {conversion.KEEPS_OWN, conversion.NOT_DELAYED}
     if is_left or moved.undeliverable or unnamed or not moved.finished:
         raise SystemExit(shared.FAILED)
 

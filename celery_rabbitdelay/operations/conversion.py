@@ -1,36 +1,250 @@
-"""Converts delayed messages of other mechanisms: native chains, NServiceBus, tasks with an eta.
+"""Converts messages that wait elsewhere into messages of the levels.
 
-Celery's native delayed delivery (kombu's ``native_delayed_delivery``) and NServiceBus's delay
-infrastructure (https://docs.particular.net/transports/rabbitmq/delayed-delivery) are chains of 28
-queues, one for each bit of the delay in seconds. A routing key consists of these bits and of the
-destination's own key. The headers of a message give its due time. If they lack it, the message
+:class:`Migration` is for other levels of this package. Celery's native delayed delivery (kombu's
+``native_delayed_delivery``) and NServiceBus's delay infrastructure
+(https://docs.particular.net/transports/rabbitmq/delayed-delivery) are chains of 28 queues, one for
+each bit of the delay in seconds. There, a routing key consists of these bits and of the
+destination's own key, and the headers of a message give its due time. If they lack it, the message
 waits for the longest time that the rest of its chain can take, so that it is never early.
+
+A message keeps its due time, and so waits in the new levels for the rest of its delay. Producers
+and workers may run meanwhile: messages that come due in the old levels reach their queues from
+there.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import uuid4
 
 import amqp
-from kombu import Exchange, Queue
+from amqp.exceptions import NotFound, ResourceLocked
+from kombu import Connection, Exchange, Queue
 
 from celery_rabbitdelay.app.celery_internals import eta_of
-from celery_rabbitdelay.exceptions import DelayTooLong, NeedsDistribution
+from celery_rabbitdelay.exceptions import (
+    DelayTooLong,
+    InvalidLayout,
+    LayoutConflict,
+    NeedsDistribution,
+    SameTopology,
+    TopologyIncomplete,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels import routing_key
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
+from celery_rabbitdelay.levels.layout import NAMED
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution
-from celery_rabbitdelay.operations.moving.mover import Stay
+from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
+from celery_rabbitdelay.modules.probe import PROBE_TYPE
+from celery_rabbitdelay.modules.undeliverable import examine
+from celery_rabbitdelay.operations.mover import Place, Stay
+from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
+from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.signature import SigningKeys
+
+
+@dataclass(frozen=True)
+class Migration:
+    """Converts messages of the source into messages of the target. Opens no connection.
+
+    ================ ================================================================
+    a level's queue  the target's levels, for the rest of the delay
+    meditation       the target's levels, likewise
+    distribution     the target's distribution, because it is due
+    check-in         the target's check-in, as the client published it
+    undeliverable    the target's ``undeliverable``, with the reason
+    ================ ================================================================
+
+    Attributes:
+        source: The topology that the messages are in.
+        target: The topology that they go to.
+        ensure: Called with the name of each destination queue.
+        signing_keys: What verifies and signs messages; None: signatures stay as they are.
+        vouches: Whether messages without a valid signature are signed.
+    """
+
+    source: Topology
+    target: Topology
+    ensure: Callable[[str], None]
+    signing_keys: SigningKeys | None = None
+    vouches: bool = False
+
+    def convert(self, message: amqp.Message, queue: str, until_ms: int | None = None) -> Outgoing:
+        """Return what to publish for a message.
+
+        Args:
+            message: The message.
+            queue: The queue that it was in.
+            until_ms: Until when it waits in the levels, in milliseconds since 1970-01-01 UTC; None
+                for its due time.
+
+        Raises:
+            UnprocessableMessage: The message cannot be one of these levels.
+            Stay: Its routing key belongs to other levels, or only a later version can read it.
+        """
+        modules, given = self.source.module_queues, headers_of(message)
+        info: Any = message.delivery_info
+        key = info["routing_key"]
+        if queue == modules.undeliverable.name:
+            # The broker's headers, which give the reason, are removed.
+            reason = examine(given, self.source, key).reason
+            kept = WaitingMessage.unopened(message).saying(reason=reason)
+            return Outgoing(self.target.module_queues.undeliverable.exchange.name, key, kept)
+        why = header_names.later_version(given, message.properties.get("content_type"))
+        if why is not None:
+            raise Stay(why)
+        if queue == modules.checkin.name and info["exchange"] != modules.meditated.name:
+            kept = WaitingMessage.unopened(message)
+            return Outgoing(self.target.module_queues.checkin.exchange.name, key, kept)
+        if queue in (modules.checkin.name, modules.meditation.name):
+            return self._waiting(message, key, until_ms)
+        if message.properties.get("type") == PROBE_TYPE:
+            # It is no task, and is dropped there.
+            return Outgoing("", self.target.probe.name, WaitingMessage.unopened(message))
+        if self.source.keys.digits(key) is None:
+            raise Stay("its routing key is of another layout: see the --from options")
+        word = key.split(".")[-1]
+        if word == routing_key.encode_destination(routing_key.DISTRIBUTION):
+            return self._waiting(message, routing_key.DISTRIBUTION, until_ms)
+        return self._waiting(message, self._queue_of(word, message), until_ms)
+
+    @staticmethod
+    def _queue_of(word: str, message: amqp.Message) -> str:
+        """Return the name of the queue that the last word of a routing key encodes."""
+        name = routing_key.decode_destination(word)
+        if name is None:
+            # The word is a hash of the name.
+            name = headers_of(message).get(header_names.QUEUE)
+            if not isinstance(name, str) or routing_key.encode_destination(name) != word:
+                raise UnprocessableMessage(
+                    f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
+                    f"{shortened(name)}"
+                )
+        return name
+
+    def _waiting(self, message: amqp.Message, destination: str, until_ms: int | None) -> Outgoing:
+        given = headers_of(message)
+        if UNREADABLE in given:
+            why = shortened(given[UNREADABLE])
+            raise UnprocessableMessage(f"it cannot be read: {why}")
+        header_names.refuse_sender_selected(given)
+        # A message in the levels has no expiration, so that they drop none before it is due.
+        waiting = WaitingMessage.unopened(message).having(expiration=None)
+        due_ms = waiting.headers.due_ms
+        if due_ms is None:
+            raise UnprocessableMessage(
+                f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}, "
+                "not milliseconds since 1970"
+            )
+        is_authentic = self.vouches or (
+            self.signing_keys is not None and self.signing_keys.verifies(*waiting)
+        )
+        if self.target.queue_type == "quorum":
+            # A priority that classic queues have taken.
+            lowered = waiting.with_low_priority()
+            if lowered is not waiting and waiting.headers.queue is not None:
+                destination = routing_key.DISTRIBUTION
+            waiting = lowered
+        if destination:
+            self.ensure(destination)
+        due_ms = due_ms if until_ms is None else until_ms
+        due = Due(due_ms * NS_PER_MS, 0, is_instant=True)
+        if self.signing_keys is not None and is_authentic:
+            # It may have another priority in its headers; and the first key signs.
+            waiting = self.signing_keys.sign(waiting)
+        return into_levels(self.target, waiting, due, destination)
+
+
+def check_places(source: Place, target: Place) -> None:
+    """Check that two topologies share no queue.
+
+    Raises:
+        SameTopology: They have the same prefix, in the same virtual host of the same broker.
+        OSError: A broker cannot be reached.
+    """
+    if source.topology.prefix != target.topology.prefix:
+        return
+    if _are_the_same(source.connection, target.connection, target.topology.prefix):
+        raise SameTopology(source.topology.prefix)
+
+
+def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
+    """Return whether two connections are to the same virtual host, whatever its address."""
+    with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
+        declaration.connect(first)
+        declaration.connect(second)
+        channel: Any = first.default_channel
+        name = f"{prefix}.same.{uuid4()}"  # which the user may declare
+        channel.queue_declare(name, exclusive=True)
+        channel = second.default_channel
+        try:
+            channel.queue_declare(name, passive=True)
+        except ResourceLocked:
+            return True
+        except NotFound:
+            return False
+    return True
+
+
+def check_source(source: Place) -> None:
+    """Check that a topology is declared as it is described.
+
+    Raises:
+        LayoutConflict: Another layout is declared under its prefix; it says which options name it.
+        TopologyIncomplete: None of its queues exists.
+        OSError: The broker cannot be reached.
+    """
+    with source.connection.clone(heartbeat=0) as own:
+        try:
+            declaration.check_layout(own, source.topology)
+        except LayoutConflict as conflict:
+            found = declaration.declared_parts(source.topology, conflict.reply)
+            described = declaration.parts_of(source.topology.identity.fingerprint)
+            options = [
+                _option(part, value)
+                for part, value in found.items()
+                if value != described[part] and part in _OPTIONS
+            ]
+            if not options:
+                raise
+            advice = f"found {' '.join(options)}"
+            raise LayoutConflict(conflict.prefix, conflict.reply, advice) from conflict
+        counts = declaration.queue_counts(own, source.topology.queues)
+    if not any(counts.values()):
+        raise TopologyIncomplete(source.topology.prefix, tuple(counts))
+
+
+#: The options of the command line for the parts of a fingerprint that are settings.
+_OPTIONS: Final = {
+    "layout": "--from-layout",
+    "queue_type": "--from-queue-type",
+    "shards": "--from-shards",
+}
+
+
+def _option(part: str, value: str) -> str:
+    """Return the option that gives levels that part of their fingerprint."""
+    if part != "layout":
+        return f"{_OPTIONS[part]} {value}"
+    name = value.rpartition("-")[0]
+    for tick in (0.1, 1.0, 0.01, 0.001):
+        with suppress(KeyError, InvalidLayout):
+            if NAMED[name](tick).fingerprint == value:
+                return f"--from-layout {name} --from-tick {tick:g}"
+    return f"--from-layout with the JSON of their rabbitdelay_layout, a {name!r} of other options"
+
 
 #: The number of queues in a chain, and of bits in a routing key.
 BITS: Final = 28
@@ -100,7 +314,7 @@ def _end_of_chain(message: amqp.Message, queue: str, due: Due | None) -> tuple[D
     Raises:
         Stay: The routing key is not one of a chain, or the message cannot be read.
     """
-    if UNREADABLE in messages.headers_of(message):
+    if UNREADABLE in headers_of(message):
         raise Stay("its properties cannot be read")
     info: Any = message.delivery_info
     found = _BITS.fullmatch(info["routing_key"])
@@ -133,7 +347,7 @@ class TaskMessages:
 
     def due(self, message: amqp.Message) -> Due | None:
         """Return when a task is due; None if it has no eta, or is not of Celery's protocol 2."""
-        eta = eta_of(messages.headers_of(message).get("eta"), self.timezone)
+        eta = eta_of(headers_of(message).get("eta"), self.timezone)
         return None if eta is None else Due.at(eta)
 
     def delayed(self, message: amqp.Message, destination: Destination, due: Due) -> Outgoing:
@@ -142,9 +356,9 @@ class TaskMessages:
         Raises:
             Stay: The levels do not take it.
         """
-        if self.keeps_own(str(messages.headers_of(message).get("task"))):
+        if self.keeps_own(str(headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
-        headers = messages.headers_of(message)
+        headers = headers_of(message)
         if "eta" in headers:
             headers["eta"] = None
         said, _ = parse(headers)
@@ -243,12 +457,12 @@ def nservicebus_chain(
     exchange = f"{_nsb(version)}.delay-delivery"
 
     def convert(message: amqp.Message, queue: str) -> Outgoing:
-        headers = messages.headers_of(message)
+        headers = headers_of(message)
         # A delayed retry has the time at which the message was sent first.
         due, key = _end_of_chain(message, queue, _nservicebus_due(headers))
         if any(name in headers for name in header_names.SENDER_SELECTED):
             raise Stay(f"it has the header {' or '.join(header_names.SENDER_SELECTED)}")
-        sent = messages.WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
+        sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(headers)))
         return for_distribution(topology, sent, due, exchange, key, signing_keys)
 
     return convert
@@ -291,9 +505,9 @@ def eta_tasks(tasks: TaskMessages, topology: Topology, queues: Mapping[str, Queu
         try:
             return delayed(message, queue)
         except Stay:
-            returns = [messages.headers_of(message).get(name) for name in RETURNS]
+            returns = [headers_of(message).get(name) for name in RETURNS]
             if all(not isinstance(each, int) or each < MOST_RETURNS for each in returns):
                 raise
-        return Outgoing("", queue, messages.WaitingMessage.unopened(message))
+        return Outgoing("", queue, WaitingMessage.unopened(message))
 
     return convert

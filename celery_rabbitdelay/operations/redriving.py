@@ -1,4 +1,4 @@
-"""Converts an undeliverable message into the message that is published again. Pure.
+"""Converts an undeliverable message into the message that is published again.
 
 Anybody who can publish to an exchange of the levels can put a message into ``undeliverable``, with
 any headers. Therefore the destination has to be one that the application allows, whatever the
@@ -7,16 +7,25 @@ headers say, and only headers with valid values are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import amqp
+from kombu import Queue
 
-from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
+from celery_rabbitdelay.app import destinations
+from celery_rabbitdelay.app.delays import DelayingCelery
+from celery_rabbitdelay.exceptions import (
+    InvalidDestination,
+    InvalidEnvelope,
+    LaterVersion,
+    UnprocessableMessage,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Due
+from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
@@ -30,7 +39,8 @@ from celery_rabbitdelay.modules.bounds import check_delay, check_depth
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
 from celery_rabbitdelay.modules.undeliverable import examine
-from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
+from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
 
 
@@ -391,3 +401,99 @@ def _redirected(envelope: Envelope) -> Envelope:
 
     items = tuple(item._replace(headers=without(item.headers)) for item in envelope.items)
     return Envelope(items, without(envelope.headers), envelope.properties)
+
+
+#: Names of queues and exchanges for replies. They get no message unless the application has a queue
+#: or an exchange of such a name.
+NEVER_UNLESS_OWN: Final = "reply.*"
+
+
+def redriving_for(
+    app: DelayingCelery,
+    *,
+    delay: Delay | None = None,
+    to: str | None = None,
+    allow: Iterable[str] = (),
+    max_attempts: int = MAX_ATTEMPTS,
+    ensure: Callable[[str], None] = lambda queue: None,
+    vouches: bool = False,
+) -> Redriving:
+    """Return what decides how the undeliverable messages of an application are redriven.
+
+    Args:
+        app: The application.
+        delay: Seconds, or a timedelta, that each message waits at least. None: not longer than
+            until it is due.
+        to: The queue that gets all messages instead of their own.
+        allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
+            for any characters and for one.
+        max_attempts: How often a message may be redriven, this time included.
+        ensure: Binds a queue to the levels; see :meth:`.Destinations.ensure`.
+        vouches: Whether messages without a valid signature are redriven, and signed.
+
+    Raises:
+        InvalidDestination: Nothing is published to the queue ``to``.
+        InvalidDelay: The delay has no meaning.
+        DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
+    """
+    settings = app.rabbitdelay.settings
+    connection = app.connection_for_write()
+    topology: Topology = settings.topology
+    delay_ms = None if delay is None else milliseconds(delay)
+    if delay_ms is not None and CHECK_IN not in settings.modules:
+        topology.layout.check_capacity(delay_ms)
+    queues = destinations.configured_queues(app)
+    allow = tuple(allow)
+    allowed = redrive_destinations(app, allow)
+    checkin = destinations.checkin_destinations(app)
+    if to is not None:
+        _check_name(to, allowed)
+    return Redriving(
+        topology,
+        allowed,
+        checkin_allowed=replace(checkin, patterns=(*checkin.patterns, *allow)),
+        trusts_clients=settings.checkin_trusted,
+        modules=settings.modules,
+        refuses=cache(
+            lambda name: may_refuse(
+                queues.get(name) or Queue(name), settings.may_refuse, connection
+            )
+        ),
+        delay_ms=delay_ms,
+        to=to,
+        max_attempts=max_attempts,
+        ensure=ensure,
+        signing_keys=settings.signing_keys,
+        vouches=vouches or not settings.signing_required,
+    )
+
+
+def redrive_destinations(app: DelayingCelery, allow: Iterable[str] = ()) -> AllowedDestinations:
+    """Return where undeliverable messages may go.
+
+    These are the queues of ``task_queues``, ``task_routes`` and the tasks, with their exchanges,
+    and what ``rabbitdelay_checkin_allowed`` names. Never the queues and exchanges of the levels, of
+    the broker and of Celery's remote control and events, whoever allows them.
+
+    Args:
+        app: The application.
+        allow: Patterns for the names of further queues and exchanges.
+    """
+    named = destinations.configured_destinations(app)
+    names = named.queues | named.exchanges
+    has_own = any(name.startswith(NEVER_UNLESS_OWN.rstrip("*")) for name in names)
+    return replace(
+        named,
+        patterns=(*named.patterns, *allow),
+        never_patterns=(*named.never_patterns, *(() if has_own else (NEVER_UNLESS_OWN,))),
+    )
+
+
+def _check_name(queue: str, allowed: AllowedDestinations) -> None:
+    size = len(queue.encode(errors="surrogatepass"))
+    if not 0 < size <= MAX_SHORTSTR_BYTES:
+        raise InvalidDestination(queue, f"has no name of 1 to {MAX_SHORTSTR_BYTES} bytes")
+    if allowed.forbids(queue):
+        raise InvalidDestination(
+            queue, "belongs to the levels, to the broker or to Celery: name one of your own"
+        )

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay pending``, ``show``, ``forecast``, ``cancel``, ``postpone``, ``job``, ..."""
+"""``celery rabbitdelay pending``, ``show``, ``forecast``, ``cancel``, ``job``, ``pause``, ..."""
 
 from __future__ import annotations
 
@@ -13,19 +13,28 @@ import click
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.operations.waiting import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.known_task import KnownTask
+from celery_rabbitdelay.registry.pauses import Paused
 
 #: The characters of the longest bar.
 BAR_LENGTH: Final = 50
 
 #: The most steps that are printed as bars; ``--json`` has all of them.
 MAX_BARS: Final = 60
+
+
+#: How each outcome is shown to people.
+WORDS: Final = {
+    Outcome.DONE: "done",
+    Outcome.NOTED: "noted; nothing is known of it, and it may have arrived at a worker already",
+    Outcome.UNKNOWN: "unknown: nothing waits under it",
+    Outcome.RELEASED: "it has arrived at a worker already",
+    Outcome.CANCELLED: "it was cancelled or superseded before",
+}
 
 
 #: The options that say which tasks are meant.
@@ -39,7 +48,7 @@ _due_after: Final = click.option(
 )
 
 
-@rabbitdelay.command()
+@shared.command()
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
 @_due_after
@@ -72,7 +81,7 @@ def _table(tasks: Sequence[Pending]) -> Iterator[str]:
     yield from shared.aligned(rows)
 
 
-@rabbitdelay.command()
+@shared.command()
 @click.argument("task", required=False)
 @click.option("--key", help="The task that was sent with this key, instead of an id.")
 def show(task: str | None, key: str | None) -> None:
@@ -110,7 +119,7 @@ def _facts(found: KnownTask) -> Iterator[str]:
     yield from shared.aligned([(f"  {name}", fact) for name, fact in facts.items() if fact])
 
 
-@rabbitdelay.command()
+@shared.command()
 @_filters
 @click.option(
     "--step",
@@ -189,7 +198,7 @@ def _decide(
         raise SystemExit(shared.FAILED)
 
 
-@rabbitdelay.command()
+@shared.command()
 @_meant
 @_filters
 @_due_after
@@ -228,7 +237,7 @@ def cancel(
     )
 
 
-@rabbitdelay.command()
+@shared.command()
 @_meant
 def run_now(tasks: tuple[str, ...], key: str | None) -> None:
     """Let tracked tasks that wait run now, by their ids or by their key."""
@@ -236,7 +245,7 @@ def run_now(tasks: tuple[str, ...], key: str | None) -> None:
     _decide(tasks, key, postponed, hint="")
 
 
-@rabbitdelay.command()
+@shared.command()
 @_meant
 @click.option("--delay", type=shared.delay_type, help="How long from now on.")
 @click.option("--eta", type=shared.instant_type, help="The instant, instead of a delay.")
@@ -255,7 +264,7 @@ def postpone(
     _decide(tasks, key, partial(RabbitDelay.postpone, **given))
 
 
-@rabbitdelay.command()
+@shared.command()
 @click.argument("action", type=click.Choice(["open", "commit", "abort", "show"]))
 @click.argument("name")
 @click.option(
@@ -279,3 +288,38 @@ def job(action: str, name: str, expires: float) -> None:
     shared.answer({"job": name, "state": told}, [f"{name}: {told}"])
     if state is None:
         raise SystemExit(shared.FAILED)
+
+
+_names: Final = shared.options(
+    click.option("--task", help="The tasks of this name."),
+    click.option("--queue", help="The tasks that arrive at this queue."),
+)
+
+
+@shared.command()
+@_names
+def pause(task: str | None, queue: str | None) -> None:
+    """Hold back the due tasks of a name, or for a queue."""
+    _check(task, queue)
+    with shared.with_registry() as delays:
+        paused = Paused(task, queue, delays.pause(task=task, queue=queue))
+    shared.answer(paused._asdict(), [shared.paused_line(*paused)])
+
+
+@shared.command()
+@_names
+def resume(task: str | None, queue: str | None) -> None:
+    """Let the tasks of a name, or for a queue, run again."""
+    _check(task, queue)
+    with shared.with_registry() as delays:
+        was_paused = delays.resume(task=task, queue=queue)
+    told = "resumed" if was_paused else "was not paused"
+    answer = {"task": task, "queue": queue, "was_paused": was_paused}
+    shared.answer(answer, [f"{shared.task_or_queue(task, queue)}: {told}"])
+    if not was_paused:
+        raise SystemExit(shared.FAILED)
+
+
+def _check(task: str | None, queue: str | None) -> None:
+    if bool(task) == bool(queue):
+        raise click.UsageError("give --task, or --queue")

@@ -1,150 +1,31 @@
-"""``celery rabbitdelay declare``, ``delete``, ``export`` and ``permissions``: lay levels out."""
+"""``celery rabbitdelay declare``, ``delete`` and ``route``: the levels, and a delay's way there."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import click
 from kombu import Connection
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.command.shared import rabbitdelay
-from celery_rabbitdelay.exceptions import DelayTooLong, ManagementUnavailable
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations import permissions as needed
-from celery_rabbitdelay.operations.export import definitions
-from celery_rabbitdelay.operations.export.terraform import as_terraform
-from celery_rabbitdelay.operations.verify.management import (
-    TOTALS_AGE,
-    held_messages,
-    management_api,
-)
+from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.levels.delay import TAKES, Delay, duration_text, milliseconds
+from celery_rabbitdelay.levels.topology import CHECK_IN, Topology
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.declaration import Counts
-
-
-@rabbitdelay.command()
-@click.argument("role", type=click.Choice(get_args(needed.Role)))
-@click.option("--user", required=True, help="The user of the broker.")
-@click.option("--vhost", help="The virtual host; that of the application if omitted.")
-@click.option(
-    "--declare",
-    "mode",
-    type=click.Choice(("auto", "never")),
-    help="Its rabbitdelay_declare; that of the application if omitted.",
-)
-@click.option(
-    "--topics",
-    is_flag=True,
-    help="For a producer: also the topic permissions that let it reach only the application's "
-    "queues.",
-)
-@shared.topology_options
-def permissions(
-    role: needed.Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: Any
-) -> None:
-    """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
-
-    The tasks' queues are those of task_queues, or Celery's default queue. No broker is asked.
-    """
-    if topics and role != "producer":
-        raise click.UsageError("--topics is for the role producer")
-    settings, app = shared.delays().settings, shared.app()
-    topology = shared.topology(options)
-    queues = list(app.amqp.Queues(app.conf.task_queues).values())
-    may_declare = (mode or settings.declare) == "auto"
-    rights = list(
-        needed.rights(
-            role, topology, queues, app.conf, may_declare=may_declare, modules=settings.modules
-        )
-    )
-    keys = list(needed.topic_rights(topology, queues)) if topics else []
-    host = vhost or app.connection_for_write().virtual_host or "/"
-    configure, write, read = needed.patterns(rights)
-    told = {"user": user, "vhost": host, "configure": configure, "write": write, "read": read}
-    shared.answer(
-        {**told, "topics": [each._asdict() for each in keys]},
-        needed.commands(user, host, rights, keys),
-    )
-
-
-#: What writes each format, given the topology and the name of the virtual host.
-FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
-    "terraform": as_terraform,
-    "definitions": definitions.as_definitions,
-    "mermaid": lambda topology, vhost: definitions.as_mermaid(topology),
-}
-
-
-@rabbitdelay.command()
-@click.option(
-    "-f",
-    "--format",
-    "format_name",
-    type=click.Choice(list(FORMATS)),
-    required=True,
-    help="A Terraform module, a definitions file for RabbitMQ, or a Mermaid flow chart.",
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a file instead of the standard output.",
-)
-@click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
-@click.option(
-    "--max-delay",
-    type=shared.delay_type,
-    help="Only the levels that this delay needs: 86400, 30d. The applications then need another "
-    "rabbitdelay_layout, which is printed.",
-)
-@shared.topology_options
-def export(
-    format_name: str,
-    output: Path | None,
-    vhost: str | None,
-    max_delay: Fraction | None,
-    **options: Any,
-) -> None:
-    """Write the topology in another format. No broker is asked, and nothing is declared."""
-    topology = shared.topology(options)
-    whole = topology.layout
-    if max_delay is not None:
-        with shared.usage_errors(DelayTooLong, of="--max-delay: "):
-            topology = replace(topology, layout=definitions.cut(whole, max_delay))
-    host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
-    text = FORMATS[format_name](topology, host)
-    if output is not None:
-        with shared.usage_errors(OSError, of="--output: "):
-            output.write_text(text, encoding="utf-8")
-    found = {
-        "format": format_name,
-        "prefix": topology.prefix,
-        "vhost": host,
-        "fingerprint": topology.identity.fingerprint,
-        "layout": definitions.as_setting(topology.layout),
-        "capacity_ms": topology.layout.capacity_ms,
-        "output": None if output is None else str(output),
-        "text": text if output is None else None,
-    }
-    shared.answer(found, [text.removesuffix("\n")] if output is None else [])
-    if topology.layout != whole:
-        setting = definitions.as_setting(topology.layout)
-        click.echo(f"The applications need rabbitdelay_layout = {setting!r}", err=True)
-
+from celery_rabbitdelay.publishing.management import TOTALS_AGE, held_messages, management_api
 
 #: The guard and the marker, which are exchanges too.
 IDENTITY: Final = 2
 
 
-@rabbitdelay.command()
+@shared.command()
 @click.option(
     "--queues", "with_queues", is_flag=True, help="Also declare the queues of tasks, and bind them."
 )
@@ -196,7 +77,7 @@ def declare(with_queues: bool, dry_run: bool, **options: Any) -> None:
         raise SystemExit(shared.FAILED)
 
 
-@rabbitdelay.command()
+@shared.command()
 @click.option(
     "--force",
     is_flag=True,
@@ -262,25 +143,6 @@ def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **opti
     shared.answer(told, ["Deleted"] if deleted else [])
 
 
-@rabbitdelay.command()
-@click.option("--to-exchange", is_flag=True, help="TARGET is an exchange, and not a queue.")
-@click.argument("source")
-@click.argument("target")
-@click.argument("key")
-def unbind(to_exchange: bool, source: str, target: str, key: str) -> None:
-    """Remove a binding that verify has found: of TARGET to the exchange SOURCE, with this KEY.
-
-    rabbitmqctl has no command for it.
-    """
-    shared.delays()  # checks the application
-    with shared.broker() as connection:
-        channel: Any = connection.channel()
-        remove = channel.exchange_unbind if to_exchange else channel.queue_unbind
-        remove(target, source, key)
-    told = {"source": source, "target": target, "key": key}
-    shared.answer(told, [f"{target} is not bound to {source} with the key {key!r} any more"])
-
-
 def _with_held(
     connection: Connection, management: str | None, counts: Mapping[str, Counts | None]
 ) -> dict[str, Counts | None]:
@@ -308,3 +170,111 @@ def _ask(prefix: str, messages: int) -> None:
         raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
     lost = f" and lose {messages:,} messages" if messages else ""
     click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)
+
+
+@shared.command(epilog=f"DELAY {TAKES}.")
+@click.argument("delay", type=shared.delay_type)
+@click.option("-Q", "--queue", help="The task's queue; the application's default queue if omitted.")
+@click.option(
+    "--tolerance",
+    type=shared.duration_type,
+    default="0",
+    help="How much later it may arrive, if that saves stops.",
+)
+@click.option("--task-id", default="", help="With several shards, it determines the shard.")
+@shared.topology_options
+def route(
+    delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: Any
+) -> None:
+    """Show in which queues a task waits that is sent with a DELAY. No broker is asked."""
+    topology = shared.topology(options)
+    destination = shared.app().conf.task_default_queue if queue is None else queue
+    if not destination:
+        raise click.UsageError("--queue '': takes the name of a queue")
+    found = explain(topology, delay, destination, tolerance=tolerance, task_id=task_id)
+    modules = shared.delays().settings.modules
+    shared.answer(found, _lines(found, CHECK_IN in modules))
+
+
+def explain(
+    topology: Topology, delay: Delay, destination: str, *, tolerance: Delay = 0, task_id: str = ""
+) -> dict[str, Any]:
+    """Return the route of a message, meditation included, as the option ``--json`` prints it.
+
+    After meditation, check-in computes the remaining delay from the due time, so a message that had
+    to wait for check-in skips as much of the levels. The tolerance is not used above the capacity.
+    See :meth:`.Topology.route` for the arguments.
+
+    Raises:
+        InvalidDelay: The delay or the tolerance is invalid.
+    """
+    layout = topology.layout
+    queues = {queue.name: queue.queue_arguments or {} for queue in topology.queues}
+    loop = topology.module_queues.meditation.name
+    loop_ms: int = queues[loop]["x-message-ttl"]
+    delay_ms = milliseconds(delay)
+    published = entered = topology.route(delay, destination, task_id, tolerance)
+    meditations = -(-max(delay_ms - layout.capacity_ms, 0) // loop_ms)
+    waits = [(each, 1) for each in entered.stops]
+    if meditations:
+        rest = timedelta(milliseconds=delay_ms - meditations * loop_ms)
+        entered = topology.route(rest, destination, task_id)
+        waits = [(loop, meditations), *((each, 1) for each in entered.stops)]
+    stops = [
+        {
+            "queue": name,
+            "ttl_ms": queues[name]["x-message-ttl"],
+            "times": times,
+            "next": queues[name]["x-dead-letter-exchange"],
+        }
+        for name, times in waits
+    ]
+    return {
+        "delay_ms": delay_ms,
+        # The delay, rounded up to ticks, or to fewer stops within the tolerance, and 1 ms for each
+        # pass-through queue.
+        "total_ms": sum(stop["ttl_ms"] * stop["times"] for stop in stops),
+        "destination": destination,
+        "layout": layout.name,
+        "capacity_ms": layout.capacity_ms,
+        "meditations": meditations,
+        "published": {"exchange": published.exchange, "routing_key": published.routing_key},
+        # Above the capacity, check-in publishes it there after meditation.
+        "entered": {"exchange": entered.exchange, "routing_key": entered.routing_key},
+        "stops": stops,
+        "delivery": topology.delivery.name,
+    }
+
+
+def _lines(found: dict[str, Any], has_checkin: bool) -> Iterator[str]:
+    """Yield the route in sentences, and the table of its stops."""
+    published, entered, queue = found["published"], found["entered"], found["destination"]
+    waits = duration_text(found["total_ms"])
+    if found["total_ms"] != found["delay_ms"]:
+        waits += f" ({duration_text(found['delay_ms'])}, rounded up)"
+    stops = sum(stop["times"] for stop in found["stops"])
+    yield f"{waits} to the queue {queue}: {stops} stop{'s' if stops != 1 else ''}"
+    yield (
+        f"The producer publishes to the exchange {published['exchange']} "
+        f"with the routing key {published['routing_key']}"
+    )
+    if found["meditations"]:
+        first, *_ = found["stops"]
+        times = "once" if found["meditations"] == 1 else f"{found['meditations']:,} times"
+        yield (
+            f"The delay is above the capacity of {duration_text(found['capacity_ms'])}, so the "
+            f"message meditates: it waits {duration_text(first['ttl_ms'])} in {first['queue']} "
+            f"{times}. Then "
+            f"check-in publishes it to {entered['exchange']} with the routing key "
+            f"{entered['routing_key']}"
+        )
+    yield f"When it is due, {found['delivery']} hands it to the queue {queue}"
+    if found["meditations"] and not has_checkin:
+        yield "rabbitdelay_modules lacks 'check-in': this application's producers refuse it"
+    yield ""
+    rows = [("stop", "queue", "waits", "goes on to")]
+    for number, stop in enumerate(found["stops"], start=1):
+        times = f"{stop['times']:,} x " if stop["times"] > 1 else ""
+        waits = f"{times}{duration_text(stop['ttl_ms'])}"
+        rows.append((str(number), stop["queue"], waits, stop["next"]))
+    yield from shared.aligned([*rows, ("due", queue, "", "")])

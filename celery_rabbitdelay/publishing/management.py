@@ -1,4 +1,4 @@
-"""RabbitMQ's management HTTP API, and what ``verify`` reads there.
+"""RabbitMQ's management HTTP API.
 
 It needs the plugin ``rabbitmq_management`` and a user with the tag ``monitoring``; on RabbitMQ
 3.10, which shows feature flags to nobody else, with the tag ``administrator``:
@@ -10,24 +10,21 @@ from __future__ import annotations
 import base64
 import json
 import ssl
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import SplitResult, quote, unquote, urlencode, urlsplit
 
 from kombu import Connection
 from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
-from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.levels.shown_url import without_password
-from celery_rabbitdelay.levels.topology import Binding
 from celery_rabbitdelay.publishing.declaration import connect
 
 #: Seconds that each step of a request may take.
@@ -191,98 +188,6 @@ def parts_of_url(url: str) -> SplitResult | None:
     return None
 
 
-class Inventory(NamedTuple):
-    """What there is in one virtual host, and in its cluster.
-
-    Attributes:
-        version: The version of RabbitMQ.
-        queues: Every queue by its name, always with ``arguments`` and ``type``.
-        exchanges: Every exchange by its name, always with ``arguments``.
-        bindings: Every binding, except those of the default exchange.
-        consumers: The queue and the tag of each consumer, up to five seconds ago.
-        policies: Every policy, and every operator policy, which is applied in addition; ``kind``
-            says which it is.
-        nodes: Whether each node of the cluster runs, by its name.
-        alarmed: The names of the nodes that are low on memory or disk space.
-        disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
-        limits: The limits of the virtual host, such as ``max-queues``.
-        held: See :func:`held_messages`.
-        clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
-            negative if it is behind, and 0 if they may be the same.
-    """
-
-    version: str = "0"
-    queues: Mapping[str, Json] = NOTHING
-    exchanges: Mapping[str, Json] = NOTHING
-    bindings: frozenset[Binding] = frozenset()
-    consumers: Sequence[tuple[str, str]] = ()
-    policies: Sequence[Json] = ()
-    nodes: Mapping[str, bool] = NOTHING
-    alarmed: Sequence[str] = ()
-    disabled_flags: frozenset[str] = frozenset()
-    limits: Json = NOTHING
-    held: Mapping[str, int] = NOTHING
-    clock_ahead: float = 0.0
-
-
-def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
-    """Read a virtual host.
-
-    Args:
-        api: The management API.
-        virtual_host: Its name.
-
-    Raises:
-        ManagementUnavailable: The API does not answer, or the user may not read all of it.
-    """
-    # The machine's own clock: the broker does not travel in time with a test.
-    before, (overview, broker), after = time.time(), api.dated("overview"), time.time()
-    at_least, at_most = before - broker - CLOCK_STEP, after - broker
-    version = overview["rabbitmq_version"]
-    needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
-    flags = api.get("feature-flags") if needs_flag else ()
-    # Without statistics, which are up to five seconds old, and slow if there are many queues. With
-    # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
-    queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
-    nodes = api.get("nodes")
-    limits = api.get("vhost-limits", virtual_host)
-    return Inventory(
-        version=version,
-        queues={
-            name: {"type": each["arguments"].get("x-queue-type", "classic"), **each}
-            for name, each in queues.items()
-        },
-        exchanges=_by_name(api.get("exchanges", virtual_host)),
-        bindings=frozenset(
-            Binding(
-                each["source"],
-                each["routing_key"],
-                each["destination"],
-                each["destination_type"] == "exchange",
-            )
-            for each in api.get("bindings", virtual_host)
-            if each["source"]
-        ),
-        consumers=[
-            (each["queue"]["name"], each["consumer_tag"])
-            for each in api.get("consumers", virtual_host)
-        ],
-        policies=[
-            {"kind": kind, **each}
-            for kind, path in (("policy", "policies"), ("operator policy", "operator-policies"))
-            for each in api.get(path, virtual_host)
-        ],
-        nodes={each["name"]: bool(each.get("running")) for each in nodes},
-        alarmed=[
-            each["name"] for each in nodes if each.get("mem_alarm") or each.get("disk_free_alarm")
-        ],
-        disabled_flags=frozenset(each["name"] for each in flags if each["state"] == "disabled"),
-        limits={key: value for each in limits for key, value in each["value"].items()},
-        held=held_messages(api, virtual_host),
-        clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
-    )
-
-
 def held_messages(api: ManagementAPI, virtual_host: str) -> Mapping[str, int]:
     """Return how many messages dead-lettering holds in each quorum queue that has such messages.
 
@@ -300,7 +205,3 @@ def held_messages(api: ManagementAPI, virtual_host: str) -> Mapping[str, int]:
         if "messages" in each
     }
     return {name: messages for name, messages in held.items() if messages > 0}
-
-
-def _by_name(entities: Iterable[Json]) -> dict[str, Json]:
-    return {each["name"]: {**each, "arguments": each.get("arguments") or {}} for each in entities}

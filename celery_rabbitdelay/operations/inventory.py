@@ -1,0 +1,154 @@
+"""What there is in a virtual host, as the management API tells it, and the policies in effect."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
+from celery_rabbitdelay.levels.topology import Binding
+from celery_rabbitdelay.publishing.management import (
+    CLOCK_STEP,
+    NOTHING,
+    Json,
+    ManagementAPI,
+)
+
+#: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
+#: https://www.rabbitmq.com/docs/policies#operator-policies. For all others, the operator's counts.
+SMALLER_COUNTS: Final = frozenset(
+    {"delivery-limit", "expires", "max-length", "max-length-bytes", "message-ttl"}
+)
+
+#: What policies set for a queue: by the key, the value and the policy that it comes from.
+Effective: TypeAlias = Mapping[str, tuple[Any, Json]]
+
+
+class Inventory(NamedTuple):
+    """What there is in one virtual host, and in its cluster.
+
+    Attributes:
+        version: The version of RabbitMQ.
+        queues: Every queue by its name, always with ``arguments`` and ``type``.
+        exchanges: Every exchange by its name, always with ``arguments``.
+        bindings: Every binding, except those of the default exchange.
+        consumers: The queue and the tag of each consumer, up to five seconds ago.
+        policies: Every policy, and every operator policy, which is applied in addition; ``kind``
+            says which it is.
+        nodes: Whether each node of the cluster runs, by its name.
+        alarmed: The names of the nodes that are low on memory or disk space.
+        disabled_flags: The feature flags that are disabled; read on RabbitMQ 3.10 only.
+        limits: The limits of the virtual host, such as ``max-queues``.
+        clock_ahead: By how many seconds this machine's clock is ahead of the broker's, at least;
+            negative if it is behind, and 0 if they may be the same.
+    """
+
+    version: str = "0"
+    queues: Mapping[str, Json] = NOTHING
+    exchanges: Mapping[str, Json] = NOTHING
+    bindings: frozenset[Binding] = frozenset()
+    consumers: Sequence[tuple[str, str]] = ()
+    policies: Sequence[Json] = ()
+    nodes: Mapping[str, bool] = NOTHING
+    alarmed: Sequence[str] = ()
+    disabled_flags: frozenset[str] = frozenset()
+    limits: Json = NOTHING
+    clock_ahead: float = 0.0
+
+
+def read_inventory(api: ManagementAPI, virtual_host: str) -> Inventory:
+    """Read a virtual host.
+
+    Args:
+        api: The management API.
+        virtual_host: Its name.
+
+    Raises:
+        ManagementUnavailable: The API does not answer, or the user may not read all of it.
+    """
+    # The machine's own clock: the broker does not travel in time with a test.
+    before, (overview, broker), after = time.time(), api.dated("overview"), time.time()
+    at_least, at_most = before - broker - CLOCK_STEP, after - broker
+    version = overview["rabbitmq_version"]
+    needs_flag = DEAD_LETTERING_FLAG.is_in(version_of(version))
+    flags = api.get("feature-flags") if needs_flag else ()
+    # Without statistics, which are up to five seconds old, and slow if there are many queues. With
+    # enable_queue_totals, RabbitMQ 3.10 leaves out the queues whose node is away.
+    queues = _by_name(api.get("queues", virtual_host, disable_stats="true"))
+    nodes = api.get("nodes")
+    limits = api.get("vhost-limits", virtual_host)
+    return Inventory(
+        version=version,
+        queues={
+            name: {"type": each["arguments"].get("x-queue-type", "classic"), **each}
+            for name, each in queues.items()
+        },
+        exchanges=_by_name(api.get("exchanges", virtual_host)),
+        bindings=frozenset(
+            Binding(
+                each["source"],
+                each["routing_key"],
+                each["destination"],
+                each["destination_type"] == "exchange",
+            )
+            for each in api.get("bindings", virtual_host)
+            if each["source"]
+        ),
+        consumers=[
+            (each["queue"]["name"], each["consumer_tag"])
+            for each in api.get("consumers", virtual_host)
+        ],
+        policies=[
+            {"kind": kind, **each}
+            for kind, path in (("policy", "policies"), ("operator policy", "operator-policies"))
+            for each in api.get(path, virtual_host)
+        ],
+        nodes={each["name"]: bool(each.get("running")) for each in nodes},
+        alarmed=[
+            each["name"] for each in nodes if each.get("mem_alarm") or each.get("disk_free_alarm")
+        ],
+        disabled_flags=frozenset(each["name"] for each in flags if each["state"] == "disabled"),
+        limits={key: value for each in limits for key, value in each["value"].items()},
+        clock_ahead=max(at_least, 0.0) + min(at_most, 0.0),
+    )
+
+
+def _by_name(entities: Iterable[Json]) -> dict[str, Json]:
+    return {each["name"]: {**each, "arguments": each.get("arguments") or {}} for each in entities}
+
+
+def effective_policies(inventory: Inventory, name: str) -> Iterator[Effective]:
+    """Yield what policies and operator policies come to for a queue, if it exists.
+
+    There are several if several policies of the highest priority match: RabbitMQ takes any of them.
+    They are computed from the policies, because RabbitMQ reports what is in effect some seconds
+    late.
+    """
+    if (queue := inventory.queues.get(name)) is None:
+        return
+    kinds = ("policy", "operator policy")
+    for own, operators in product(*(_highest(inventory, kind, queue) for kind in kinds)):
+        effective = {key: (value, own) for key, value in own["definition"].items()}
+        for key, value in operators["definition"].items():
+            if key not in SMALLER_COUNTS or key not in effective or value < effective[key][0]:
+                effective[key] = (value, operators)
+        yield effective
+
+
+def _highest(inventory: Inventory, kind: str, queue: Json) -> list[Json]:
+    found = [each for each in inventory.policies if each["kind"] == kind and _matches(each, queue)]
+    highest = max((policy["priority"] for policy in found), default=0)
+    return [each for each in found if each["priority"] == highest] or [{"definition": {}}]
+
+
+def _matches(policy: Json, queue: Json) -> bool:
+    if policy["apply-to"] not in ("all", "queues", f"{queue['type']}_queues"):
+        return False
+    try:
+        return re.search(policy["pattern"], queue["name"]) is not None
+    except re.error:
+        # Erlang knows expressions that Python does not know; it is better to look in vain.
+        return True
