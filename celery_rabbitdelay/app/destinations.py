@@ -17,7 +17,7 @@ from kombu import Queue
 from kombu.common import Broadcast
 
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
+from celery_rabbitdelay.modules.limits import AllowedDestinations, DistributionReach
 
 #: Names of queues and exchanges that never get a message: those of the broker, those by which
 #: workers are controlled and answer, and those of events.

@@ -4,8 +4,8 @@ Anybody may have written the headers of a message that arrives: another client, 
 attacker. What they may say, and what counts as invalid, is decided in this file and nowhere else.
 :func:`parse` reads headers once; everything behind it works with :class:`DelayHeaders`. An
 invalid header counts as missing: distribution refuses the message, and a worker ignores the header.
-Where a message may go is decided in :mod:`.allowed`, what it may cost in :mod:`.bounds`, and which
-tasks a client may send in :mod:`.client_tasks`. These are the parties, and what each may set:
+Where a message may go and what it may cost is decided in :mod:`.limits`, and which tasks a client
+may send in :mod:`.checkin`. These are the parties, and what each may set:
 
 - A client of check-in says :data:`X_DELAY` and :data:`EXCHANGE`; see :func:`of_client`.
 - Whoever may publish to the levels may set every header. If there is a signing key, a message has

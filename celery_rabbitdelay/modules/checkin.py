@@ -2,13 +2,31 @@
 
 A delay above the levels' capacity goes to meditation, the overflow loop: it waits there for one
 capacity and returns to check-in. Opens no connection.
+
+A client may send only tasks after which a worker publishes nothing, unless it is trusted. The
+message of a task can carry signatures of further tasks: callbacks, errbacks, a chain, a chord. The
+worker that runs the task publishes them with its own rights, to any exchange that they name
+(https://docs.celeryq.dev/en/stable/internals/protocol.html). It does the same with the signatures
+that Celery's own tasks, such as ``celery.group``, take as arguments, and it may send the result to
+the queue in the property ``reply_to``. In each of these ways, a client would bypass check-in's
+allow-list.
+
+A retry takes over the headers that its task exposes, those in the header ``headers`` for example.
+So these must not have names that Celery or RabbitMQ would act on.
+
+A message with the header ``task`` is a task of Celery's protocol 2. Without that header, a message
+is a task of protocol 1 if its body is an object with a member ``task``. Check-in reads JSON in
+UTF-8 only, and refuses any other body that a worker might read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import amqp
 
@@ -16,14 +34,205 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import DelayHeaders, shortened
+from celery_rabbitdelay.levels.headers import (
+    NESTED_HEADERS,
+    SENDER_SELECTED,
+    DelayHeaders,
+    shortened,
+)
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import client_tasks
-from celery_rabbitdelay.modules.allowed import where_in_words
-from celery_rabbitdelay.modules.bounds import check_delay, check_depth
 from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
+from celery_rabbitdelay.modules.limits import check_delay, check_depth, where_in_words
+from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import SigningKeys
+
+#: The signatures that follow a task; in protocol 2, the members of the last part of its body.
+FOLLOWING: Final = ("callbacks", "errbacks", "chain", "chord")
+
+#: The fields that a client's task may not have, in a header or in a body of protocol 1. A task of a
+#: group counts as a part of another one's chord.
+CANVAS: Final = (*FOLLOWING, "group", "taskset")
+
+#: Names that must not occur among the headers which a retry of the task takes over: those that
+#: Celery writes itself (``Celery.amqp.as_task_v2``), and those by which RabbitMQ routes.
+NOT_TAKEN_OVER: Final = frozenset(
+    (
+        *("lang", "task", "id", "shadow", "eta", "expires", "group_index", "retries", "timelimit"),
+        *("root_id", "parent_id", "argsrepr", "kwargsrepr", "origin", "ignore_result"),
+        *("replaced_task_nesting", "stamped_headers", "stamps", "compression"),
+        *CANVAS,
+        *SENDER_SELECTED,
+    )
+)
+
+#: The end of every reason.
+SETTING: Final = "see rabbitdelay_checkin_trusted"
+
+#: The names of Celery's own tasks begin so. Some take signatures as arguments.
+CELERYS_OWN: Final = "celery."
+
+#: The largest body that is read, in bytes: JSON takes 20 times as many in Python.
+MAX_READ_BYTES: Final = 2**20
+
+_JSON: Final = "application/json"
+
+#: The content type that kombu assumes for a message without one.
+_DATA: Final = "application/data"
+
+#: The content encodings of JSON that check-in reads. py-amqp decodes a body for the worker by any
+#: other that Python knows, such as UTF-16 and UTF-7, in which the bytes of a task look different.
+READ_ENCODINGS: Final = ("", "utf-8", "us-ascii", "ascii", "binary")
+
+#: Those that no message may have: Python decodes them in a time that grows with the square of the
+#: body's length, and the worker would stand still.
+SLOW_ENCODINGS: Final = ("punycode", "idna")
+
+_NULL: Final = rb'"(?:%b)"\s*:\s*null' % "|".join(FOLLOWING).encode()
+
+#: How a body of protocol 2 ends if no signatures follow the task: its third part is an object whose
+#: members are all null. In valid JSON these bytes cannot be a part of a string: nothing is behind
+#: them that would close it. So the body need not be parsed. The end is looked for in the last bytes
+#: only, which suffice for each member once and more blanks than any encoder writes.
+_PLAIN_END: Final = re.compile(rb",\s*\{\s*(?:%b(?:\s*,\s*%b)*)?\s*\}\s*\]\s*\Z" % (_NULL, _NULL))
+_MAX_END_BYTES: Final = 256
+
+_TASK: Final = "task"
+
+
+def _spelled(word: str) -> bytes:
+    r"""Return a pattern for a word in a string of JSON, where each letter may be ``\u00..``."""
+    return "".join(rf"(?:{each}|\\u00(?i:{ord(each):02x}))" for each in word).encode()
+
+
+#: A member ``task`` of an object.
+_NAMES_TASK: Final = re.compile(rb'"%b"\s*:' % _spelled(_TASK))
+
+
+def checked_task(message: WaitingMessage) -> WaitingMessage:
+    """Return the message of a client, without ``reply_to`` if it is a task.
+
+    Args:
+        message: The message, without the headers that no client may set.
+
+    Raises:
+        UnprocessableMessage: It is, or might be, a task after which a worker publishes another
+            message; or its body is compressed, and may become too large for a worker's memory.
+    """
+    headers, properties = message.headers.others, message.properties
+    if headers.get("compression"):
+        raise UnprocessableMessage(f"its body is compressed: {SETTING}")
+    content_type = properties.get("content_type") or _DATA
+    encoding = str(properties.get("content_encoding") or "").lower()
+    is_json = content_type == _JSON
+    if (is_json and encoding not in READ_ENCODINGS) or _codec(encoding) in SLOW_ENCODINGS:
+        raise UnprocessableMessage(
+            f"its content encoding is {shortened(encoding)}, and check-in reads UTF-8 alone: "
+            f"{SETTING}"
+        )
+    if _TASK in headers:
+        _check_version_2(message.body, headers, content_type)
+        _check_taken_over(headers.get(NESTED_HEADERS))
+    elif is_json:
+        if not _is_task_of_version_1(message.body):
+            return message
+        _check_taken_over(headers)
+    elif may_be_decoded(content_type):
+        raise UnprocessableMessage(
+            f"its content type is {shortened(content_type)}, and check-in does not read whether it "
+            f"is a task of Celery: {SETTING}"
+        )
+    else:
+        return message
+    return message.having(reply_to=None) if properties.get("reply_to") else message
+
+
+def is_read(message: WaitingMessage) -> bool:
+    """Return whether check-in may read a body: it is JSON in UTF-8, and not too large."""
+    properties = message.properties
+    return (
+        properties.get("content_type") == _JSON
+        and str(properties.get("content_encoding") or "").lower() in READ_ENCODINGS
+        and not message.headers.others.get("compression")
+        and len(message.body) <= MAX_READ_BYTES
+    )
+
+
+def may_be_version_1(body: bytes) -> bool:
+    """Return whether JSON may be an object with a member ``task``."""
+    return _NAMES_TASK.search(body) is not None
+
+
+def _codec(encoding: str) -> str:
+    """Return Python's name of an encoding; empty if it knows none of that name."""
+    try:
+        return codecs.lookup(encoding).name
+    except (LookupError, ValueError):
+        return ""
+
+
+def _check_taken_over(headers: object) -> None:
+    """Check the headers that a retry takes over; it exposes those that are nested in them."""
+    while isinstance(headers, Mapping):
+        for name in NOT_TAKEN_OVER & headers.keys():
+            raise UnprocessableMessage(
+                f"it is a task with the header {name} among those that its retry takes over: "
+                f"{SETTING}"
+            )
+        headers = headers.get(NESTED_HEADERS)
+
+
+def _check_version_2(body: bytes, headers: Mapping[str, Any], content_type: object) -> None:
+    _check_name(headers[_TASK])
+    _check_canvas(headers)
+    if content_type != _JSON:
+        raise UnprocessableMessage(
+            f"it is a task whose content type is {shortened(content_type)}, and check-in reads "
+            f"JSON alone: {SETTING}"
+        )
+    is_list = body[:_MAX_END_BYTES].lstrip().startswith(b"[")
+    if not is_list or not _PLAIN_END.search(body[-_MAX_END_BYTES:]):
+        raise UnprocessableMessage(
+            "it is a task whose body does not end in an object of callbacks, errbacks, chain and "
+            f"chord in which all is null: {SETTING}"
+        )
+
+
+def _is_task_of_version_1(body: bytes) -> bool:
+    """Return whether JSON is a task of protocol 1, after checking it."""
+    if not may_be_version_1(body):
+        return False
+    if len(body) > MAX_READ_BYTES:
+        raise UnprocessableMessage(
+            f"it may be a task of Celery's protocol 1, and has {len(body)} bytes, more than "
+            f"{MAX_READ_BYTES}: {SETTING}"
+        )
+    try:
+        read = json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise UnprocessableMessage(
+            f"its body is not JSON: {shortened(error)}: {SETTING}"
+        ) from error
+    if not isinstance(read, dict) or _TASK not in read:
+        return False
+    _check_name(read[_TASK])
+    _check_canvas(read)
+    return True
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or name.startswith(CELERYS_OWN):
+        raise UnprocessableMessage(
+            f"it is the task {shortened(name)}, which Celery keeps to itself: {SETTING}"
+        )
+
+
+def _check_canvas(told: Mapping[str, Any]) -> None:
+    for name in CANVAS:
+        if told.get(name) is not None:
+            raise UnprocessableMessage(
+                f"it is a task with {name}, which a worker would publish or take: {SETTING}"
+            )
 
 
 @dataclass(frozen=True)
@@ -36,7 +245,7 @@ class CheckIn:
             routing key.
         signing_keys: What signs the messages that may go there, for distribution; None: nothing.
         trusts_clients: Whether a task may have callbacks, and all else that
-            :mod:`.client_tasks` refuses.
+            :func:`checked_task` refuses.
         check_task: Returns whether a worker of Celery may take a message for a task; raises
             :class:`.UnprocessableMessage` if it could not read that. None: there are no workers.
     """
@@ -112,7 +321,7 @@ class CheckIn:
         given.pop(header_names.X_DELAY, None)
         sent = WaitingMessage.of(message, DelayHeaders(others=header_names.strip(given)))
         if not self.trusts_clients:
-            sent = client_tasks.checked(sent)
+            sent = checked_task(sent)
         is_task = self.check_task is not None and self.check_task(sent)
         if not delay_ms:
             if is_task:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import amqp
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
-from celery_rabbitdelay.levels.topology import CONSUMER_TAG
+from celery_rabbitdelay.levels.topology import CONSUMER_TAG, Topology
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION, HeldBytes
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
+from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
+from celery_rabbitdelay.publishing.signature import SigningKeys
 from celery_rabbitdelay.publishing.wire import (
     ACK,
     REJECT,
@@ -26,6 +27,102 @@ from celery_rabbitdelay.publishing.wire import (
     Wire,
     settle_frames,
 )
+
+#: Seconds over which a rate is taken.
+RATE_SPAN: Final = 10.0
+
+#: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
+#: message has more.
+MAX_HELD_BYTES: Final = 64 * 2**20
+
+#: How many times their bytes the headers of a message take at most, once Python has read them
+#: (measured with tracemalloc: a table of names of two characters, without values, takes 22 times).
+HEADER_EXPANSION: Final = 25
+
+#: Messages over which the largest one is remembered.
+SEEN_TOGETHER: Final = 100
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module, as a worker serves it.
+
+    Attributes:
+        name: Its name.
+        topology: The topology that its queue belongs to.
+        queue: The queue.
+        receive: Takes a message; returns the messages to publish for it.
+        prefetch: How many messages are taken from the queue before the first is acknowledged.
+        max_unconfirmed: How many messages may be in flight, unconfirmed.
+        timeout: Seconds without any confirm until the connection is given up; and without the
+            confirm of one message until that one is put into the levels, to be tried again.
+        retry_for: Seconds during which a message that its destination does not take is tried
+            again; after that, it is undeliverable.
+        signing_keys: What signs the messages that wait to be tried again; None: nothing does.
+        max_bytes: The largest message that is read. The broker dead-letters a larger one to
+            ``undeliverable``; it never takes memory here.
+        admit: Removes from a received message what its sender may not say; None: it may say all.
+    """
+
+    name: str
+    topology: Topology
+    queue: Queue
+    receive: Callable[[amqp.Message], Iterator[Outgoing]]
+    prefetch: int
+    max_unconfirmed: int
+    timeout: float
+    retry_for: float
+    signing_keys: SigningKeys | None = None
+    max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    admit: Callable[[amqp.Message], None] | None = None
+
+
+@dataclass(eq=False)
+class ModuleStatistics:
+    """Counts what a module does.
+
+    Attributes:
+        received: How many messages the module has received.
+        finished: How many of these it has acknowledged.
+        published: How many messages it has published, confirmed.
+        redelivered: How many messages it has put into the levels because their destination did not
+            take them.
+        undeliverable: How many messages it has put into ``undeliverable``, confirmed.
+        backlog: How many messages were ready in its queue when it was last asked.
+    """
+
+    received: int = 0
+    finished: int = 0
+    published: int = 0
+    redelivered: int = 0
+    undeliverable: int = 0
+    backlog: int = 0
+    _samples: deque[tuple[float, int, int]] = field(
+        default_factory=lambda: deque([(time.monotonic(), 0, 0)]), repr=False
+    )
+
+    def sample(self, backlog: int) -> None:
+        """Note how many messages are ready, and all counts; called every few seconds."""
+        self.backlog = backlog
+        now = time.monotonic()
+        self._samples.append((now, self.received, self.published))
+        while len(self._samples) > 2 and now - self._samples[1][0] > RATE_SPAN:
+            self._samples.popleft()
+
+    def status(self) -> dict[str, float]:
+        """Return all counts, and the rates per second over the last ten seconds or so."""
+        (begin, received, published), (end, *_) = self._samples[0], self._samples[-1]
+        seconds = max(time.monotonic() - begin, 0.001) if end > begin else RATE_SPAN
+        return {
+            "received": self.received,
+            "published": self.published,
+            "redelivered": self.redelivered,
+            "undeliverable": self.undeliverable,
+            "backlog": self.backlog,
+            "received_per_second": round((self.received - received) / seconds, 1),
+            "published_per_second": round((self.published - published) / seconds, 1),
+        }
+
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +152,48 @@ class Received:
     waits_for: str | None = None
     pending: int = 1
     settlement: Settlement = ACK
+
+
+class HeldBytes:
+    """The bytes of the messages that a consumer has taken and not finished.
+
+    RabbitMQ has no prefetch in bytes (https://www.rabbitmq.com/docs/specification). So a prefetch
+    count is derived from the largest of the latest messages.
+
+    Args:
+        budget: The bytes that may be held.
+
+    Attributes:
+        held: The bytes that are held.
+    """
+
+    def __init__(self, budget: int = MAX_HELD_BYTES) -> None:
+        self.held = 0
+        self._budget = budget
+        self._seen = 0
+        self._largest = self._largest_before = 0
+
+    def take(self, cost: int) -> bool:
+        """Return whether a message that has arrived is held; a single one always is."""
+        self._largest = max(self._largest, cost)
+        self._seen += 1
+        if self._seen == SEEN_TOGETHER:
+            self._largest_before, self._largest, self._seen = self._largest, 0, 0
+        has_room = not self.held or self.held + cost <= self._budget
+        if has_room:
+            self.held += cost
+        return has_room
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether half of the budget is free again."""
+        return self.held * 2 <= self._budget
+
+    @property
+    def fitting(self) -> int:
+        """How many messages of the largest size lately seen fit into half of the budget."""
+        largest = max(self._largest, self._largest_before, 1)
+        return max(self._budget // 2 // largest, 1)
 
 
 class Deliveries:

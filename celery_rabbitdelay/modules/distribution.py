@@ -23,10 +23,15 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import allowed
-from celery_rabbitdelay.modules.bounds import check_depth
 from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
+from celery_rabbitdelay.modules.limits import (
+    ANYWHERE,
+    DistributionReach,
+    check_depth,
+    not_allowed,
+    where_in_words,
+)
 from celery_rabbitdelay.publishing.message import (
     DEFAULT_MAX_MESSAGE_BYTES,
     WaitingMessage,
@@ -79,7 +84,7 @@ class Distribution:
     topology: Topology
     put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
     asked: Asked | None = None
-    reach: allowed.DistributionReach = allowed.ANYWHERE
+    reach: DistributionReach = ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
@@ -197,8 +202,8 @@ class Distribution:
 
     def _returned(self, message: WaitingMessage, queue: str) -> Outgoing:
         """Return a message for ``undeliverable`` that the delivery exchange has no binding for."""
-        reason = allowed.not_allowed(
-            f"{allowed.where_in_words('', queue)}, which the application does not name and which "
+        reason = not_allowed(
+            f"{where_in_words('', queue)}, which the application does not name and which "
             f"is not bound to {self.topology.delivery.name}"
         )
         undeliverable = self.topology.module_queues.undeliverable.exchange.name

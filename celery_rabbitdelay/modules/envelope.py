@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import InvalidEnvelope, UnprocessableMessage
 from celery_rabbitdelay.levels.headers import ENVELOPE, shortened
-from celery_rabbitdelay.modules.bounds import MAX_DEPTH, check_depth
+from celery_rabbitdelay.modules.limits import MAX_DEPTH, check_depth
 from celery_rabbitdelay.publishing.message import MESSAGE_PROPERTIES
 
 #: Maximum messages in an envelope.

@@ -30,7 +30,7 @@ from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_ex
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
-from celery_rabbitdelay.modules.bounds import check_delay
+from celery_rabbitdelay.modules.limits import check_delay
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,

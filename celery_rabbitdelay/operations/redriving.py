@@ -33,11 +33,15 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
-from celery_rabbitdelay.modules import client_tasks
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, where_in_words
-from celery_rabbitdelay.modules.bounds import check_delay, check_depth
+from celery_rabbitdelay.modules.checkin import checked_task
 from celery_rabbitdelay.modules.envelope import Envelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels
+from celery_rabbitdelay.modules.limits import (
+    AllowedDestinations,
+    check_delay,
+    check_depth,
+    where_in_words,
+)
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
@@ -222,7 +226,7 @@ class Redriving:
             own = own._replace(early=own.early._replace(until_ms=due.at_ms))
         redriven = received._replace(headers=own).having(expiration=None)
         if is_new and not self.trusts_clients:
-            redriven = client_tasks.checked(redriven)
+            redriven = checked_task(redriven)
         if self.topology.queue_type == "quorum" and own.priority is None:
             redriven = redriven.with_low_priority()
         needs = _needs_distribution(destination, redriven.headers)

@@ -21,7 +21,7 @@ from celery.worker.request import Request
 from celery.worker.state import revoked
 
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.modules import destinations
+from celery_rabbitdelay.modules import attempts
 from celery_rabbitdelay.registry import pauses
 
 #: Which of the numbers is what is added to the monotonic clock; the instant at which the clock
@@ -95,7 +95,7 @@ def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
         patch.object(pauses, "FRESH", 0.0),
         patch.object(pauses, "PER_SECOND", 1e-3),
         patch.object(pauses, "JITTER", 0.0),
-        patch.object(destinations, "ASK_AGAIN", 0.0),
+        patch.object(attempts, "ASK_AGAIN", 0.0),
         patch.object(Request, "maybe_expire", _maybe_expire),
     ):
         yield

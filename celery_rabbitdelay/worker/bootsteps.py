@@ -26,9 +26,9 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE
 from celery_rabbitdelay.modules.checkin import CheckIn
+from celery_rabbitdelay.modules.deliveries import Module
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import EarlyMessages
-from celery_rabbitdelay.modules.module import Module
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import (

@@ -33,7 +33,7 @@ from kombu.utils import json
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import shortened
-from celery_rabbitdelay.modules.client_tasks import is_read, may_be_version_1
+from celery_rabbitdelay.modules.checkin import is_read, may_be_version_1
 from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.wire import read_unreadable_properties

@@ -17,10 +17,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, Unproce
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
-from celery_rabbitdelay.modules.bounds import MAX_DEPTH
-from celery_rabbitdelay.modules.checkin import CheckIn
-from celery_rabbitdelay.modules.client_tasks import CANVAS
+from celery_rabbitdelay.modules.checkin import CANVAS, CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import (
     Envelope,
@@ -35,6 +32,7 @@ from celery_rabbitdelay.modules.forwarding import (
     encoded,
     to_undeliverable,
 )
+from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.redriving import Redriving
 from celery_rabbitdelay.publishing.kombu_internals import decompressed

@@ -18,10 +18,10 @@ from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.consumer import ModuleConsumer
+from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
+from celery_rabbitdelay.modules.service import ModuleConsumer
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer

@@ -9,7 +9,7 @@ import amqp
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.modules.bounds import MAX_HELD_BYTES
+from celery_rabbitdelay.modules.deliveries import MAX_HELD_BYTES
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.modules import OPEN, Client

@@ -15,8 +15,8 @@ from celery_rabbitdelay.exceptions import InvalidDelay, InvalidDestination, Read
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.operations import source as source_module
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.redriving import (

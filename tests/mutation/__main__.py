@@ -33,7 +33,7 @@ ELSEWHERE: Final = ("operations/undeliverable/redriving.py", "publishing/message
 
 #: Files of these rooms that talk to a broker, or run threads. ``modules/probe.py`` does so as well,
 #: but leaves the thread to ``modules/service.py``, and its unit tests give it a mock for a channel.
-NOT_PURE: Final = frozenset({"modules/consumer.py", "modules/deliveries.py", "modules/service.py"})
+NOT_PURE: Final = frozenset({"modules/deliveries.py", "modules/service.py"})
 
 #: How many mutants of a file are tried.
 PLACES: Final = 20

@@ -4,7 +4,7 @@ A file here for each room, ``ROOM.toml``, lists them::
 
     [[fault]]
     breaks = "A message is acknowledged only after it was confirmed."
-    file = "modules/consumer.py"
+    file = "modules/service.py"
     from = "the text in that file, which stands there once"
     to = "what breaks the promise"
     tests = "tests/integration/test_modules.py -k confirm"

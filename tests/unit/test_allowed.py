@@ -10,7 +10,7 @@ from kombu import Exchange, Queue, binding
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.destinations import checkin_destinations
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 
 QUEUES = (
     Queue("letters"),

@@ -21,11 +21,9 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destinati
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import LOGGED
 from celery_rabbitdelay.modules import attempts as attempts_module
-from celery_rabbitdelay.modules.attempts import Forwarder
-from celery_rabbitdelay.modules.deliveries import Received
-from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
+from celery_rabbitdelay.modules.attempts import AnswerTimes, Forwarder, MissingExchanges
+from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.message import Content, Publication, headers_of
 from celery_rabbitdelay.publishing.wire import REJECT
 from tests.unit.clock import Clock

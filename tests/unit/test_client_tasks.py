@@ -11,7 +11,7 @@ from celery import Celery
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.modules.client_tasks import CANVAS, NOT_TAKEN_OVER, checked
+from celery_rabbitdelay.modules.checkin import CANVAS, NOT_TAKEN_OVER, checked_task
 from celery_rabbitdelay.publishing.message import WaitingMessage
 
 NOTHING = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
@@ -38,7 +38,7 @@ def message(
 def test_a_plain_task_passes_without_reply_to(embed: Any, separators: tuple[str, str]) -> None:
     body = json.dumps([[1, "[{}]"], {"callbacks": EVIL}, embed], separators=separators)
     given = message(f" {body}\n".encode(), reply_to="somebody", priority=3)
-    kept = checked(given)
+    kept = checked_task(given)
     assert kept.properties == {"content_type": JSON, "priority": 3, "reply_to": None}
     assert (kept.body, kept.headers) == (given.body, given.headers)
 
@@ -58,20 +58,20 @@ def test_a_plain_task_passes_without_reply_to(embed: Any, separators: tuple[str,
 )
 def test_a_body_that_does_not_end_like_a_plain_one_is_refused(body: Any) -> None:
     with pytest.raises(UnprocessableMessage, match="all is null: see rabbitdelay_checkin_trusted"):
-        checked(message(body))
+        checked_task(message(body))
 
 
 @pytest.mark.parametrize("name", CANVAS)
 def test_a_header_that_a_worker_takes_for_them_is_refused(name: str) -> None:
     with pytest.raises(UnprocessableMessage, match=f"with {name}"):
-        checked(message([[], {}, {}], {"task": "t", "id": "1", name: EVIL}))
+        checked_task(message([[], {}, {}], {"task": "t", "id": "1", name: EVIL}))
 
 
 @pytest.mark.parametrize("name", ["celery.group", "celery.chord_unlock", None, 5, {}])
 def test_celerys_own_tasks_take_signatures_as_arguments(name: Any) -> None:
     for each in (message([[], {}, {}], {"task": name}), message({"task": name}, {})):
         with pytest.raises(UnprocessableMessage, match="keeps to itself"):
-            checked(each)
+            checked_task(each)
 
 
 TASK = {"task": "t"}
@@ -111,20 +111,20 @@ def test_what_might_be_a_task_and_cannot_be_read_is_refused(
     refused: WaitingMessage, why: str
 ) -> None:
     with pytest.raises(UnprocessableMessage, match=why):
-        checked(refused)
+        checked_task(refused)
 
 
 @pytest.mark.parametrize("spelled", ["task", "tas\\u006B", "\\u0074\\u0061\\u0073\\u006b"])
 def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> None:
     plain = f'{{"id": "1", "{spelled}" : "t", "callbacks": null}}'.encode()
-    assert checked(message(plain, {}, reply_to="x")).properties["reply_to"] is None
+    assert checked_task(message(plain, {}, reply_to="x")).properties["reply_to"] is None
     for name in CANVAS:
         evil = f'{{"{spelled}": "t", "{name}": [1]}}'.encode()
         with pytest.raises(UnprocessableMessage, match=f"with {name}"):
-            checked(message(evil, {}))
-    checked(message(plain.ljust(2**20), {}))
+            checked_task(message(evil, {}))
+    checked_task(message(plain.ljust(2**20), {}))
     with pytest.raises(UnprocessableMessage, match="has 1048577 bytes, more than 1048576"):
-        checked(message(plain.ljust(2**20 + 1), {}))
+        checked_task(message(plain.ljust(2**20 + 1), {}))
 
 
 @pytest.mark.parametrize(
@@ -140,14 +140,14 @@ def test_a_task_of_protocol_1_is_found_however_it_is_spelled(spelled: str) -> No
 )
 def test_what_is_no_task_passes_unchanged(body: bytes, content_type: str | None) -> None:
     given = message(body, {"mine": 1}, content_type, reply_to="caller")
-    assert checked(given) is given
+    assert checked_task(given) is given
 
 
 @pytest.mark.parametrize("encoding", [None, "", "utf-8", "UTF-8", "us-ascii", "binary"])
 def test_json_in_utf_8_passes_and_what_is_no_json_in_any_other(encoding: Any) -> None:
     given = message([[], {}, {}], content_encoding=encoding)
-    assert checked(given) is given
-    assert checked(message(b"-bbb", {}, "text/x-none", content_encoding="latin-1"))
+    assert checked_task(given) is given
+    assert checked_task(message(b"-bbb", {}, "text/x-none", content_encoding="latin-1"))
 
 
 @pytest.mark.parametrize("name", sorted(NOT_TAKEN_OVER))
@@ -156,8 +156,8 @@ def test_a_retry_takes_over_no_name_that_celery_or_rabbitmq_reads(name: str) -> 
     for taken in ({name: "x"}, {"headers": {name: "x"}}):
         for evil in (message([[], {}, {}], {**task, "headers": taken}), message(version_1, taken)):
             with pytest.raises(UnprocessableMessage):
-                checked(evil)
-    checked(message([[], {}, {}], {**task, "headers": {"sentry-trace": "x", "headers": {}}}))
+                checked_task(evil)
+    checked_task(message([[], {}, {}], {**task, "headers": {"sentry-trace": "x", "headers": {}}}))
 
 
 def test_the_names_that_celery_writes_are_among_these() -> None:

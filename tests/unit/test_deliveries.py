@@ -11,10 +11,13 @@ import pytest
 from kombu import Queue
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.bounds import HEADER_EXPANSION
-from celery_rabbitdelay.modules.deliveries import Deliveries
+from celery_rabbitdelay.modules.deliveries import (
+    HEADER_EXPANSION,
+    Deliveries,
+    Module,
+    ModuleStatistics,
+)
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.module import Module, ModuleStatistics
 from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE, Seen
 
 

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from celery_rabbitdelay.modules.destinations import AnswerTimes, MissingExchanges
+from celery_rabbitdelay.modules.attempts import AnswerTimes, MissingExchanges
 from tests.unit.clock import Clock
 
 #: How many messages a destination may have in flight at first, and at most if it is prompt.

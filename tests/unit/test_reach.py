@@ -17,10 +17,10 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.allowed import AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages
+from celery_rabbitdelay.modules.limits import AllowedDestinations, DistributionReach
 from tests.unit.strategies import destinations
 
 TOPOLOGY = Topology()

@@ -17,10 +17,10 @@ from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import ENVELOPE, UNREADABLE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import Outgoing, to_undeliverable
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.operations.redriving import Redriving
 from tests.unit.clock import Clock
 from tests.unit.waiting import waiting

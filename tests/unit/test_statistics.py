@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from celery_rabbitdelay.modules import module as statistics_module
-from celery_rabbitdelay.modules.module import ModuleStatistics
+from celery_rabbitdelay.modules import deliveries as statistics_module
+from celery_rabbitdelay.modules.deliveries import ModuleStatistics
 from tests.unit.clock import Clock
 
 

@@ -14,10 +14,10 @@ from celery_rabbitdelay.exceptions import LaterVersion
 from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import ENVELOPE, MESSAGE_VERSION, later_version
-from celery_rabbitdelay.modules.allowed import AllowedDestinations
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import Redelivery
+from celery_rabbitdelay.modules.limits import AllowedDestinations
 from celery_rabbitdelay.operations.conversion import Migration
 from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.operations.redriving import Redriving

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import bounds
+from celery_rabbitdelay.modules import limits
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import (
@@ -72,7 +72,7 @@ def after_failure(message: amqp.Message) -> WaitingMessage:
 
 def put_back(message: amqp.Message) -> WaitingMessage:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "MAX_DELAY", math.inf)
+        patch.setattr(limits, "MAX_DELAY", math.inf)
         patch.setattr(wall_clock, "source", lambda: -wall_clock.NS_PER_MS)
         early = EarlyMessages(TOPOLOGY, 0).put_back(waiting(message))
     assert early is not None

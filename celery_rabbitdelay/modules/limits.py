@@ -1,17 +1,29 @@
-"""Which queues and exchanges a module may publish to, whatever a message says. Pure."""
+"""What a message may reach, and what it may cost: destinations, bytes, nesting, delay. Pure.
+
+Anybody who may publish to check-in writes what a worker reads, in the main process of Celery. A
+message beyond a limit is refused at once, with a reason, and lies in ``undeliverable``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kombu import Queue
 
 from celery_rabbitdelay.exceptions import UnprocessableMessage
+from celery_rabbitdelay.levels.delay import MAX_DELAY
 from celery_rabbitdelay.levels.headers import shortened
+
+#: Tables and arrays within each other in the headers of a message. py-amqp reads and writes them by
+#: recursion: some 300 raise a RecursionError in a worker.
+MAX_DEPTH: Final = 32
+
+#: What AMQP's tables and arrays are in Python.
+_CONTAINERS: Final = (dict, list, tuple)
 
 #: Names of destinations for which a decision is remembered.
 REMEMBERED: Final = 4096
@@ -132,3 +144,42 @@ def where_in_words(exchange: str, routing_key: str) -> str:
 def not_allowed(where: str) -> str:
     """Return the reason why distribution does not publish a message."""
     return f"distribution may not reach {where}: see rabbitdelay_distribution_allowed"
+
+
+def check_delay(what: str, value: object, delay_ms: int) -> None:
+    """Refuse a delay that is too long.
+
+    Args:
+        what: Where the delay comes from, such as the name of a header.
+        value: Its value, which the error shows.
+        delay_ms: The delay, in milliseconds.
+
+    Raises:
+        UnprocessableMessage: It is longer than :data:`.MAX_DELAY`.
+    """
+    if delay_ms > MAX_DELAY * 1000:
+        raise UnprocessableMessage(
+            f"{what} is {shortened(value)}, which is more than the longest delay ahead, "
+            f"{MAX_DELAY:,.0f} s"
+        )
+
+
+def check_depth(headers: Mapping[str, Any]) -> None:
+    """Refuse headers that are nested too deep.
+
+    Raises:
+        UnprocessableMessage: More than :data:`MAX_DEPTH` tables or arrays are within each other.
+    """
+    layer: list[Any] = [headers]
+    for _ in range(MAX_DEPTH + 1):
+        layer = [
+            inner
+            for each in layer
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, _CONTAINERS)
+        ]
+        if not layer:
+            return
+    raise UnprocessableMessage(
+        f"its headers have more than {MAX_DEPTH} tables and arrays within each other"
+    )
