@@ -22,7 +22,6 @@ __all__ = [
     "DeclarationNotPermitted",
     "DeclarationRefused",
     "DelayTooLong",
-    "FileNotWritten",
     "InvalidColumn",
     "InvalidDelay",
     "InvalidDelayType",
@@ -543,20 +542,6 @@ class LaterVersion(UnprocessableMessage):
 
     A module puts it back into the levels, for a worker of that version.
     """
-
-
-class FileNotWritten(RabbitDelayError):
-    """The file for exported messages cannot be written.
-
-    Attributes:
-        path: Its path.
-        reason: Why, as the operating system says it.
-    """
-
-    path: str
-    reason: str
-
-    text: ClassVar = "{self.path} cannot be written: {self.reason}"
 
 
 class InvalidDestination(RabbitDelayError, ValueError):

@@ -85,7 +85,7 @@ BUILT_IN: Final = (
         group=f"{_PACKAGE}.schedules.addition:ScheduleSettings",
         settings=("beat",),
         methods={f"{_PACKAGE}.schedules.addition:HasSchedules": ("schedules",)},
-        consumer_steps=(f"{_PACKAGE}.schedules.bootstep:ScheduleStep",),
+        consumer_steps=(f"{_PACKAGE}.schedules.arrivals:ScheduleStep",),
     ),
     Entry(
         "metrics",

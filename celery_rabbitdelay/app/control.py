@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.seams import Addition, additions_of
-from celery_rabbitdelay.publishing.permissions import missing_permission
+from celery_rabbitdelay.publishing.refusals import missing_permission
 
 logger = logging.getLogger(__name__)
 

@@ -39,6 +39,8 @@ from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import check_complete, on_declared
 from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
+from celery_rabbitdelay.publishing.message import Publication
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -154,12 +156,11 @@ class RabbitDelay(Added, Delays):
             # permission for it.
             suppress(exceptions.MessageReturned, exceptions.MessageNotPermitted),
         ):
+            left = max(timeout - (time.monotonic() - began), MIN_TIMEOUT)
             publisher.publish(
                 # RabbitMQ holds a message back, if it blocks publishers, only for its body.
-                amqp.Message(b"check"),
-                lambda: (marker, ""),
-                timeout=max(timeout - (time.monotonic() - began), MIN_TIMEOUT),
-                resends=1,  # an idle connection may be lost
+                Publication.of(amqp.Message(b"check"), lambda: (marker, "")),
+                PublishPolicy(left, resends=1),  # an idle connection may be lost
                 declare=complete if self.settings.declare == "never" else None,
             )
 

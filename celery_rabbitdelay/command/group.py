@@ -41,7 +41,6 @@ COMMANDS: Final = {
     "show": "celery_rabbitdelay.registry.commands:show",
     "status": "celery_rabbitdelay.operations.status:status",
     "transfer": "celery_rabbitdelay.operations.move_commands:transfer",
-    "unbind": "celery_rabbitdelay.operations.verify:unbind",
     "undeliverable": "celery_rabbitdelay.operations.undeliverable_commands:undeliverable",
     "verify": "celery_rabbitdelay.operations.verify:verify",
     "web": "celery_rabbitdelay.web.command:web",

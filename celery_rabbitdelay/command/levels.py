@@ -111,25 +111,25 @@ def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **opti
             declaration.refuse_to_lose(topology, found)
         counts = {name: each for name, each in found.items() if each is not None}
         waiting = {name: each.messages for name, each in counts.items() if each.messages}
-        messages = sum(waiting.values())
         consumers = sum(each.consumers for each in counts.values())
-        exists = bool(exchanges or counts)
-        if not shared.as_json() and not exists:
-            click.echo(f"Nothing of {topology.prefix} exists")
-        elif not shared.as_json():
-            click.echo(f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues")
-            if messages:
-                click.echo(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
+        lines = [f"Nothing of {topology.prefix} exists"]
+        if deleted := bool(exchanges or counts):
+            lines = [f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues"]
+            if messages := sum(waiting.values()):
+                lines.append(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
             if consumers:
-                click.echo(
+                lines.append(
                     f"{consumers} consumers: workers run, and what they hold is lost. Those that "
                     "use these levels declare them again; stop them first"
                 )
-        deleted = exists and not dry_run
-        if deleted and not yes:
-            _ask(topology.prefix, messages)
+            deleted = not dry_run
+            if deleted and not yes:
+                click.echo("\n".join(lines))
+                lines = []
+                _ask(topology.prefix, messages)
         if deleted:
             declaration.delete(connection, topology, force=force)
+            lines.append("Deleted")
     told = {
         "prefix": topology.prefix,
         "fingerprint": topology.identity.fingerprint,
@@ -140,7 +140,7 @@ def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **opti
         "waiting": waiting,
         "consumers": consumers,
     }
-    shared.answer(told, ["Deleted"] if deleted else [])
+    shared.answer(told, lines)
 
 
 def _with_held(

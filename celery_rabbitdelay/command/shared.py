@@ -27,26 +27,32 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import delay, shown_url, wall_clock
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.kombu_internals import check_tls
-from celery_rabbitdelay.publishing.permissions import is_limit_reached, reason_of
+from celery_rabbitdelay.publishing.refusals import is_limit_reached, reason_of
 
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]
 
-#: Where click's context keeps whether the option ``--json`` is given.
+#: Where click's context keeps whether ``--json`` and ``--traceback`` are given.
 _JSON: Final = "celery_rabbitdelay.json"
-
-
-#: The same for the option ``--traceback``.
 _TRACEBACK: Final = "celery_rabbitdelay.traceback"
 
 
-def _keep(context: click.Context, option: click.Parameter, is_given: bool) -> None:
-    context.meta[_JSON] = is_given
+def _flag(*names: str, key: str, text: str) -> _Decorator:
+    """Return an option that no command takes as an argument; click's context keeps it."""
+    return click.option(
+        *names,
+        is_flag=True,
+        expose_value=False,
+        callback=lambda context, option, is_given: context.meta.update({key: is_given}),
+        help=text,
+    )
 
 
-#: Spelled as in Celery's own commands. No command takes it as an argument; see :func:`as_json`.
-_json_option: Final = click.option(
-    "-j", "--json", is_flag=True, expose_value=False, callback=_keep, help="Print one JSON object."
+#: Spelled as in Celery's own commands; see :func:`as_json`.
+_json_option: Final = _flag("-j", "--json", key=_JSON, text="Print one JSON object.")
+
+traceback_option: Final = _flag(
+    "--traceback", key=_TRACEBACK, text="Print an error with its traceback."
 )
 
 
@@ -95,15 +101,6 @@ class Commands(click.Group):
             else:
                 text = f"{type(error).__name__}: {error}; --traceback shows where it comes from"
             fail(error, text, EX_UNAVAILABLE if isinstance(error, BROKER_ERRORS) else FAILED)
-
-
-traceback_option: Final = click.option(
-    "--traceback",
-    is_flag=True,
-    expose_value=False,
-    callback=lambda context, option, is_given: context.meta.update({_TRACEBACK: is_given}),
-    help="Print an error with its traceback.",
-)
 
 
 def command(**attributes: Any) -> Callable[[_Function], click.Command]:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
-from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Final
 
-from amqp.exceptions import AMQPError
 from celery import signals
 from celery.concurrency.prefork import TaskPool
 from celery.utils.log import get_logger
 from celery.worker.components import Pool
-from kombu import Connection
-from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.app.instruments import opentelemetry_is_set_up
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics import instruments
 from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
 from celery_rabbitdelay.metrics.settings import MetricsSettings
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of, module_queues
-from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.publish_loop import BLOCKED
-from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.publishing.reading import Broker, Readings
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, why_not_consuming
 
 if TYPE_CHECKING:
@@ -47,7 +40,7 @@ _HOST: Final = "127.0.0.1"
 
 #: Seconds for which an answer of the broker is good enough, and for which it is served at all.
 FRESH: Final = 5.0
-STALE: Final = 60.0
+STALE: Final = timedelta(seconds=60)
 
 #: Seconds that a scrape waits for a new answer.
 PATIENCE: Final = 1.0
@@ -110,10 +103,11 @@ class ServeMetrics(RabbitMQStep):
         if self._port is None and not opentelemetry_is_set_up():
             return
         signals.worker_shutdown.connect(self._close, sender=worker)
-        reader = BacklogReader(worker.app.connection_for_write(), delays.topology)
-        self._at_end.callback(reader.stop)
+        broker = Broker(worker.app.connection_for_write(), TIMEOUT)
+        self._at_end.callback(broker.close)
+        look = partial(broker.ask, partial(backlog_of, topology=delays.topology))
         metrics: Metrics = delays.recorder.metrics
-        metrics.observe(partial(observed, worker, reader))
+        metrics.observe(partial(observed, worker, Readings(look, FRESH, PATIENCE)))
         self._at_end.callback(metrics.observe)
         if self._children is not None:
             self._children.start()
@@ -149,12 +143,12 @@ class ServeMetrics(RabbitMQStep):
         self._at_end.close()
 
 
-def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
+def observed(worker: Any, backlogs: Readings[Backlog]) -> Iterator[Sample]:
     """Yield what a worker knows at the moment, and does not record as it happens.
 
     Args:
         worker: The worker.
-        reader: Asks the broker.
+        backlogs: Asks the broker what waits.
     """
     services: list[Service] = worker.rabbitdelay_services
     for service in tuple(services):
@@ -170,7 +164,8 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
             for level, missing in dict(service.missing).items():
                 yield instruments.PROBE_MISSING, (level,), missing
     delays = worker.app.rabbitdelay
-    if (backlog := reader.read()) is not None:
+    backlog, taken, _ = backlogs.latest()
+    if backlog is not None and taken is not None and wall_clock.now() - taken <= STALE:
         queues = module_queues(delays.topology)
         for name, counts in backlog.others.items():
             yield instruments.BACKLOG, (queues[name].name,), counts.messages
@@ -179,67 +174,6 @@ def observed(worker: Any, reader: BacklogReader) -> Iterator[Sample]:
         yield instruments.MISSING_QUEUES, (), len(backlog.missing)
     for instrument, look_up in list(delays.recorder.gauges.items()):
         yield instrument, (), look_up()
-
-
-class BacklogReader:
-    """Asks the broker how many messages wait, on a connection of its own, if somebody reads it.
-
-    It asks in a thread, so that a broker that does not answer holds up nobody for longer than
-    :data:`PATIENCE`. An answer serves everybody for :data:`FRESH` seconds; where a new one takes
-    longer, the former one is served until it is :data:`STALE`.
-
-    Args:
-        connection: Template for the connection.
-        topology: The topology; nothing is declared.
-    """
-
-    def __init__(self, connection: Connection, topology: Topology) -> None:
-        # Without heartbeats: nobody may ask for longer than they allow.
-        self._connection = connection.clone(heartbeat=0)
-        self._topology = topology
-        self._lock = Lock()
-        self._asking: Thread | None = None
-        self._asked_at = self._answered_at = -STALE
-        self._backlog: Backlog | None = None
-        self._failures = WarningLimit(logger, "Looks at what waits on the broker", HOUR)
-
-    def read(self) -> Backlog | None:
-        """Return what waits; None if the broker has not answered for a while."""
-        with self._lock:
-            asking = self._asking
-            is_asked = asking is not None and asking.is_alive()
-            if asking is None or (not is_asked and time.monotonic() - self._asked_at >= FRESH):
-                self._asked_at = time.monotonic()
-                asking = self._asking = _started(self._ask)
-        asking.join(PATIENCE)
-        return self._backlog if time.monotonic() - self._answered_at <= STALE else None
-
-    def stop(self) -> None:
-        """Close the connection, unless the broker does not answer."""
-        if self._asking is not None:
-            self._asking.join(PATIENCE)
-            if not self._asking.is_alive():
-                _started(self._connection.release).join(PATIENCE)
-
-    def _ask(self) -> None:
-        try:
-            connect(self._connection)
-            with Wire(self._connection).answers_within(TIMEOUT):
-                self._backlog = backlog_of(self._connection, self._topology)
-        except (OperationalError, AMQPError, OSError) as error:
-            # Without AMQP's handshake, since the broker may not be answering.
-            drop_connection(self._connection)
-            if self._failures.allows():
-                logger.warning("The metrics lack what waits on the broker: %s", error)
-        else:
-            self._answered_at = time.monotonic()
-            self._failures.forget()
-
-
-def _started(work: Callable[[], object]) -> Thread:
-    thread = Thread(target=work, name="rabbitdelay-backlog", daemon=True)
-    thread.start()
-    return thread
 
 
 def with_health(metrics: WSGIApplication, worker: Any) -> WSGIApplication:

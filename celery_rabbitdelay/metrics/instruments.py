@@ -53,7 +53,7 @@ MISSING_QUEUES: Final = gauge(
 DEFINED_IN: Final = (
     "celery_rabbitdelay.app.instruments",
     "celery_rabbitdelay.registry.instruments",
-    "celery_rabbitdelay.schedules.occurrence",
+    "celery_rabbitdelay.schedules.recurrence",
     __name__,
 )
 

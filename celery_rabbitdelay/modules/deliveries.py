@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import amqp
@@ -28,8 +27,10 @@ from celery_rabbitdelay.publishing.wire import (
     settle_frames,
 )
 
-#: Seconds over which a rate is taken.
-RATE_SPAN: Final = 10.0
+logger = logging.getLogger(__name__)
+
+#: The maximum prefetch count of AMQP, a 16-bit number.
+MAX_PREFETCH: Final = 65_535
 
 #: Bytes of received messages that a module holds, and bytes that it has in flight, unless a single
 #: message has more.
@@ -88,7 +89,6 @@ class ModuleStatistics:
         redelivered: How many messages it has put into the levels because their destination did not
             take them.
         undeliverable: How many messages it has put into ``undeliverable``, confirmed.
-        backlog: How many messages were ready in its queue when it was last asked.
     """
 
     received: int = 0
@@ -96,38 +96,10 @@ class ModuleStatistics:
     published: int = 0
     redelivered: int = 0
     undeliverable: int = 0
-    backlog: int = 0
-    _samples: deque[tuple[float, int, int]] = field(
-        default_factory=lambda: deque([(time.monotonic(), 0, 0)]), repr=False
-    )
 
-    def sample(self, backlog: int) -> None:
-        """Note how many messages are ready, and all counts; called every few seconds."""
-        self.backlog = backlog
-        now = time.monotonic()
-        self._samples.append((now, self.received, self.published))
-        while len(self._samples) > 2 and now - self._samples[1][0] > RATE_SPAN:
-            self._samples.popleft()
-
-    def status(self) -> dict[str, float]:
-        """Return all counts, and the rates per second over the last ten seconds or so."""
-        (begin, received, published), (end, *_) = self._samples[0], self._samples[-1]
-        seconds = max(time.monotonic() - begin, 0.001) if end > begin else RATE_SPAN
-        return {
-            "received": self.received,
-            "published": self.published,
-            "redelivered": self.redelivered,
-            "undeliverable": self.undeliverable,
-            "backlog": self.backlog,
-            "received_per_second": round((self.received - received) / seconds, 1),
-            "published_per_second": round((self.published - published) / seconds, 1),
-        }
-
-
-logger = logging.getLogger(__name__)
-
-#: The maximum prefetch count of AMQP, a 16-bit number.
-MAX_PREFETCH: Final = 65_535
+    def status(self) -> dict[str, int]:
+        """Return the counts that the worker's status shows."""
+        return {name: count for name, count in vars(self).items() if name != "finished"}
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -52,6 +52,9 @@ DICTIONARY: Final = (
     b'\0\0\0b{"headers":{"id":"'
 )
 
+#: How hard an envelope is compressed: higher costs more time than it saves bytes.
+COMPRESSION: Final = 1
+
 #: The properties that a message in an envelope may have, in AMQP's order.
 _PROPERTIES: Final = tuple(name for name in MESSAGE_PROPERTIES if name != "application_headers")
 
@@ -106,11 +109,8 @@ class Envelope(NamedTuple):
     headers: Mapping[str, Any] = {}
     properties: Mapping[str, Any] = {}
 
-    def pack(self, level: int = 6) -> bytes:
+    def pack(self) -> bytes:
         """Return the body of a message that holds all of these.
-
-        Args:
-            level: How hard to compress, 0 (not at all) to 9.
 
         Raises:
             InvalidEnvelope: There are too many, or a header cannot be written as JSON.
@@ -121,7 +121,7 @@ class Envelope(NamedTuple):
             )
         blocks = [shared_block(self.headers, self.properties)]
         blocks += [item.length_prefixed() for item in self.items]
-        return compressed(b"".join(blocks), level)
+        return compressed(b"".join(blocks))
 
     @classmethod
     def unpack(cls, body: bytes) -> Envelope:
@@ -189,7 +189,6 @@ class _Blocks:
     def __init__(self, compressed: bytes) -> None:
         self._chunks = _decompressed(compressed)
         self._buffer = bytearray()
-        self._at = 0
 
     def next_block(self, most: int, what: str) -> bytes | None:
         """Return the next block; None at the end.
@@ -201,33 +200,26 @@ class _Blocks:
         Raises:
             InvalidEnvelope: It is larger, or the stream ends within it or cannot be read.
         """
-        if not self._fill(_LENGTH.size):
-            if len(self._buffer) == self._at:
-                return None
+        length = self._read(_LENGTH.size)
+        if not length:
+            return None
+        if len(length) < _LENGTH.size:
             raise InvalidEnvelope("it ends in the middle of a length")
-        (size,) = _LENGTH.unpack_from(self._buffer, self._at)
-        if size > MAX_ENVELOPE_BYTES:
-            raise InvalidEnvelope(f"a block claims {size} bytes, which end behind the envelope")
+        (size,) = _LENGTH.unpack(length)
         if size > most:
             raise InvalidEnvelope(f"a {what} of {size} bytes is in it, more than {most}")
-        self._at += _LENGTH.size
-        if not self._fill(size):
+        block = self._read(size)
+        if len(block) < size:
             raise InvalidEnvelope("it ends in the middle of a block")
-        block = bytes(memoryview(self._buffer)[self._at : self._at + size])
-        self._at += size
         return block
 
-    def _fill(self, size: int) -> bool:
-        """Decompress until there are this many bytes; return whether there are."""
-        while len(self._buffer) - self._at < size:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return False
-            if self._at:
-                del self._buffer[: self._at]
-                self._at = 0
+    def _read(self, size: int) -> bytes:
+        """Return the next bytes; fewer at the end."""
+        while len(self._buffer) < size and (chunk := next(self._chunks, b"")):
             self._buffer += chunk
-        return True
+        read = bytes(memoryview(self._buffer)[:size])
+        del self._buffer[:size]
+        return read
 
 
 def length_prefixed(block: bytes) -> bytes:
@@ -253,22 +245,21 @@ def shared_block(
         InvalidEnvelope: A value cannot be written as JSON.
     """
     copies = _written(copied_headers, copied_properties)
-    return length_prefixed(_to_json(headers, properties, **({"copies": copies} if copies else {})))
+    return length_prefixed(_to_json(headers, properties, copies=copies))
 
 
-def compressed(blocks: bytes, level: int) -> bytes:
+def compressed(blocks: bytes) -> bytes:
     """Return the body of an envelope whose blocks are written already.
 
     Args:
         blocks: The shared block, then the two blocks of each message.
-        level: How hard to compress, 0 (not at all) to 9.
 
     Raises:
         InvalidEnvelope: There are too many bytes.
     """
     if len(blocks) > MAX_ENVELOPE_BYTES:
         raise InvalidEnvelope(f"{len(blocks)} bytes are more than {MAX_ENVELOPE_BYTES}")
-    stream = zlib.compressobj(level, zdict=DICTIONARY)
+    stream = zlib.compressobj(COMPRESSION, zdict=DICTIONARY)
     return stream.compress(blocks) + stream.flush()
 
 
@@ -313,8 +304,12 @@ def _written(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[
     return {name: dict(part) for name, part in parts.items() if part}
 
 
-def _to_json(headers: Mapping[str, Any], properties: Mapping[str, Any], **more: Any) -> bytes:
-    written = {**_written(headers, properties), **more}
+def _to_json(
+    headers: Mapping[str, Any], properties: Mapping[str, Any], copies: Mapping[str, Any] = {}
+) -> bytes:
+    written = _written(headers, properties)
+    if copies:
+        written["copies"] = copies
     try:
         return json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:

@@ -19,7 +19,7 @@ from celery_rabbitdelay.levels.routing_key import PROBES
 from celery_rabbitdelay.levels.topology import PROBE, Route, Topology
 from celery_rabbitdelay.modules.service import Service
 from celery_rabbitdelay.publishing.kombu_internals import find_queues
-from celery_rabbitdelay.publishing.permissions import permissions_named
+from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire
 
 logger = logging.getLogger(__name__)

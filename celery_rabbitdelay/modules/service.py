@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
@@ -27,16 +27,18 @@ from celery_rabbitdelay.modules.deliveries import (
     Received,
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
-from celery_rabbitdelay.publishing.declaration import connect, opened_channel
-from celery_rabbitdelay.publishing.kombu_internals import drop_connection, find_exchanges
+from celery_rabbitdelay.publishing.declaration import opened_channel
+from celery_rabbitdelay.publishing.kombu_internals import connect, drop_connection, find_exchanges
 from celery_rabbitdelay.publishing.message import Publication
-from celery_rabbitdelay.publishing.permissions import permissions_named
 from celery_rabbitdelay.publishing.publish_loop import (
     PublishLoop,
     PublishPolicy,
     unwrap_callers_errors,
 )
+from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
+
+logger = logging.getLogger(__name__)
 
 #: Received messages that are unpacked in turns: one may be an envelope of many megabytes.
 UNPACKED_AT_ONCE: Final = 4
@@ -63,11 +65,12 @@ FRAMES: Final = 300
 #: Seconds that the thread waits for a frame before it checks whether it is to stop.
 READ_TIMEOUT: Final = 0.2
 
-#: Seconds between two samples of how many messages are ready.
-SAMPLE_EVERY: Final = 2.0
 
-#: Seconds that a sample may take; if no answer comes by then, it is left out.
-SAMPLE_TIMEOUT: Final = 1.0
+#: Seconds that a stopping worker waits for the thread to finish the messages it has begun.
+STOP_TIMEOUT: Final = 10.0
+
+#: Seconds from the loss of a connection to the first attempt to connect again, and the longest.
+RECONNECT_PAUSES: Final = (0.5, 10.0)
 
 
 class ConnectionStuck(Exception):
@@ -76,13 +79,9 @@ class ConnectionStuck(Exception):
     They count as silent then, so that the next connection does not get stuck.
     """
 
-    def __init__(self, destinations: Sequence[str]) -> None:
-        super().__init__(destinations)
-        self.destinations = destinations
 
-    def __str__(self) -> str:
-        names = ", ".join(self.destinations[:3])
-        return f"the broker answers nothing because of {names}"
+#: Other errors that are logged without a traceback.
+EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
 class ModuleConsumer:
@@ -97,27 +96,17 @@ class ModuleConsumer:
     ``undeliverable``.
 
     Args:
-        module: The module.
+        service: What serves the module.
         connection: A connection that is open; see :func:`.reading_unreadable_properties`.
-        statistics: Where to count what is done.
-        stopping: Set once no more messages are to be taken.
-        silent: Destinations that have not answered on former connections; it is updated.
         careful: Whether to take one message at a time while messages are redelivered.
     """
 
     def __init__(
-        self,
-        module: Module,
-        connection: Connection,
-        statistics: ModuleStatistics,
-        stopping: Event,
-        silent: set[str | None] | None = None,
-        careful: bool = True,
+        self, service: ModuleService, connection: Connection, careful: bool = True
     ) -> None:
-        self._module = module
+        self._module = module = service.module
         self._connection = connection
-        self._statistics = statistics
-        self._stopping = stopping
+        self._stopping = service.stopping
         self._careful = careful
         policy = PublishPolicy(module.timeout, None, NACK_PAUSES, module.max_unconfirmed)
         self._loop = PublishLoop(self._next, policy, self._done)
@@ -125,22 +114,17 @@ class ModuleConsumer:
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._wire.receive_ahead()
-        self._deliveries = Deliveries(connection, module, statistics)
+        self._deliveries = Deliveries(connection, module, service.statistics)
         #: Received messages for which messages are published, in turns.
         self._unpacking: deque[Received] = deque()
         self._published = 0
         #: Since when all of these wait for answers about their destinations.
         self._held_up_since: float | None = None
         self._attempts = Forwarder(
-            module,
-            statistics,
-            self._exists,
-            self._wire.frame_max,
-            set() if silent is None else silent,
+            module, service.statistics, self._exists, self._wire.frame_max, service.silent
         )
         #: What the module's prefetch and window are multiplied by; 0: one message at a time.
         self._growth = 0
-        self._sampled_at = 0.0
 
     @unwrap_callers_errors()
     def serve(self) -> bool:
@@ -187,12 +171,11 @@ class ModuleConsumer:
             # Only after the read: answers may lie in the socket if other greenlets ran for long.
             silent_for, answer_times = self._loop.silent_for, self._attempts.answer_times
             if silent_for >= SILENCE and (stuck := answer_times.give_up_if_stuck(silent_for)):
-                raise ConnectionStuck(stuck)
+                names = ", ".join(stuck[:3])
+                raise ConnectionStuck(f"the broker answers nothing because of {names}")
         else:
             # The end of the alarm is waited for, however long it takes.
             self._loop.excuse(time.monotonic() - began)
-        if time.monotonic() - self._sampled_at >= SAMPLE_EVERY and channel.blocked is None:
-            self._sample()
 
     def _after_close(self, closed: ChannelError) -> None:
         """Go on with another channel if the broker has closed the one that publishes."""
@@ -289,32 +272,6 @@ class ModuleConsumer:
         if in_its_place is not None:
             self._loop.send_first(in_its_place)
         self._deliveries.settle(publication.context.received)
-
-    def _sample(self) -> None:
-        self._sampled_at = time.monotonic()
-        channel = self._deliveries.channel
-        try:
-            with self._wire.answers_within(SAMPLE_TIMEOUT):
-                ready = channel.queue_declare(self._module.queue.name, passive=True).message_count
-        except TimeoutError:
-            # Not an error: a longer wait would hide that the connection is stuck, and py-amqp drops
-            # a late answer. But time may have run out while it opened a closed channel again.
-            if not (self._loop.channel.open and channel.is_open):
-                raise
-        else:
-            self._statistics.sample(ready)
-
-
-logger = logging.getLogger(__name__)
-
-#: Seconds that a stopping worker waits for the thread to finish the messages it has begun.
-STOP_TIMEOUT: Final = 10.0
-
-#: Seconds from the loss of a connection to the first attempt to connect again, and the longest.
-RECONNECT_PAUSES: Final = (0.5, 10.0)
-
-#: Other errors that are logged without a traceback.
-EXPECTED: Final = (PermissionMissing, PublishError, ConnectionStuck)
 
 
 class Service(ABC):
@@ -415,6 +372,7 @@ class ModuleService(Service):
     Attributes:
         module: The module.
         statistics: The counts of its messages.
+        silent: Destinations that have not answered, on any connection.
     """
 
     module: Module
@@ -423,8 +381,7 @@ class ModuleService(Service):
     on_lost: Callable[[], None]
     statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
     stopping: Event = field(default_factory=Event)
-    #: Destinations that have not answered, on any connection.
-    _silent: set[str | None] = field(default_factory=set)
+    silent: set[str | None] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.name, self.timeout = self.module.name, self.module.timeout
@@ -440,14 +397,7 @@ class ModuleService(Service):
 
     def _serve_on(self, connection: Connection) -> bool:
         logger.info("%s: serving the queue %s.", self.name, self.module.queue.name)
-        consumer = ModuleConsumer(
-            self.module,
-            connection,
-            self.statistics,
-            self.stopping,
-            self._silent,
-            # Messages may be redelivered because one of them has crashed a worker.
-            careful=not isinstance(self._lost, ConnectionStuck),
-        )
+        # Messages may be redelivered because one of them has crashed a worker.
+        careful = not isinstance(self._lost, ConnectionStuck)
         with permissions_named():
-            return consumer.serve()
+            return ModuleConsumer(self, connection, careful).serve()

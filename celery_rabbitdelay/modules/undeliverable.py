@@ -7,25 +7,22 @@ stops, newest first, and its routing key, which together say where it should hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from itertools import compress, count
+from typing import Any
 
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.levels.headers import UNREADABLE, is_int, later_version, shortened
+from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.levels.headers import UNREADABLE, later_version, shortened
 from celery_rabbitdelay.levels.routing_key import (
     DISTRIBUTION,
     decode_destination,
     encode_destination,
 )
-from celery_rabbitdelay.levels.topology import Binding, Topology
-from celery_rabbitdelay.publishing.destination import topic_matches
+from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
-
-#: The last millisecond that a datetime can express, of the year 9999.
-_LAST_MS: Final = milliseconds_of(datetime.max.replace(tzinfo=UTC))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +61,30 @@ def examine(
         routing_key: ``message.delivery_info["routing_key"]``. Only a message that never was in a
             queue of the levels needs it: its headers do not say where it was published.
     """
-    reader = _HeaderReader(headers)
-    last_stop, key, cause = reader.death()
-    by_broker = _by_broker(topology, last_stop, cause)
+    said, problems = header_names.parse(headers)
+    last_stop, key, cause, died = _last_death(headers, problems)
     key = key if key is not None else routing_key
-    queue = reader.text(header_names.QUEUE)
-    word = key.split(".")[-1] if key else ""
+    queue, word = said.queue, key.split(".")[-1] if key else ""
     if queue is None and word not in ("", encode_destination(DISTRIBUTION)):
         queue = decode_destination(word)
-    due, since = reader.instant(header_names.DUE), reader.since()
-    task_id, task = reader.text("id"), reader.text("task")
+    task_id, task, unreadable = (
+        _text(headers, name, problems) for name in ("id", "task", UNREADABLE)
+    )
+    # py-amqp returns naive datetimes in UTC.
+    since = died.replace(tzinfo=UTC) if isinstance(died, datetime) else None
+    if said.failures is not None:
+        since = _instant(said.failures.since_ms, header_names.FAILED_SINCE, problems)
     reason = (
         # First: a message that no module has put here may have any headers of its sender.
-        by_broker
-        or reader.text(header_names.REASON)
-        or reader.unreadable_properties()
+        _by_broker(topology, last_stop, cause)
+        or said.reason
+        or (unreadable and f"its properties cannot be read: {unreadable}")
         or _reason(topology, last_stop, key, queue)
     )
+    due = _instant(said.due_ms, header_names.DUE, problems)
     later = later_version(headers, None)
     notes = [later] if later is not None and later not in reason else []
-    reasons = "; ".join([reason, *notes, *reader.unreadable])
+    reasons = "; ".join([reason, *notes, *problems.values()])
     return Undeliverable(
         _printable(task_id),
         _printable(task),
@@ -100,69 +101,38 @@ def _printable(text: str | None) -> str | None:
     return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
-class _HeaderReader:
-    """Reads headers that anybody may have written, and notes what cannot be read.
+def _text(headers: Mapping[str, Any], name: str, problems: dict[str, str]) -> str | None:
+    """Return a header that should be a text; None if it is missing or something else."""
+    value = headers.get(name)
+    if value is None or isinstance(value, str):
+        return value or None
+    problems[name] = f"its header {name} is {shortened(value)}, not a text"
+    return None
 
-    Attributes:
-        unreadable: A text for each invalid header: its name, its value, what was expected.
-    """
 
-    def __init__(self, headers: Mapping[str, Any]) -> None:
-        self._headers = headers
-        self.unreadable: list[str] = []
-        deaths = headers.get("x-death")
-        newest = deaths[0] if isinstance(deaths, list) and deaths else None
-        self._newest_death: Mapping[str, Any] = newest if isinstance(newest, Mapping) else {}
-        if deaths and not isinstance(newest, Mapping):
-            self._note("x-death", deaths, "a list of tables")
-
-    def text(self, name: str) -> str | None:
-        """Return a header that should be a text; None if it is missing or something else."""
-        value = self._headers.get(name)
-        if value is None or isinstance(value, str):
-            return value or None
-        self._note(name, value, "a text")
+def _instant(at_ms: int | None, name: str, problems: dict[str, str]) -> datetime | None:
+    try:
+        return None if at_ms is None else instant_of(at_ms)
+    except OverflowError:
+        problems[name] = f"its header {name} is {at_ms}, not an instant before the year 10000"
         return None
 
-    def instant(self, name: str) -> datetime | None:
-        """Return a header in milliseconds since 1970; None if it is missing or no datetime."""
-        value = self._headers.get(name)
-        if value is None:
-            return None
-        if not is_int(value, 0, _LAST_MS):
-            self._note(name, value, "an instant before the year 10000")
-            return None
-        return instant_of(value)
 
-    def since(self) -> datetime | None:
-        """Return when a module first failed to deliver it, or when it left its last stop."""
-        failed = self.instant(header_names.FAILED_SINCE)
-        if failed is not None:
-            return failed
-        died = self._newest_death.get("time")
-        # py-amqp returns naive datetimes in UTC.
-        return died.replace(tzinfo=UTC) if isinstance(died, datetime) else None
-
-    def unreadable_properties(self) -> str | None:
-        """Return why the message could not be read, if so."""
-        why = self.text(UNREADABLE)
-        return None if why is None else f"its properties cannot be read: {why}"
-
-    def death(self) -> tuple[str | None, str | None, object]:
-        """Return the queue that the message was dead-lettered from last, its key, and why."""
-        newest = self._newest_death
-        stop, keys = newest.get("queue"), newest.get("routing-keys")
-        key = keys[0] if isinstance(keys, list) and keys else keys or None
-        if not isinstance(stop, str | None) or not isinstance(key, str | None):
-            self._note("x-death", newest, "a queue and its routing keys")
-            return None, None, None
-        if key and len(key.encode(errors="surrogatepass")) > MAX_SHORTSTR_BYTES:
-            self._note("x-death", key, "a routing key that AMQP can carry")
-            key = None
-        return stop or None, key, newest.get("reason")
-
-    def _note(self, name: str, value: object, expected: str) -> None:
-        self.unreadable.append(f"its header {name} is {shortened(value)}, not {expected}")
+def _last_death(
+    headers: Mapping[str, Any], problems: dict[str, str]
+) -> tuple[str | None, str | None, object, object]:
+    """Return where, with which key, why and when the broker has dead-lettered a message last."""
+    deaths = headers.get("x-death")
+    newest = deaths[0] if isinstance(deaths, list) and deaths else deaths or {}
+    is_table = isinstance(newest, Mapping) and isinstance(deaths, list | None)
+    stop, keys = (newest.get("queue"), newest.get("routing-keys")) if is_table else (None, None)
+    key = keys[0] if isinstance(keys, list) and keys else keys or None
+    is_text = isinstance(stop, str | None) and isinstance(key, str | None)
+    is_long = is_text and len((key or "").encode(errors="surrogatepass")) > MAX_SHORTSTR_BYTES
+    if not is_table or not is_text or is_long:
+        problems["x-death"] = f"its header x-death is {shortened(deaths)}, not RabbitMQ's own"
+        return None, None, None, None
+    return stop or None, key, newest.get("reason"), newest.get("time")
 
 
 def _by_broker(topology: Topology, last_stop: str | None, cause: object) -> str | None:
@@ -191,52 +161,36 @@ def _reason(topology: Topology, last_stop: str | None, key: str | None, queue: s
         return f"{modules.meditated.name} had no binding to {modules.checkin.name}"
     if key is None:
         return "it was not dead-lettered by a level queue, and no routing key was given"
+    try:
+        start, following = _gap(topology, last_stop, key)
+    except (LookupError, ValueError):
+        where = f"it came out of {last_stop}, and " if last_stop else ""
+        return f"{where}its routing key {key!r} does not belong to this layout"
+    delivery = topology.delivery.name
+    gap = f"a binding is missing between {start} and {following}"
+    if following != delivery:
+        return gap
+    if key.split(".")[-1] == encode_destination(DISTRIBUTION):
+        return f"a binding is missing between {start} and {modules.distribution.name}"
+    unbound = f"no queue {queue!r} is bound to {delivery}"
+    return unbound if start == delivery else f"{unbound}, or {gap}"
+
+
+def _gap(topology: Topology, last_stop: str | None, key: str) -> tuple[str, str]:
+    """Return the exchange behind a stop, and the next stop; if there is none, delivery.
+
+    Raises:
+        LookupError: The stop is not of this layout, or the key.
+        ValueError: The key is not of this layout.
+    """
+    exchanges = [*(each.name for each in topology.level_exchanges), topology.delivery.name]
+    digits = tuple(map(int, topology.keys.digits(key) or ("none",)))
+    shards = [topology.keys.shard_words(number) for number in range(topology.shards)]
+    shard = shards.index(tuple(key.split(".")[: -1 - len(digits)]))
     if last_stop is None:
-        start = _entrance(topology, key)
+        first = next(compress(count(), digits), len(digits))
     else:
-        stops = {stop.name: stop for stop in topology.queues}
-        if last_stop not in stops:
-            return f"it came out of {last_stop}, which is not a queue of this layout"
-        start = (stops[last_stop].queue_arguments or {}).get("x-dead-letter-exchange")
-    path = list(_path(topology, start, key)) if start else []
-    if start != topology.delivery.name and not path:
-        return f"its routing key {key!r} does not belong to this layout"
-    if path and path[-1].target == modules.distribution.name:
-        *others, missing = path
-        likely = f"{missing.source} had no binding to {missing.target}"
-    elif not path or path[-1].target == topology.delivery.name:
-        likely, others = f"no queue {queue!r} is bound to {topology.delivery.name}", path
-    else:
-        *others, missing = path
-        likely = f"{missing.source} had no binding for {_digits(missing)} ({missing.target})"
-    return ", or ".join([likely, *(f"{b.source} had none for {_digits(b)}" for b in others)])
-
-
-def _entrance(topology: Topology, key: str) -> str | None:
-    """Return the exchange that a message is published to: that of its first non-zero digit."""
-    digits = topology.keys.digits(key)
-    if digits is None:
-        return None
-    levels = zip(topology.layout.levels, digits, strict=True)
-    first = next((level.name for level, digit in levels if digit != "0"), None)
-    return f"{topology.prefix}.{first}" if first else topology.delivery.name
-
-
-def _path(topology: Topology, exchange: str, key: str) -> Iterator[Binding]:
-    """The bindings from an exchange to the next queue or to delivery, one of which was missing."""
-    words = key.split(".")
-    matching = {
-        binding.source: binding
-        for binding in topology.bindings
-        if binding.pattern and topic_matches(binding.pattern.split("."), words)
-    }
-    while binding := matching.get(exchange):
-        yield binding
-        if not binding.target_is_exchange:
-            return
-        exchange = binding.target
-
-
-def _digits(binding: Binding) -> str:
-    digits = ".".join(word for word in binding.pattern.split(".") if word.isdigit())
-    return f"digits {digits}" if "." in digits else f"digit {digits}"
+        left = {each.name: each.queue_arguments or {} for each in topology.digit_queues}
+        first = exchanges.index(left[last_stop]["x-dead-letter-exchange"])
+    stops = topology.route_of(digits, first, shard, "").stops
+    return exchanges[first], stops[0] if stops else exchanges[-1]

@@ -15,7 +15,12 @@ from kombu import Queue
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
-from celery_rabbitdelay.operations.findings import FoundRow
+from celery_rabbitdelay.operations.findings import (
+    BOUNDS,
+    DESTINATION_CONSEQUENCES,
+    POLICY_CONSEQUENCES,
+    FoundRow,
+)
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 from celery_rabbitdelay.publishing.management import Json
@@ -26,8 +31,6 @@ GUARD: Final = json.dumps({"overflow": "reject-publish"})
 
 #: Its priority.
 GUARD_PRIORITY: Final = 1000
-
-BOUNDS: Final = ("max-length", "max-length-bytes")
 
 #: See :data:`.DEAD_LETTERING_FLAG`.
 NEEDED_FLAG: Final = "stream_queue"
@@ -96,22 +99,26 @@ def check_limit(
 
 def check_entities(settings: Settings, inventory: Inventory) -> Iterator[FoundRow]:
     """Find exchanges and queues of the topology that are missing or differ."""
-    topology, exchanges, queues = settings.topology, inventory.exchanges, inventory.queues
-    guard, marker = topology.identity.guard, topology.identity.marker
+    topology, exchanges = settings.topology, inventory.exchanges
+    guard, *others, marker = (
+        topology.identity.guard,
+        *topology.exchanges,
+        topology.identity.marker,
+    )
     may_declare = settings.declare == "auto"
-    ours = [
-        *(f"exchange {each.name}" for each in topology.exchanges if each.name not in exchanges),
-        *(f"queue {each.name}" for each in topology.queues if each.name not in queues),
+    missing = [
+        *(f"exchange {each.name}" for each in others if each.name not in exchanges),
+        *(f"queue {each.name}" for each in topology.queues if each.name not in inventory.queues),
     ]
-    if len(ours) == len(topology.exchanges) + len(topology.queues):
+    if len(missing) == len(others) + len(topology.queues):
         yield "not-declared" if may_declare else "nobody-declares", topology.prefix, {}
-    else:
-        for subject in ours:
-            yield "missing", subject, {}
-        for exchange in (guard, marker):
-            if may_declare and exchange.name not in exchanges:
-                yield "marker-missing", f"exchange {exchange.name}", {}
-    for exchange in (guard, *topology.exchanges, marker):
+        missing = []
+    elif may_declare:
+        named = (f"exchange {each.name}" for each in (guard, marker) if each.name not in exchanges)
+        missing += named
+    for subject in missing:
+        yield "missing", subject, {}
+    for exchange in (guard, *others, marker):
         wanted = {"type": exchange.type, "durable": True, "auto_delete": False, "internal": False}
         difference = _difference(
             {**wanted, **(exchange.arguments or {})}, exchanges.get(exchange.name), wanted
@@ -137,16 +144,13 @@ def check_bindings(topology: Topology, inventory: Inventory) -> Iterator[FoundRo
             and binding.source in inventory.exchanges
             and binding.target in targets
         ):
-            yield "binding-missing", _subject(binding), {}
+            yield "missing", _subject(binding), {}
     for binding in sorted(inventory.bindings - {*topology.bindings, topology.probe_binding}):
         leads_out = binding.source in ours and not _is_harmless(topology, binding)
         leads_in = binding.target in (ours if binding.target_is_exchange else queues)
         # The levels of another layout, which are orphans, lead to the same delivery exchange.
         if leads_out or (leads_in and not _is_level(topology, binding.source)):
-            kind = ["--to-exchange"] if binding.target_is_exchange else []
-            own = shlex.join([*kind, binding.source, binding.target, binding.pattern])
-            command = f"celery -A proj rabbitdelay unbind {own}"
-            yield "binding-additional", _subject(binding), {"command": command}
+            yield "binding-additional", _subject(binding), {"source": binding.source}
 
 
 def check_consumers(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
@@ -341,7 +345,7 @@ def _difference(wanted: Mapping[str, Any], found: Json | None, flags: Iterable[s
 
 
 def check_policies(
-    topology: Topology, inventory: Inventory, destinations: Iterable[str], virtual_host: str
+    topology: Topology, inventory: Inventory, destinations: Collection[str], virtual_host: str
 ) -> Iterator[FoundRow]:
     """Find policies that break a promise; those that bound destinations are :func:`check_bounds`'.
 
@@ -352,23 +356,27 @@ def check_policies(
         virtual_host: Its name, for the remedy.
     """
     checkin = topology.module_queues.checkin.name
-    kinds = [
-        (queue.name, _of_checkin if queue.name == checkin else _of_ours)
-        for queue in topology.queues
-    ]
     found: list[tuple[str, str, str, Any, Json]] = []
-    for name, find in [*kinds, *((name, _of_tasks) for name in destinations)]:
+    for name in dict.fromkeys([*(queue.name for queue in topology.queues), *destinations]):
         for effective in effective_policies(inventory, name):
             values = {key: value for key, (value, _) in effective.items()}
-            found += (
-                (code, name, key, *effective[key])
-                for code, key in find(inventory.queues[name], values)
-            )
+            queue = inventory.queues[name]
+            if name in destinations:
+                code, keys = "destination-policy", _harms_tasks(queue, values)
+            else:
+                code, keys = "policy", _harms_levels(queue, values, is_checkin=name == checkin)
+            found += ((code, name, key, *effective[key]) for key in keys)
     harmful: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for _, _, key, _, policy in found:
         harmful[policy["kind"], policy["name"]].add(key)
     for code, name, key, value, policy in found:
-        told = {"policy": _title(policy), "key": key, "value": value}
+        consequences = POLICY_CONSEQUENCES if code == "policy" else DESTINATION_CONSEQUENCES
+        told = {
+            "policy": _title(policy),
+            "key": key,
+            "value": value,
+            "consequence": consequences[key],
+        }
         # One command for all keys of a policy: one for each would put the others back.
         without = _without(policy, harmful[policy["kind"], policy["name"]], virtual_host)
         guard = without
@@ -401,43 +409,33 @@ def check_bounds(
                 yield "destination-refuses", f"queue {name}", told
 
 
-def _of_ours(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield code and key of what harms a queue of the levels or of a module."""
+def _harms_levels(queue: Json, values: Mapping[str, Any], is_checkin: bool) -> Iterator[str]:
+    """Yield the keys of policies that harm a queue of the levels or of a module."""
     arguments, is_quorum = queue["arguments"], queue["type"] == "quorum"
     if "expires" in values:
-        yield "policy-expires", "expires"
+        yield "expires"
     if values.get("message-ttl", inf) < arguments.get("x-message-ttl", inf):
-        yield "policy-message-ttl", "message-ttl"
-    for key in BOUNDS:
-        if key in values:
-            yield "policy-max-length", key
+        yield "message-ttl"
+    # Check-in may refuse its clients' messages when it is full.
+    overflow = str(values.get("overflow", arguments.get("x-overflow")))
+    if not (is_checkin and overflow.startswith("reject-publish")):
+        yield from (key for key in BOUNDS if key in values)
     # The policy's overflow counts, not the argument's; of dead-lettering, the argument's counts
     # wherever there is one (rabbit_quorum_queue:args_policy_lookup).
     if "x-dead-letter-exchange" in arguments:
         if is_quorum and values.get("overflow", "reject-publish") != "reject-publish":
-            yield "policy-overflow", "overflow"
+            yield "overflow"
         if "dead-letter-routing-key" in values:
-            yield "policy-dead-letter", "dead-letter-routing-key"
+            yield "dead-letter-routing-key"
     if is_quorum and 0 <= values.get("delivery-limit", -1) < arguments.get("x-delivery-limit", 0):
-        # Only undeliverable messages go nowhere from there.
-        stays = "x-dead-letter-exchange" in arguments
-        yield "policy-delivery-limit" if stays else "policy-drops-undeliverable", "delivery-limit"
+        yield "delivery-limit"
 
 
-def _of_checkin(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the same for check-in, which may refuse its clients' messages when it is full."""
-    overflow = values.get("overflow", queue["arguments"].get("x-overflow"))
-    refuses = str(overflow).startswith("reject-publish")
-    yield from (row for row in _of_ours(queue, values) if not (refuses and row[1] in BOUNDS))
-
-
-def _of_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield code and key of what harms a task's queue."""
-    for key in ("expires", "message-ttl"):
-        if key in values:
-            yield f"destination-{key}", key
+def _harms_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of policies that harm a task's queue."""
+    yield from (key for key in ("expires", "message-ttl") if key in values)
     if queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0:
-        yield "destination-delivery-limit", "delivery-limit"
+        yield "delivery-limit"
 
 
 def _title(policy: Json) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
@@ -27,21 +26,12 @@ import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection, Exchange, Queue
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
-from celery_rabbitdelay.exceptions import (
-    DelayTooLong,
-    InvalidLayout,
-    LayoutConflict,
-    NeedsDistribution,
-    SameTopology,
-    TopologyIncomplete,
-    UnprocessableMessage,
-)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
-from celery_rabbitdelay.levels.layout import NAMED
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
 from celery_rabbitdelay.modules.probe import PROBE_TYPE
@@ -50,6 +40,7 @@ from celery_rabbitdelay.operations.mover import Place, Stay
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -128,7 +119,7 @@ class Migration:
             # The word is a hash of the name.
             name = headers_of(message).get(header_names.QUEUE)
             if not isinstance(name, str) or routing_key.encode_destination(name) != word:
-                raise UnprocessableMessage(
+                raise exceptions.UnprocessableMessage(
                     f"its routing key has a hash of its queue's name, and {header_names.QUEUE} is "
                     f"{shortened(name)}"
                 )
@@ -138,13 +129,13 @@ class Migration:
         given = headers_of(message)
         if UNREADABLE in given:
             why = shortened(given[UNREADABLE])
-            raise UnprocessableMessage(f"it cannot be read: {why}")
+            raise exceptions.UnprocessableMessage(f"it cannot be read: {why}")
         header_names.refuse_sender_selected(given)
         # A message in the levels has no expiration, so that they drop none before it is due.
         waiting = WaitingMessage.unopened(message).having(expiration=None)
         due_ms = waiting.headers.due_ms
         if due_ms is None:
-            raise UnprocessableMessage(
+            raise exceptions.UnprocessableMessage(
                 f"{header_names.DUE} is {shortened(given.get(header_names.DUE))}, "
                 "not milliseconds since 1970"
             )
@@ -177,14 +168,14 @@ def check_places(source: Place, target: Place) -> None:
     if source.topology.prefix != target.topology.prefix:
         return
     if _are_the_same(source.connection, target.connection, target.topology.prefix):
-        raise SameTopology(source.topology.prefix)
+        raise exceptions.SameTopology(source.topology.prefix)
 
 
 def _are_the_same(one: Connection, other: Connection, prefix: str) -> bool:
     """Return whether two connections are to the same virtual host, whatever its address."""
     with one.clone(heartbeat=0) as first, other.clone(heartbeat=0) as second:
-        declaration.connect(first)
-        declaration.connect(second)
+        connect(first)
+        connect(second)
         channel: Any = first.default_channel
         name = f"{prefix}.same.{uuid4()}"  # which the user may declare
         channel.queue_declare(name, exclusive=True)
@@ -202,48 +193,15 @@ def check_source(source: Place) -> None:
     """Check that a topology is declared as it is described.
 
     Raises:
-        LayoutConflict: Another layout is declared under its prefix; it says which options name it.
+        LayoutConflict: Another layout is declared under its prefix; it says which settings differ.
         TopologyIncomplete: None of its queues exists.
         OSError: The broker cannot be reached.
     """
     with source.connection.clone(heartbeat=0) as own:
-        try:
-            declaration.check_layout(own, source.topology)
-        except LayoutConflict as conflict:
-            found = declaration.declared_parts(source.topology, conflict.reply)
-            described = declaration.parts_of(source.topology.identity.fingerprint)
-            options = [
-                _option(part, value)
-                for part, value in found.items()
-                if value != described[part] and part in _OPTIONS
-            ]
-            if not options:
-                raise
-            advice = f"found {' '.join(options)}"
-            raise LayoutConflict(conflict.prefix, conflict.reply, advice) from conflict
+        declaration.check_layout(own, source.topology)
         counts = declaration.queue_counts(own, source.topology.queues)
     if not any(counts.values()):
-        raise TopologyIncomplete(source.topology.prefix, tuple(counts))
-
-
-#: The options of the command line for the parts of a fingerprint that are settings.
-_OPTIONS: Final = {
-    "layout": "--from-layout",
-    "queue_type": "--from-queue-type",
-    "shards": "--from-shards",
-}
-
-
-def _option(part: str, value: str) -> str:
-    """Return the option that gives levels that part of their fingerprint."""
-    if part != "layout":
-        return f"{_OPTIONS[part]} {value}"
-    name = value.rpartition("-")[0]
-    for tick in (0.1, 1.0, 0.01, 0.001):
-        with suppress(KeyError, InvalidLayout):
-            if NAMED[name](tick).fingerprint == value:
-                return f"--from-layout {name} --from-tick {tick:g}"
-    return f"--from-layout with the JSON of their rabbitdelay_layout, a {name!r} of other options"
+        raise exceptions.TopologyIncomplete(source.topology.prefix, tuple(counts))
 
 
 #: The number of queues in a chain, and of bits in a routing key.
@@ -373,7 +331,7 @@ class TaskMessages:
                 content_encoding=message.properties.get("content_encoding", "binary"),
                 **messages.kept_properties(message.properties),
             )
-        except (NeedsDistribution, DelayTooLong) as error:
+        except (exceptions.NeedsDistribution, exceptions.DelayTooLong) as error:
             raise Stay(str(error)) from error
         if delayed.queue is not None:
             self.ensure(delayed.queue.name)

@@ -11,17 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from fractions import Fraction
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import DelayTooLong, InvalidLayout
-from celery_rabbitdelay.levels.delay import Delay, duration_text, milliseconds
+from celery_rabbitdelay.exceptions import InvalidLayout
+from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.topology import Topology
 
@@ -44,29 +41,6 @@ def as_setting(layout: Layout) -> dict[str, Any] | None:
     return {"name": layout.name, **options} if found == layout else None
 
 
-def cut(layout: Layout, max_delay: Delay) -> Layout:
-    """Return the fewest of the lowest levels of a layout that hold a delay.
-
-    The result is another layout with other routing keys: applications need it as their setting
-    ``rabbitdelay_layout``, see :func:`as_setting`.
-
-    Args:
-        layout: The layout.
-        max_delay: The longest delay that the levels have to hold: seconds, or a timedelta.
-
-    Raises:
-        DelayTooLong: The whole layout does not hold it.
-        InvalidDelay: It is invalid.
-    """
-    max_ms = milliseconds(max_delay)
-    layout.check_capacity(max_ms)
-    for first in range(len(layout.levels) - 1, 0, -1):
-        lowest = custom(_levels(layout, first), layout.zeros)
-        if lowest.capacity_ms >= max_ms:
-            return lowest
-    return layout
-
-
 def _options(layout: Layout) -> dict[str, Any]:
     tick = _seconds(layout.tick_ms)
     match layout.name:
@@ -77,12 +51,9 @@ def _options(layout: Layout) -> dict[str, Any]:
         case "geometric":
             options = {"tick": tick, "factor": layout.bases[0], "levels": len(layout.levels)}
         case _:
-            options = {"levels": [list(level) for level in _levels(layout)]}
+            levels = ([each.unit, each.base, _seconds(each.place_ms)] for each in layout.levels)
+            options = {"levels": list(levels)}
     return {**options, "zeros": layout.zeros}
-
-
-def _levels(layout: Layout, first: int = 0) -> list[tuple[str, int, float]]:
-    return [(each.unit, each.base, _seconds(each.place_ms)) for each in layout.levels[first:]]
 
 
 def _seconds(length_ms: int) -> float:
@@ -276,38 +247,13 @@ FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
     required=True,
     help="A Terraform module, a definitions file for RabbitMQ, or a Mermaid flow chart.",
 )
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a file instead of the standard output.",
-)
 @click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
-@click.option(
-    "--max-delay",
-    type=shared.delay_type,
-    help="Only the levels that this delay needs: 86400, 30d. The applications then need another "
-    "rabbitdelay_layout, which is printed.",
-)
 @shared.topology_options
-def export(
-    format_name: str,
-    output: Path | None,
-    vhost: str | None,
-    max_delay: Fraction | None,
-    **options: Any,
-) -> None:
-    """Write the topology in another format. No broker is asked, and nothing is declared."""
+def export(format_name: str, vhost: str | None, **options: Any) -> None:
+    """Print the topology in another format. No broker is asked, and nothing is declared."""
     topology = shared.topology(options)
-    whole = topology.layout
-    if max_delay is not None:
-        with shared.usage_errors(DelayTooLong, of="--max-delay: "):
-            topology = replace(topology, layout=cut(whole, max_delay))
     host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost
     text = FORMATS[format_name](topology, host)
-    if output is not None:
-        with shared.usage_errors(OSError, of="--output: "):
-            output.write_text(text, encoding="utf-8")
     found = {
         "format": format_name,
         "prefix": topology.prefix,
@@ -315,10 +261,6 @@ def export(
         "fingerprint": topology.identity.fingerprint,
         "layout": as_setting(topology.layout),
         "capacity_ms": topology.layout.capacity_ms,
-        "output": None if output is None else str(output),
-        "text": text if output is None else None,
+        "text": text,
     }
-    shared.answer(found, [text.removesuffix("\n")] if output is None else [])
-    if topology.layout != whole:
-        setting = as_setting(topology.layout)
-        click.echo(f"The applications need rabbitdelay_layout = {setting!r}", err=True)
+    shared.answer(found, [text.removesuffix("\n")])

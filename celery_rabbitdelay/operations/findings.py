@@ -18,6 +18,10 @@ Severity: TypeAlias = Literal["danger", "warning", "note"]
 FoundRow: TypeAlias = tuple[str, str, Mapping[str, object]]
 
 
+#: The keys of policies and arguments that bound a queue.
+BOUNDS: Final = ("max-length", "max-length-bytes")
+
+
 class Fault(NamedTuple):
     """A kind of fault; its texts have placeholders.
 
@@ -97,10 +101,35 @@ _MIGRATE_ORPHANS: Final = (
 )
 _PUT: Final = "put it again, from your code or with `celery -A proj rabbitdelay schedules put-beat`"
 _POLICY_SETS: Final = "{policy} sets {key} to {value!r}"
-_GUARD: Final = "{guard}"
 _NARROW: Final = (
     "if tasks must not be lost there, leave the key out: `{without}`; or narrow the pattern"
 )
+
+#: What each key of a policy does to the queues of the levels and of the modules.
+POLICY_CONSEQUENCES: Final[Mapping[str, str]] = {
+    "expires": "RabbitMQ deletes the queue with its messages after that long without a consumer",
+    "message-ttl": "tasks leave a level early and are put back again and again; what a module did "
+    "not take in time becomes undeliverable, and what is undeliverable is dropped",
+    **dict.fromkeys(
+        BOUNDS,
+        "a full queue refuses messages: sending fails, the level before it stalls, and what is "
+        "undeliverable is lost",
+    ),
+    "overflow": "RabbitMQ dead-letters at most once: a message is lost if the next queue is away",
+    "dead-letter-routing-key": "a message loses the routing key that leads it to its queue, and "
+    "goes to undeliverable",
+    "delivery-limit": "a message that was given back this often becomes undeliverable, leaves a "
+    "level early, or, if it is undeliverable, is dropped",
+}
+
+#: The same for the queues of tasks.
+DESTINATION_CONSEQUENCES: Final[Mapping[str, str]] = {
+    "expires": "RabbitMQ deletes the queue with its tasks after that long without a worker",
+    "message-ttl": "tasks that no worker takes for that long are dropped, or go to a dead-letter "
+    "exchange",
+    "delivery-limit": "tasks that were redelivered more often are dropped, or go to a dead-letter "
+    "exchange",
+}
 
 #: All faults by their codes, words for programs that keep their meaning.
 FAULTS: Final[Mapping[str, Fault]] = {
@@ -157,12 +186,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "missing": _danger(
         "it does not exist",
         "delayed tasks are not sent or become undeliverable; those in a deleted queue are lost",
-        _DECLARE,
-    ),
-    "marker-missing": _warning(
-        "guard or marker of the layout do not exist",
-        "every process declares all levels again, and another layout can be declared here",
-        _DECLARE,
+        f"{_DECLARE}, then redrive what is undeliverable",
     ),
     "layout-conflict": _danger(
         "another layout is declared under this prefix: {difference}",
@@ -174,15 +198,10 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "declaring the levels fails with LayoutConflict, and tasks may be early, late or lost here",
         f"change rabbitdelay_prefix and {_MIGRATE}, or delete this once it is empty and declare it",
     ),
-    "binding-missing": _danger(
-        "the binding does not exist",
-        "delayed tasks go to undeliverable when they come to this place",
-        f"{_DECLARE}, then redrive what is undeliverable",
-    ),
     "binding-additional": _danger(
         "somebody has added a binding to an exchange or queue of the levels or of a module",
         "tasks leave the levels there, early or twice, or messages without a due time come in",
-        "remove the binding: `{command}`",
+        "remove the binding on the management page of the exchange {source}",
     ),
     "level-consumed": _danger(
         "it has a consumer that does not belong to this package",
@@ -236,42 +255,9 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "it costs the broker memory",
         _MIGRATE_ORPHANS,
     ),
-    # Policies and operator policies for the queues of the levels and of the modules.
-    "policy-expires": _danger(
-        _POLICY_SETS,
-        "RabbitMQ deletes the queue with its messages after that long: a level has no consumer",
-        _GUARD,
-    ),
-    "policy-message-ttl": _danger(
-        _POLICY_SETS,
-        "tasks leave a level early and are put back again and again; messages that a module did "
-        "not take in time become undeliverable, and undeliverable ones are dropped",
-        _GUARD,
-    ),
-    "policy-max-length": _danger(
-        _POLICY_SETS,
-        "a full queue refuses messages: sending fails, the level before it stalls, and what is "
-        "undeliverable is lost",
-        _GUARD,
-    ),
-    "policy-overflow": _danger(
-        _POLICY_SETS,
-        "RabbitMQ dead-letters at most once: a message is lost if the next queue is away",
-        _GUARD,
-    ),
-    "policy-dead-letter": _danger(
-        _POLICY_SETS,
-        "a message loses the routing key that leads it to its queue, and goes to undeliverable",
-        _GUARD,
-    ),
-    "policy-delivery-limit": _warning(
-        _POLICY_SETS,
-        "a message that was given back this often becomes undeliverable, or leaves a level early",
-        _GUARD,
-    ),
-    "policy-drops-undeliverable": _danger(
-        _POLICY_SETS, "an undeliverable message that was looked at this often is dropped", _GUARD
-    ),
+    # Policies and operator policies.
+    "policy": _danger(_POLICY_SETS, "{consequence}", "{guard}"),
+    "destination-policy": _warning(_POLICY_SETS, "{consequence}", _NARROW),
     # The queues of tasks.
     "destination-missing": _danger(
         "the queue does not exist, and rabbitdelay_declare is 'never'",
@@ -309,21 +295,6 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "it refuses tasks when it is full ({bound}), and the application does not know it",
         "each 32 refused tasks hold up the tasks of all other queues for up to 3 minutes",
         "add {queue!r} to rabbitdelay_may_refuse",
-    ),
-    "destination-expires": _warning(
-        _POLICY_SETS,
-        "RabbitMQ deletes the queue with its tasks after that long without a worker",
-        _NARROW,
-    ),
-    "destination-message-ttl": _warning(
-        _POLICY_SETS,
-        "tasks that no worker takes for that long are dropped, or go to a dead-letter exchange",
-        _NARROW,
-    ),
-    "destination-delivery-limit": _warning(
-        _POLICY_SETS,
-        "tasks that were redelivered more often are dropped, or go to a dead-letter exchange",
-        _NARROW,
     ),
     # Nodes and replicas.
     "quorum-lost": _danger(

@@ -12,7 +12,6 @@ that messages are for.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import Counter
@@ -38,6 +37,7 @@ from celery_rabbitdelay.operations.source import (
     waiting,
 )
 from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import Declaration, Publication, WaitingMessage
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -107,7 +107,7 @@ class Destinations:
         if name not in self._known and not self._may_bind(name):
             self.unnamed.add(name)
             return
-        declaration.connect(self._connection)
+        connect(self._connection)
         queue = self._known.get(name)
         declaration.declare_if_missing(self._connection, self.target.topology)
         is_bound = (
@@ -151,9 +151,6 @@ MOST_STAYING: Final = 1_000_000
 #: Seconds after which empty queues are asked once more: a message may be between two of them.
 SETTLE: Final = 2.0
 
-#: Messages between two lines in the log.
-LOG_EVERY: Final = 100_000
-
 #: The most messages that are published until the source has received their acknowledgements, and
 #: the seconds after which a batch ends, too. If the process dies, two batches may exist twice: one
 #: that is published, and the one before, because a channel of RabbitMQ passes on acknowledgements
@@ -175,8 +172,6 @@ RECONNECT_EVERY: Final = 1.0
 #: together.
 MOST_REASONS: Final = 200
 OTHER_REASONS: Final = "other reasons"
-
-logger = logging.getLogger(__name__)
 
 
 class Stay(Exception):
@@ -465,8 +460,6 @@ class Mover:
     def _moved(self, message: amqp.Message) -> None:
         self.result.moved += 1
         self._source.to_acknowledge.append(cast(int, message.delivery_tag))
-        if not self.result.moved % LOG_EVERY:
-            logger.info("%s messages are moved.", f"{self.result.moved:,}")
 
     def _leave(self, reason: str) -> None:
         if reason:

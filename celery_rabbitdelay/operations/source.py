@@ -23,7 +23,7 @@ from celery_rabbitdelay.exceptions import ReadTooLong
 from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing.kombu_internals import conversation, drop_connection
+from celery_rabbitdelay.publishing.kombu_internals import connect, conversation, drop_connection
 from celery_rabbitdelay.publishing.wire import (
     ACK,
     REQUEUE,
@@ -102,7 +102,7 @@ class Source:
         self._timeout = timeout
         self._arguments = {"x-priority": priority}
         reading_unreadable_properties(self.connection)
-        declaration.connect(self.connection)  # where a channel of kombu's would try for ever
+        connect(self.connection)  # where a channel of kombu's would try for ever
         self.errors: tuple[type[BaseException], ...] = (
             *self.connection.connection_errors,
             *self.connection.channel_errors,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from datetime import datetime
-from itertools import chain, starmap
-from threading import Event
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from kombu import Connection
@@ -22,14 +19,10 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.findings import blocked, lines_of
-from celery_rabbitdelay.operations.undeliverable import undeliverable_messages
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.registry.pauses import Paused
-
-#: Characters of a reason. It may come from a header, which any client can write.
-MAX_REASON_LENGTH: Final = 200
 
 
 class Status(NamedTuple):
@@ -47,8 +40,6 @@ class Status(NamedTuple):
         paused: The due tasks that wait until they are resumed.
         registry_error: Why the registry could not be asked; None if it could, or there is none.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.
-        reasons: How many messages are undeliverable for each reason, the most frequent first; None
-            if they were not read.
     """
 
     taken_at: float
@@ -58,20 +49,16 @@ class Status(NamedTuple):
     next_due: datetime | None = None
     registry_error: str | None = None
     paused: Sequence[Paused] = ()
-    reasons: Mapping[str, int] | None = None
     is_blocked: bool = False
 
 
-def status_of(
-    delays: RabbitDelay, connection: Connection, timeout: float = 1.0, most_reasons: int = 0
-) -> Status:
+def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0) -> Status:
     """Look at the topology of an application; nothing is declared or changed.
 
     Args:
         delays: The application's delays.
         connection: The broker that tasks are sent to.
         timeout: Seconds to wait for the workers' answers; 0: they are not asked.
-        most_reasons: How many undeliverable messages are read at most. All of them stay.
 
     Raises:
         kombu.exceptions.OperationalError: The broker cannot be reached.
@@ -80,11 +67,6 @@ def status_of(
     topology = delays.topology
     backlog = backlog_of(connection, topology)
     taken_at = time.monotonic()
-    reasons = None
-    if most_reasons and topology.module_queues.undeliverable.name not in backlog.missing:
-        messages = undeliverable_messages(connection, topology, most_reasons)
-        counts = Counter(_printable(message.found.reason) for message in messages)
-        reasons = dict(counts.most_common())
     is_blocked, workers = delays.is_blocked(), {}
     if timeout and not is_blocked:  # they are asked by messages
         workers = status_of_workers(delays.app, connection, timeout)
@@ -104,7 +86,6 @@ def status_of(
         next_due,
         registry_error,
         paused,
-        reasons,
         is_blocked,
     )
 
@@ -171,18 +152,6 @@ def _counts(status: Status) -> tuple[dict[str, int], dict[str, int]]:
     return {**status.backlog.levels, **others}, received
 
 
-def _printable(reason: str) -> str:
-    text = "".join(each if each.isprintable() else "?" for each in reason)
-    return text if len(text) <= MAX_REASON_LENGTH else f"{text[:MAX_REASON_LENGTH]}..."
-
-
-#: Seconds from one look to the next, and the messages that are read, unless the option says it.
-WATCH, REASONS = 2.0, 1000
-
-#: How many reasons the text names; ``--json`` names all of them.
-MAX_REASONS_NAMED: Final = 20
-
-
 @shared.command()
 @click.option(
     "-t",
@@ -193,96 +162,47 @@ MAX_REASONS_NAMED: Final = 20
     help="How long to wait for the workers' answers.",
 )
 @click.option("--digits", "with_digits", is_flag=True, help="List each digit that is not empty.")
-@click.option(
-    "--reasons",
-    "most_reasons",
-    is_flag=False,
-    flag_value=REASONS,
-    default=0,
-    type=click.IntRange(0),
-    metavar="[NUMBER]",
-    help="Count why messages are undeliverable; reads this many of them, 1,000 without a number.",
-)
-@click.option(
-    "--watch",
-    is_flag=False,
-    flag_value=WATCH,
-    type=shared.seconds_type,
-    metavar="[DURATION]",
-    help="Look again and again until Ctrl-C, with rates; every two seconds without a duration.",
-)
-def status(timeout: float, with_digits: bool, most_reasons: int, watch: float | None) -> None:
+def status(timeout: float, with_digits: bool) -> None:
     """Show how many messages wait in each level, and what the workers' modules do."""
-    if shared.as_json() and watch is not None:
-        raise click.UsageError("--json prints one object: it cannot be used with --watch")
     delays = shared.delays()
-    last: Status | None = None
-    stopping = Event()
-    watching = nullcontext() if watch is None else shared.set_by_ctrl_c(stopping)
-    with shared.broker() as connection, watching:
-        while True:
-            before, last = last, status_of(delays, connection, timeout, most_reasons)
-            rates = None if before is None else rates_between(before, last)
-            lines = status_lines(delays.topology, last, with_digits, rates)
-            if watch is not None:
-                click.clear()  # on a terminal only
-                lines = chain([time.strftime("%Y-%m-%d %H:%M:%S")], lines, [""])
-            shared.answer(_as_json(last), lines)
-            if watch is None or stopping.wait(watch):
-                break
-    if last.backlog.missing or last.is_blocked:
+    with shared.broker() as connection:
+        found = status_of(delays, connection, timeout)
+    shared.answer(_as_json(found), status_lines(delays.topology, found, with_digits))
+    if found.backlog.missing or found.is_blocked:
         raise SystemExit(shared.FAILED)
 
 
 def _as_json(found: Status) -> dict[str, Any]:
-    backlog, reasons = found.backlog, found.reasons
-    read = None if reasons is None else {"read": sum(reasons.values()), "counts": reasons}
+    others = {name: counts._asdict() for name, counts in found.backlog.others.items()}
     return {
-        **backlog._asdict(),
-        "others": {name: counts._asdict() for name, counts in backlog.others.items()},
+        **found.backlog._asdict(),
+        "others": others,
         "next_due": {
             "tracked": found.next_due,
             "within_ms": found.due_within_ms,
             "registry_error": found.registry_error,
         },
         "paused": [each._asdict() for each in found.paused],
-        "undeliverable": read,
         "publishers_blocked": found.is_blocked,
         "workers": found.workers,
     }
 
 
-def status_lines(
-    topology: Topology,
-    status: Status,
-    with_digits: bool = False,
-    rates: Mapping[str, float] | None = None,
-) -> Iterator[str]:
-    """Yield the lines of a status.
-
-    Args:
-        topology: The topology.
-        status: The status.
-        with_digits: Whether to list each digit that is not empty.
-        rates: What :func:`.rates_between` returns; None if there is only one look.
-    """
-
-    def rate(name: str) -> str:
-        return "" if rates is None else f" {rates.get(name, 0.0):+10,.1f}/s"
-
+def status_lines(topology: Topology, status: Status, with_digits: bool = False) -> Iterator[str]:
+    """Yield the lines of a status, and of each digit that is not empty if it is asked for."""
     if status.is_blocked:
         yield from lines_of(blocked())
     backlog = status.backlog
     digit_queues = f"{len(topology.digit_queues)} digit queues"
     yield f"{topology.prefix}: {topology.layout.name}, {digit_queues}"
     for level in topology.layout.levels:
-        yield f"  {level.name:16} {backlog.levels[level.name]:10,} waiting{rate(level.name)}"
+        yield f"  {level.name:16} {backlog.levels[level.name]:10,} waiting"
         for digit, messages in backlog.digits[level.name].items():
             if with_digits and messages:
                 yield f"    {level.queue_name(digit):14} {messages:10,}"
     for name, counts in backlog.others.items():
         consumers = f", {counts.consumers} consumers" if counts.consumers else ""
-        yield f"  {name:16} {counts.messages:10,} waiting{consumers}{rate(name)}"
+        yield f"  {name:16} {counts.messages:10,} waiting{consumers}"
     if backlog.missing:
         yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
     if status.registry_error is not None:
@@ -294,14 +214,6 @@ def status_lines(
         yield f"next due: {local}, in {duration_text(left_ms)}, of the tracked tasks"
     if status.due_within_ms is not None:
         yield f"next due: within {duration_text(status.due_within_ms)}, by what waits in the levels"
-    if rates is not None:
-        yield f"delayed tasks that workers received: {rates[ARRIVALS]:,.1f}/s"
-    if status.reasons is not None:
-        yield f"undeliverable, {sum(status.reasons.values()):,} messages read:"
-        for reason, messages in list(status.reasons.items())[:MAX_REASONS_NAMED]:
-            yield f"  {messages:10,} {reason}"
-        if len(status.reasons) > MAX_REASONS_NAMED:
-            yield f"  and {len(status.reasons) - MAX_REASONS_NAMED:,} other reasons; see --json"
     if not status.workers and not status.is_blocked:
         yield "no worker has answered"
     for worker, modules in sorted(status.workers.items()):
@@ -327,8 +239,7 @@ def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
             )
         else:
             yield (
-                f"  {name:16} {counts['received']:10,} received "
-                f"({counts['received_per_second']:,}/s), {counts['published']:,} published "
-                f"({counts['published_per_second']:,}/s), {counts['redelivered']:,} put back, "
+                f"  {name:16} {counts['received']:10,} received, "
+                f"{counts['published']:,} published, {counts['redelivered']:,} put back, "
                 f"{counts['undeliverable']:,} undeliverable"
             )

@@ -6,31 +6,23 @@ import base64
 import codecs
 import json
 import math
-import os
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
-from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Final, NamedTuple, TextIO, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from amqp.exceptions import NotFound, ResourceLocked
 from kombu import Connection
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.destinations import configured_queues
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import (
-    FileNotWritten,
-    InvalidDestination,
-    PublishError,
-    UnprocessableMessage,
-)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ENVELOPE, later_version, shortened
@@ -304,7 +296,7 @@ def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
 
 
 def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
-    """Return a message without its body, in values of JSON.
+    """Return a message in values of JSON.
 
     ``headers`` and ``properties`` are for people: bytes and instants are texts there. The message
     can be made again from its body and ``amqp_properties``, which has all properties, headers among
@@ -321,6 +313,7 @@ def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
         "headers": as_json(message.headers),
         "properties": as_json(message.properties),
         "amqp_properties": base64.b64encode(_encoded_properties(message)).decode(),
+        "body": _text_or_base64(message.body, False),
     }
 
 
@@ -355,65 +348,6 @@ def shown_body(body: bytes, most: int) -> dict[str, Any]:
     """
     is_cut_off = len(body) > most
     return {"size": len(body), "is_cut_off": is_cut_off, **_text_or_base64(body[:most], is_cut_off)}
-
-
-def write_records(file: IO[str], messages: Iterable[tuple[int, UndeliverableMessage]]) -> int:
-    """Write messages as lines of JSON: what :func:`as_record` returns, and ``body``.
-
-    Args:
-        file: Where to.
-        messages: The messages with their places in the queue.
-
-    Returns:
-        How many there were.
-
-    Raises:
-        FileNotWritten: The file cannot be written.
-    """
-    count = 0
-    for number, message in messages:
-        record = {**as_record(number, message), "body": _text_or_base64(message.body, False)}
-        with _told(str(file.name)):
-            file.write(json.dumps(record) + "\n")
-        count += 1
-    with _told(str(file.name)):
-        file.flush()
-    return count
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[TextIO]:
-    """Open a file for writing that appears under its name once it is complete.
-
-    Only its owner can read it: bodies of messages may be confidential.
-
-    Raises:
-        FileNotWritten: The file cannot be written.
-    """
-    with _told(str(path)):
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
-            yield file
-            with _told(str(path)):
-                file.flush()
-                os.fsync(descriptor)
-        with _told(str(path)):
-            Path(name).replace(path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-@contextmanager
-def _told(path: str) -> Iterator[None]:
-    """Raise what the operating system says about a file as :class:`.FileNotWritten`.
-
-    So that nobody takes it for an error of the connection.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise FileNotWritten(path, error.strerror or str(error)) from error
 
 
 def _text_or_base64(body: bytes, is_cut_off: bool) -> dict[str, str | None]:
@@ -508,13 +442,13 @@ def redrive(
         report.matched += 1
         try:
             return None if redriving is None else redriving.redriven(message)
-        except UnprocessableMessage as stays:
+        except exceptions.UnprocessableMessage as stays:
             raise Stay(stays.reason) from stays
 
     mover = Mover(place.connection, [queue], place, convert, is_once=True, **options)
     try:
         mover.move()
-    except PublishError as error:
+    except exceptions.PublishError as error:
         report.stopped = f"nothing more can be published: {error}"
     except (OSError, amqp.AMQPError) as error:
         report.stopped = f"the messages cannot be read further: {error}"
@@ -566,7 +500,7 @@ def redrive_application(
                     ready_in(connection, redriving.to)
             except NotFound as missing:
                 why = "does not exist: declare it first"
-                raise InvalidDestination(redriving.to, why) from missing
+                raise exceptions.InvalidDestination(redriving.to, why) from missing
         return redrive(
             Place(connection, topology, may_declare),
             redriving,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from itertools import chain
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -101,11 +98,6 @@ def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-#: How many messages ``list --full`` prints, and how many bytes of each body.
-FULL_MESSAGES: Final = 10
-FULL_BODY: Final = 2000
-
-
 @shared.group
 def undeliverable() -> None:
     """Messages that could not be delivered."""
@@ -121,38 +113,22 @@ def undeliverable() -> None:
     metavar="NUMBER",
     help="Print a line for each of the first NUMBER messages, instead of the reasons.",
 )
-@click.option(
-    "--full",
-    is_flag=True,
-    help="Print the messages with their headers and the beginning of their bodies, at most "
-    f"{FULL_MESSAGES} unless -n says more.",
-)
-def list_messages(most: int | None, full: bool, **filters: Any) -> None:
+def list_messages(most: int | None, **filters: Any) -> None:
     """Count the messages by the reason why they could not be delivered."""
     wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
-    most = most or (FULL_MESSAGES if full else 0)
     examined, shown = 0, list[dict[str, Any]]()
     with _broker() as (connection, topology):
         messages = read.undeliverable_messages(connection, topology)
         for examined, message in enumerate(messages, start=1):
             if wanted.matches(message):
                 summary.add(message)
-                if len(shown) < most:
-                    shown.append((_full if full else read.summary_of)(examined, message))
-    lines = _details(shown) if full else _lines(shown) if most else _reasons(summary)
+                if len(shown) < (most or 0):
+                    shown.append(read.summary_of(examined, message))
     more = "" if summary.count == examined else f" of {examined:,}"
     last = f"{summary.count:,}{more} undeliverable messages"
     reasons = [{"reason": reason, **vars(group)} for reason, group in summary.by_count()]
     told = {"examined": examined, "count": summary.count, "reasons": reasons, "messages": shown}
-    shared.answer(told, chain(lines, [last]))
-
-
-def _full(number: int, message: read.UndeliverableMessage) -> dict[str, Any]:
-    return {
-        **read.as_record(number, message),
-        "envelope": read.Contents.of(message).messages,
-        "body": read.shown_body(message.body, FULL_BODY),
-    }
+    shared.answer(told, [*(_lines(shown) if most else _reasons(summary)), last])
 
 
 def _reasons(summary: read.UndeliverableSummary) -> Iterator[str]:
@@ -171,48 +147,21 @@ def _lines(shown: list[dict[str, Any]]) -> Iterator[str]:
         yield _printable(f"{each['number']:>6}  {what}{task_id}{to}: {each['reason']}")
 
 
-def _details(shown: list[dict[str, Any]]) -> Iterator[str]:
-    for record in shown:
-        body = record.pop("body")
-        headers, properties = record.pop("headers"), record.pop("properties")
-        yield from _fields(record)
-        yield "properties:"
-        yield from _fields(properties, "  ")
-        yield "headers:"
-        yield from _fields(headers, "  ")
-        yield f"body, {body['size']:,} bytes{', cut off' if body['is_cut_off'] else ''}:"
-        text = body["text"] if body["text"] is not None else body["base64"]
-        yield from map(_printable, text.split("\n"))
-        yield ""
-
-
-def _fields(fields: dict[str, Any], indent: str = "") -> Iterator[str]:
-    for name, value in fields.items():
-        if value is not None:
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield _printable(f"{indent}{name}: {text}")
-
-
 @undeliverable.command()
-@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @_filter_options
-def export(file: Path, **filters: Any) -> None:
-    """Write the messages as lines of JSON to FILE, or to the standard output ("-")."""
-    to_output = str(file) == "-"
-    if to_output and shared.as_json():
-        raise click.UsageError("--json prints one object, and - prints the messages")
-    if not to_output and file.exists():
-        raise click.UsageError(f"{file} exists already")
-    wanted = read.UndeliverableFilter(**filters)
+def export(**filters: Any) -> None:
+    """Print the messages, a line of JSON for each; they stay in the queue."""
+    wanted, count = read.UndeliverableFilter(**filters), 0
     with _broker() as (connection, topology):
-        messages = enumerate(read.undeliverable_messages(connection, topology), start=1)
-        chosen = ((number, each) for number, each in messages if wanted.matches(each))
-        with nullcontext(sys.stdout) if to_output else read.new_file(file) as written:
-            count = read.write_records(written, chosen)
-    if shared.as_json():
-        click.echo(json.dumps({"file": str(file), "count": count}))
-    else:
-        click.echo(f"{count:,} undeliverable messages written to {file}", err=to_output)
+        for number, each in enumerate(read.undeliverable_messages(connection, topology), start=1):
+            if wanted.matches(each):
+                line = json.dumps(read.as_record(number, each))
+                try:
+                    click.echo(line)
+                except OSError as error:  # not of the broker
+                    raise click.ClickException(f"cannot write: {error}") from error
+                count += 1
+    click.echo(f"{count:,} undeliverable messages exported", err=True)
 
 
 @undeliverable.command()

@@ -1,4 +1,4 @@
-"""``celery rabbitdelay verify`` and ``unbind``: what on a broker breaks the levels' promises.
+"""``celery rabbitdelay verify``: what on a broker breaks the levels' promises.
 
 :mod:`~celery_rabbitdelay.operations.findings` lists all faults,
 :mod:`~celery_rabbitdelay.operations.inventory` reads the broker, and
@@ -34,8 +34,9 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.permissions import check_permissions
-from celery_rabbitdelay.publishing.declaration import connect, queue_counts
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
 from celery_rabbitdelay.publishing.wire import Wire
 
@@ -194,22 +195,3 @@ def _report_lines(report: Verification, prefix: str, counts: Mapping[str, int]) 
         yield from lines_of(finding)
     all_counts = ", ".join(f"{count} {severity}" for severity, count in counts.items())
     yield f"RabbitMQ {report.version}, {prefix}: {all_counts}"
-
-
-@shared.command()
-@click.option("--to-exchange", is_flag=True, help="TARGET is an exchange, and not a queue.")
-@click.argument("source")
-@click.argument("target")
-@click.argument("key")
-def unbind(to_exchange: bool, source: str, target: str, key: str) -> None:
-    """Remove a binding that verify has found: of TARGET to the exchange SOURCE, with this KEY.
-
-    rabbitmqctl has no command for it.
-    """
-    shared.delays()  # checks the application
-    with shared.broker() as connection:
-        channel: Any = connection.channel()
-        remove = channel.exchange_unbind if to_exchange else channel.queue_unbind
-        remove(target, source, key)
-    told = {"source": source, "target": target, "key": key}
-    shared.answer(told, [f"{target} is not bound to {source} with the key {key!r} any more"])

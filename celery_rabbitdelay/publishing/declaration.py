@@ -13,112 +13,27 @@ queue to it::
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+import amqp
 from amqp import spec
-from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed, ResourceLocked
+from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 from kombu import Connection, Queue
 
-from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.levels.topology import Binding, Topology
-from celery_rabbitdelay.publishing import kombu_internals
-from celery_rabbitdelay.publishing.kombu_internals import closing, conversation, declared_entities
-
-#: Layout, queue type, shards and arguments in a fingerprint; see :meth:`.Topology.identity`.
-_FINGERPRINT: Final = re.compile(
-    r"(?P<layout>.+)-(?P<queue_type>quorum|classic)(-s(?P<shards>\d+))?-(?P<arguments>v.+)",
-    re.DOTALL,
+from celery_rabbitdelay.exceptions import TopologyIncomplete, TopologyInUse, TopologyNotEmpty
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Binding, Topology
+from celery_rabbitdelay.publishing.kombu_internals import (
+    closing,
+    connect,
+    conversation,
+    declared_entities,
+    find_exchanges,
+    find_queues,
 )
-
-#: The parts of a fingerprint that are settings, and which.
-_SETTINGS: Final = {
-    "layout": "rabbitdelay_layout or rabbitdelay_tick",
-    "queue_type": "rabbitdelay_queue_type",
-    "shards": "rabbitdelay_shards",
-}
-
-#: What RabbitMQ says if something exists with other arguments. It closes the channel with the same
-#: code for other reasons, such as a limit of the virtual host.
-INEQUIVALENT: Final = "inequivalent arg"
-
-#: In what the levels may differ if the fingerprint on the broker is unknown.
-ANY_SETTING: Final = (
-    "rabbitdelay_layout, rabbitdelay_tick, rabbitdelay_queue_type or rabbitdelay_shards, or "
-    "another version of celery_rabbitdelay has declared them"
-)
-
-
-def conflict_with(topology: Topology, reply: str) -> exceptions.LayoutConflict:
-    """Return the error for a refusal, with advice that fits it.
-
-    Args:
-        topology: The topology that was to be declared.
-        reply: What the broker answered.
-    """
-    if not _is_about_guard(topology, reply):
-        advice = (
-            "an exchange or queue exists with other arguments than this version of "
-            "celery_rabbitdelay gives it: somebody has declared it by other means. Delete it once "
-            "it is empty, and declare the levels again; `celery rabbitdelay verify` lists all "
-            "that differ"
-        )
-        return exceptions.LayoutConflict(topology.prefix, reply, advice)
-    here, there = parts_of(topology.identity.fingerprint), declared_parts(topology, reply)
-    differing = [
-        f"{settings} ({there[part]} there, {here[part]} here)"
-        for part, settings in _SETTINGS.items()
-        if there and here[part] != there[part]
-    ]
-    if there and not differing and here["arguments"] != there["arguments"]:
-        advice = (
-            f"the settings are the same, but another version of celery_rabbitdelay has declared "
-            f"the levels with other arguments ({there['arguments']}, here {here['arguments']}). "
-            "Run the version that has declared them; or give this one another rabbitdelay_prefix, "
-            "and move what waits with `celery rabbitdelay migrate`"
-        )
-    else:
-        names = "; ".join(differing) or ANY_SETTING
-        advice = (
-            f"the levels there differ in {names}. Restore the value with which they were "
-            "declared; or use another rabbitdelay_prefix for these, and move what waits with "
-            "`celery rabbitdelay migrate`; or, once no message waits in them any more, remove them "
-            "with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
-        )
-    return exceptions.LayoutConflict(topology.prefix, reply, advice)
-
-
-def _is_about_guard(topology: Topology, reply: str) -> bool:
-    """Return whether the answer is about the guard, whose name may be cut off at the end."""
-    named = re.search(r"for exchange '([^']*)('?)", reply)
-    if named is None:
-        return False
-    name, end = named.groups()
-    guard = topology.identity.guard.name
-    return bool(name == guard if end else guard.startswith(name))
-
-
-def declared_parts(topology: Topology, reply: str) -> dict[str, str]:
-    """Return the parts of the fingerprint of what is declared; empty if the answer lacks some.
-
-    RabbitMQ cuts its answer off, which may end within the last part.
-    """
-    start = re.escape(f"'{topology.identity.guard.name}.")
-    found = set(re.findall(rf"{start}([A-Za-z0-9_.-]+)'", reply))
-    found.update(re.findall(rf"is {start}([A-Za-z0-9_.-]+-v[a-z0-9.]+)$", reply))
-    others = found - {topology.identity.fingerprint}
-    return parts_of(others.pop()) if len(others) == 1 else {}
-
-
-def parts_of(fingerprint: str) -> dict[str, str]:
-    """Return the parts of a fingerprint; empty if it is unknown, or none."""
-    found = _FINGERPRINT.fullmatch(fingerprint)
-    return found.groupdict(default="1") if found else {}
-
+from celery_rabbitdelay.publishing.refusals import conflict_explained
 
 #: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
 #: broker takes some 15 ms to declare a quorum queue, and each reply has to arrive within the
@@ -152,7 +67,7 @@ def declare(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout is declared under the same prefix.
         amqp.exceptions.AccessRefused: The user lacks a permission; the message names the object.
     """
-    with _conflict_explained(topology), opened_channel(connection) as channel:
+    with conflict_explained(topology), opened_channel(connection) as channel:
         _pipeline(
             topology.identity.guard(channel).declare,
             *(exchange(channel).declare for exchange in topology.exchanges),
@@ -195,7 +110,7 @@ def check_complete(
 
     Guard and marker are declared by this package alone, so they may be missing. AMQP has no method
     that says whether the destination is bound. What the user may not ask for counts as existing;
-    see :mod:`~celery_rabbitdelay.publishing.permissions`.
+    see :mod:`~celery_rabbitdelay.publishing.refusals`.
 
     Args:
         connection: Any kombu connection to RabbitMQ.
@@ -211,60 +126,50 @@ def check_complete(
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
     """
-    key = _key(topology)
-    if key not in declared_entities(connection):
-        if not (by_marker and _exists_or_hidden(connection, topology)):
-            _check_all(connection, topology)
-        elif topology.queue_type == "classic":
-            _check_exchanges(connection, topology)
-        declared_entities(connection).add(key)
-    if destination is not None and _key(topology, destination) not in declared_entities(connection):
+    known = declared_entities(connection)
+    if _key(topology) not in known:
+        if absent := _absent(connection, topology, by_marker):
+            raise TopologyIncomplete(topology.prefix, absent)
+        known.add(_key(topology))
+    if destination is not None and _key(topology, destination) not in known:
         if not _queue_exists(connection, destination):
-            raise exceptions.TopologyIncomplete(topology.prefix, (destination.name,))
-        declared_entities(connection).add(_key(topology, destination))
+            raise TopologyIncomplete(topology.prefix, (destination.name,))
+        known.add(_key(topology, destination))
 
 
-def _check_all(connection: Connection, topology: Topology) -> None:
-    ours = {topology.identity.guard.name, topology.identity.marker.name}
-    try:
-        absent = tuple(
-            name
-            for name in missing(connection, topology)
-            if name not in ours and not topology.is_optional(name)
-        )
-    except AccessRefused:
-        if not _exists_or_hidden(connection, topology):
-            raise
-        return
-    if absent:
-        raise exceptions.TopologyIncomplete(topology.prefix, absent)
-
-
-def _check_exchanges(connection: Connection, topology: Topology) -> None:
-    absent = []
+def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tuple[str, ...]:
+    """Return the names of what is missing, as far as the user may ask; see above."""
+    ours = (topology.identity.guard.name, topology.identity.marker.name)
     with opened_channel(connection) as channel:
-        for exchange in topology.exchanges:
-            if topology.is_optional(exchange.name):
-                continue
-            with suppress(AccessRefused):  # it may exist; py-amqp opens the channel again
-                if not all(kombu_internals.find_exchanges(channel, [exchange.name])):
-                    absent.append(exchange.name)
-    if absent:
-        raise exceptions.TopologyIncomplete(topology.prefix, tuple(absent))
+        if by_marker and _exists_or_hidden(channel, topology.identity.marker.name):
+            return tuple(
+                exchange.name
+                for exchange in topology.exchanges
+                if topology.queue_type == "classic"
+                and not topology.is_optional(exchange.name)
+                and not _exists_or_hidden(channel, exchange.name)
+            )
+        try:
+            absent = missing(connection, topology)
+        except AccessRefused:
+            if not _exists_or_hidden(channel, topology.identity.marker.name):
+                raise
+            return ()
+    return tuple(name for name in absent if name not in ours and not topology.is_optional(name))
 
 
-def _exists_or_hidden(connection: Connection, topology: Topology) -> bool:
-    """Return whether the marker exists, or the user has no permission on it."""
+def _exists_or_hidden(channel: amqp.Channel, exchange: str) -> bool:
+    """Return whether an exchange exists, or the user has no permission on it."""
     try:
-        return is_declared(connection, topology)
+        return all(find_exchanges(channel, [exchange]))
     except AccessRefused:
-        return True
+        return True  # py-amqp has opened the channel again
 
 
 def is_declared(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
     with opened_channel(connection) as channel:
-        return all(kombu_internals.find_exchanges(channel, [topology.identity.marker.name]))
+        return all(find_exchanges(channel, [topology.identity.marker.name]))
 
 
 def is_complete(connection: Connection, topology: Topology) -> bool:
@@ -303,7 +208,7 @@ def missing_exchanges(connection: Connection, topology: Topology) -> tuple[str, 
     exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
     names = [exchange.name for exchange in exchanges]
     with opened_channel(connection) as channel:
-        exist = kombu_internals.find_exchanges(channel, names)
+        exist = find_exchanges(channel, names)
     return tuple(name for name, exists in zip(names, exist, strict=True) if not exists)
 
 
@@ -316,8 +221,8 @@ def check_layout(connection: Connection, topology: Topology) -> None:
     Raises:
         LayoutConflict: Another layout is declared under the same prefix.
     """
-    with _conflict_explained(topology), opened_channel(connection) as channel:
-        if all(kombu_internals.find_exchanges(channel, [topology.identity.guard.name])):
+    with conflict_explained(topology), opened_channel(connection) as channel:
+        if all(find_exchanges(channel, [topology.identity.guard.name])):
             topology.identity.guard(channel).declare()
 
 
@@ -378,21 +283,81 @@ def refuse_to_lose(topology: Topology, counts: Mapping[str, Counts | None]) -> N
     found = {name: each for name, each in counts.items() if each is not None}
     consumers = {name: each.consumers for name, each in found.items() if each.consumers}
     if consumers:
-        raise exceptions.TopologyInUse(topology.prefix, consumers)
+        raise TopologyInUse(topology.prefix, consumers)
     waiting = {name: each.messages for name, each in found.items() if each.messages}
     if waiting:
-        raise exceptions.TopologyNotEmpty(topology.prefix, waiting)
+        raise TopologyNotEmpty(topology.prefix, waiting)
 
 
 def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, Counts | None]:
     """Return the counts of queues by their names; None for a queue that does not exist."""
     names = [queue.name for queue in queues]
     with opened_channel(connection) as channel:
-        found = kombu_internals.find_queues(channel, names)
+        found = find_queues(channel, names)
     return {
         name: None if counts is None else Counts(*counts)
         for name, counts in zip(names, found, strict=True)
     }
+
+
+class Backlog(NamedTuple):
+    """The messages that wait in a topology.
+
+    Attributes:
+        levels: The messages in each level's queues, by the level's name without prefix. A message
+            that is just passing from one level to the next is not counted.
+        digits: The messages of each digit, by the level's name and the digit; those of all shards
+            together, and 0 for a queue that does not exist.
+        others: The messages and consumers of the queues of ``check-in``, ``meditation``,
+            ``distribution`` and ``undeliverable``.
+        missing: The names of queues that do not exist.
+    """
+
+    levels: Mapping[str, int]
+    digits: Mapping[str, Mapping[int, int]]
+    others: Mapping[str, Counts]
+    missing: tuple[str, ...]
+
+
+def backlog_of(connection: Connection, topology: Topology) -> Backlog:
+    """Ask the broker for the counts of every queue of a topology, in a few round trips.
+
+    Args:
+        connection: Any kombu connection to RabbitMQ.
+        topology: The topology; nothing is declared.
+    """
+    found = queue_counts(connection, topology.queues)
+    messages = {name: counts.messages if counts else 0 for name, counts in found.items()}
+    digits = {
+        level: _by_digit(topology, [messages[queue.name] for queue in queues])
+        for level, queues in topology.level_queues.items()
+    }
+    others = module_queues(topology).items()
+    return Backlog(
+        {level: sum(counts.values()) for level, counts in digits.items()},
+        digits,
+        {name: counts for name, queue in others if (counts := found[queue.name])},
+        tuple(name for name, counts in found.items() if counts is None),
+    )
+
+
+def module_queues(topology: Topology) -> dict[str, Queue]:
+    """Return the queues outside the levels, by the names in :attr:`Backlog.others`."""
+    queues = topology.module_queues
+    return {
+        CHECK_IN: queues.checkin,
+        "meditation": queues.meditation,
+        DISTRIBUTE: queues.distribution,
+        "undeliverable": queues.undeliverable,
+        "paused": queues.paused,
+    }
+
+
+def _by_digit(topology: Topology, messages: list[int]) -> dict[int, int]:
+    """Add up the messages of a level's queues, which are in the order of shards and digits."""
+    first = 0 if topology.layout.zeros == "queue" else 1
+    each = len(messages) // topology.shards
+    return {first + place: sum(messages[place::each]) for place in range(each)}
 
 
 def bind_destination(connection: Connection, topology: Topology, queue_name: str) -> None:
@@ -464,28 +429,6 @@ def forget(connection: Connection) -> None:
     declared_entities(connection).clear()
 
 
-def connect(connection: Connection, pause: int = 2) -> None:
-    """Open a connection unless it is open, to the first broker of its list that answers.
-
-    Args:
-        connection: The connection.
-        pause: Seconds from an attempt that has failed to the second one.
-    """
-    if connection.connected:
-        return
-    hosts = len(connection.alt)
-    for attempts_left in reversed(range(max(hosts, 2))):
-        try:
-            kombu_internals.open_connection(connection)
-        except connection.recoverable_connection_errors:
-            if not attempts_left:
-                raise
-            connection.maybe_switch_next()
-            time.sleep(0 if hosts > 1 else pause)
-        else:
-            return
-
-
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
     """The key in :func:`declared_entities` of a topology, or of a queue that is bound to it."""
     return (
@@ -541,13 +484,3 @@ def _queue_exists(connection: Connection, queue: Queue) -> bool:
         return queue_counts(connection, [queue])[queue.name] is not None
     except (ResourceLocked, AccessRefused):
         return True  # it is an exclusive queue of another connection, or it may exist
-
-
-@contextmanager
-def _conflict_explained(topology: Topology) -> Iterator[None]:
-    try:
-        yield
-    except PreconditionFailed as conflict:
-        if INEQUIVALENT not in str(conflict):
-            raise
-        raise conflict_with(topology, str(conflict)) from conflict

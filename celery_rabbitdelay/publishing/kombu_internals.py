@@ -6,6 +6,7 @@ When kombu moves one of them, tests/unit/test_upstream.py says which.
 from __future__ import annotations
 
 import socket
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -220,6 +221,38 @@ def check_tls(connection: Connection) -> None:
     transport: Any = SSLTransport("localhost")
     with socket.socket() as unconnected:
         transport._wrap_socket(unconnected, **options).close()
+
+
+#: Seconds that opening a connection may take, within a limit, if it sets none of its own.
+CONNECT_TIMEOUT: Final = 5.0
+
+
+def connect(connection: Connection, within: float | None = None) -> None:
+    """Open a connection unless it is open, to the first broker of its list that answers.
+
+    Args:
+        connection: The connection.
+        within: Seconds for all brokers of the list; each wait ends before that, so a broker that
+            does not answer leaves time for the others. None: as long as each may take.
+    """
+    if connection.connected:
+        return
+    own_timeout, began = connection.connect_timeout, time.monotonic()
+    try:
+        for hosts_left in range(max(len(connection.alt), 1), 0, -1):
+            if within is not None:  # to switch to the next host resets kombu's timeout
+                share = max(within - (time.monotonic() - began), 0.001) / hosts_left
+                connection.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
+            try:
+                open_connection(connection)
+            except connection.recoverable_connection_errors:
+                if hosts_left == 1:
+                    raise
+                connection.maybe_switch_next()
+            else:
+                return
+    finally:
+        connection.connect_timeout = own_timeout
 
 
 def open_connection(connection: Connection) -> None:

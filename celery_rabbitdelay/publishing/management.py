@@ -25,7 +25,7 @@ from kombu.transport.pyamqp import SSLTransport
 
 from celery_rabbitdelay.exceptions import InvalidManagementURL, ManagementUnavailable
 from celery_rabbitdelay.levels.shown_url import without_password
-from celery_rabbitdelay.publishing.declaration import connect
+from celery_rabbitdelay.publishing.kombu_internals import connect
 
 #: Seconds that each step of a request may take.
 TIMEOUT: Final = 10.0

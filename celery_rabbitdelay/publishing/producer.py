@@ -168,7 +168,7 @@ class DelayedProducer(Producer):
             TopologyIncomplete: The topology is missing, and must not be declared.
         """
         publication = Publication.of(delayed.message.amqp(), partial(self.address, delayed, due))
-        self.publisher.publish_one(publication, policy, **self.declarations(delayed.queue, declare))
+        self.publisher.publish(publication, policy, **self.declarations(delayed.queue, declare))
 
     def address(self, delayed: Delayed, due: Due) -> tuple[str, str]:
         """Return the exchange and the routing key to publish a message with, now."""

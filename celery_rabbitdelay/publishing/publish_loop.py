@@ -27,7 +27,7 @@ from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import Publication
-from celery_rabbitdelay.publishing.permissions import missing_permission
+from celery_rabbitdelay.publishing.refusals import missing_permission
 
 #: If a source takes this many seconds or more for a message, messages are written at once, not in
 #: batches.

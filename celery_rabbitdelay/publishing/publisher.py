@@ -16,7 +16,6 @@ from queue import Empty, LifoQueue
 from typing import Final, NoReturn
 from weakref import WeakSet
 
-import amqp
 from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError, NotAllowed, NotFound
 from kombu import Connection
@@ -36,33 +35,24 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels.shown_url import shown_broker
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
 from celery_rabbitdelay.publishing.kombu_internals import (
+    CONNECT_TIMEOUT,
     closing,
+    connect,
     conversation,
     drop_connection,
-    open_connection,
 )
-from celery_rabbitdelay.publishing.message import Address, Declaration, Publication
-from celery_rabbitdelay.publishing.permissions import (
-    is_limit_reached,
-    missing_permission,
-    reason_of,
-)
+from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.publish_loop import (
-    BACKOFF,
     BLOCKED,
     DEFAULT_POLICY,
-    RESENDS,
-    TIMEOUT,
     MayPass,
     NextPublication,
     PublishLoop,
     PublishPolicy,
     unwrap_callers_errors,
 )
+from celery_rabbitdelay.publishing.refusals import missing_permission, reason_of
 from celery_rabbitdelay.publishing.wire import Wire
-
-#: Seconds that opening a connection may take if the connection sets no limit of its own.
-CONNECT_TIMEOUT: Final = 5.0
 
 #: Seconds that closing a channel may take; all its messages are settled before.
 CLOSE_TIMEOUT: Final = 2.0
@@ -70,6 +60,12 @@ CLOSE_TIMEOUT: Final = 2.0
 #: After these errors, the connection can be used for the next messages.
 HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
 
+
+#: Why a message is not sent although the broker answers.
+NOT_DECLARED: Final = (
+    "it has not declared everything in time; declare the levels beforehand, with: celery "
+    "rabbitdelay declare"
+)
 
 #: Why the broker does not find a queue that exists: its node is down, or it is starting or
 #: stopping (``priv_absent`` in
@@ -101,13 +97,9 @@ class Publisher:
 
     def publish(
         self,
-        message: amqp.Message,
-        address: Address,
+        publication: Publication,
+        policy: PublishPolicy = DEFAULT_POLICY,
         *,
-        timeout: float = TIMEOUT,
-        resends: int | None = RESENDS,
-        backoff: tuple[float, float, float] = BACKOFF,
-        reconnects: int | None = None,
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
     ) -> None:
@@ -118,16 +110,8 @@ class Publisher:
         the broker may have it all the same.
 
         Args:
-            message: The message with its properties; sent persistent and mandatory.
-            address: Returns the exchange and the routing key; called for each attempt.
-            timeout: Seconds for everything, from connecting through declaring and resending to the
-                confirm.
-            resends: How often the message is sent again after the broker has nacked it, or the
-                connection was lost; None for as often as the time allows.
-            backoff: Seconds before the first resend, the step by which they grow, their maximum; up
-                to a quarter of each is left out at random.
-            reconnects: How often connecting is tried again after it failed, within the connection's
-                ``connect_timeout``; None for as often as ``resends`` and the time allow.
+            publication: The message; it is sent mandatory.
+            policy: How long, and how often, it is tried.
             declare: Called once on each connection, to declare what is missing.
             redeclare: Called once if no queue takes the message or its exchange does not exist; the
                 message is then sent once more.
@@ -139,27 +123,10 @@ class Publisher:
             MessageReturned: No queue takes it, or the exchange does not exist.
             DeclarationRefused: The broker refused what ``declare`` declares, also each time it was
                 declared again, if the reason may pass.
-            ConfirmTimeout: No confirm within ``timeout``.
+            ConfirmTimeout: No confirm within the policy's ``timeout``.
             ConnectionBlocked: The broker blocked the connection for all of that time.
             ConnectionLost: The connection could not be opened or broke, also at each resend.
-            PublishError: AMQP cannot encode one of the message's headers or properties.
         """
-        self.publish_one(
-            Publication.of(message, address),
-            PublishPolicy(timeout, resends, backoff, reconnects=reconnects),
-            declare=declare,
-            redeclare=redeclare,
-        )
-
-    def publish_one(
-        self,
-        publication: Publication,
-        policy: PublishPolicy,
-        *,
-        declare: Declaration | None = None,
-        redeclare: Declaration | None = None,
-    ) -> None:
-        """Publish one message as :meth:`publish` does."""
         try:
             self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         finally:
@@ -209,32 +176,12 @@ class Publisher:
             self._channel.unconfirmed.on_settled = on_settled
             return self._channel
         self.declared.clear()
-        self._connect(deadline)
+        connect(self.connection, _remaining(deadline))
         with Wire(self.connection).all_answers_within(_remaining(deadline)):
             self._channel = ConfirmChannel(self.connection, on_settled)
         if self._is_alone:
             self._channel.wire.receive_ahead()
         return self._channel
-
-    def _connect(self, deadline: float) -> None:
-        """Try each broker of a fail-over list once; that does not count as a resend."""
-        own_timeout = self.connection.connect_timeout
-        try:
-            for hosts_left in range(max(len(self.connection.alt), 1), 0, -1):
-                # A host that does not answer leaves time for the others. To switch to the next one
-                # resets kombu's timeout.
-                share = _remaining(deadline) / hosts_left
-                self.connection.connect_timeout = min(own_timeout or CONNECT_TIMEOUT, share)
-                try:
-                    open_connection(self.connection)
-                except self.connection.recoverable_connection_errors:
-                    if hosts_left == 1:
-                        raise
-                    self.connection.maybe_switch_next()
-                else:
-                    return
-        finally:
-            self.connection.connect_timeout = own_timeout
 
     def discard(self) -> None:
         """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""
@@ -397,7 +344,7 @@ class Run:
                 declare(self._publisher.connection)
             declared.add(declare)
         except TimeoutError as slow:
-            raise NotDeclaredInTime(*slow.args) from slow
+            raise TimeoutError(NOT_DECLARED) from slow
         except self._publisher.connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
                 raise  # for a message in flight
@@ -458,16 +405,8 @@ class Run:
         time.sleep(pause)
 
     def _lost(self, cause: BaseException | None) -> ConnectionLost:
-        broker = shown_broker(self._publisher.connection)
-        attempt = f"attempt {max(self._losses, 1)}: {cause!r}"
-        reason = f"no connection to {broker}, {attempt}"
-        if cause is not None and is_limit_reached(cause):
-            reason = f"no connection to {broker}: {reason_of(cause)}"
-        if isinstance(cause, NotDeclaredInTime):
-            reason = (
-                f"{broker} has not declared everything in time, {attempt}; declare the levels "
-                "beforehand, with: celery rabbitdelay declare"
-            )
+        broker, attempt = shown_broker(self._publisher.connection), max(self._losses, 1)
+        reason = f"no connection to {broker}, attempt {attempt}: {cause and reason_of(cause)}"
         return ConnectionLost(*self.loop.next_waiting.address(), reason)
 
     def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
@@ -479,10 +418,6 @@ class Run:
         error.__cause__ = cause
         self.loop.fail_all(error)
         raise error from cause
-
-
-class NotDeclaredInTime(TimeoutError):
-    """The broker answers, and has not declared everything yet that the message needs."""
 
 
 def _remaining(deadline: float) -> float:

@@ -11,7 +11,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
-from celery_rabbitdelay.publishing.backlog import Backlog
+from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.registry.record import Record, TaskState, record_of
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.stored_message import restored, tolerance_of

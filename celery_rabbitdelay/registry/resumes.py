@@ -19,8 +19,8 @@ from celery_rabbitdelay.levels.routing_key import (
     encode_destination,
 )
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.publishing.declaration import connect, opened_channel
-from celery_rabbitdelay.publishing.kombu_internals import find_queues
+from celery_rabbitdelay.publishing.declaration import opened_channel
+from celery_rabbitdelay.publishing.kombu_internals import connect, find_queues
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
 from celery_rabbitdelay.registry.application import registry_of

@@ -27,9 +27,8 @@ from celery_rabbitdelay.levels.delay import (
     milliseconds_of,
 )
 from celery_rabbitdelay.levels.headers import COPY
-from celery_rabbitdelay.publishing.backlog import Backlog, backlog_of
-from celery_rabbitdelay.publishing.declaration import connect
-from celery_rabbitdelay.publishing.kombu_internals import closing
+from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
+from celery_rabbitdelay.publishing.kombu_internals import closing, connect
 from celery_rabbitdelay.registry.application import has_registry, register_sent, registry_of
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy

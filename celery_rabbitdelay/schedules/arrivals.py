@@ -12,10 +12,12 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 from celery.utils.log import get_logger
+from kombu.utils.functional import LRUCache
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
@@ -24,21 +26,20 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.publishing.publish_loop import RESENDS
-from celery_rabbitdelay.registry.application import register_sent, registry_of
+from celery_rabbitdelay.registry.application import registry_of
+from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
-from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.registry.stored_message import stored
-from celery_rabbitdelay.schedules.beat import put_beat, state_of_beat
-from celery_rabbitdelay.schedules.messages import is_tracked, registration_of, says_of, with_id
-from celery_rabbitdelay.schedules.occurrence import OCCURRENCES, Occurrence
-from celery_rabbitdelay.schedules.record import Arriving, Came, Decided, Fate, Records
-from celery_rabbitdelay.schedules.recurrence import INVALID
-from celery_rabbitdelay.schedules.runs import Runs
-from celery_rabbitdelay.worker import celery_internals, republishing
+from celery_rabbitdelay.schedules import runs
+from celery_rabbitdelay.schedules.beat import BeatEntries
+from celery_rabbitdelay.schedules.messages import says_of, send_each, with_id
+from celery_rabbitdelay.schedules.record import Arriving, Decided, Fate, Records
+from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDUE, Occurrence
+from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
 from celery_rabbitdelay.worker.lateness import lateness
 
@@ -57,66 +58,48 @@ GATHER: Final = 0.02
 #: Of how many schedules it is remembered what was decided last.
 MAX_REMEMBERED: Final = 20_000
 
-#: The seconds between two looks whether another run has ended, and how many there are, before an
-#: occurrence is skipped or goes back into the levels.
-LOOK_AGAIN: Final = 0.5
-LOOKS: Final = 4
-
 #: The shortest and the longest pause, in milliseconds, of what waits for the end of a run;
 #: in between, a tenth of the time that it has waited.
-MIN_PAUSE_MS: Final = 2_000
+MIN_PAUSE_MS: Final = 500
 MAX_PAUSE_MS: Final = 30_000
 
 #: By how many milliseconds the clocks of a worker and of Redis may differ. If they differ by more,
 #: that of Redis counts, which is the same for all workers.
 TOLERATED_MS: Final = 2_000
 
-_WHY: Final[dict[Fate, str]] = {
-    "late": "it is too late",
-    "paused": "its schedule is paused",
-    "overlapped": "another run of its schedule still goes",
-}
 
-
-class _Came(NamedTuple):
-    """An occurrence that has arrived.
+@dataclass(eq=False)
+class _Came:
+    """An occurrence that has arrived, and what is known of it so far.
 
     Attributes:
         arrived: Its task.
         arrival: The name of this arrival.
-        looks: How often it was looked whether another run has ended.
         went_on: Whether the rule has let it go on before.
+        occurrence: What its message says.
+        is_late: Whether it is too late to run.
+        following_ms: The instant that follows it; None if none does.
+        decided: What the rule says.
+        following: The next occurrence, if its message is to be published.
+        sent: That message, confirmed.
     """
 
     arrived: Arrived
     arrival: str
-    looks: int = 0
     went_on: bool = False
-
-
-class _Step(NamedTuple):
-    """What is to be done about an occurrence that has arrived.
-
-    Attributes:
-        came: The occurrence as it has arrived.
-        arriving: The question to the rule.
-        is_late: Whether it is too late to run.
-        decided: The answer of the rule.
-        following: The next occurrence, if its message is to be published.
-        published: Its message, once it is confirmed.
-    """
-
-    came: _Came
-    arriving: Arriving
-    is_late: bool
-    decided: Decided = Decided(True, None)
+    occurrence: Occurrence = field(init=False)
+    is_late: bool = False
+    following_ms: int | None = None
+    decided: Decided = field(init=False)
     following: Occurrence | None = None
-    published: Delayed | None = None
+    sent: Delayed | None = None
 
     @property
-    def occurrence(self) -> Occurrence:
-        """What its message says."""
-        return self.arriving.occurrence
+    def arriving(self) -> Arriving:
+        """The question to the rule."""
+        # Of what has gone on before, the rule may have forgotten that by now.
+        came_before = self.arrived.delivery.redelivered or self.went_on
+        return Arriving(self.occurrence, self.arrival, came_before, self.following_ms)
 
 
 class Arrivals(BatchThread[_Came]):
@@ -135,7 +118,7 @@ class Arrivals(BatchThread[_Came]):
 
     #: The latest decision of this worker about each schedule. It outlives a lost connection, and
     #: restores what a Redis that was restarted from an older copy has forgotten.
-    _remembered: ClassVar[dict[str, Arriving]] = {}
+    _remembered: ClassVar[LRUCache[str, Arriving]] = LRUCache(limit=MAX_REMEMBERED)
 
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
@@ -143,11 +126,11 @@ class Arrivals(BatchThread[_Came]):
         self._registry = registry_of(self._delays)
         self._records = Records(self._registry)
         self._early_tasks = early_tasks
-        self._beat = ""
+        self._beat: BeatEntries | None = None
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
-        self._runs = Runs(self._registry)
         self._skew_ms = 0
         self.overdue = 0.0
+        runs.forget_what_has_not_begun()
 
     def take(self, arrived: Arrived) -> None:
         """Take an occurrence that the registry lets run, or has cancelled."""
@@ -158,14 +141,9 @@ class Arrivals(BatchThread[_Came]):
         with suppress(RegistryUnavailable):  # the first answer says it as well
             asked_ms = wall_clock.ms()
             self._note_clock(self._registry.now_ms(), asked_ms)
-        if not self._delays.uses("beat"):
-            return
-        schedules = self._delays.schedules
-        state = state_of_beat(schedules) if self._beat else "lost"
-        if state != "lost":
-            self._beat = state
-        elif self._beat != "former":  # workers of later code put theirs
-            self._beat = "current" if put_beat(schedules) else "former"
+        if self._delays.uses("beat"):
+            self._beat = self._beat or BeatEntries(self._delays.schedules)
+            self._beat.keep()
 
     def own_work_in(self) -> float:
         """Return the seconds until the next look for what has not come."""
@@ -191,24 +169,24 @@ class Arrivals(BatchThread[_Came]):
                 logger.warning("Nobody has looked after the schedules: %s", error)
 
     def _work_on(self, batch: list[_Came]) -> None:
-        steps: list[_Step] = []
-        for each in batch:
+        asked: list[_Came] = []
+        for came in batch:
             try:
-                if (step := self._step(each)) is not None:
-                    steps.append(step)
+                if self._is_read(came):
+                    asked.append(came)
             except Exception as error:  # noqa: BLE001 - the thread has to live on
-                self._failed(each, error)
-        fates = [(step, self._fate(step)) for step in self._published(self._decided(steps))]
+                self._failed(came, error)
+        fates = [(came, self._fate(came)) for came in self._published(self._decided(asked))]
         try:
             self._note(fates)
         except RegistryUnavailable as error:
             logger.warning("What became of occurrences of schedules is not noted: %s", error)
-        for step, fate in fates:
+        for came, fate in fates:
             if fate is not None:
-                self._go_on(step, fate)
+                self._go_on(came, fate)
 
-    def _step(self, came: _Came) -> _Step | None:
-        """Return what is to be asked about an occurrence; None if it goes back into the levels.
+    def _is_read(self, came: _Came) -> bool:
+        """Read what a message says; return False if it goes back into the levels.
 
         Raises:
             LookupError: Its header cannot be read, or is that of another task.
@@ -220,54 +198,43 @@ class Arrivals(BatchThread[_Came]):
         now_ms = wall_clock.ms() + self._skew_ms
         if self._skew_ms and occurrence.due_ms > now_ms + TOLERATED_MS:
             self.act(partial(put_back, occurrence.due_ms - self._skew_ms))
-            return None
+            return False
         try:
-            runs, following_ms = occurrence.at(now_ms)
+            runs_now, came.following_ms = occurrence.at(now_ms)
         except INVALID as error:
             # Another worker may have a missing package installed; an edit mends any other error.
             logger.error("Occurrence %s waits, as none follows: %s", occurrence.task_id, error)
             self.act(partial(put_back, wall_clock.ms() + int(MAX_PAUSE * 1000)))
-            return None
+            return False
         # An occurrence that waits for the end of a run was not too late when it arrived.
-        is_late = not (runs or came.looks or occurrence.turns)
-        # Of what has gone on before, the rule may have forgotten that by now.
-        came_before = delivery.redelivered or came.went_on
-        arriving = Arriving(occurrence, came.arrival, came_before, following_ms)
-        return _Step(came, arriving, is_late)
+        came.occurrence, came.is_late = occurrence, not (runs_now or occurrence.turns)
+        return True
 
-    def _decided(self, steps: list[_Step]) -> Iterator[_Step]:
-        """Yield the steps with what follows; what Redis does not decide waits."""
-        if not steps:
-            return
-        asked_ms = wall_clock.ms()
+    def _decided(self, asked: Sequence[_Came]) -> Iterator[_Came]:
+        """Yield the occurrences with what follows; what Redis does not decide waits."""
+        asked_ms, answers = wall_clock.ms(), list[Decided | None]()
         try:
-            answers = self._records.decide([each.arriving for each in steps])
+            answers += self._records.decide([came.arriving for came in asked])
         except RegistryUnavailable as error:
             logger.warning("It is not known which occurrences of schedules have run: %s", error)
-            answers = [None] * len(steps)
-        for step, answer in zip(steps, answers, strict=True):
-            occurrence, order = step.occurrence, step.occurrence.order
-            if (
-                answer is None
-                and self._delays.settings_of(RegistrySettings).registry_down == "hold"
-            ):
-                wait_ms = pause_ms(lateness(occurrence.due_ms))
-                self._put_back(step, wait_ms, is_followed=occurrence.is_followed)
-                continue
-            decided = answer or Decided(True, step.arriving.following_ms, order=order)
+            answers += [None] * len(asked)
+        for came, answer in zip(asked, answers, strict=True):
+            occurrence = came.occurrence
             if answer is not None:
                 self._note_clock(answer.now_ms, asked_ms)
-            following, is_followed = None, bool(step.came.looks or occurrence.is_followed)
-            if decided.goes_on and not step.came.looks:
-                self._remember(step, decided)
-            if decided.following_ms is not None and not (decided.goes_on and is_followed):
-                following = occurrence._replace(
-                    instant_ms=decided.following_ms,
-                    order=decided.order,
-                    turns=0,
-                    is_followed=False,
+            elif self._delays.settings_of(RegistrySettings).registry_down == "hold":
+                wait_ms = pause_ms(lateness(occurrence.due_ms))
+                self._put_back(came, wait_ms, is_followed=occurrence.is_followed)
+                continue
+            decided = answer or Decided(True, came.following_ms, order=occurrence.order)
+            came.decided, following_ms, came.following = decided, decided.following_ms, None
+            if decided.goes_on:
+                self._remember(came)
+            if following_ms is not None and not (decided.goes_on and occurrence.is_followed):
+                came.following = occurrence._replace(
+                    instant_ms=following_ms, order=decided.order, turns=0, is_followed=False
                 )
-            yield step._replace(decided=decided, following=following)
+            yield came
 
     def _note_clock(self, redis_ms: int, asked_ms: int) -> None:
         # An answer that has taken long is no difference between clocks.
@@ -278,54 +245,32 @@ class Arrivals(BatchThread[_Came]):
             logger.warning("The clock of Redis is %+.1f s ahead, and counts.", skew_ms / 1000)
         self._skew_ms = skew_ms
 
-    def _remember(self, step: _Step, decided: Decided) -> None:
-        name, following_ms = step.occurrence.name, decided.following_ms
-        arriving = step.arriving._replace(
-            occurrence=step.occurrence._replace(order=decided.order),
-            following_ms=step.arriving.following_ms if following_ms is None else following_ms,
-        )
-        before = self._remembered.pop(name, None)
-        if before is not None and before.occurrence.instant_ms > step.occurrence.instant_ms:
-            arriving = before
-        self._remembered[name] = arriving
-        while len(self._remembered) > MAX_REMEMBERED:
-            self._remembered.pop(next(iter(self._remembered)))
+    def _remember(self, came: _Came) -> None:
+        occurrence, decided = came.occurrence, came.decided
+        before: Arriving | None = self._remembered.get(occurrence.name)
+        if before is None or before.occurrence.instant_ms <= occurrence.instant_ms:
+            following_ms = decided.following_ms
+            self._remembered[occurrence.name] = came.arriving._replace(
+                occurrence=occurrence._replace(order=decided.order),
+                following_ms=came.following_ms if following_ms is None else following_ms,
+            )
 
-    def _drop(self, step: _Step) -> None:
-        """Acknowledge an occurrence that was edited or deleted, or of which another message ran."""
-        occurrence = step.occurrence
-        if occurrence.turns or step.came.looks:
-            self._runs.leave_queue(occurrence)
-        logger.info(
-            "A message of occurrence %s is dropped: another one has come first, or its schedule "
-            "was edited or deleted.",
-            occurrence.task_id,
-        )
-        ack = step.came.arrived.delivery.ack
-        self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
+    def _published(self, decided: Iterator[_Came]) -> list[_Came]:
+        """Publish what follows occurrences; return those of which it is confirmed."""
+        published: list[_Came] = []
+        waiting: list[_Came] = []
+        for came in decided:
+            (published if came.following is None else waiting).append(came)
 
-    def _published(self, steps: Iterator[_Step]) -> list[_Step]:
-        """Publish what follows occurrences; return the steps of which it is confirmed."""
-        published: list[_Step] = []
-        waiting: list[_Step] = []
-        made: dict[int, Delayed] = {}
-        for step in steps:
-            (published if step.following is None else waiting).append(step)
-
-        def make(producer: DelayedProducer, step: _Step) -> republishing.ToPublish:
-            assert step.following is not None
-            due = Due.at(instant_of(step.following.due_ms - self._skew_ms))
-            delayed = made[id(step)] = self._message(producer, step, step.following, due)
-            return delayed.queue, delayed.message.amqp(), partial(producer.address, delayed, due)
-
-        def settled(step: _Step, error: Exception | None) -> None:
-            if error is None:
-                published.append(step._replace(published=made[id(step)]))
+        def settled(came: _Came, outcome: Delayed | Exception) -> None:
+            if isinstance(outcome, Exception):
+                came.went_on = came.decided.goes_on
+                self._failed(came, outcome)
             else:
-                self._failed(step.came._replace(went_on=step.decided.goes_on), error)
+                came.sent = outcome
+                published.append(came)
 
-        if waiting:
-            republishing.publish_each(self._delays, waiting, make, settled, RESENDS)
+        send_each(self._delays, waiting, self._message, settled, self._skew_ms)
         return published
 
     def _failed(self, came: _Came, error: Exception) -> None:
@@ -338,52 +283,70 @@ class Arrivals(BatchThread[_Came]):
             logger.error("Occurrence %s runs, and no other follows: %r", task_id, error)
             self.act(partial(self._let_run, came.arrived))
 
-    def _message(
-        self, producer: DelayedProducer, step: _Step, following: Occurrence, due: Due
-    ) -> Delayed:
+    def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:
         """Return the message of the occurrence that follows one, made of the message of that."""
-        delivery, waited = step.came.arrived.delivery, step.came.arrived.waited
-        former, task_id = delivery.message, following.task_id
+        former, waited, following = (
+            came.arrived.delivery.message,
+            came.arrived.waited,
+            came.following,
+        )
+        assert following is not None
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
             raise LookupError("its queue is unknown")
         says = says_of(following, TRACKED in waited.registry)
         again = waiting_task(former, destination, self._delays.settings.max_message_bytes)
-        others = {**with_id(again.headers.others, task_id), "expires": None}
-        again = again.having(correlation_id=task_id)
+        others = {**with_id(again.headers.others, following.task_id), "expires": None}
+        again = again.having(correlation_id=following.task_id)
         again = again.saying(due_ms=following.due_ms, registry=says, others=others)
+        due = Due.at(instant_of(following.due_ms - self._skew_ms))
         return producer.routed(again, destination.queue, due)
 
-    def _fate(self, step: _Step) -> Fate | None:
+    def _fate(self, came: _Came) -> Fate | None:
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
-        came, occurrence = step.came, step.occurrence
-        if not step.decided.goes_on:
-            self._drop(step)
+        occurrence, registry = came.occurrence, self._registry
+        if not came.decided.goes_on:
+            self._drop(came)
             return None
         if came.arrived.is_cancelled:
             return "cancelled"
-        if step.decided.is_paused:
+        if came.decided.is_paused:
             return "paused"
-        if step.is_late:
+        if came.is_late:
             return "late"
         if occurrence.overlap == "allow":
             return "ran"
-        if occurrence.overlap == "queue-one" and not self._runs.try_queue(occurrence):
+        is_next = occurrence.overlap == "queue-one"
+        if is_next and not runs.queue(registry, occurrence, runs.LEASE_MS):
             return "overlapped"
-        if self._runs.try_start(occurrence):
+        if runs.try_start(registry, occurrence):
             return "ran"
-        if came.looks < LOOKS:
-            self.give(came._replace(looks=came.looks + 1, went_on=True), LOOK_AGAIN)
-            return None
-        if occurrence.overlap == "skip":
+        if not is_next:
             return "overlapped"
         wait_ms = (wall_clock.ms() - occurrence.due_ms) // 10
-        self._put_back(step, max(MIN_PAUSE_MS, min(wait_ms, MAX_PAUSE_MS)), is_followed=True)
+        pause = max(MIN_PAUSE_MS, min(wait_ms, MAX_PAUSE_MS))
+        self._put_back(came, pause, is_followed=True)
         return None
 
-    def _put_back(self, step: _Step, wait_ms: int, *, is_followed: bool) -> None:
+    def _drop(self, came: _Came) -> None:
+        """Acknowledge an occurrence that was edited or deleted, or of which another message ran."""
+        occurrence = came.occurrence
+        if occurrence.turns:
+            runs.queue(self._registry, occurrence, 0)
+        logger.info(
+            "A message of occurrence %s is dropped: another one has come first, or its schedule "
+            "was edited or deleted.",
+            occurrence.task_id,
+        )
+        self._acknowledge(came)
+
+    def _acknowledge(self, came: _Came) -> None:
+        ack = came.arrived.delivery.ack
+        self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
+
+    def _put_back(self, came: _Came, wait_ms: int, *, is_followed: bool) -> None:
         """Put an occurrence back into the levels; then the rule is asked again."""
-        arrived, occurrence = step.came.arrived, step.occurrence
+        arrived, occurrence = came.arrived, came.occurrence
         again = occurrence._replace(turns=occurrence.turns + 1, is_followed=is_followed)
 
         def put_back() -> None:
@@ -392,40 +355,32 @@ class Arrivals(BatchThread[_Came]):
 
         self.act(put_back)
 
-    def _note(self, fates: Sequence[tuple[_Step, Fate | None]]) -> None:
+    def _note(self, fates: Sequence[tuple[_Came, Fate | None]]) -> None:
         """Note what became of occurrences, and what waits now."""
-        came: list[tuple[Occurrence, Came]] = []
         listed: dict[str, int | None] = {}
         lost: list[tuple[Occurrence, str]] = []
-        tracked: list[Registration] = []
-        for step, fate in fates:
-            occurrence, following, published = step.occurrence, step.following, step.published
-            if fate is not None:
-                came.append((occurrence, Came(occurrence.due_ms, wall_clock.ms(), fate)))
-            if step.arriving.following_ms is None and step.decided.goes_on:
-                listed[occurrence.name] = None
-            if following is not None and published is not None:
-                listed[occurrence.name] = following.due_ms
-                if step.decided.is_lost:
-                    lost.append((following, stored(published)))
-                if is_tracked(published):
-                    tracked.append(registration_of(published, following.due_ms))
-        self._records.came(came, listed, lost)
-        if tracked:
-            register_sent(self._registry, tracked)
+        for came, _ in fates:
+            if came.following is not None and came.sent is not None:
+                listed[came.occurrence.name] = came.following.due_ms
+                if came.decided.is_lost:
+                    lost.append((came.following, stored(came.sent)))
+            elif came.following_ms is None and came.decided.goes_on:
+                listed[came.occurrence.name] = None
+        known = [(came.occurrence, fate) for came, fate in fates if fate is not None]
+        self._records.came(known, listed, lost)
 
-    def _go_on(self, step: _Step, fate: Fate) -> None:
-        arrived, occurrence = step.came.arrived, step.occurrence
+    def _go_on(self, came: _Came, fate: Fate) -> None:
+        arrived, occurrence = came.arrived, came.occurrence
         self._delays.recorder.record({OCCURRENCES: 1}, arrived.delivery.task, fate)
         if fate in ("ran", "cancelled"):
             self.act(partial(self._let_run, arrived))
             return
         if occurrence.overlap == "queue-one":
-            self._runs.leave_queue(occurrence)
-        logger.info("Occurrence %s does not run: %s.", occurrence.task_id, _WHY[fate])
+            runs.queue(self._registry, occurrence, 0)
+        logger.info("Occurrence %s does not run: %s.", occurrence.task_id, fate)
         skipped = partial(signals.send, signals.skipped, self._consumer.app)
         self.act(partial(skipped, occurrence.task_id, occurrence.due_ms))
-        self.act(partial(self.acknowledge, arrived.delivery.ack), is_acknowledgement=True)
+        self._acknowledge(came)
 
     def _let_run(self, arrived: Arrived) -> None:
         """Let an occurrence go on, in the event loop; its retries are no occurrences."""
@@ -439,7 +394,7 @@ class Arrivals(BatchThread[_Came]):
         finally:
             task_id = celery_internals.id_of(arrived.delivery.message)
             waits = partial(celery_internals.waits_for_rate, self._consumer, arrived.delivery)
-            self._runs.given(task_id, waits)
+            runs.given(task_id, waits)
 
     def _look_after_schedules(self) -> None:
         try:
@@ -450,6 +405,38 @@ class Arrivals(BatchThread[_Came]):
         overdue = self._records.overdue(now_ms)
         self.overdue = max((now_ms - min(overdue.values(), default=now_ms)) / 1000, 0.0)
         # First of all, or what they are about would be sent again.
-        self._records.decide_again([remembered[name] for name in overdue if name in remembered])
+        known = [remembered[name] for name in overdue if name in remembered]
+        self._records.decide(known, notes_again=True)
         if self._records.may_heal():
             self._delays.schedules.heal()
+
+
+class ScheduleStep(RabbitMQStep):
+    """Takes occurrences of schedules before they run, on every connection of the consumer."""
+
+    requires = (DecideOnArrival,)
+
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        self._arrivals: Arrivals | None = None
+        super().__init__(consumer, **options)
+
+    def start(self, consumer: Any) -> None:
+        """Begin to take occurrences, and to look for those that do not come."""
+        strategies = consumer.strategies
+        if strategies.decisions is not None:
+            arrivals = self._arrivals = Arrivals(consumer, strategies.early_tasks)
+            arrivals.start()
+            strategies.decisions.takers[SCHEDULE] = arrivals.take
+            consumer.app.rabbitdelay.recorder.gauges[OVERDUE] = lambda: arrivals.overdue
+
+    def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
+        """Let the event loop run what the thread needs from the worker's own thread."""
+        if self._arrivals is not None:
+            self._arrivals.register(hub)
+
+    def stop(self, consumer: Any) -> None:
+        """Take no more occurrences of the connection that is lost or closed."""
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None:
+            consumer.app.rabbitdelay.recorder.gauges.pop(OVERDUE, None)
+            arrivals.stop()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 import click
 from kombu.utils import json as kombu_json
 
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.schedules import beat
+from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
 
 #: Seconds after which it is said of an occurrence that it has not come.
@@ -32,8 +31,7 @@ def list_all() -> None:
     """List all schedules, and when they are due next."""
     with shared.with_registry() as delays:
         found = delays.schedules.all()
-    lines = [_line(each) for each in found] or ["there are no schedules"]
-    shared.answer({"schedules": [_as_json(each) for each in found]}, lines)
+    _list(found, ["there are no schedules"])
 
 
 @schedules.command("next")
@@ -52,8 +50,10 @@ def show(name: str) -> None:
     """Show a schedule, and what became of its last occurrence."""
     with shared.with_registry() as delays:
         found = delays.schedules.get(name)
-    lines = [] if found is None else [_line(found), *_facts(found)]
-    _answer({"name": name, "schedule": found and _as_json(found)}, name, lines)
+    shown = None if found is None else _as_json(found)
+    facts = [f"  {fact}: {value}" for fact, value in (shown or {}).items() if fact != "name"]
+    lines = [] if found is None else [_line(found), *facts]
+    _answer({"name": name, "schedule": shown}, name, lines)
 
 
 @schedules.command()
@@ -79,15 +79,15 @@ def export_all() -> None:
     """Print all schedules as JSON, for import."""
     with shared.with_registry() as delays:
         found = delays.schedules.all()
-    answer: dict[str, Any] = {"schedules": []}
+    exported = []
     for each in found:
         try:
             if each.args is None:
                 raise TypeError("its arguments cannot be read")
-            answer["schedules"].append(json.loads(kombu_json.dumps(each.exported())))
+            exported.append(json.loads(kombu_json.dumps(each.exported())))
         except TypeError as error:
             click.echo(f"{each.name}: not exported: {error}", err=True)
-    shared.answer(answer, [json.dumps(answer, indent=2)])
+    shared.answer(answer := {"schedules": exported}, [json.dumps(answer, indent=2)])
 
 
 @schedules.command("import")
@@ -97,26 +97,24 @@ def import_all(file: TextIO) -> None:
 
     FILE is what export has printed; - is standard input. To import again changes nothing.
     """
-    errors: dict[str, str] = {}
+    imported: list[dict[str, str]] = []
+    wrong = LookupError, TypeError, ValueError
     with shared.with_registry() as delays:
-        try:
-            found = [{"name": "", **each} for each in kombu_json.loads(file.read())["schedules"]]
-        except (LookupError, TypeError, ValueError) as error:
-            raise click.UsageError(f"the file cannot be read: {error!r}") from error
-        for each in found:
+        with shared.usage_errors(*wrong, of="the file cannot be read: "):
+            found = {each["name"]: each for each in kombu_json.loads(file.read())["schedules"]}
+        for name, each in found.items():
+            error = ""
             try:
                 delays.schedules.put_exported(each)
-                errors[each["name"]] = ""
-            except (PublishError, RegistryUnavailable):
-                raise
-            except (RabbitDelayError, LookupError, TypeError, ValueError) as error:
-                errors[each["name"]] = str(error)
-    imported = [{"name": name, "error": error} for name, error in errors.items()]
-    told = {
-        name: f"not imported: {error}" if error else "imported" for name, error in errors.items()
-    }
-    shared.answer({"imported": imported}, [f"{name}: {word}" for name, word in told.items()])
-    if any(errors.values()):
+            except wrong as invalid:  # so are the errors of what cannot be a schedule
+                error = str(invalid)
+            imported.append({"name": name, "error": error})
+    lines = [
+        f"{each['name']}: " + (f"not imported: {each['error']}" if each["error"] else "imported")
+        for each in imported
+    ]
+    shared.answer({"imported": imported}, lines)
+    if any(each["error"] for each in imported):
         raise SystemExit(shared.FAILED)
 
 
@@ -153,21 +151,16 @@ def delete(name: str) -> None:
 
 @schedules.command("put-beat")
 @click.option("--end", is_flag=True, help="End what was put, because beat runs it again.")
-@click.option("--dry-run", is_flag=True, help="Only show what would be put, changed and ended.")
-def put_beat(end: bool, dry_run: bool) -> None:
+def put_beat(end: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
     with shared.with_registry() as delays:
-        if dry_run:
-            planned = beat.plan_beat(delays.schedules, ends=end)
-            lines = [f"{name}: would be {word}" for name, word in planned.items()]
-            shared.answer({"planned": planned}, lines or ["nothing would change"])
-            return
+        entries = BeatEntries(delays.schedules)
         if end:
-            beat.end_beat(delays.schedules)
+            entries.end()
         else:
-            beat.put_beat(delays.schedules, is_forced=True)
+            entries.put(is_forced=True)
         found = [each for each in delays.schedules.all() if each.name.startswith("beat:")]
-    shared.answer({"schedules": [_as_json(each) for each in found]}, map(_line, found))
+    _list(found, [])
 
 
 def _change(name: str, change: Callable[[Schedules, str], bool], word: str) -> None:
@@ -177,14 +170,14 @@ def _change(name: str, change: Callable[[Schedules, str], bool], word: str) -> N
     _answer({"name": name, word: is_known}, name, [f"{name}: {word}"] * is_known)
 
 
-def _answer(answer: dict[str, Any], name: str, lines: list[str]) -> None:
+def _answer(answer: Mapping[str, object], name: str, lines: list[str]) -> None:
     """Print an answer, which has no line where there is no such schedule."""
     shared.answer(answer, lines or [f"{name}: there is no such schedule"])
     if not lines:
         raise SystemExit(shared.FAILED)
 
 
-def _as_json(schedule: Schedule) -> dict[str, Any]:
+def _as_json(schedule: Schedule) -> dict[str, object]:
     last = schedule.last and dict(zip(("due", "came", "fate"), schedule.last, strict=True))
     return {
         **schedule.exported(),
@@ -194,16 +187,8 @@ def _as_json(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _facts(schedule: Schedule) -> list[str]:
-    """Return the lines about a schedule below its first one."""
-    said = schedule.exported()
-    shown = ("args", "kwargs", "options", "when", "timezone", "start", "end", "exclude")
-    lines = [f"  {name}: {said[name]}" for name in (*shown, "jitter", "overlap", "catch_up")]
-    if schedule.last is not None:
-        due, came, fate = schedule.last
-        late = max((came - due).total_seconds(), 0)
-        lines.append(f"  last: due {shared.local(due)}, {fate}, {late:.1f} s late")
-    return lines
+def _list(found: Sequence[Schedule], otherwise: list[str]) -> None:
+    shared.answer({"schedules": [*map(_as_json, found)]}, [*map(_line, found)] or otherwise)
 
 
 def _line(schedule: Schedule) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias, TypeVar
 
-from kombu import serialization
-from kombu.compression import decompress
+import celery
+from kombu import Message, serialization
 from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
@@ -25,7 +25,7 @@ from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.options import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.registry.stored_message import restored, stored
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
 
 #: The headers and properties of a message that are part of a schedule; a change is an edit. All
@@ -34,40 +34,41 @@ _OF_HEADERS: Final = ("shadow", "timelimit", "ignore_result", "compression")
 _OF_PROPERTIES: Final = ("priority", "delivery_mode", "content_type", "content_encoding")
 
 
-class Send(NamedTuple):
-    """A message to be sent of a schedule.
+ItemT = TypeVar("ItemT")
 
-    Attributes:
+#: A task, or its name.
+AnyTask: TypeAlias = celery.Task[Any, Any] | str
+
+
+def of(occurrence: Occurrence, message: str) -> Delayed:
+    """Return the message of an occurrence of what a schedule sends; see :func:`.stored`."""
+    pattern = restored(message, occurrence.task_id)
+    says = says_of(occurrence, is_tracked(pattern))
+    return filled(pattern, occurrence.task_id, occurrence.due_ms, says)
+
+
+def filled(pattern: Delayed, task_id: str, due_ms: int, says: Mapping[str, object]) -> Delayed:
+    """Return what a schedule sends as the message of one task, which is not signed.
+
+    Args:
         pattern: What the schedule sends.
-        task_id: The id of its task.
+        task_id: The id of the task.
         due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
         says: Its headers for the registry.
     """
-
-    pattern: Delayed
-    task_id: str
-    due_ms: int
-    says: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, occurrence: Occurrence, message: str) -> Send:
-        """Return the message of an occurrence of what a schedule sends; see :func:`.stored`."""
-        pattern = restored(message, occurrence.task_id)
-        return cls(
-            pattern,
-            occurrence.task_id,
-            occurrence.due_ms,
-            says_of(occurrence, is_tracked(pattern)),
-        )
+    others = with_id(pattern.message.headers.others, task_id)
+    message = pattern.message.having(correlation_id=task_id)
+    message = message.saying(due_ms=due_ms, registry=says, others=others)
+    return pattern._replace(message=message, task_id=task_id)
 
 
-def says_of(occurrence: Occurrence, is_tracked: bool) -> dict[str, Any]:
+def says_of(occurrence: Occurrence, is_tracked: bool) -> dict[str, object]:
     """Return the headers for the registry of a new message of an occurrence.
 
     For the registry, all messages of an occurrence are the same: which of them runs is decided by
     the record of the schedule.
     """
-    says: dict[str, Any] = {SCHEDULE: occurrence._replace(message=new_copy()).text}
+    says: dict[str, object] = {SCHEDULE: occurrence._replace(message=new_copy()).text}
     return {**says, COPY: str(occurrence.order), TRACKED: True} if is_tracked else says
 
 
@@ -82,7 +83,11 @@ def task_of(delayed: Delayed) -> str:
 
 
 def captured(
-    app: DelayingCelery, made: Occurrence, task: Any, args: Any, kwargs: Any
+    app: DelayingCelery,
+    made: Occurrence,
+    task: AnyTask,
+    args: Iterable[object],
+    kwargs: Mapping[str, object],
 ) -> tuple[Delayed, str]:
     """Return the message that Celery would send, and what stands for all of a schedule.
 
@@ -98,23 +103,15 @@ def captured(
     """
     name = task if isinstance(task, str) else str(task.name)
     known = app.tasks.get(name)
-    send: Any = partial(app.send_task, name)
-    if known is not None and not app.conf.task_always_eager:  # an eager task would run
-        send = known.apply_async
-    says = {}
-    if is_tracked_by_default(app.rabbitdelay, known):
-        says[TRACKED] = True
+    options = {**made.options, "expires": None}
+    # An eager task would run.
+    sent = name if known is None or app.conf.task_always_eager else known
+    is_listed = is_tracked_by_default(app.rabbitdelay, known)
+    says = {TRACKED: True} if is_listed else {}
     call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
+    publisher = Publisher(app.connection_for_write())
     try:
-        delayed = capture_message(
-            app,
-            Publisher(app.connection_for_write()),
-            name,
-            call,
-            {**made.options, "expires": None},
-            says,
-            send,
-        ).delayed
+        delayed = capture_message(app, publisher, sent, call, options, says).delayed
     except EncodeError as error:
         takes = f"takes arguments that can be written: {error}"
         raise InvalidSchedule((*call.args, call.kwargs), takes) from None
@@ -124,7 +121,7 @@ def captured(
         raise InvalidSchedule(where, "takes a task that goes to one known queue")
     words = [
         *(name, call.args, call.kwargs, made.options, delayed.destination),
-        *(said.exchange, said.routing_key, said.queue, said.priority, TRACKED in says),
+        *(said.exchange, said.routing_key, said.queue, said.priority, is_listed),
         *(said.others.get(each) for each in _OF_HEADERS),
         *(properties.get(each) for each in _OF_PROPERTIES),
         *(made.recurrence, made.catch_up_ms, made.jitter_ms, made.overlap),
@@ -132,7 +129,7 @@ def captured(
     return delayed, hashlib.sha256(canonical(words).encode(errors="surrogatepass")).hexdigest()[:12]
 
 
-def canonical(value: Any) -> str:
+def canonical(value: object) -> str:
     """Return a text that is the same for equal values in all processes, as far as can be."""
     if isinstance(value, Mapping):
         pairs = sorted((canonical(key), canonical(each)) for key, each in value.items())
@@ -149,67 +146,79 @@ def canonical(value: Any) -> str:
     return f"{kind.__qualname__}{canonical(value.__reduce_ex__(2)[1:3])}"
 
 
-def with_id(headers: Mapping[str, Any], task_id: str) -> dict[str, Any]:
+def with_id(headers: Mapping[str, object], task_id: str) -> dict[str, object]:
     """Return Celery's headers of a task under another id; it stays the root, if it was that."""
     former = headers.get("id")
     ids = {each: task_id for each in ("id", "root_id") if headers.get(each) == former}
     return {**headers, **ids}
 
 
-def filled(producer: DelayedProducer, send: Send) -> Delayed:
-    """Return the message that a schedule sends, as that of one task."""
-    message = send.pattern.message
-    said = message.headers
-    message = message.having(correlation_id=send.task_id).saying(
-        due_ms=send.due_ms, registry=send.says, others=with_id(said.others, send.task_id)
-    )
-    return send.pattern._replace(message=producer.sign(message), task_id=send.task_id)
-
-
-def send_all(delays: Delays, sends: Sequence[Send]) -> None:
-    """Send messages, and register those that are tracked.
+def send_each(
+    delays: Delays,
+    items: Sequence[ItemT],
+    made: Callable[[DelayedProducer, ItemT], Delayed],
+    settled: Callable[[ItemT, Delayed | Exception], None],
+    skew_ms: int = 0,
+) -> None:
+    """Publish a message for each item, and register those that are tracked. Raises nothing.
 
     Args:
         delays: The ``app.rabbitdelay``.
-        sends: The messages.
+        items: What messages are made of.
+        made: Makes the message of an item.
+        settled: Called once with each item, and with its message once that is confirmed, or with
+            what is wrong.
+        skew_ms: How many milliseconds the clock of Redis is ahead, by which messages are due.
+    """
+    messages: dict[int, Delayed] = {}
+    registrations: list[Registration] = []
+
+    def make(producer: DelayedProducer, item: ItemT) -> ToPublish:
+        delayed = messages[id(item)] = made(producer, item)
+        queue = delayed.queue and delays.app.amqp.queues.get(delayed.queue.name, delayed.queue)
+        due = Due.at(instant_of(_due_ms(delayed) - skew_ms))
+        return queue, delayed.message.amqp(), partial(producer.address, delayed, due)
+
+    def settle(item: ItemT, error: Exception | None) -> None:
+        if error is None and is_tracked(delayed := messages[id(item)]):
+            copy, message = str(delayed.message.headers.registry[COPY]), stored(delayed)
+            registration = Registration(delayed.task_id, copy, _due_ms(delayed))
+            registrations.append(registration._replace(name=task_of(delayed), message=message))
+        settled(item, error or messages[id(item)])
+
+    if items:
+        publish_each(delays, items, make, settle, RESENDS)
+    if registrations:
+        register_sent(registry_of(delays), registrations)
+
+
+def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:
+    """Sign and send messages, and register those that are tracked.
 
     Raises:
         PublishError: One of them was not confirmed; the others were sent.
     """
     errors: list[Exception] = []
-    registrations: dict[int, Registration] = {}
 
-    def make(producer: DelayedProducer, send: Send) -> ToPublish:
-        delayed = filled(producer, send)
-        queue = delayed.queue and delays.app.amqp.queues.get(delayed.queue.name, delayed.queue)
-        if is_tracked(delayed):
-            registrations[id(send)] = registration_of(delayed, send.due_ms)
-        due = Due.at(instant_of(send.due_ms))
-        return queue, delayed.message.amqp(), partial(producer.address, delayed, due)
+    def signed(producer: DelayedProducer, delayed: Delayed) -> Delayed:
+        return delayed._replace(message=producer.sign(delayed.message))
 
-    def settled(send: Send, error: Exception | None) -> None:
-        if error is not None:
-            errors.append(error)
-            registrations.pop(id(send), None)
+    def settled(_: Delayed, outcome: Delayed | Exception) -> None:
+        if isinstance(outcome, Exception):
+            errors.append(outcome)
 
-    if sends:
-        publish_each(delays, sends, make, settled, RESENDS)
-    if registrations:
-        register_sent(registry_of(delays), list(registrations.values()))
+    send_each(delays, messages, signed, settled)
     if errors:
         raise errors[0]
 
 
-def registration_of(delayed: Delayed, due_ms: int) -> Registration:
-    """Return what is registered of a tracked message."""
-    copy = str(delayed.message.headers.registry[COPY])
-    message = stored(delayed)
-    return Registration(delayed.task_id, copy, due_ms, name=task_of(delayed), message=message)
+def _due_ms(delayed: Delayed) -> int:
+    return delayed.message.headers.due_ms or 0
 
 
 def read(
     message: str, accept: Iterable[str]
-) -> tuple[str, tuple[Any, ...] | None, dict[str, Any] | None]:
+) -> tuple[str, tuple[object, ...] | None, dict[str, object] | None]:
     """Return the task that a schedule sends, and its arguments; None if they cannot be read.
 
     Args:
@@ -220,13 +229,15 @@ def read(
         return "", None, None
     pattern = restored(message, "")
     waits = pattern.message
+    content: Any = {
+        "body": waits.body,
+        "headers": waits.headers.others,
+        "content_type": waits.properties.get("content_type"),
+        "content_encoding": waits.properties.get("content_encoding"),
+        "accept": serialization.prepare_accept_content(accept),
+    }
     try:
-        body, compression = waits.body, waits.headers.others.get("compression")
-        if compression:
-            body = decompress(body, compression)
-        accepted = serialization.prepare_accept_content(accept)
-        type_, encoding = (waits.properties.get(f"content_{each}") for each in ("type", "encoding"))
-        args, kwargs, _ = serialization.loads(body, str(type_), str(encoding), accepted)
+        args, kwargs, _ = Message(**content).decode()
         return task_of(pattern), tuple(args), dict(kwargs)
     except Exception:  # noqa: BLE001 - decoders of any type
         return task_of(pattern), None, None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.recurrence import Occurrence
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +31,6 @@ MAX_RAN: Final = 10_000
 Fate = Literal["ran", "cancelled", "late", "paused", "overlapped"]
 
 
-class Came(NamedTuple):
-    """What became of an occurrence.
-
-    Attributes:
-        due_ms: When it was due, in milliseconds since 1970-01-01 UTC.
-        came_ms: When it came.
-        fate: What became of it.
-    """
-
-    due_ms: int
-    came_ms: int
-    fate: Fate
-
-    @classmethod
-    def of(cls, text: str | None) -> Self | None:
-        """Read it; None if there is none, or it cannot be read."""
-        try:
-            due, came, fate = (text or "").split()
-            return cls(int(due), int(came), cast("Fate", fate))
-        except ValueError:
-            return None
-
-
 class NotedSchedule(NamedTuple):
     """The record of a schedule; ``lua/decide.lua`` describes it.
 
@@ -71,7 +47,8 @@ class NotedSchedule(NamedTuple):
         is_sent: Whether whoever has put it knows that its first occurrence was sent.
         missed_ms: When a worker saw that the occurrence has not come; 0: it has not.
         healed_ms: When it was sent again last; 0: never.
-        last: The last occurrence that has come; None if none is known.
+        last: When the last occurrence was due that has come, when it came, and what became of it;
+            None if none is known.
     """
 
     order: int
@@ -84,7 +61,7 @@ class NotedSchedule(NamedTuple):
     is_sent: bool
     missed_ms: int
     healed_ms: int
-    last: Came | None
+    last: tuple[int, int, Fate] | None
 
     @classmethod
     def of(cls, found: Mapping[str, str]) -> Self | None:
@@ -96,6 +73,7 @@ class NotedSchedule(NamedTuple):
             if occurrence is not None and ahead is not None:
                 revision = found["revision"]
                 occurrence = occurrence._replace(instant_ms=ahead, order=order, revision=revision)
+            last = found["last"].split() if "last" in found else None
             return cls(
                 order,
                 ahead,
@@ -107,7 +85,7 @@ class NotedSchedule(NamedTuple):
                 not found.get("unsent"),
                 int(found.get("missed", 0)),
                 int(found.get("healed", 0)),
-                Came.of(found.get("last")),
+                None if last is None else (int(last[0]), int(last[1]), cast("Fate", last[2])),
             )
         except (LookupError, ValueError):
             return None
@@ -187,18 +165,18 @@ class Records:
 
     def get(self, names: Sequence[str]) -> list[NotedSchedule | None]:
         """Return what is noted about schedules, None for each of which nothing is."""
-        found: list[Mapping[str, str]] = []
-        for begin in range(0, len(names), PAGE):
-            keys = [self._names.of("schedule", name) for name in names[begin : begin + PAGE]]
-            found += self._store.commands(partial(_read_all, keys))
-        return [NotedSchedule.of(each) for each in found]
+        pages = [names[begin : begin + PAGE] for begin in range(0, len(names), PAGE)]
+        return [NotedSchedule.of(each) for page in pages for each in self._read(page)]
+
+    def _read(self, names: Sequence[str]) -> list[dict[str, str]]:
+        keys = [self._names.of("schedule", name) for name in names]
+        return self._store.commands(lambda pipe: [*map(pipe.hgetall, keys)])
 
     def all(self) -> list[str]:
         """Return the names of all schedules."""
-        (names,) = self._store.commands(lambda pipe: pipe.zrange(self._all, 0, -1))
-        return sorted(names)
+        return sorted(self.overdue("+inf"))
 
-    def overdue(self, until_ms: int) -> dict[str, int]:
+    def overdue(self, until_ms: int | str) -> dict[str, int]:
         """Return the schedules whose next occurrence was due by then, and when it was."""
         (found,) = self._store.commands(
             lambda pipe: pipe.zrangebyscore(self._all, "-inf", until_ms, withscores=True)
@@ -207,15 +185,7 @@ class Records:
 
     def note_due(self, due: Mapping[str, int | None]) -> None:
         """Note when schedules are due next; None: they are none any more."""
-        if due:
-            self._store.commands(lambda pipe: self._add_due(pipe, due))
-
-    def _add_due(self, pipeline: Any, due: Mapping[str, int | None]) -> None:
-        for name, due_ms in due.items():
-            if due_ms is None:
-                pipeline.zrem(self._all, name)
-            else:
-                pipeline.zadd(self._all, {name: due_ms})
+        self.came([], due, [])
 
     def edit(
         self, before: NotedSchedule | None, put: Occurrence, message: str, paused: bool | None
@@ -233,7 +203,7 @@ class Records:
         """
         # What is listed and not noted is found to be nothing when it is due.
         self.note_due({put.name: put.due_ms})
-        is_paused = "" if paused is None else str(int(paused))
+        is_paused = None if paused is None else int(paused)
         given = put.order, put.instant_ms, put.revision, put.text, message, is_paused
         return self._edit(put.name, before, given)
 
@@ -250,11 +220,11 @@ class Records:
             self.note_due({name: None})
         return is_deleted
 
-    def _edit(self, name: str, before: NotedSchedule | None, given: Sequence[str | int]) -> bool:
-        was = ("", "")
-        if before is not None:
-            was = str(before.order), "" if before.ahead_ms is None else str(before.ahead_ms)
-        fields = [(*was, *map(str, given))]
+    def _edit(
+        self, name: str, before: NotedSchedule | None, given: Sequence[str | int | None]
+    ) -> bool:
+        was = (before.order, before.ahead_ms) if before is not None else ("", "")
+        fields = [list(map(_text, (*was, *given)))]
         (is_noted,) = self._registry.run_each(
             "schedules/edit", "schedule", [name], fields, NOTE_MS, is_durable=True
         )
@@ -264,12 +234,32 @@ class Records:
             self._store.commands(lambda pipe: pipe.delete(self._names.of("queued", name)))
         return bool(is_noted)
 
-    def decide(self, arriving: Sequence[Arriving]) -> list[Decided | None]:
-        """Decide what becomes of messages; None for each whose record cannot be read."""
+    def decide(
+        self, arriving: Sequence[Arriving], *, notes_again: bool = False
+    ) -> list[Decided | None]:
+        """Decide what becomes of messages, in one round trip to each server.
+
+        Args:
+            arriving: The messages.
+            notes_again: They were decided before: note that, as far as Redis has forgotten it.
+
+        Returns:
+            What becomes of each; None if its record cannot be read.
+        """
+        fields = [
+            (
+                *(str(said.instant_ms), str(said.order), said.revision, said.message),
+                *(said.turns, arrival, is_redelivered, _text(following_ms)),
+            )
+            for said, arrival, is_redelivered, following_ms in arriving
+        ]
+        names = [each.occurrence.name for each in arriving]
+        answers = self._registry.run_each(
+            "schedules/decide", "schedule", names, fields, int(notes_again)
+        )
         decided: list[Decided | None] = []
-        for message, answer in zip(arriving, self._decide(arriving), strict=True):
+        for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, str):
-                name = message.occurrence.name
                 logger.error("The record of the schedule %r cannot be read: %s", name, answer)
                 decided.append(None)
                 continue
@@ -279,30 +269,13 @@ class Records:
             decided.append(Decided(*made))
         return decided
 
-    def decide_again(self, decided: Sequence[Arriving]) -> None:
-        """Note again what was decided before, as far as Redis has forgotten it."""
-        self._decide(decided, 1)
-
-    def _decide(self, arriving: Sequence[Arriving], notes_again: int = 0) -> list[Any]:
-        """Run ``decide.lua``, in one round trip to each server."""
-        fields = [
-            (
-                *(str(said.instant_ms), str(said.order), said.revision, said.message),
-                *(said.turns, arrival, is_redelivered),
-                "" if following_ms is None else str(following_ms),
-            )
-            for said, arrival, is_redelivered, following_ms in arriving
-        ]
-        names = [each.occurrence.name for each in arriving]
-        return self._registry.run_each("schedules/decide", "schedule", names, fields, notes_again)
-
     def came(
         self,
-        came: Sequence[tuple[Occurrence, Came]],
+        came: Sequence[tuple[Occurrence, Fate]],
         due: Mapping[str, int | None],
         lost: Sequence[tuple[Occurrence, str]],
     ) -> None:
-        """Note what became of occurrences.
+        """Note what became of occurrences that have come now.
 
         Args:
             came: Occurrences, with what became of them.
@@ -313,8 +286,8 @@ class Records:
         def add(pipeline: Any) -> None:
             for each, fate in came:
                 record = self._names.of("schedule", each.name)
-                pipeline.hset(record, "last", " ".join(map(str, fate)))
-                if fate.fate == "ran":
+                pipeline.hset(record, "last", f"{each.due_ms} {wall_clock.ms()} {fate}")
+                if fate == "ran":
                     ran = self._names.of("ran", each.name)
                     pipeline.zadd(ran, {str(each.instant_ms): each.instant_ms})
                     pipeline.zremrangebyrank(ran, 0, -MAX_RAN - 1)
@@ -323,7 +296,11 @@ class Records:
                 record = self._names.of("schedule", each.name)
                 pipeline.hsetnx(record, "occurrence", each.text)
                 pipeline.hsetnx(record, "message", message)
-            self._add_due(pipeline, due)
+            for name, due_ms in due.items():
+                if due_ms is None:
+                    pipeline.zrem(self._all, name)
+                else:
+                    pipeline.zadd(self._all, {name: due_ms})
 
         if came or due or lost:
             self._store.commands(add)
@@ -337,15 +314,12 @@ class Records:
     def note(self, name: str, **fields: str | int) -> None:
         """Write fields of a record, and nothing else; an empty text takes one away."""
         record = self._names.of("schedule", name)
-
-        def add(client: Any) -> None:
-            for field, value in fields.items():
-                if value == "":
-                    client.hdel(record, field)
-                else:
-                    client.hset(record, field, value)
-
-        self._store.write((record, add))
+        gone = [field for field, value in fields.items() if value == ""]
+        kept = {field: value for field, value in fields.items() if value != ""}
+        if kept:
+            self._store.write((record, lambda client: client.hset(record, mapping=kept)))
+        if gone:
+            self._store.write((record, lambda client: client.hdel(record, *gone)))
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""
@@ -362,16 +336,14 @@ class Records:
     def take_over(self, application: str, former: str | None, current: str) -> None:
         """Note which entries of beat an application has from now on; see :meth:`taken_over`."""
         key = self._names.only(f"beat:{application}")
+        fields = {former: wall_clock.ms()} if former is not None else {}
+        self._store.commands(
+            lambda pipe: (
+                pipe.hset(key, mapping={**fields, "current": current}),
+                pipe.hdel(key, current),
+            )
+        )
 
-        def add(pipeline: Any) -> None:
-            pipeline.hset(key, "current", current)
-            pipeline.hdel(key, current)
-            if former is not None:
-                pipeline.hset(key, former, wall_clock.ms())
 
-        self._store.commands(add)
-
-
-def _read_all(keys: Sequence[str], pipeline: Any) -> None:
-    for key in keys:
-        pipeline.hgetall(key)
+def _text(number: str | int | None) -> str:
+    return "" if number is None else str(number)

@@ -1,26 +1,30 @@
-"""When something is due again and again. Pure.
+"""When something is due again and again, and one of its instants, as its message says it. Pure.
 
-Cron texts are read by cronsim, and Celery's crontabs are the numbers that Celery has read. Where a
-clock changes, the instant of a time that is skipped is the end of the gap, and a time that comes
-twice counts once. A rule for all hours of the day is due whenever the clock shows its minutes.
-Events of the sun are computed by ephem.
+cronsim reads cron texts and walks their times, and Celery's crontabs are the numbers that Celery
+has read. Where a clock changes, the instant of a time that is skipped is the end of the gap, and a
+time that comes twice counts once. A rule for all hours of the day is due whenever the clock shows
+its minutes. Events of the sun are those of Celery's ``solar``, and computed by ephem.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
-from importlib import import_module
-from itertools import groupby, product
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 from zoneinfo import ZoneInfo
 
+from celery.exceptions import ImproperlyConfigured
+from celery.schedules import solar
 from cronsim import CronSim, CronSimError
+from kombu.utils import json
 
+from celery_rabbitdelay.app.instruments import counter, gauge
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
@@ -30,7 +34,10 @@ from celery_rabbitdelay.levels.delay import (
     milliseconds_of,
     plain,
 )
-from celery_rabbitdelay.levels.headers import is_int
+from celery_rabbitdelay.levels.headers import MAX_COUNT, MAX_EXACT, is_int
+
+#: The errors that a wrong rule or time zone raises, or a solar rule without ephem.
+INVALID: Final = (ValueError, KeyError, OSError, OverflowError, ImproperlyConfigured)
 
 #: The most rules of one schedule, and what it may exclude at most.
 MAX_RULES: Final = 20
@@ -41,21 +48,9 @@ _TOO_MUCH_EXCLUDED: Final = "so much is excluded that the next instant is not fo
 
 _SECOND, _MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
-#: The days after which the calendar repeats, with its days of the week: 400 years.
-_CYCLE: Final = 146_097
-
 #: The most instants, or days, that may be excluded one after another; a day has 1,440 minutes.
 MAX_EXCLUDED_STEPS: Final = 10_080
 
-#: The events of the sun: how ephem finds the next one, and how high the sun is then.
-_TWILIGHTS: Final = {"civil": "-6", "nautical": "-12", "astronomical": "-18"}
-_EVENTS: Final = {
-    "sunrise": ("next_rising", "-0:34"),
-    "solar_noon": ("next_transit", "0"),
-    "sunset": ("next_setting", "-0:34"),
-    **{f"dawn_{name}": ("next_rising", horizon) for name, horizon in _TWILIGHTS.items()},
-    **{f"dusk_{name}": ("next_setting", horizon) for name, horizon in _TWILIGHTS.items()},
-}
 #: The hour of the day, in the mean time of a longitude, from which one is searched for.
 _BEGIN: Final = {"next_rising": -6, "next_transit": 0, "next_setting": 6}
 
@@ -97,9 +92,6 @@ _TAKES: Final = (
 #: A day, in what is excluded.
 _DAY: Final = re.compile(r"\d{4}-\d\d-\d\d")
 
-#: The numbers of Celery's crontab, which cronsim reads as they are meant.
-_NUMBERS: Final = re.compile(r"([\d,-]+|\*)( ([\d,-]+|\*)){4}")
-
 #: A time zone that has no name.
 _OFFSET: Final = re.compile(r"UTC([+-]\d\d:\d\d)")
 
@@ -127,11 +119,11 @@ class Recurrence(NamedTuple):
     @classmethod
     def of(
         cls,
-        when: Any,
+        when: object,
         zone: str,
-        start: datetime | None = None,
-        end: datetime | None = None,
-        exclude: Any = (),
+        start: datetime | str | None = None,
+        end: datetime | str | None = None,
+        exclude: object = (),
     ) -> Self:
         """Return it as a user says it.
 
@@ -140,9 +132,10 @@ class Recurrence(NamedTuple):
                 a cron text of five or six fields (the first of six are seconds), or one such as
                 ``@daily``; or a list of these.
             zone: The IANA name of a time zone, or an offset such as UTC+05:30, for cron texts.
-            start: Nothing is due before that, an aware datetime. Intervals count from it; without
-                it, from 1970-01-01 UTC, so that an hour is due at each full hour.
-            end: Nothing is due after that.
+            start: Nothing is due before that, an aware datetime or its ISO 8601 text. Intervals
+                count from it; without it, from 1970-01-01 UTC, so that an hour is due at each full
+                hour.
+            end: Nothing is due after that, likewise.
             exclude: When it is not due all the same: a date or its text, as a whole day in the time
                 zone; Celery's ``crontab`` or a cron text, as the minutes in which that is due; or a
                 list of these.
@@ -150,19 +143,14 @@ class Recurrence(NamedTuple):
         Raises:
             InvalidSchedule: One of these is wrong, or nothing is ever due. Nothing is due any more
                 after an end that is over, which is no error.
-            InvalidDelay: ``start`` or ``end`` is naive.
+            InvalidDelay: ``start`` or ``end`` is naive, or no instant.
         """
-        given, excluded = map(_as_list, (when, exclude))
-        if not 1 <= len(given) <= MAX_RULES or len(excluded) > MAX_EXCLUDED:
-            raise InvalidSchedule(
-                when, f"takes 1 to {MAX_RULES} rules, and at most {MAX_EXCLUDED} to exclude"
-            )
         made = cls(
-            tuple(map(_rule, given)),
+            tuple(map(_rule, _as_list(when))),
             zone,
-            0 if start is None else milliseconds_of(start),
-            None if end is None else milliseconds_of(end),
-            tuple(map(_exclusion, excluded)),
+            0 if start is None else _milliseconds_of(start),
+            None if end is None else _milliseconds_of(end),
+            tuple(map(_exclusion, _as_list(exclude))),
         )
         try:
             made._check()
@@ -185,14 +173,15 @@ class Recurrence(NamedTuple):
             is_int(each, 0, MAX_DUE_MS) for each in (start_ms, 0 if end_ms is None else end_ms)
         ):
             raise TypeError(given)
-        if not 1 <= len(rules) <= MAX_RULES or len(excluded) > MAX_EXCLUDED:
-            raise ValueError(given)
         made = cls(tuple(rules), zone, start_ms, end_ms, tuple(excluded))
         made._check()
         return made
 
     def _check(self) -> None:
         """Raise one of :data:`INVALID` if it cannot be computed."""
+        if not 1 <= len(self.rules) <= MAX_RULES or len(self.excluded) > MAX_EXCLUDED:
+            takes = f"takes 1 to {MAX_RULES} rules, and at most {MAX_EXCLUDED} to exclude"
+            raise ValueError(takes)
         _zone(self.zone)
         for rule in self.rules:
             if rule.startswith(_EVERY):
@@ -235,6 +224,13 @@ class Recurrence(NamedTuple):
                 break
         raise ValueError(_TOO_MUCH_EXCLUDED)
 
+    def all_after(self, instant_ms: int) -> Iterator[int]:
+        """Yield when it is due after an instant; raise as :meth:`after`."""
+        following = self.after(instant_ms)
+        while following is not None:
+            yield following
+            following = self.after(following)
+
     def _end_of_excluded(self, instant_ms: int) -> int | None:
         """Return the end of what is excluded around an instant; None if it is not."""
         if not self.excluded:
@@ -246,20 +242,25 @@ class Recurrence(NamedTuple):
             if _DAY.fullmatch(each):
                 if each == f"{local:%Y-%m-%d}":
                     return milliseconds_of(tomorrow)
-            elif _is_day(cron := _cron(each), local) and (
-                local.hour in cron.hours and local.minute in cron.minutes
-            ):
+                continue
+            cron = _cron(each)
+            is_day = local.month in cron.months and cron.match_day(local)
+            if is_day and local.hour in cron.hours and local.minute in cron.minutes:
                 if len(cron.hours) == 24 and len(cron.minutes) == 60:
                     return milliseconds_of(tomorrow)
                 found = instant_ms // _MINUTE_MS * _MINUTE_MS + _MINUTE_MS
         return found
 
 
-def _as_list(given: Any) -> list[Any]:
+def _milliseconds_of(instant: datetime | str) -> int:
+    return milliseconds_of(datetime.fromisoformat(instant) if isinstance(instant, str) else instant)
+
+
+def _as_list(given: object) -> list[object]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _rule(when: Any) -> str:
+def _rule(when: object) -> str:
     """Return one rule as a text."""
     every = plain(getattr(when, "run_every", when), "when")
     if hasattr(when, "_orig_minute"):
@@ -268,12 +269,12 @@ def _rule(when: Any) -> str:
         return f"{_EVERY}{round(every / timedelta(milliseconds=1))}"
     if isinstance(when, str):
         return _NAMES.get(when.strip(), " ".join(when.split()))
-    if all(hasattr(when, name) for name in ("event", "lat", "lon")):
+    if isinstance(when, solar):
         return f"{_SOLAR}{when.event} {when.lat} {when.lon}"
     raise InvalidSchedule(when, _TAKES)
 
 
-def _exclusion(given: Any) -> str:
+def _exclusion(given: object) -> str:
     """Return what is excluded as a text."""
     if isinstance(given, date):
         return f"{plain(given, 'exclude'):%Y-%m-%d}"
@@ -283,14 +284,9 @@ def _exclusion(given: Any) -> str:
     return rule
 
 
-def _field(values: Iterable[int], whole: int) -> str:
-    """Return numbers as a field of cron: ``1-5,7``."""
-    numbers = sorted(values)
-    if len(numbers) == whole:
-        return "*"
-    spans = groupby(enumerate(numbers), lambda each: each[1] - each[0])
-    runs = [[number for _, number in span] for _, span in spans]
-    return ",".join(f"{each[0]}-{each[-1]}" if each[1:] else f"{each[0]}" for each in runs)
+def _field(values: Collection[int], whole: int) -> str:
+    """Return numbers as a field of cron: ``1,2,5``."""
+    return "*" if len(values) == whole else ",".join(map(str, sorted(values)))
 
 
 @lru_cache(1000)
@@ -301,14 +297,13 @@ def _cron(rule: str) -> CronSim:
         ValueError: The text is not a cron text, or it is never due.
     """
     text = rule.removeprefix(_CRONTAB)
-    if text != rule and not _NUMBERS.fullmatch(text):
-        raise ValueError(f"{rule!r} takes five fields of numbers")
     try:
-        found = CronSim(text, datetime.min)
+        found = CronSim(text, datetime(2000, 1, 1))
     except CronSimError as error:
         raise ValueError(f"{rule!r} is no cron text, or is never due: {error}") from None
     found.day_and |= text != rule
-    if not any(_is_day(found, date.fromordinal(1 + day)) for day in range(_CYCLE)):
+    # It looks for 50 years; a 29th of February that is a Monday comes after 40 at most.
+    if next(copy(found), None) is None:
         raise ValueError(f"{rule!r} is never due")
     return found
 
@@ -318,23 +313,6 @@ def _zone(name: str) -> tzinfo:
     offset = _OFFSET.fullmatch(name)
     zone = offset and datetime.strptime(offset[1], "%z").tzinfo
     return zone or ZoneInfo(name)
-
-
-def _is_day(cron: CronSim, day: date) -> bool:
-    return day.month in cron.months and cron.match_day(day)
-
-
-def _times(cron: CronSim, day: datetime) -> Iterator[datetime]:
-    """Yield the times of a cron text, from one on, without end."""
-    all_hours, minutes, seconds = map(sorted, (cron.hours, cron.minutes, cron.seconds))
-    while True:
-        if _is_day(cron, day):
-            clock = day.hour, day.minute, day.second
-            hours = [each for each in all_hours if each >= day.hour]
-            for at in product(hours, minutes, seconds):
-                if at >= clock:
-                    yield datetime.combine(day, time(*at))
-        day = datetime.combine(day + timedelta(days=1), time.min)
 
 
 def _instant(local: datetime, zone: tzinfo, fold: int, is_fixed: bool) -> datetime | None:
@@ -361,11 +339,13 @@ def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
     # Of a time that the clock shows twice, the search begins where it is sure to meet both.
     shown = (at - _SECOND).astimezone(zone)
     offsets = [shown.replace(fold=fold).utcoffset() or timedelta() for fold in (0, 1)]
-    begin = at.replace(tzinfo=None) + min(offsets)
+    begin = at.replace(tzinfo=None) + min(offsets) - _SECOND
     is_fixed = len(cron.hours) < 24
 
     def first(fold: int) -> datetime:
-        instants = (_instant(each, zone, fold, is_fixed) for each in _times(cron, begin))
+        times = copy(cron)
+        times.dt = begin  # the first of them is later
+        instants = (_instant(each, zone, fold, is_fixed) for each in times)
         return next(each for each in instants if each is not None and each >= at)
 
     return milliseconds_of(min(map(first, range(2 - is_fixed))))
@@ -374,40 +354,148 @@ def _next(rule: str, recurrence: Recurrence, instant_ms: int) -> int:
 def _sun(rule: str, instant_ms: int) -> int:
     """Return the first instant of a solar rule after another.
 
-    The result is in whole seconds. The events are Celery's ``solar``: the center of the sun is 6,
-    12 or 18 degrees below the horizon at dawn and dusk, and 34 minutes of arc its upper edge at
-    sunrise and sunset. An event is always searched for from the same hour of its longitude's mean
-    time, because ephem finds another second from each start. The sun rises between midnight and
-    noon everywhere, so what is found within a day is all there is. If it is not found in a year,
-    the result is beyond all instants.
+    The result is in whole seconds. An event is always searched for from the same hour of its
+    longitude's mean time, because ephem finds another second from each start. The sun rises between
+    midnight and noon everywhere, so what is found within a day is all there is. If it is not found
+    in a year, the result is beyond all instants.
 
     Raises:
-        ValueError: The rule is wrong, or ephem is not installed.
+        ValueError: The rule is wrong.
+        ImproperlyConfigured: The package ephem is not installed.
     """
-    try:
-        ephem: Any = import_module("ephem")
-    except ModuleNotFoundError:
-        raise ValueError("solar events take the package ephem, in all workers too") from None
-
     event, latitude, longitude = rule.removeprefix(_SOLAR).split()
-    if event not in _EVENTS or abs(float(latitude)) > 90 or abs(float(longitude)) > 180:
-        raise ValueError(f"{rule!r} takes an event of Celery's solar, a latitude and a longitude")
-    method, horizon = _EVENTS[event]
-    place = ephem.Observer()
-    place.lat, place.lon, place.horizon, place.pressure = latitude, longitude, horizon, 0
-    how = {"use_center": True} if horizon in _TWILIGHTS.values() else {}
-    first_ms = int((_BEGIN[method] - float(longitude) / 15) * _HOUR_MS)
+    made: Any = solar  # by its types, it has none of what follows
+    sun = made(event, float(latitude), float(longitude))
+    how = {"use_center": True} if sun.use_center else {}
+    first_ms = int((_BEGIN[sun.method] - float(longitude) / 15) * _HOUR_MS)
     today = (instant_ms - first_ms) // _DAY_MS
     for day in range(today, today + _YEAR):
         begin_ms = first_ms + day * _DAY_MS
-        with suppress(ephem.CircumpolarError):
-            start = ephem.Date(instant_of(begin_ms))
-            found = getattr(place, method)(ephem.Sun(), start=start, **how).datetime()
+        with suppress(sun.ephem.CircumpolarError):
+            start = sun.ephem.Date(instant_of(begin_ms))
+            found = getattr(sun.cal, sun.method)(sun.ephem.Sun(), start=start, **how).datetime()
             found_ms = milliseconds_of(found.replace(tzinfo=UTC)) // 1000 * 1000
             if instant_ms < found_ms < begin_ms + _DAY_MS:
                 return found_ms
     return _FAR_MS
 
 
-#: The errors that a wrong rule or time zone raises.
-INVALID: Final = (ValueError, KeyError, OSError, OverflowError)
+#: The most characters of what an occurrence's header says.
+MAX_TEXT: Final = 16_384
+
+OCCURRENCES: Final = counter(
+    "occurrences",
+    "Occurrences of schedules that came, by what became of them: ran, cancelled, late, paused, "
+    "overlapped; and those that did not come: sent again.",
+    labels=("task", "fate"),
+)
+OVERDUE: Final = gauge(
+    "schedules_overdue_seconds",
+    "Seconds since the next occurrence of a schedule was due that has not come; of the schedule "
+    "where that is longest.",
+)
+
+#: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
+MAX_NAME: Final = 222
+
+#: The longest jitter, in milliseconds: a day.
+MAX_JITTER_MS: Final = 86_400_000
+
+#: What becomes of an occurrence while a run of its schedule is still going.
+Overlap = Literal["allow", "skip", "queue-one"]
+
+#: What has come runs, for all that was missed; or each runs, one after the other.
+LAST: Final = -1
+ALL: Final = -2
+
+_NAME: Final = re.compile(r"[0-9a-f]{0,32}", re.ASCII)
+
+
+class Occurrence(NamedTuple):
+    """One instant of a schedule; a header of its message says it.
+
+    Attributes:
+        name: The name of the schedule.
+        instant_ms: The instant, in milliseconds since 1970-01-01 UTC.
+        recurrence: When the schedule is due.
+        catch_up_ms: How many milliseconds late it may still run; :data:`LAST` or :data:`ALL`.
+        jitter_ms: It is due up to so many milliseconds later; how many, its instant decides.
+        overlap: What becomes of it while another run of the schedule is still going.
+        options: The options of the task.
+        order: Grows with each edit of the schedule.
+        revision: Stands for all that was put.
+        message: The name of the message.
+        turns: How often it was put back.
+        is_followed: Whether the message of the instant that follows it was published.
+    """
+
+    name: str
+    instant_ms: int
+    recurrence: Recurrence
+    catch_up_ms: int
+    jitter_ms: int = 0
+    overlap: Overlap = "allow"
+    options: Mapping[str, Any] = {}
+    order: int = 0
+    revision: str = ""
+    message: str = ""
+    turns: int = 0
+    is_followed: bool = False
+
+    @classmethod
+    def of(cls, text: object) -> Self | None:
+        """Read it from a header, which anybody may have written; None if that is invalid."""
+        try:
+            if not isinstance(text, str) or len(text) > MAX_TEXT:
+                return None
+            # A later version may say more.
+            found = cls(*json.loads(text)[: len(cls._fields)])
+            found = found._replace(recurrence=Recurrence.read(found.recurrence))
+            return found if found._is_valid else None
+        except Exception:  # noqa: BLE001 - a stranger's text raises errors of any kind
+            return None
+
+    @property
+    def _is_valid(self) -> bool:
+        return (
+            1 <= len(self.name.encode()) <= MAX_NAME
+            and isinstance(self.options, dict)
+            and all(_NAME.fullmatch(each) for each in (self.revision, self.message))
+            and is_int(self.instant_ms, 0, MAX_DUE_MS)
+            and is_int(self.catch_up_ms, ALL, MAX_DUE_MS)
+            and is_int(self.jitter_ms, 0, MAX_JITTER_MS)
+            and is_int(self.order, 0, MAX_EXACT)
+            and is_int(self.turns, 0, MAX_COUNT)
+            and self.overlap in get_args(Overlap)
+        )
+
+    @property
+    def text(self) -> str:
+        """The text of the header: the inverse of :meth:`of`."""
+        return str(json.dumps(list(self), separators=(",", ":")))
+
+    @property
+    def task_id(self) -> str:
+        """The id of its task."""
+        return f"{self.name}:{self.instant_ms:015d}:{self.order}"
+
+    @property
+    def due_ms(self) -> int:
+        """When it is due: its instant, and a jitter that is the same whoever computes it."""
+        words = f"{self.name}:{self.instant_ms}".encode()
+        return self.instant_ms + zlib.crc32(words) % (self.jitter_ms + 1)
+
+    def at(self, now_ms: int) -> tuple[bool, int | None]:
+        """Return whether it still runs, and the instant that follows it; None if none does.
+
+        With :data:`LAST`, the first one that is still ahead follows, and with a number of
+        milliseconds the first one that is not too late.
+        """
+        if self.catch_up_ms == ALL:
+            return True, self.recurrence.after(self.instant_ms)
+        is_last = self.catch_up_ms == LAST
+        earliest_ms = now_ms + 1 if is_last else now_ms - self.catch_up_ms
+        since_ms = max(self.instant_ms, earliest_ms - self.jitter_ms - 1)
+        ahead = (self._replace(instant_ms=each) for each in self.recurrence.all_after(since_ms))
+        following_ms = next((each.instant_ms for each in ahead if each.due_ms >= earliest_ms), None)
+        return is_last or self.due_ms >= earliest_ms, following_ms

@@ -2,26 +2,26 @@
 
 The rule: whoever has the lease of a schedule runs. A lease belongs to one arrival of an occurrence;
 if RabbitMQ delivers the occurrence again, that arrival takes it over. The end of a run, and of a
-worker that is not killed, gives it back.
+worker that is not killed, gives it back. A thread keeps the leases of this process.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
-from typing import ClassVar, Final
+from typing import Final
 
+from celery.signals import worker_shutdown
 from celery.utils.log import get_logger
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registry
-from celery_rabbitdelay.schedules.occurrence import Occurrence
+from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker import celery_internals
 
 logger = get_logger(__name__)
@@ -41,18 +41,24 @@ class _Run:
     """A run in this worker.
 
     Attributes:
-        lease: The key of its lease.
+        store: Where its lease is.
+        key: The key of its lease.
         token: The value of its lease, which identifies this arrival.
         is_given: Whether Celery has it, or has run it. Then it ends when Celery has it no more.
         waits: Returns whether it waits in Celery because of its rate limit.
         waited: Whether it did so at the last look.
     """
 
-    lease: str
+    store: Store
+    key: str
     token: str
     is_given: bool = False
     waits: Callable[[], bool] = bool
     waited: bool = False
+
+    def lease(self, lasts_ms: int, family: str = "") -> bool:
+        """Take, keep or give back the lease; see :meth:`.Store.lease`."""
+        return self.store.lease(self.key, self.token, lasts_ms, family)
 
     def is_over(self, task_id: str) -> bool:
         """Return whether Celery has it no more."""
@@ -61,94 +67,84 @@ class _Run:
         return not (waited or self.waited or celery_internals.is_reserved(task_id))
 
 
-class Runs:
-    """Keeps the leases of the runs in this worker, in a thread that ends with the last of them.
+#: The runs, by the ids of their tasks. They outlive the connection that they came over, and a
+#: worker that stops waits for them.
+_going: Final[dict[str, _Run]] = {}
+_threads: Final[list[Thread]] = []
+_lock: Final = Lock()
 
-    Args:
-        registry: Where they are kept.
-    """
 
-    #: The runs, by the ids of their tasks. They outlive the connection that they came over, and a
-    #: worker that stops waits for them.
-    _going: ClassVar[dict[str, _Run]] = {}
-    _thread: ClassVar[Thread | None] = None
-    _lock: ClassVar[Lock] = Lock()
+def forget_what_has_not_begun() -> None:
+    """Forget the runs of a lost connection that RabbitMQ delivers again."""
+    for task_id in set(_going) - celery_internals.active_ids():
+        _going.pop(task_id, None)
 
-    def __init__(self, registry: Registry) -> None:
-        self._store = registry.store
-        self._names = registry.names
-        # RabbitMQ delivers again what the pool had not begun when the connection was lost.
-        begun = celery_internals.active_ids()
-        for task_id in set(self._going) - begun:
-            self._going.pop(task_id, None)
 
-    def try_start(self, occurrence: Occurrence) -> bool:
-        """Return whether an occurrence may run now, or cannot be told not to; keep its lease."""
-        family = f"{occurrence.task_id} "
-        token, running = family + new_copy(), self._names.of("running", occurrence.name)
-        try:
-            if not self._store.lease(running, token, LEASE_MS, family):
-                return False
-            self._lease_queue(occurrence, 0)
-        except RegistryUnavailable as error:
-            logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
-            return True
-        with self._lock:
-            self._going[occurrence.task_id] = _Run(running, token)
-            if self._thread is None:
-                atexit.unregister(self._end)
-                atexit.register(self._end, os.getpid())
-                Runs._thread = Thread(target=self._keep, name="rabbitdelay-runs", daemon=True)
-                Runs._thread.start()
+def try_start(registry: Registry, occurrence: Occurrence) -> bool:
+    """Return whether an occurrence may run now, or cannot be told not to; keep its lease."""
+    family = f"{occurrence.task_id} "
+    key = registry.names.of("running", occurrence.name)
+    run = _Run(registry.store, key, family + new_copy())
+    try:
+        if not run.lease(LEASE_MS, family):
+            return False
+    except RegistryUnavailable as error:
+        logger.warning("Occurrence %s may overlap another: %s", occurrence.task_id, error)
         return True
+    queue(registry, occurrence, 0)
+    with _lock:
+        _going[occurrence.task_id] = run
+        if not _threads:
+            _threads.append(Thread(target=_keep, name="rabbitdelay-runs", daemon=True))
+            _threads[0].start()
+    return True
 
-    def given(self, task_id: str, waits: Callable[[], bool]) -> None:
-        """Note that Celery has got a task, and what returns whether its rate limit holds it."""
-        if (run := self._going.get(task_id)) is not None:
-            run.waits, run.waited = waits, waits()
-            run.is_given = True
 
-    def try_queue(self, occurrence: Occurrence) -> bool:
-        """Return whether an occurrence is the one that waits for the end of a run, or runs."""
-        try:
-            return self._lease_queue(occurrence, LEASE_MS)
-        except RegistryUnavailable:
-            return True  # and it runs
+def given(task_id: str, waits: Callable[[], bool]) -> None:
+    """Note that Celery has got a task, and what returns whether its rate limit holds it."""
+    if (run := _going.get(task_id)) is not None:
+        run.waits, run.waited = waits, waits()
+        run.is_given = True
 
-    def leave_queue(self, occurrence: Occurrence) -> None:
-        """Let another occurrence wait for the end of a run."""
-        with suppress(RegistryUnavailable):  # it ends by itself
-            self._lease_queue(occurrence, 0)
 
-    def _lease_queue(self, occurrence: Occurrence, lasts_ms: int) -> bool:
-        """Lease the place of the one that runs next; see :meth:`.Store.lease`."""
-        queued = self._names.of("queued", occurrence.name)
-        return self._store.lease(queued, occurrence.task_id, lasts_ms)
+def queue(registry: Registry, occurrence: Occurrence, lasts_ms: int) -> bool:
+    """Lease the place of the one that waits for the end of a run, or give it back.
 
-    def _end(self, process: int) -> None:
-        """Give back all leases at the end of a process: then no run goes on."""
-        with suppress(RegistryUnavailable):  # they end by themselves
-            for run in tuple(self._going.values()) if os.getpid() == process else ():
-                self._store.lease(run.lease, run.token, 0)
+    Returns:
+        Whether the occurrence has it, or Redis does not answer: then it runs.
+    """
+    key = registry.names.of("queued", occurrence.name)
+    with suppress(RegistryUnavailable):  # it ends by itself
+        return registry.store.lease(key, occurrence.task_id, lasts_ms)
+    return True
 
-    def _keep(self) -> None:
-        """Renew the leases of what runs, and give back those of what has ended."""
-        renew_at = time.monotonic() + RENEW_EVERY
-        while True:
-            time.sleep(POLL)
-            renews = time.monotonic() >= renew_at
-            if renews:
-                renew_at = time.monotonic() + RENEW_EVERY
-            for task_id, run in list(self._going.items()):
-                try:
-                    if run.is_given and run.is_over(task_id):
-                        self._going.pop(task_id, None)
-                        self._store.lease(run.lease, run.token, 0)
-                    elif renews:
-                        self._store.lease(run.lease, run.token, LEASE_MS)
-                except Exception as error:  # noqa: BLE001 - the thread has to live on
-                    logger.warning("The lease of %s is not kept: %s", task_id, error)
-            with self._lock:
-                if not self._going:
-                    Runs._thread = None
-                    return
+
+def _keep() -> None:
+    """Renew the leases of what runs, and give back those of what has ended."""
+    renew_at = time.monotonic() + RENEW_EVERY
+    while True:
+        time.sleep(POLL)
+        renews = time.monotonic() >= renew_at
+        if renews:
+            renew_at = time.monotonic() + RENEW_EVERY
+        for task_id, run in list(_going.items()):
+            try:
+                if run.is_given and run.is_over(task_id):
+                    _going.pop(task_id, None)
+                    run.lease(0)
+                elif renews:
+                    run.lease(LEASE_MS)
+            except Exception as error:  # noqa: BLE001 - the thread has to live on
+                logger.warning("The lease of %s is not kept: %s", task_id, error)
+        with _lock:
+            if not _going:
+                _threads.clear()
+                return
+
+
+@worker_shutdown.connect
+def _end(**_: object) -> None:
+    """Give back all leases at the end of a worker: then no run goes on."""
+    with suppress(RegistryUnavailable):  # they end by themselves
+        for run in tuple(_going.values()):
+            run.lease(0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import islice, pairwise, takewhile
 from logging import getLogger
 from typing import Any, Final, Literal, NamedTuple, get_args
 from uuid import uuid4
@@ -22,30 +22,24 @@ from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
+from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.stored_message import restored, stored
-from celery_rabbitdelay.schedules.messages import (
-    Send,
-    captured,
-    is_tracked,
-    read,
-    send_all,
-    task_of,
-)
-from celery_rabbitdelay.schedules.occurrence import (
+from celery_rabbitdelay.schedules import messages
+from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, MAX_RAN, Fate, NotedSchedule, Records
+from celery_rabbitdelay.schedules.recurrence import (
     ALL,
     LAST,
-    MAX_JITTER_MS,
+    MAX_NAME,
     MAX_TEXT,
     OCCURRENCES,
     Occurrence,
     Overlap,
+    Recurrence,
 )
-from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, Fate, NotedSchedule, Records
-from celery_rabbitdelay.schedules.recurrence import Recurrence
 
 logger = getLogger(__name__)
 
@@ -56,9 +50,6 @@ OPTIONS: Final = frozenset(
     | {"retry", "retry_policy", "compression", "delivery_mode", "mandatory"}
 )
 
-#: The most bytes of a name: the id of a task, which AMQP has to carry, has 255.
-MAX_NAME: Final = 222
-
 #: How many instants are looked at to find the shortest gap between two.
 INSTANTS: Final = 50
 
@@ -68,6 +59,14 @@ MAX_BACKFILL: Final = 10_000
 AT_ONCE_MS: Final = 100
 
 CatchUp = Literal["last", "all"]
+
+#: The word for :attr:`.Occurrence.catch_up_ms`, if there is one.
+_CATCH_UPS: Final[Mapping[int, CatchUp]] = {LAST: "last", ALL: "all"}
+
+_TAKES: Final = (
+    f"takes a name of 1 to {MAX_NAME} bytes, times from 1970 on, a jitter of at most a day, and "
+    f"the overlap {' or '.join(get_args(Overlap))}"
+)
 
 
 class Schedule(NamedTuple):
@@ -93,9 +92,9 @@ class Schedule(NamedTuple):
 
     name: str
     task: str
-    args: tuple[Any, ...] | None
-    kwargs: dict[str, Any] | None
-    options: dict[str, Any]
+    args: tuple[object, ...] | None
+    kwargs: dict[str, object] | None
+    options: dict[str, object]
     next_at: datetime
     next_id: str
     is_paused: bool
@@ -113,14 +112,15 @@ class Schedule(NamedTuple):
             noted: What is noted.
             accept: Celery's ``accept_content``, by which its arguments are read.
         """
-        occurrence, last = noted.occurrence, noted.last
+        occurrence = noted.occurrence
         assert occurrence is not None
-        task, args, kwargs = read(noted.message, accept)
+        last: tuple[datetime, datetime, Fate] | None = None
+        if noted.last is not None:
+            due_ms, came_ms, fate = noted.last
+            last = instant_of(due_ms), instant_of(came_ms), fate
         return cls(
             occurrence.name,
-            task,
-            args,
-            kwargs,
+            *messages.read(noted.message, accept),
             dict(occurrence.options),
             instant_of(occurrence.due_ms),
             occurrence.task_id,
@@ -129,9 +129,7 @@ class Schedule(NamedTuple):
             occurrence.overlap,
             _CATCH_UPS.get(occurrence.catch_up_ms, occurrence.catch_up_ms / 1000),
             occurrence.jitter_ms / 1000,
-            None
-            if last is None
-            else (instant_of(last.due_ms), instant_of(last.came_ms), last.fate),
+            last,
         )
 
     def exported(self) -> dict[str, Any]:
@@ -172,36 +170,40 @@ class Put(NamedTuple):
     paused: bool | None
 
 
-@dataclass(frozen=True)
 class Schedules:
     """The schedules of an application; they need a registry.
 
-    All methods raise :class:`.RegistryRequired` without ``rabbitdelay_registry_url``, and
-    :class:`.RegistryUnavailable` if Redis does not answer.
+    All methods raise :class:`.RegistryUnavailable` if Redis does not answer.
 
-    Attributes:
+    Args:
         app: The application.
+
+    Raises:
+        RegistryRequired: It has no ``rabbitdelay_registry_url``.
     """
 
-    app: DelayingCelery
+    def __init__(self, app: DelayingCelery) -> None:
+        self.app = app
+        self._registry: Registry = registry_of(app.rabbitdelay)
+        self._records = Records(self._registry)
 
     def put(
         self,
         name: str,
-        task: Any,
-        when: Any,
-        args: Iterable[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        task: messages.AnyTask,
+        when: object,
+        args: Iterable[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         *,
         timezone: str | None = None,
-        start: datetime | None = None,
-        end: datetime | None = None,
-        exclude: Any = (),
+        start: datetime | str | None = None,
+        end: datetime | str | None = None,
+        exclude: object = (),
         jitter: Delay = 0,
         overlap: Overlap | None = None,
         catch_up: CatchUp | Delay = "last",
         paused: bool | None = None,
-        **options: Any,
+        **options: object,
     ) -> Schedule | None:
         """Create a schedule, or change it. To put it again as it is changes nothing.
 
@@ -216,8 +218,9 @@ class Schedules:
             timezone: The time zone of cron texts: an IANA name, or an offset such as UTC+05:30; by
                 default the crontab's own, or else the application's, which ``timezone`` and
                 ``enable_utc`` say.
-            start: Nothing is due before that, an aware datetime; intervals count from it.
-            end: Nothing is due after that.
+            start: Nothing is due before that, an aware datetime, or its ISO 8601 text; intervals
+                count from it.
+            end: Nothing is due after that, likewise.
             exclude: When it is not due all the same: dates (or their texts) in the time zone; cron
                 texts or Celery's ``crontab``, as the minutes in which they are due; or a list.
             jitter: By how much an occurrence is late on purpose, at most, in seconds or as a
@@ -241,32 +244,25 @@ class Schedules:
             PublishError: RabbitMQ did not confirm the first occurrence. The schedule was put: to
                 put it again sends that again, as workers do once it is a minute late.
         """
-        records = self._records
         if unknown := options.keys() - OPTIONS:
             known = ", ".join(sorted(OPTIONS))
             raise InvalidSchedule(name, f"takes the options {known}, not {sorted(unknown)}")
-        if self.app.conf.task_protocol != 2:
-            raise InvalidSchedule(name, "needs Celery's task_protocol = 2")
+        self.app.rabbitdelay.check_protocol()
         # As with beat, a crontab may bring its own, such as one of django-celery-beat.
         zone = getattr(when, "__dict__", {}).get("tz", self.app.timezone)
         recurrence = Recurrence.of(when, timezone or _zone_of(zone), start, end, exclude)
-        catch_up_ms = _catch_up_ms(catch_up)
+        by_word = {word: ms for ms, word in _CATCH_UPS.items()}
+        if isinstance(catch_up, str) and catch_up in by_word:
+            catch_up_ms = by_word[catch_up]
+        else:
+            catch_up_ms = milliseconds(catch_up)  # type: ignore[arg-type]  # it refuses other words
         if overlap is None:
             is_last = isinstance(when, timedelta) and catch_up_ms == LAST
             overlap = "skip" if is_last else "allow"
-        jitter_ms = milliseconds(jitter)
-        if not 0 <= jitter_ms <= MAX_JITTER_MS or overlap not in get_args(Overlap):
-            takes = " or ".join(get_args(Overlap))
-            raise InvalidSchedule(
-                (jitter, overlap), f"takes a jitter of at most a day, and the overlap {takes}"
-            )
         for each in options.keys() & {"queue", "exchange"}:
             options[each] = getattr(options[each], "name", options[each])
-        first_ms = recurrence.after(wall_clock.ms())
+        first_ms, jitter_ms = recurrence.after(wall_clock.ms()), milliseconds(jitter)
         made = Occurrence(name, first_ms or 0, recurrence, catch_up_ms, jitter_ms, overlap, options)
-        if not isinstance(name, str) or not 1 <= _size(name) <= MAX_NAME:
-            raise InvalidSchedule(name, f"its name takes 1 to {MAX_NAME} bytes")
-        delayed, revision = captured(self.app, made, task, args or (), kwargs or {})
         try:
             text = made.text
         except (TypeError, ValueError) as error:
@@ -275,12 +271,15 @@ class Schedules:
         if len(text) > MAX_TEXT - 200:  # its order and more are added
             raise InvalidSchedule(when, "is too long")
         if Occurrence.of(text) is None:
-            raise InvalidSchedule((start, end, catch_up), "takes times from 1970 on")
-        if catch_up_ms != ALL and jitter_ms > (gap_ms := _shortest_gap(recurrence, first_ms)):
-            raise InvalidSchedule(
-                jitter, f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
-            )
-        return self._put(Put(made._replace(revision=revision), stored(delayed), paused), records)
+            raise InvalidSchedule((name, start, end, jitter, overlap, catch_up), _TAKES)
+        if catch_up_ms != ALL and first_ms is not None:
+            instants = islice(recurrence.all_after(first_ms - 1), INSTANTS)
+            gaps_ms = [later - former for former, later in pairwise(instants)]
+            if gaps_ms and jitter_ms > (gap_ms := min(gaps_ms)):
+                takes = f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
+                raise InvalidSchedule(jitter, takes)
+        delayed, revision = messages.captured(self.app, made, task, args or (), kwargs or {})
+        return self._put(Put(made._replace(revision=revision), stored(delayed), paused))
 
     def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
         """Put a schedule as :meth:`.Schedule.exported` has returned it, with changes.
@@ -289,18 +288,15 @@ class Schedules:
             InvalidSchedule: As :meth:`put`; or its arguments could not be read.
         """
         given = {**exported, **changes}
-        for name in ("start", "end"):
-            if given.get(name) is not None:
-                given[name] = datetime.fromisoformat(given[name])
         if given.get("args", ()) is None:
             takes = "needs an accept_content that lets its arguments be read"
             raise InvalidSchedule(given["name"], takes)
         options = given.pop("options", None) or {}
         return self.put(**given, **options)
 
-    def _put(self, put: Put, records: Records) -> Schedule | None:
+    def _put(self, put: Put) -> Schedule | None:
         """Note a schedule, and send its first occurrence, unless nothing has changed."""
-        made, short = put.occurrence, None
+        made, short, records = put.occurrence, None, self._records
         while True:
             (before,) = records.get([made.name])
             known = before and before.occurrence
@@ -326,7 +322,7 @@ class Schedules:
                 short = error  # it has too few copies, and is put
             self._unlist(before)
             break
-        send_all(self.app.rabbitdelay, [Send.of(made, put.message)])
+        messages.send_all(self.app.rabbitdelay, [messages.of(made, put.message)])
         records.note(made.name, unsent="")
         if short is not None:
             raise short
@@ -347,13 +343,10 @@ class Schedules:
 
     def next(self, name: str, number: int = 5) -> list[datetime]:
         """Return when a schedule is due next; empty if no schedule has that name."""
-        occurrence = self._occurrence(name)
-        instants: list[datetime] = []
-        instant_ms = occurrence and occurrence.instant_ms
-        while occurrence is not None and instant_ms is not None and len(instants) < number:
-            instants.append(instant_of(instant_ms))
-            instant_ms = occurrence.recurrence.after(instant_ms)
-        return instants
+        if (occurrence := self._occurrence(name)) is None:
+            return []
+        instants = occurrence.recurrence.all_after(occurrence.instant_ms - 1)
+        return [instant_of(each) for each in islice(instants, number)]
 
     def pause(self, name: str) -> bool:
         """Let the occurrences of a schedule come and not run; return whether there is one."""
@@ -400,29 +393,28 @@ class Schedules:
         (noted,) = self._records.get([name])
         if noted is None or noted.occurrence is None or not noted.message:
             raise InvalidSchedule(name, "is no schedule")
-        occurrence, now_ms = noted.occurrence, wall_clock.ms()
-        begin_ms = milliseconds_of(since)
-        end_ms = min(milliseconds_of(until), now_ms, occurrence.instant_ms - 1)
-        ran = self._records.ran(name, begin_ms, end_ms)
-        missed: list[str] = []
-        instant_ms = occurrence.recurrence.after(begin_ms - 1)
-        while instant_ms is not None and instant_ms <= end_ms:
-            if instant_ms not in ran:
-                missed.append(f"{name}:{instant_ms:015d}:backfill")
-            if len(missed) > MAX_BACKFILL:
-                raise InvalidSchedule(name, f"has more than {MAX_BACKFILL} instants in that time")
-            instant_ms = occurrence.recurrence.after(instant_ms)
-        self._send_now(noted.message, missed, {ONCE: new_copy()})
+        occurrence, begin_ms = noted.occurrence, milliseconds_of(since)
+        end_ms = min(milliseconds_of(until), wall_clock.ms(), occurrence.instant_ms - 1)
+        instants = occurrence.recurrence.all_after(begin_ms - 1)
+        over = set(
+            islice(takewhile(lambda each: each <= end_ms, instants), MAX_BACKFILL + MAX_RAN + 1)
+        )
+        missed = sorted(over - self._records.ran(name, begin_ms, end_ms))
+        if len(missed) > MAX_BACKFILL:
+            raise InvalidSchedule(name, f"has more than {MAX_BACKFILL} instants in that time")
+        task_ids = [f"{name}:{each:015d}:backfill" for each in missed]
+        self._send_now(noted.message, task_ids, {ONCE: new_copy()})
         return len(missed)
 
     def _send_now(
-        self, message: str, task_ids: Sequence[str], says: Mapping[str, Any] | None = None
+        self, message: str, task_ids: Sequence[str], says: Mapping[str, object] | None = None
     ) -> None:
         """Send tasks beside the occurrences: the registry is asked about them as about any."""
         pattern, due_ms = restored(message, ""), wall_clock.ms() + AT_ONCE_MS
-        tracked = {COPY: new_copy(), TRACKED: True} if is_tracked(pattern) else {}
-        sends = [Send(pattern, each, due_ms, {**tracked, **(says or {})}) for each in task_ids]
-        send_all(self.app.rabbitdelay, sends)
+        tracked = {COPY: new_copy(), TRACKED: True} if messages.is_tracked(pattern) else {}
+        says = {**tracked, **(says or {})}
+        sends = [messages.filled(pattern, each, due_ms, says) for each in task_ids]
+        messages.send_all(self.app.rabbitdelay, sends)
 
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
@@ -444,40 +436,35 @@ class Schedules:
         now_ms, records = wall_clock.ms(), self._records
         names = list(records.overdue(now_ms - HEAL_AFTER_MS))
         paused = self._registry.pauses.known() if names else {}
-        healed: list[Send] = []
+        healed: dict[str, Delayed] = {}
         listed: dict[str, int | None] = {}
         for name, noted in zip(names, records.get(names), strict=True):
             if noted is None or noted.ahead_ms is None:
                 listed[name] = None
-                continue
-            if noted.occurrence is None or not noted.message:
+            elif noted.occurrence is None or not noted.message:
                 logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
-                continue
-            if noted.occurrence.due_ms > now_ms - HEAL_AFTER_MS:
+            elif noted.occurrence.due_ms > now_ms - HEAL_AFTER_MS:
                 listed[name] = noted.occurrence.due_ms
             elif (when := noted.heals(now_ms)) == "soon":
                 records.note(name, missed=now_ms)
             elif when == "now":
-                send = Send.of(noted.occurrence, noted.message)
+                message = messages.of(noted.occurrence, noted.message)
+                task, queue = messages.task_of(message), message.queue
                 # What waits for a resume is not missed.
-                queue = send.pattern.queue
-                if not paused_since(paused, task_of(send.pattern), queue.name if queue else ""):
+                if not paused_since(paused, task, queue.name if queue else ""):
                     records.note(name, healed=now_ms)
-                    healed.append(send)
+                    healed[name] = message
+                    self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
         records.note_due(listed)
-        sent = [each.task_id.rsplit(":", 2)[0] for each in healed]
-        if sent:
-            logger.warning("Occurrences of schedules are sent again: %s", ", ".join(sent))
-        for each in healed:
-            task = task_of(each.pattern)
-            self.app.rabbitdelay.recorder.record({OCCURRENCES: 1}, task, "sent again")
-        send_all(self.app.rabbitdelay, healed)
-        return sent
+        if healed:
+            logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
+        messages.send_all(self.app.rabbitdelay, list(healed.values()))
+        return list(healed)
 
     def _unlist(self, before: NotedSchedule | None) -> None:
         """Take a tracked occurrence from the list of what waits, which will not run."""
         known = before and before.message and before.occurrence
-        if before and known and is_tracked(restored(before.message, "")):
+        if before and known and messages.is_tracked(restored(before.message, "")):
             self._registry.cancel_each([known.task_id], also_future=False)
 
     def _next_order(self, before: NotedSchedule | None) -> int:
@@ -488,49 +475,10 @@ class Schedules:
         (noted,) = self._records.get([name])
         return noted and noted.occurrence
 
-    @property
-    def _registry(self) -> Registry:
-        registry: Registry = registry_of(self.app.rabbitdelay)
-        return registry
 
-    @property
-    def _records(self) -> Records:
-        return Records(self._registry)
-
-
-def _zone_of(zone: Any) -> str:
+def _zone_of(zone: object) -> str:
     """Return the name of a time zone."""
     if isinstance(zone, LocalTimezone):  # the machine's, which has no name for Celery 5.5
         path = os.path.realpath("/etc/localtime")
         return os.environ.get("TZ", "").lstrip(":") or path.partition("zoneinfo/")[2] or "UTC"
     return str(zone)
-
-
-def _catch_up_ms(catch_up: Any) -> int:
-    """Return what :attr:`.Occurrence.catch_up_ms` is."""
-    if isinstance(catch_up, str) and catch_up in _CATCH_UPS.values():
-        return LAST if catch_up == "last" else ALL
-    return milliseconds(catch_up)
-
-
-#: The word for :attr:`.Occurrence.catch_up_ms`, if there is one.
-_CATCH_UPS: Final[Mapping[int, CatchUp]] = {LAST: "last", ALL: "all"}
-
-
-def _size(name: str) -> int:
-    """Return the bytes of a name; 0 if it is no Unicode text."""
-    try:
-        return len(name.encode())
-    except UnicodeEncodeError:
-        return 0
-
-
-def _shortest_gap(recurrence: Recurrence, instant_ms: int | None) -> int:
-    """Return the milliseconds between two instants, of the next ones, that are the fewest."""
-    gap_ms = MAX_JITTER_MS
-    for _ in range(INSTANTS):
-        following_ms = None if instant_ms is None else recurrence.after(instant_ms)
-        if following_ms is None or instant_ms is None:
-            break
-        gap_ms, instant_ms = min(gap_ms, following_ms - instant_ms), following_ms
-    return gap_ms

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
     from celery_rabbitdelay.testing.recording import Recording, recorded
     from celery_rabbitdelay.testing.sent import Sent
     from celery_rabbitdelay.testing.servers import (
         Certificates,
+        RabbitMQServer,
         RedisServer,
         Server,
         ServerNotStarted,
@@ -41,7 +41,6 @@ __all__ = [
 _ROOMS: Final = {
     **dict.fromkeys(("DidNotSettle", "Travel"), "travel"),
     **dict.fromkeys(("Recording", "recorded"), "recording"),
-    "RabbitMQServer": "rabbitmq",
     "Sent": "sent",
     "Worker": "session",
 }

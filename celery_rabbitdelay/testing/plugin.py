@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from contextlib import closing
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import pytest
 
+from celery_rabbitdelay.testing.servers import RabbitMQServer, RedisServer, Server
+
 if TYPE_CHECKING:
-    from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
-    from celery_rabbitdelay.testing.servers import RedisServer
+    from celery_rabbitdelay.app.application import Celery
     from celery_rabbitdelay.testing.session import Session, Worker
     from celery_rabbitdelay.testing.travel import Travel
-
-AnyServer = TypeVar("AnyServer", bound=Any)
 
 #: A line for ``rabbitmq.conf``: a travel holds the waiting messages unacknowledged, and RabbitMQ
 #: closes a channel that holds one for 30 minutes of real time; this makes it a day.
@@ -59,44 +57,48 @@ def _option(config: pytest.Config, name: str) -> str:
     return found or str(config.getini(name))
 
 
+class Named(NamedTuple):
+    """A server that an option names.
+
+    Attributes:
+        url: Its URL.
+    """
+
+    url: str
+
+
 @pytest.fixture(scope="session")
-def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServer | Any]:
+def rabbitdelay_broker(request: pytest.FixtureRequest) -> Iterator[RabbitMQServer | Named]:
     """The RabbitMQ of this run: a private one, which tests may kill and suspend, unless named.
 
     ``url`` is its URL. On one that the option names, the run has a virtual host of its own.
     """
-    from celery_rabbitdelay.testing.rabbitmq import RabbitMQServer
-
-    url = _option(request.config, "broker")
-    if url:
-        from celery_rabbitdelay.testing.virtual_host import own_virtual_host
+    if url := _option(request.config, "broker"):
+        from celery_rabbitdelay.testing.session import own_virtual_host
 
         with own_virtual_host(url, _option(request.config, "management")) as own_url:
-            yield SimpleNamespace(url=own_url)
-        return
-    private = RabbitMQServer(settings=[LONG_TRAVELS])
-    with _started(private, "--rabbitdelay-broker") as server:
-        yield server
+            yield Named(own_url)
+    else:
+        with RabbitMQServer(settings=[LONG_TRAVELS]) as server:
+            yield server
+            server.kill()  # nobody needs its data, and to stop in order takes it seconds
 
 
 @pytest.fixture(scope="session")
-def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | Any]:
+def rabbitdelay_redis(request: pytest.FixtureRequest) -> Iterator[RedisServer | Named]:
     """The Redis of this run: a private one, which tests may kill and suspend, unless named.
 
     ``url`` is its URL.
     """
-    from celery_rabbitdelay.testing.servers import RedisServer
-
-    url = _option(request.config, "redis")
-    if url:
-        yield SimpleNamespace(url=url)
-        return
-    with _started(RedisServer(), "--rabbitdelay-redis") as server:
-        yield server
+    if url := _option(request.config, "redis"):
+        yield Named(url)
+    else:
+        with RedisServer() as server:
+            yield server
 
 
 @pytest.fixture(scope="session")
-def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> Any:
+def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> object:
     """The application: that of the option ``rabbitdelay_app``; or override this fixture."""
     from celery.utils.imports import symbol_by_name
 
@@ -110,38 +112,41 @@ def rabbitdelay_celery_app(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def _rabbitdelay_sessions() -> dict[int, Session]:
-    return {}
+def _rabbitdelay_sessions() -> list[Session]:
+    """The session of the application that uses the servers at the moment."""
+    return []
 
 
 @pytest.fixture
 def _rabbitdelay_session(
     request: pytest.FixtureRequest,
-    rabbitdelay_celery_app: Any,
-    rabbitdelay_broker: Any,
-    _rabbitdelay_sessions: dict[int, Session],
+    rabbitdelay_celery_app: object,
+    rabbitdelay_broker: RabbitMQServer | Named,
+    _rabbitdelay_sessions: list[Session],
 ) -> Session:
     from celery_rabbitdelay.testing.session import Session
 
-    sessions, key = _rabbitdelay_sessions, id(rabbitdelay_celery_app)
-    for server in (rabbitdelay_broker, *(each.redis for each in sessions.values())):
-        _running(server)
-    for other, session in sessions.items():
-        if other != key:
-            session.leave()
-    if key not in sessions:
+    sessions = _rabbitdelay_sessions
+    for server in (rabbitdelay_broker, *(each.redis for each in sessions)):
+        if isinstance(server, Server):  # which an earlier test may have killed or suspended
+            server.resume() if server.running else server.start()
+    if [each.app for each in sessions] != [rabbitdelay_celery_app]:
+        while sessions:
+            sessions.pop().close()
 
-        def redis() -> Any:
-            return request.getfixturevalue("rabbitdelay_redis")
+        def redis() -> RedisServer | Named:
+            server: RedisServer | Named = request.getfixturevalue("rabbitdelay_redis")
+            return server
 
-        sessions[key] = Session(rabbitdelay_celery_app, rabbitdelay_broker.url, redis)
+        session = Session(rabbitdelay_celery_app, rabbitdelay_broker.url, redis)
+        sessions.append(session)
         # Before its servers are stopped, which have been started before.
-        request.session.addfinalizer(sessions[key].close)
-    return sessions[key]
+        request.session.addfinalizer(session.close)
+    return sessions[0]
 
 
 @pytest.fixture
-def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Any]:
+def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Celery]:
     """The application, on the servers of this run, with nothing waiting anywhere.
 
     Its levels have a prefix of their own, and the result backend and the registry, if it has them
@@ -153,7 +158,7 @@ def rabbitdelay_app(_rabbitdelay_session: Session) -> Iterator[Any]:
 
 @pytest.fixture
 def rabbitdelay_worker(
-    request: pytest.FixtureRequest, rabbitdelay_app: Any, _rabbitdelay_session: Session
+    request: pytest.FixtureRequest, rabbitdelay_app: Celery, _rabbitdelay_session: Session
 ) -> Worker | None:
     """A worker of the application; it has ``log``, ``kill()`` and ``start()``.
 
@@ -169,34 +174,10 @@ def rabbitdelay_worker(
 
 
 @pytest.fixture
-def travel(rabbitdelay_app: Any, _rabbitdelay_session: Session) -> Iterator[Travel]:
+def travel(rabbitdelay_app: Celery, _rabbitdelay_session: Session) -> Iterator[Travel]:
     """Time travel: ``travel(days=3)`` runs all that falls due in three days, in a moment.
 
     See :class:`celery_rabbitdelay.testing.Travel`.
     """
     with closing(_rabbitdelay_session.travel()) as traveller:
         yield traveller
-
-
-@contextmanager
-def _started(server: AnyServer, option: str) -> Iterator[AnyServer]:
-    """Run a private server; an error also says how to do without one."""
-    from celery_rabbitdelay.testing.servers import ServerNotStarted
-
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(server)
-        except ServerNotStarted as error:
-            error.add_note(f"Or name one that runs: {option}")
-            raise
-        yield server
-        # Nobody needs its data, and to stop in order takes it seconds.
-        server.kill()
-
-
-def _running(server: Any) -> None:
-    """Start a private server again that an earlier test has killed, and resume a suspended one."""
-    if not getattr(server, "running", True):
-        server.start()
-    elif hasattr(server, "resume"):
-        server.resume()

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import patch
 
 import amqp
 import celery
 from celery import states
 from celery.app.trace import build_tracer
 from celery.backends.base import DisabledBackend
+from celery.backends.cache import CacheBackend
 from celery.result import denied_join_result
+from celery.utils.functional import LRUCache
 from celery.worker import control, state
 from celery.worker.request import Request
+from kombu import Connection, Producer, Queue
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import results_kept_in
 from celery_rabbitdelay.app.delays import Delays, StandIn
+from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
 from celery_rabbitdelay.levels.headers import DUE
+from celery_rabbitdelay.publishing.message import Publication
+from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.application import how_kept, open_registry
 from celery_rabbitdelay.registry.decision import Decision, Verdict
 from celery_rabbitdelay.registry.decisions import DISCARDED
 from celery_rabbitdelay.registry.pauses import paused_since
-from celery_rabbitdelay.testing.recorded_messages import (
-    Address,
-    Recorded,
-    RecordingProducer,
-    RecordingPublisher,
-    ResultsInMemory,
-)
 from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
-from celery_rabbitdelay.testing.sent import Sent, Wanted
-from celery_rabbitdelay.testing.shared_clock import going_by
+from celery_rabbitdelay.testing.sent import Address, Recorded, Sent, Take, Wanted
+from celery_rabbitdelay.testing.worker import Clock, going_by
+from celery_rabbitdelay.worker.celery_internals import discard_as_revoked
 
 #: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
 MAX_RUNS: Final = 10_000
@@ -88,7 +89,10 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
         if not isinstance(app.backend, DisabledBackend):
             stack.enter_context(results_kept_in(app, ResultsInMemory(app)))
         stack.enter_context(going_by(recording.clock.ns))
-        stack.enter_context(_nothing_revoked())
+        stack.enter_context(patch.dict(state.revoked_stamps, clear=True))
+        stack.callback(state.revoked.update, [*state.revoked])
+        stack.callback(state.revoked.clear)
+        state.revoked.clear()
         yield recording
 
 
@@ -109,7 +113,7 @@ class Recording:
         self.recorded: list[Recorded] = []
         self.lock = threading.RLock()
         self._app = app
-        self.clock = _Clock()
+        self.clock = Clock(wall_clock.source)
         # It is only asked what it is, and never opened.
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
@@ -191,18 +195,22 @@ class Recording:
         """
         if self._app.rabbitdelay.stand_in is not self.stand_in:
             raise RuntimeError("run_due() is called within the block: tasks would send for real")
-        self.clock.stand_at(0)
+        self._stand_at(0)
         until_ms = None if within is None else Due.after(within).at_ms
         ran: list[Sent] = []
         try:
             self._run_until(until_ms, ran)
             if until_ms is not None:
-                self.clock.stand_at(until_ms)
+                self._stand_at(until_ms)
                 self._run_until(until_ms, ran)
-            self.clock.stand_at(until_ms or 0)
+            self._stand_at(until_ms or 0)
         finally:
             self.clock.go_on()
         return ran
+
+    def _stand_at(self, ms: int) -> None:
+        """Let the clock stand at an instant, or where it is if that has passed."""
+        self.clock.stand_at(max(ms * wall_clock.NS_PER_MS, self.clock.ns()))
 
     def _run_until(self, until_ms: int | None, ran: list[Sent]) -> None:
         """Run what is due by an instant, and what is held and may run now."""
@@ -210,7 +218,7 @@ class Recording:
             if each.is_held:
                 each.at_ms, each.is_held = wall_clock.ms(), False
         while (task := self._next(until_ms)) is not None:
-            self.clock.stand_at(task.at_ms)
+            self._stand_at(task.at_ms)
             if len(ran) == MAX_RUNS:
                 raise RuntimeError(f"{MAX_RUNS:,} tasks have run, and {task.sent} is still due")
             self._arrive(task, ran)
@@ -227,22 +235,23 @@ class Recording:
         """Do what a worker does with a task that arrives; add it to those that ran, if it runs."""
         task.waits = False
         decision = self._decided(task)
+        request = Request(task.message, app=self._app)
         match decision.verdict:
             case Verdict.RUN:
-                request = self._request(task)
-                if not self._is_revoked(request):
+                if not request.revoked():
                     self._signal(signals.released, task)
                     ran.append(task.sent)
-                    self._run(task, request)
+                    self._run(request)
             case Verdict.LATER:
                 task.waits, task.at_ms = True, decision.until_ms
                 task.is_held = not decision.is_new_due
                 task.arrival = task.arrival._replace(put_back_ms=decision.until_ms)
                 if decision.is_new_due:
-                    task.message.headers[DUE] = decision.until_ms
+                    task.message.headers[DUE] = decision.until_ms  # type: ignore[assignment]
                     task.arrival = task.arrival._replace(due_ms=decision.until_ms)
             case Verdict.CANCELLED | Verdict.EXPIRED | Verdict.SUPERSEDED as verdict:
-                self._is_revoked(self._request(task), by_registry=True)
+                consumer = SimpleNamespace(controller=SimpleNamespace(state=state))
+                discard_as_revoked(consumer, request.id, request.revoked)
                 self._signal(DISCARDED[verdict], task)
 
     def _decided(self, task: Recorded) -> Decision:
@@ -255,33 +264,13 @@ class Recording:
         (decision,) = delays.registry.decide([task.arrival])
         return decision
 
-    def _request(self, recorded: Recorded) -> Any:
-        message: Any = recorded.message
-        return Request(
-            message,
-            app=self._app,
-            task=self._app.tasks[recorded.sent.task],
-            body=recorded.body,
-            headers=message.headers,
-            decoded=True,
-        )
-
-    def _is_revoked(self, request: Any, by_registry: bool = False) -> bool:
-        """Return whether Celery revokes a task; then its result is stored, and its chord knows."""
-        was_revoked = request.id in state.revoked
-        if by_registry:
-            state.revoked.add(request.id)
-        is_revoked: bool = request.revoked()
-        if by_registry and not was_revoked:
-            state.revoked.discard(request.id)
-        return is_revoked
-
-    def _run(self, recorded: Recorded, request: Any) -> None:
-        task = self._app.tasks[recorded.sent.task]
-        context = {**request.request_dict, "is_eager": False, **recorded.body[2]}
-        trace: Any = build_tracer(task.name, task, app=self._app)
+    def _run(self, request: Request) -> None:
+        task = request.task
+        args, kwargs, embedded = request.message.payload
+        context = {**request.request_dict, "is_eager": False, **embedded}
+        trace = build_tracer(task.name, task, app=self._app)
         with denied_join_result():
-            _, outcome, *_ = trace(request.id, *recorded.body[:2], context)
+            _, outcome, *_ = trace(request.id, args, kwargs, context)
         if outcome is not None and outcome.state == states.FAILURE:
             raise outcome.retval
 
@@ -307,40 +296,83 @@ class Recording:
             getattr(control, command)(worker, **{**arguments, "terminate": False})
 
 
-@contextmanager
-def _nothing_revoked() -> Iterator[None]:
-    """Let no task count as revoked, and forget at the end of a block what was."""
-    ids, stamps = [*state.revoked], dict(state.revoked_stamps)
-    state.revoked.clear()
-    state.revoked_stamps.clear()
-    try:
-        yield
-    finally:
-        state.revoked.clear()
-        state.revoked.update(ids)
-        state.revoked_stamps.clear()
-        state.revoked_stamps.update(stamps)
+class RecordingPublisher(Publisher):
+    """Takes the messages that would wait in the levels; each counts as confirmed.
+
+    Args:
+        connection: A connection to the broker, which is never opened.
+        take: Takes a message.
+    """
+
+    def __init__(self, connection: Connection, take: Take) -> None:
+        super().__init__(connection)
+        self._take = take
+
+    def publish_all(
+        self,
+        publications: Iterable[Publication],
+        *args: object,
+        done: Callable[[Publication], None] | None = None,
+        **options: object,
+    ) -> None:
+        """Take messages, as :meth:`.Publisher.publish_all` publishes them."""
+        for publication in publications:
+            # Of all that is published here, it is DelayedProducer.address with its arguments.
+            address: Any = publication.address
+            *_, due = address.args
+            self._take(publication.content.message(), Address(), due)
+            if done is not None:
+                done(publication)
 
 
-class _Clock:
-    """That of the machine, or of the block around this one, set ahead by what has run."""
+class RecordingProducer(Producer):
+    """Takes the messages that would go straight to their queues.
 
-    def __init__(self) -> None:
-        self._former_ns = wall_clock.source
-        self._ahead_ns = 0
-        self._stands_at_ns: int | None = None
+    Args:
+        connection: A connection to the broker, which is never opened.
+        take: Takes a message.
+    """
 
-    def ns(self) -> int:
-        """Return the nanoseconds since 1970-01-01 UTC."""
-        if self._stands_at_ns is not None:
-            return self._stands_at_ns
-        return self._former_ns() + self._ahead_ns
+    def __init__(self, connection: Connection, take: Take) -> None:
+        super().__init__(connection, auto_declare=False)
+        self._take = take
 
-    def stand_at(self, ms: int) -> None:
-        """Stand still at an instant, or where it is if that has passed."""
-        self._stands_at_ns = max(ms * wall_clock.NS_PER_MS, self.ns())
+    def _publish(self, *given: Any) -> None:
+        # Of kombu's own, which sends what its public method has serialized.
+        body, priority, kind, encoding, headers, properties, key, _, _, exchange, declare, *_ = (
+            given
+        )
+        message = amqp.Message(
+            body,
+            priority=priority,
+            content_type=kind,
+            content_encoding=encoding,
+            application_headers={**headers},
+            **properties,
+        )
+        known = [each.name for each in declare if isinstance(each, Queue)]
+        direct = None if exchange else key
+        self._take(message, Address(exchange, key, [*known, direct][0]), None)
 
-    def go_on(self) -> None:
-        """Go on from where it stands."""
-        self._ahead_ns = self.ns() - self._former_ns()
-        self._stands_at_ns = None
+
+class ResultsInMemory(CacheBackend):
+    """A result backend that keeps results in memory, of this block alone.
+
+    Args:
+        app: The application.
+    """
+
+    def __init__(self, app: celery.Celery) -> None:
+        super().__init__(app, url="memory://")
+        self.client.cache = LRUCache(limit=None)
+
+    def wait_for(self, task_id: str, *more: object, **options: object) -> Any:
+        """Return the result of a task that has run.
+
+        Raises:
+            NotRecorded: It has not; nobody would run it meanwhile.
+        """
+        meta = self.get_task_meta(task_id)
+        if meta["status"] not in states.READY_STATES:
+            raise NotRecorded("waiting for the result of a task that run_due() has not run")
+        return meta

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import datetime, timedelta
-from typing import Any, Final
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
+import amqp
 import celery
+from kombu.transport.pyamqp import Message
 
-from celery_rabbitdelay.levels.delay import duration_text, milliseconds, plain
+from celery_rabbitdelay.app.celery_internals import eta_of
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import (
+    Due,
+    duration_text,
+    instant_of,
+    milliseconds,
+    milliseconds_of,
+    plain,
+)
+from celery_rabbitdelay.levels.headers import parse
+from celery_rabbitdelay.registry.decision import Arrival
+from celery_rabbitdelay.worker.restore import restore
 
 #: How far a time may be from the expected one, if it is not a delay that was given as a number: the
 #: code has taken that long between reading the clock and sending.
@@ -64,6 +78,109 @@ class Sent:
     def __str__(self) -> str:
         arguments = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]
         return f"{self.task}({', '.join(arguments)}) {_after(self.delay)}"
+
+
+class Address(NamedTuple):
+    """Where a message without a delay goes.
+
+    Attributes:
+        exchange: The exchange; empty for the default exchange.
+        routing_key: The routing key.
+        queue: The name of the queue; None if the exchange decides.
+    """
+
+    exchange: str = ""
+    routing_key: str = ""
+    queue: str | None = None
+
+
+#: Takes a message, where it goes, and when it is due; None if it does not wait in the levels. Then
+#: the address counts, otherwise what its headers say.
+Take: TypeAlias = Callable[[amqp.Message, Address, Due | None], None]
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A task that was recorded.
+
+    Attributes:
+        sent: What tests see.
+        arrival: What the registry is asked about it.
+        message: Its message, as a worker receives it.
+        at_ms: When it arrives at a worker, in milliseconds since 1970-01-01 UTC.
+        has_waited: Whether it comes from the levels, so that the registry is asked about it.
+        waits: Whether it has not arrived yet, or waits again.
+        is_held: Whether it was put back for as long as its job is open, or it is paused.
+    """
+
+    sent: Sent
+    arrival: Arrival
+    message: Message
+    at_ms: int
+    has_waited: bool
+    waits: bool = True
+    is_held: bool = False
+
+    @classmethod
+    def of(cls, message: amqp.Message, address: Address, due: Due | None) -> Self | None:
+        """Read a message; None for a note or an event.
+
+        Args:
+            message: The message.
+            address: As for :data:`Take`.
+            due: As for :data:`Take`.
+        """
+        message.delivery_info = {"delivery_tag": 0}
+        received = Message(message, accept=[message.properties.get("content_type")])
+        said, _ = parse(received.headers)
+        headers = said.others
+        if "task" not in headers:
+            return None
+        if due is not None:
+            address = Address(said.exchange or "", said.routing_key or "", said.queue)
+        due_ms, delay_ms, has_eta = _times(due, headers.get("eta"))
+        exchange, routing_key, queue = address
+        received.delivery_info.update(exchange=exchange, routing_key=routing_key)
+        restore(received)
+        args, kwargs, _ = received.payload
+        arrival = Arrival.of(said, due_ms, queue or "", redelivered=False)
+        return cls(
+            sent=Sent(
+                task=headers["task"],
+                args=args,
+                kwargs=kwargs,
+                task_id=headers["id"],
+                due=instant_of(due_ms),
+                delay=timedelta(milliseconds=delay_ms),
+                has_eta=has_eta,
+                tolerance=timedelta(milliseconds=0 if due is None else due.tolerance_ms),
+                exchange=exchange,
+                routing_key=routing_key,
+                queue=queue,
+                priority=said.priority or message.properties.get("priority") or 0,
+                expires=eta_of(headers.get("expires"), UTC),
+                headers=headers,
+                key=arrival.key or None,
+                job=arrival.job or None,
+                once=bool(arrival.once),
+            ),
+            arrival=arrival,
+            message=received,
+            at_ms=due_ms,
+            has_waited=due is not None,
+        )
+
+
+def _times(due: Due | None, eta: Any) -> tuple[int, int, bool]:
+    """Return when a task is due and after how long, in milliseconds, and whether it has an eta."""
+    now_ms = wall_clock.ms()
+    if due is not None:
+        delay_ms = max(due.at_ms - now_ms, 0) if due.is_instant else max(due.delay_ms, 0)
+        return due.at_ms, delay_ms, due.is_instant
+    # A worker would hold it until its eta.
+    instant = eta_of(eta, UTC)
+    due_ms = now_ms if instant is None else max(milliseconds_of(instant), now_ms)
+    return due_ms, due_ms - now_ms, instant is not None
 
 
 class Wanted:

@@ -11,20 +11,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final, Protocol
+from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
 
-from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from kombu import Queue
 
-from celery_rabbitdelay.app.application import Celery as DelayingCelery
+from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.management import ManagementAPI
 from celery_rabbitdelay.testing import worker as worker_module
-from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Process, wait_for
-from celery_rabbitdelay.testing.shared_clock import SharedClock
-from celery_rabbitdelay.testing.travel import TIMEOUT, DidNotSettle, Travel, forget
-from celery_rabbitdelay.testing.worker import SETTINGS, WORKER, confirm_all, taking_part
+from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Process, ServerNotStarted, wait_for
+from celery_rabbitdelay.testing.travel import FORGET, TIMEOUT, DidNotSettle, Travel, on_all_keys
+from celery_rabbitdelay.testing.worker import (
+    SETTINGS,
+    WORKER,
+    SharedClock,
+    confirm_all,
+    taking_part,
+)
 
 #: The variables of the environment that Celery prefers to the configuration.
 _PREFERRED: Final = (
@@ -39,6 +46,9 @@ START_TIMEOUT: Final = 120.0
 
 #: Seconds that tasks left by a test may run before their worker is killed.
 LEFT_TIMEOUT: Final = 10.0
+
+#: Seconds that Redis may take to answer; a travel works on all keys of the registry at once.
+REDIS_TIMEOUT: Final = 10.0
 
 #: The options of ``celery worker`` that no test needs, and that make it start slowly.
 OPTIONS: Final = ("--without-mingle", "--without-gossip", "--loglevel=INFO")
@@ -98,6 +108,14 @@ class Worker(Process):
         return (self.folder / WORKER).exists()
 
 
+class HasURL(Protocol):
+    """A server."""
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+
+
 class Session:
     """Puts an application on servers for tests, until it is closed.
 
@@ -116,19 +134,16 @@ class Session:
         TypeError: Nothing of the application can be delayed.
     """
 
-    def __init__(self, app: Any, broker_url: str, redis: Callable[[], Any]) -> None:
-        if not isinstance(app, DelayingCelery):
+    def __init__(self, app: object, broker_url: str, redis: Callable[[], HasURL]) -> None:
+        if not isinstance(app, Celery):
             raise TypeError(
                 f"{app!r} cannot delay tasks: make it with celery_rabbitdelay.Celery, or call "
                 "celery_rabbitdelay.install(app)"
             )
-        self.app: Any = app
-        self.redis: Any = None
+        self.app = app
+        self.redis: HasURL | None = None
         self._worker: Worker | None = None
-        self._threads: ExitStack | None = None
-        #: Whether it has used the servers since another application did.
-        self._is_at_work = False
-        settings: dict[str, Any] = {
+        settings: dict[str, object] = {
             "broker_url": broker_url,
             "broker_read_url": broker_url,
             "broker_write_url": broker_url,
@@ -139,13 +154,14 @@ class Session:
         has_results = str(app.conf.result_backend or "").startswith(("redis", "sentinel"))
         if has_registry or has_results:
             self.redis = redis()
-        if has_registry:
-            settings["rabbitdelay_registry_url"] = self.redis.url
-            settings["rabbitdelay_registry_options"] = {}
-        if has_results:
-            settings["result_backend"] = self.redis.url
-            if self.redis.url.startswith("redis://"):
-                settings["redis_backend_use_ssl"] = None
+            url = self.redis.url
+            if has_registry:
+                settings["rabbitdelay_registry_url"] = url
+                settings["rabbitdelay_registry_options"] = {"socket_timeout": REDIS_TIMEOUT}
+            if has_results:
+                settings["result_backend"] = url
+                if url.startswith("redis://"):
+                    settings["redis_backend_use_ssl"] = None
         if broker_url.startswith("amqp://"):
             settings["broker_use_ssl"] = False
         with ExitStack() as exits:
@@ -162,19 +178,21 @@ class Session:
             # Somebody may have used it already, on other servers.
             app.rabbitdelay.reset()
             exits.callback(self._forget)
-            exits.callback(self._stop_worker)
             self._exits = exits.pop_all()
 
-    def _give_back(self, former: dict[str, Any]) -> None:
+    def _give_back(self, former: dict[str, object]) -> None:
         """Give the application its former settings back."""
-        self.app.conf.changes.clear()
-        self.app.conf.changes.update(former)
+        self.app.conf.clear()
+        self.app.conf.update(former)
         self.app.rabbitdelay.reset()
 
     def _forget(self) -> None:
+        """Remove what waits, which another application's worker would get when it is due."""
+        with suppress(Exception):  # a test may have killed the servers
+            self._purge(self.app.rabbitdelay.topology.queues)
         if self.app.rabbitdelay.has_registry:
-            with suppress(Exception):  # a test may have killed that Redis
-                forget(self.app.rabbitdelay)
+            with suppress(Exception):
+                on_all_keys(self.app, FORGET)
 
     def worker(self, options: Sequence[str]) -> Worker:
         """Return the worker, which runs.
@@ -184,38 +202,19 @@ class Session:
         """
         if self._worker is None:
             self._worker = Worker(name_of(self.app), self.folder, options)
+            self._exits.callback(self._worker.stop)
         self._worker.start()
         return self._worker
 
     def worker_in_thread(self) -> None:
         """Start a worker in a thread of this process, unless it runs."""
-        if self._threads is None:
-            with ExitStack() as threads:
-                threads.callback((self.folder / WORKER).unlink, missing_ok=True)
-                threads.enter_context(taking_part(self.app, self.folder))
-                threads.enter_context(
-                    start_worker(self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT)
-                )
-                self._threads = threads.pop_all()
-        wait_for((self.folder / WORKER).exists, "a worker that takes tasks", START_TIMEOUT)
-
-    def leave(self) -> None:
-        """Let another application use the servers, whose queues may have the same names.
-
-        The worker is stopped, and what waits is removed.
-        """
-        if not self._is_at_work:
-            return
-        self._is_at_work = False
-        self._stop_worker()
-        self._purge(self.app.rabbitdelay.topology.queues)
-
-    def _stop_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
-        if self._threads is not None:
-            threads, self._threads = self._threads, None
-            threads.close()
+        consumed = self.folder / WORKER
+        if not consumed.exists():
+            self._exits.enter_context(taking_part(self.app, self.folder))
+            self._exits.enter_context(
+                start_worker(self.app, perform_ping_check=False, shutdown_timeout=STOP_TIMEOUT)
+            )
+        wait_for(consumed.exists, "a worker that takes tasks", START_TIMEOUT)
 
     def travel(self, timeout: float = TIMEOUT) -> Travel:
         """Return a traveller.
@@ -235,7 +234,6 @@ class Session:
 
         They leave it in queues, in the registry, and in the worker.
         """
-        self._is_at_work = True
         with self._clock.installed():
             self._clock.reset()
             self._remove()
@@ -254,7 +252,7 @@ class Session:
                 self._worker.kill()
             self._purge(self.app.amqp.queues.values())
         if self.app.rabbitdelay.has_registry:
-            forget(self.app.rabbitdelay)
+            on_all_keys(self.app, FORGET)
 
     def close(self) -> None:
         """Stop the worker, and give the application its former settings back."""
@@ -266,22 +264,55 @@ class Session:
         with self.app.connection_for_write() as connection:
             for name, found in queue_counts(connection, queues).items():
                 if found is not None and found.messages:
-                    connection.default_channel.queue_purge(name)
+                    Queue(name)(connection.default_channel).purge()
 
 
-def name_of(app: Any) -> str:
+def name_of(app: object) -> str:
     """Return the name by which another process imports an application.
 
     Raises:
         LookupError: No module has it as an attribute.
     """
-    for module in list(sys.modules.values()):
-        if module is None or module.__name__ == "__main__":
-            continue
-        for name, value in list(vars(module).items()):
-            if value is app and isinstance(app, Celery):
-                return f"{module.__name__}:{name}"
+    for module_name, module in [*sys.modules.items()]:
+        if module_name != "__main__":
+            for name, value in [*getattr(module, "__dict__", {}).items()]:
+                if value is app:
+                    return f"{module_name}:{name}"
     raise LookupError(
         f"no module has {app!r} as an attribute, so no other process can import it: make it one, "
         "or set rabbitdelay_worker = thread in pytest's configuration"
     )
+
+
+@contextmanager
+def own_virtual_host(broker_url: str, management_url: str = "") -> Iterator[str]:
+    """Make a virtual host with the management API, and delete it with all that is in it.
+
+    Args:
+        broker_url: The broker; its user gets all permissions there.
+        management_url: The management API, with a user that is an administrator; empty for port
+            15672 of the broker's host, and its user.
+
+    Yields:
+        The URL of the virtual host.
+
+    Raises:
+        InvalidManagementURL: ``management_url`` is not the URL of one.
+        ServerNotStarted: The management API does not answer, or refuses.
+    """
+    broker, name = urlsplit(broker_url), f"test-{uuid4().hex[:8]}"
+    user, password = broker.username or "guest", broker.password or "guest"
+    url = management_url or f"http://{user}:{password}@{broker.hostname}:15672"
+    api, everything = ManagementAPI(url), dict.fromkeys(("configure", "write", "read"), ".*")
+    try:
+        api.change("PUT", "vhosts", name)
+        api.change("PUT", "permissions", name, unquote(user), **everything)
+    except ManagementUnavailable as error:
+        raise ServerNotStarted(
+            "the management API does not make a virtual host for the tests; name another one "
+            f"with --rabbitdelay-management: {error}"
+        ) from error
+    try:
+        yield urlunsplit(broker._replace(path=f"/{name}"))
+    finally:
+        api.change("DELETE", "vhosts", name)

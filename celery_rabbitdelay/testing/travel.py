@@ -10,24 +10,32 @@ Tasks wait on a real broker, and a real worker runs them; only the waiting is le
 The package's own clock stands at each instant at which something falls due, in the test and in its
 worker, until all that is due has run: so what a task sends on the way falls due on the way. All
 other code sees the real time; see :attr:`Travel.code_sees_it`.
+
+A test cannot turn the clock of a broker. So for the time of a travel it takes all that waits, and
+all that is sent meanwhile, out of the levels' queues, and publishes it again: what is due, without
+a delay, and the rest at the end, with what is left of its delay.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timedelta
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 from uuid import uuid4
 
+import amqp
 from kombu import Connection, Producer
 
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
     NS_PER_MS,
@@ -37,35 +45,48 @@ from celery_rabbitdelay.levels.delay import (
     milliseconds,
     milliseconds_of,
 )
+from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, parse
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
-from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
+from celery_rabbitdelay.modules.forwarding import encoded
+from celery_rabbitdelay.modules.probe import PROBE_TYPE
+from celery_rabbitdelay.operations.conversion import Migration
+from celery_rabbitdelay.operations.mover import Stay
+from celery_rabbitdelay.operations.source import Source
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.registry.application import how_kept
-from celery_rabbitdelay.registry.settings import RegistrySettings
-from celery_rabbitdelay.testing.hand import Hand
-from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
-from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER
+from celery_rabbitdelay.publishing.message import Publication, body_of, headers_of
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.testing.worker import ANSWERS, LOOK, NUMBER, WORKER, SharedClock, shown
 
 #: Seconds that what runs on the way may take together, at one instant.
 TIMEOUT: Final = 60.0
 
+#: Seconds in which the broker has to answer.
+ANSWER_TIMEOUT: Final = 30.0
+
+#: The ``type`` of the messages by which a test knows that it has received all that came before.
+MARK: Final = "rabbitdelay-mark"
+
+#: The tag of the consumer of the queue of copies.
+TAP: Final = "rabbitdelay-copies"
+
 #: Seconds without an answer before checking that the worker is still running.
 LOOK_AFTER_WORKER: Final = 1.0
 
-#: Shortens the lives of all keys whose names match a pattern: Redis goes by its own clock. Its
-#: arguments are the pattern, the traveller's time, and by how much that was ahead of Redis's last
-#: time, in milliseconds. It returns by how much it is ahead now.
+#: Shortens the lives of all keys whose names match a pattern by some milliseconds: Redis goes by
+#: its own clock.
 AGE: Final = """
-local now = redis.call('TIME')
-local ahead_ms = ARGV[2] - now[1] * 1000 - math.floor(now[2] / 1000)
 for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
   local left_ms = redis.call('PTTL', key)
   if left_ms >= 0 then
-    redis.call('PEXPIRE', key, string.format('%.0f', left_ms - (ahead_ms - ARGV[3])))
+    redis.call('PEXPIRE', key, string.format('%.0f', left_ms - ARGV[2]))
   end
 end
-return ahead_ms
 """
+
+#: Deletes them.
+FORGET: Final = "for _, key in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', key) end"
 
 
 class DidNotSettle(AssertionError):
@@ -102,8 +123,8 @@ class Travel:
         # Not those of a test before, whose answers may come late.
         self._looks = time.monotonic_ns()
         self._shown = ExitStack()
-        #: How many milliseconds the clock was ahead of Redis's when the registry has aged last.
-        self._ahead_ms = 0
+        #: By how much the clock has gone ahead of the machine's since that was started.
+        self._ahead_ms = self._ahead_of_machine()
         #: The pauses that the travel found when it looked last.
         self._paused: set[str] = set()
         #: How many messages distribution is to have received.
@@ -131,11 +152,11 @@ class Travel:
     def code_sees_it(self) -> bool:
         """Whether ``datetime.now()`` in the test and in its tasks gives this time, too.
 
-        Set it to True to have that: it takes ``time-machine`` or ``freezegun``, and False at the
+        Set it to True to have that, which takes the package ``time-machine``; it is False at the
         beginning. With it, an ``eta`` that code computes agrees with the levels.
 
         Raises:
-            ModuleNotFoundError: Neither of them is installed.
+            ModuleNotFoundError: The package is not installed.
         """
         return self.clock.is_shown
 
@@ -144,54 +165,36 @@ class Travel:
         self.clock.is_shown = is_shown
         self._show()
 
-    def __call__(
-        self,
-        *,
-        weeks: float = 0,
-        days: float = 0,
-        hours: float = 0,
-        minutes: float = 0,
-        seconds: float = 0,
-        to: datetime | None = None,
-        wait: bool = True,
-    ) -> None:
+    def __call__(self, *, to: datetime | None = None, wait: bool = True, **length: float) -> None:
         """Travel ahead; all that falls due on the way has run when this returns.
 
         In the order of due: what is due later begins when all that was due before has ended,
         together with what it has sent without a delay.
 
         Args:
-            weeks: How far, together with the next four.
-            days: Days.
-            hours: Hours.
-            minutes: Minutes.
-            seconds: Seconds.
-            to: The instant to travel to instead, an aware datetime.
+            to: The instant to travel to, an aware datetime; None: from now on.
             wait: Whether to wait for what runs. False: all that is due by then is delivered at
                 once.
+            **length: How far to travel: ``weeks``, ``days``, ``hours``, ``minutes``, ``seconds``,
+                as for :class:`~datetime.timedelta`.
 
         Raises:
-            ValueError: The target has passed, or both a length and an instant are given.
+            ValueError: The target has passed.
             DidNotSettle: What runs on the way does not end.
         """
-        way = timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
-        if to is None and not way:
-            raise ValueError("travel takes a length of time, such as days=3, or to, an instant")
-        if to is not None and way:
-            raise ValueError(f"travel takes a length of time or to={to!r}, not both")
         now_ms = wall_clock.ms()
-        way_ms = way // timedelta(milliseconds=1)
-        until_ms = now_ms + way_ms if to is None else milliseconds_of(to)
+        length_ms = timedelta(**length) // timedelta(milliseconds=1)
+        until_ms = (now_ms if to is None else milliseconds_of(to)) + length_ms
         if until_ms < now_ms:
             raise ValueError(
                 f"travel goes ahead only, not from {self.now} to {instant_of(until_ms)}"
             )
         with self._in_hand() as hand:
             if wait:
-                self._go(hand, until_ms, lambda: False)
+                self._go(hand, until_ms)
             self._arrive(until_ms)
             if wait:
-                self._go(hand, until_ms, lambda: False)
+                self._go(hand, until_ms)
 
     def until(self, condition: Callable[[], object], within: Delay = timedelta(days=3660)) -> None:
         """Travel to the first instant at which a condition is true, from one due time to the next.
@@ -210,10 +213,8 @@ class Travel:
             is_true, left = self._go(hand, latest_ms, condition), len(hand.held)
         if not is_true:
             what = f"{left} messages wait beyond that" if left else "nothing waits"
-            within_text = duration_text(within_ms)
-            raise TimeoutError(
-                f"the condition is not true within {within_text}: {what} at {self.now}"
-            )
+            how_far = f"within {duration_text(within_ms)}: {what} at {self.now}"
+            raise TimeoutError(f"the condition is not true {how_far}")
 
     def nothing_waits(self) -> bool:
         """Return whether nothing waits in the levels."""
@@ -252,7 +253,9 @@ class Travel:
             self.clock.go_on()
             self._show()
 
-    def _go(self, hand: Hand, until_ms: int, condition: Callable[[], object]) -> bool:
+    def _go(
+        self, hand: Hand, until_ms: int, condition: Callable[[], object] = lambda: False
+    ) -> bool:
         """Go from one due time to the next; return whether the condition is true there.
 
         First, what is held asks again: its job may have been committed, or be over.
@@ -286,8 +289,11 @@ class Travel:
         self.clock.stand_at(at_ms * NS_PER_MS)
         self._show()
         if self._app.rabbitdelay.has_registry:
-            with registry_keys(self._app.rabbitdelay) as (client, pattern):
-                self._ahead_ms = client.eval(AGE, 0, pattern, at_ms, self._ahead_ms)
+            before_ms, self._ahead_ms = self._ahead_ms, self._ahead_of_machine()
+            on_all_keys(self._app, AGE, self._ahead_ms - before_ms)
+
+    def _ahead_of_machine(self) -> int:
+        return (self.clock.ns() - time.monotonic_ns()) // NS_PER_MS
 
     def _show(self) -> None:
         """Let the code in this process see the time, if it is to."""
@@ -334,10 +340,10 @@ class Travel:
             queues = json.loads((self._folder / WORKER).read_text())
         except FileNotFoundError:
             return None
-        sent = set()
+        looks = set()
         for queue in queues:
             self._looks += 1
-            sent.add(self._looks)
+            looks.add(self._looks)
             made = self._app.amqp.as_task_v2(uuid4().hex, LOOK, (), {})
             Producer(self._connection.default_channel).publish(
                 made.body,
@@ -345,42 +351,239 @@ class Travel:
                 serializer=self._app.conf.task_serializer,
                 headers={**made.headers, NUMBER: self._looks},
             )
-        why = "it takes nothing from its queues"
-        answer: dict[str, Any] = {}
-        while sent:
-            left = deadline - time.monotonic()
-            self._answers.settimeout(min(max(left, 0.001), LOOK_AFTER_WORKER))
-            try:
+        why, answer = "it takes nothing from its queues", {}
+        self._answers.settimeout(LOOK_AFTER_WORKER)
+        while looks:
+            with suppress(TimeoutError):
                 answer = json.loads(self._answers.recv(65_536))
-            except TimeoutError:
-                if ended := self._why_ended():
-                    raise DidNotSettle(f"at {self.now}, {ended}") from None
-                if left > 0:
+                why = ", ".join(answer["unfinished"]) or why
+                looks -= set() if answer["unfinished"] else {answer["look"]}
+                if looks and time.monotonic() < deadline:
                     continue
-                raise DidNotSettle(
-                    f"the worker has not finished within {self._timeout:g} s at {self.now}: {why}"
-                ) from None
-            if answer["unfinished"]:
-                why = ", ".join(answer["unfinished"])
-            else:
-                sent.discard(answer["look"])
+            if looks and (ended := self._why_ended()):
+                raise DidNotSettle(f"at {self.now}, {ended}")
+            if looks and time.monotonic() > deadline:
+                within = f"within {self._timeout:g} s at {self.now}"
+                raise DidNotSettle(f"the worker has not finished {within}: {why}")
         self._served = answer["served"].get(DISTRIBUTE, 0)
         return answer["taken"], answer["served"]
 
 
-@contextmanager
-def registry_keys(delays: Delays) -> Iterator[tuple[Any, str]]:
-    """Connect to the registry's Redis; yield the client, and a pattern of the names of its keys."""
-    import redis  # an extra
-
-    settings, (prefix, *_) = delays.settings_of(RegistrySettings), how_kept(delays)
-    options = {"decode_responses": True, **(settings.registry_options or {})}
-    with redis.Redis.from_url(str(settings.registry_url), **options) as client:
-        yield client, f"{prefix}:*"
+def on_all_keys(app: Celery, script: str, *arguments: int) -> None:
+    """Run a script about all keys of an application's registry."""
+    registry = app.rabbitdelay.registry
+    given = f"{registry.names.prefix}:*", *arguments
+    registry.store.commands(lambda pipe: pipe.eval(script, 0, *given))
 
 
-def forget(delays: Delays) -> None:
-    """Delete all that the registry knows."""
-    with registry_keys(delays) as (client, pattern):
-        if names := [*client.scan_iter(pattern, count=1000)]:
-            client.delete(*names)
+class Held(NamedTuple):
+    """A message in the hand; they are in the order in which they fall due.
+
+    Attributes:
+        due_ms: When it leaves the levels, in milliseconds since 1970-01-01 UTC.
+        tag: Its delivery tag, which grows from one that was taken to the next.
+        message: The message.
+    """
+
+    due_ms: int
+    tag: int
+    message: amqp.Message
+
+
+class Hand:
+    """Holds all that waits in the levels, unacknowledged, until it is published again.
+
+    If the process dies, the broker requeues them. Those that are published and not acknowledged yet
+    then exist twice.
+
+    Args:
+        like: A connection to the broker; other ones like it are opened.
+        topology: The levels.
+        signing_keys: The keys that sign messages; None if they are not signed.
+
+    Attributes:
+        held: The messages, a heap.
+    """
+
+    def __init__(
+        self, like: Connection, topology: Topology, signing_keys: SigningKeys | None
+    ) -> None:
+        self.held: list[Held] = []
+        self._topology = topology
+        self._convert = Migration(topology, topology, lambda name: None, signing_keys).convert
+        self._publisher = Publisher(like.clone(heartbeat=0))
+        self._source = Source(like, ANSWER_TIMEOUT)
+        #: How often messages were published and have not come from their queues.
+        self._on_their_way: Counter[object] = Counter()
+        self._marks: set[str] = set()
+        self._tap = ""
+        try:
+            self._take_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_all(self) -> None:
+        """Look at what is published, consume all queues, and wait until all that waited is here."""
+        topology, modules = self._topology, self._topology.module_queues
+        others = (modules.meditation, modules.paused)
+        queues = [queue.name for queue in (*topology.digit_queues, *others)]
+        channel = self._source.channel
+        self._tap = channel.queue_declare("", exclusive=True).queue
+        for exchange in topology.level_exchanges:
+            channel.queue_bind(self._tap, exchange.name, "#", nowait=True)
+        for queue in others:
+            channel.queue_bind(self._tap, queue.exchange.name, "")
+        channel.basic_consume(self._tap, TAP, no_ack=True, callback=self._seen)
+        waiting = self._source.ready(queues)
+        self._source.consume(queues, 0)
+        self._wait_for_marks([self._tap, *waiting])
+        if sent_meanwhile := +self._on_their_way:
+            # Each comes before a mark that is behind it in its queue. If it does not, its delay was
+            # over before its queue was consumed, and it never comes.
+            self._wait_for_marks(queues)
+            self._on_their_way.subtract(sent_meanwhile & self._on_their_way)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Take all that was sent, and confirmed, until now."""
+        self._wait_for_marks([self._tap])
+        while +self._on_their_way:
+            self._read(f"{self._on_their_way.total()} messages from the levels' queues")
+
+    def release(self, until_ms: int) -> list[str]:
+        """Publish what is due until an instant, as if it left the levels; return the routing keys.
+
+        Args:
+            until_ms: The instant, in milliseconds since 1970-01-01 UTC.
+        """
+        due = []
+        while self.held and self.held[0].due_ms <= until_ms:
+            due.append(heapq.heappop(self.held))
+        return self._publish(due)
+
+    def wake(self) -> None:
+        """Let all due messages that were put back leave now: they may not be held any more."""
+        now_ms = wall_clock.ms()
+        for number, each in enumerate(self.held):
+            headers, _ = parse(headers_of(each.message))
+            if headers.early.until_ms and (headers.due_ms or 0) <= now_ms:
+                self.held[number] = each._replace(due_ms=now_ms)
+        heapq.heapify(self.held)
+
+    def put_back(self) -> None:
+        """Put all into the levels, for what is left of its delay."""
+        self._stop()
+        held, self.held = sorted(self.held), []
+        self._publish(held)
+
+    def close(self) -> None:
+        """Close the connections; what was not published is in its queue again."""
+        lost: Any = (OSError, *self._source.errors)
+        self._publisher.close()
+        try:
+            self._stop()
+        except lost:
+            self._source.drop()
+        else:
+            self._source.close()
+
+    def _stop(self) -> None:
+        """Take nothing more, and look at nothing more.
+
+        If the queue of copies went with its connection, the broker would refuse what is published
+        meanwhile, although the levels have it (nack), and its sender would send it again.
+        """
+        self._source.cancel()
+        if self._tap:
+            self._source.channel.basic_cancel(TAP)
+            self._source.channel.queue_delete(self._tap)
+            self._tap = ""
+
+    def _publish(self, held: Sequence[Held]) -> list[str]:
+        keys: list[str] = []
+
+        def publications() -> Iterator[Publication]:
+            for each in held:
+                info: Any = each.message.delivery_info
+                try:
+                    outgoing = self._convert(each.message, info["queue"], each.due_ms)
+                    content = encoded(outgoing, self._source.frame_max)
+                except (Stay, UnprocessableMessage):
+                    continue  # it goes back into its queue at the end
+                keys.append(outgoing.routing_key)
+                address = outgoing.reroute or repeat(outgoing.address).__next__
+                yield Publication(content, address, each.message)
+
+        def done(publication: Publication) -> None:
+            if publication.error is not None:
+                raise publication.error
+            self._source.to_acknowledge.append(publication.context.delivery_tag)
+
+        if held:
+            self._publisher.publish_all(publications(), done=done)
+            self._source.acknowledge()
+        return keys
+
+    def _wait_for_marks(self, queues: Sequence[str]) -> None:
+        """Wait until all that stands in queues at the moment has come from them."""
+        for queue in queues:
+            mark = uuid4().hex
+            self._marks.add(mark)
+            message = amqp.Message(b"", type=MARK, message_id=mark)
+            self._source.channel.basic_publish(message, "", queue)
+        while self._marks:
+            self._read("marks")
+
+    def _read(self, what: str) -> None:
+        """Read what the broker sends, and take it into the hand.
+
+        Raises:
+            TimeoutError: It sends nothing.
+        """
+        try:
+            if not self._source.received:
+                self._source.connection.drain_events(timeout=ANSWER_TIMEOUT)
+        except TimeoutError:
+            raise TimeoutError(f"{what}: not within {ANSWER_TIMEOUT:g} s") from None
+        while self._source.received:
+            self._take(self._source.received.popleft())
+
+    def _seen(self, message: amqp.Message) -> None:
+        """Note what is published into the levels, by a copy of it."""
+        if message.properties.get("type") == MARK:
+            self._marks.discard(message.properties["message_id"])
+        elif "x-death" not in headers_of(message):  # it does not come from a level
+            self._on_their_way[_identity(message)] += 1
+
+    def _take(self, message: amqp.Message) -> None:
+        kind, tag = message.properties.get("type"), cast(int, message.delivery_tag)
+        if kind == MARK:
+            self._marks.discard(message.properties["message_id"])
+        else:
+            self._on_their_way[_identity(message)] -= 1
+        if kind in (MARK, PROBE_TYPE):  # a probe measures the real time
+            self._source.to_acknowledge.append(tag)
+        else:
+            heapq.heappush(self.held, Held(self._leaves_at(message), tag, message))
+
+    def _leaves_at(self, message: amqp.Message) -> int:
+        """Return when a message leaves the levels, in milliseconds since 1970-01-01 UTC.
+
+        That is when it is due, or the end of a pause after that, before it is tried again.
+        """
+        headers, _ = parse(headers_of(message))
+        now_ms, due_ms = wall_clock.ms(), headers.early.until_ms or headers.due_ms or 0
+        info: Any = message.delivery_info
+        digits = self._topology.keys.digits(info["routing_key"])
+        if due_ms > now_ms or digits is None:
+            return due_ms
+        places = self._topology.layout.places_ms
+        return now_ms + sum(int(digit) * place for digit, place in zip(digits, places, strict=True))
+
+
+def _identity(message: amqp.Message) -> object:
+    properties, headers = message.properties, headers_of(message)
+    ids = properties.get("message_id"), properties.get("correlation_id"), headers.get(COPY)
+    times = headers.get(DUE), str(headers.get(EARLY)), headers.get(ATTEMPTS)
+    return ids, times, (message.delivery_info or {}).get("routing_key"), body_of(message)

@@ -1,31 +1,42 @@
-"""A worker that takes part in a travel: it goes by the shared clock, and says when it is at rest.
+"""The clock of a travel, and a worker that goes by it and says when it is at rest.
+
+The clock is a file of three numbers that a test and its workers map into memory: forks of a worker
+see it, too. It counts on the machine's monotonic clock, which no library that fakes the time of a
+test touches.
 
 ``python -m celery_rabbitdelay.testing.worker FOLDER MODULE:APP OPTION...`` runs ``celery worker``
 of an application so, with the settings in the folder. The travelling test sends a *look* through
 each queue that the worker consumes. A look is no task that runs: the worker's consumer acknowledges
-it as soon as it comes, and answers once everything that came before it is finished.
+it as soon as it comes, and answers until everything that came before it is finished.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import socket
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Final
+from unittest.mock import patch
 
 from celery import signals
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from celery.worker import state
+from celery.worker.request import Request
+from kombu import Message
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.testing.shared_clock import SharedClock, shown
+from celery_rabbitdelay.modules import attempts
+from celery_rabbitdelay.modules.service import ModuleService
+from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, call_after
 
@@ -40,13 +51,115 @@ NUMBER: Final = "look"
 #: The files in the folder: the settings, the UDP port of the test, and what a worker consumes.
 SETTINGS, ANSWERS, WORKER = "settings.json", "answers", "worker"
 
-#: Seconds between two checks whether the worker is at rest, while a look waits for that; and how
-#: many of them are made before it says that it is not.
-CHECK_EVERY: Final = 0.002
-CHECKS: Final = 500
+#: Seconds between two answers to a look until the worker is at rest.
+ANSWER_EVERY: Final = 0.005
 
-#: How many names of tasks that have not ended an answer has, which has to fit into a datagram.
-MOST_NAMED: Final = 20
+
+#: Which of the numbers is what is added to the monotonic clock; the instant at which the clock
+#: stands, or 0; and whether the user's own code sees this time.
+_AHEAD, _STANDS_AT, _SHOWN = range(3)
+
+
+class Clock:
+    """A clock of one process; all values are nanoseconds since 1970-01-01 UTC.
+
+    Args:
+        base: The clock that it goes by while it does not stand.
+    """
+
+    def __init__(self, base: Callable[[], int]) -> None:
+        self._base = base
+        self._numbers = memoryview(bytearray(24)).cast("q")
+
+    def ns(self) -> int:
+        """Return the time."""
+        return self._numbers[_STANDS_AT] or self._base() + self._numbers[_AHEAD]
+
+    def stand_at(self, ns: int) -> None:
+        """Stand still at an instant."""
+        self._numbers[_STANDS_AT] = ns
+
+    def go_on(self) -> None:
+        """Go on from where it stands."""
+        self._numbers[_AHEAD] = self.ns() - self._base()
+        self._numbers[_STANDS_AT] = 0
+
+
+class SharedClock(Clock):
+    """A clock of all processes that take part in a test.
+
+    Args:
+        folder: Where its file is, or will be.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(time.monotonic_ns)
+        path = folder / "clock"
+        is_new = not path.exists()
+        with path.open("a+b") as file:
+            file.truncate(24)
+            self._numbers = memoryview(mmap.mmap(file.fileno(), 24)).cast("q")
+        if is_new:
+            self.reset()
+
+    def reset(self) -> None:
+        """Show the real time again."""
+        self._numbers[_AHEAD] = time.time_ns() - time.monotonic_ns()
+        self._numbers[_STANDS_AT] = self._numbers[_SHOWN] = 0
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the user's own code sees this time."""
+        return bool(self._numbers[_SHOWN])
+
+    @is_shown.setter
+    def is_shown(self, is_shown: bool) -> None:
+        self._numbers[_SHOWN] = is_shown
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return a context in which this process, and what it forks, go by this clock."""
+        return going_by(self.ns)
+
+
+@contextmanager
+def going_by(clock_ns: Callable[[], int]) -> Iterator[None]:
+    """Let this process, and what it forks, go by a clock in a block.
+
+    Days of a travel pass within the seconds for which the answers of the registry and of the broker
+    are kept: so none is, and tasks expire by this clock as well. A travel stops wherever a task
+    that is held asks again: so each asks as rarely as if there were many, and all together.
+
+    Args:
+        clock_ns: Returns the nanoseconds since 1970-01-01 UTC.
+    """
+    with (
+        patch.object(wall_clock, "source", clock_ns),
+        patch.object(pauses, "FRESH", 0.0),
+        patch.object(pauses, "PER_SECOND", 1e-3),
+        patch.object(pauses, "JITTER", 0.0),
+        patch.object(attempts, "ASK_AGAIN", 0.0),
+        patch.object(Request, "maybe_expire", _maybe_expire),
+    ):
+        yield
+
+
+def _maybe_expire(request: Request) -> bool:
+    """Let a task that has expired count as revoked, as Celery does; return whether it has."""
+    if request.expires is None or wall_clock.now() <= request.expires:
+        return False
+    state.revoked.add(request.id)
+    return True
+
+
+def shown(instant: datetime) -> AbstractContextManager[object]:
+    """Return a context in which all code sees an instant, from which time goes on.
+
+    Raises:
+        ModuleNotFoundError: The package ``time-machine`` is not installed.
+    """
+    import time_machine  # only here: nothing else needs it
+
+    return time_machine.travel(instant, tick=True)
 
 
 class Rest(RabbitMQStep):
@@ -67,31 +180,19 @@ class Rest(RabbitMQStep):
         """Count from now on, and say which queues are consumed."""
         self._consumer = consumer
         self._taken = 0
-        unsettled: set[int] = set()
+        unsettled: list[Message] = []
         self._unsettled = unsettled
         tasks = consumer.task_consumer
-        kombus: Any = tasks.channel.Message
+        kombus: type[Message] = tasks.channel.Message
         step = self
 
-        class Counted(kombus):  # type: ignore[misc]
-            """A message that counts as unsettled until it is acknowledged, rejected or requeued."""
+        class Counted(kombus):  # type: ignore[misc, valid-type]
+            """A message that counts."""
 
-            def __init__(self, *args: Any, **options: Any) -> None:
+            def __init__(self, *args: object, **options: object) -> None:
                 super().__init__(*args, **options)
                 step._taken += NUMBER not in self.headers
-                unsettled.add(self.delivery_tag)
-
-            def ack(self, *args: Any, **options: Any) -> None:
-                super().ack(*args, **options)
-                unsettled.discard(self.delivery_tag)
-
-            def reject(self, *args: Any, **options: Any) -> None:
-                super().reject(*args, **options)
-                unsettled.discard(self.delivery_tag)
-
-            def requeue(self) -> None:
-                super().requeue()
-                unsettled.discard(self.delivery_tag)
+                unsettled.append(self)
 
         tasks.channel.Message = Counted
         consumer.rabbitdelay_rest = self
@@ -100,28 +201,25 @@ class Rest(RabbitMQStep):
         written.write_text(json.dumps([queue.name for queue in tasks.queues]))
         written.replace(path)
 
-    def look(self, number: int, checks: int = 0) -> None:
-        """Answer a look once the worker is at rest; and now and then that it is not."""
+    def look(self, number: int) -> None:
+        """Answer a look again and again until the worker is at rest."""
         unfinished = self._unfinished()
-        if unfinished and checks < CHECKS:
-            call_after(self._consumer, CHECK_EVERY, lambda: self.look(number, checks + 1))
-            return
+        if unfinished:
+            call_after(self._consumer, ANSWER_EVERY, lambda: self.look(number))
         served = {each.name: each.statistics.received for each in self._modules()}
         answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-            try:
-                port = int((self.folder / ANSWERS).read_text())
-            except FileNotFoundError:
-                return  # the run is over
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+            suppress(FileNotFoundError),  # the run is over
+        ):
+            port = int((self.folder / ANSWERS).read_text())
             sender.sendto(json.dumps(answer).encode(), ("127.0.0.1", port))
-        if unfinished:
-            call_after(self._consumer, CHECK_EVERY, lambda: self.look(number))
 
     def _unfinished(self) -> list[str]:
         """Return in words what the worker has not finished."""
+        self._unsettled[:] = [each for each in self._unsettled if not each.acknowledged]
         requests = {*state.reserved_requests, *state.active_requests}
-        names = Counter(request.name for request in requests)
-        words = [f"{number} x the task {name}" for name, number in names.most_common(MOST_NAMED)]
+        words = [f"the task {name}" for name in sorted({request.name for request in requests})]
         if self._unsettled and not words:
             words.append(f"{len(self._unsettled)} messages that are not acknowledged")
         for bucket in self._consumer.task_buckets.values():
@@ -132,10 +230,10 @@ class Rest(RabbitMQStep):
                 words.append(f"messages in {module.name}")
         return words
 
-    def _modules(self) -> list[Any]:
+    def _modules(self) -> list[ModuleService]:
         """Return the services that count their messages."""
         services = self._consumer.controller.rabbitdelay_services
-        return [each for each in services if hasattr(each, "statistics")]
+        return [each for each in services if isinstance(each, ModuleService)]
 
 
 def confirm_all(app: Celery) -> None:
@@ -155,15 +253,15 @@ def taking_part(app: Celery, folder: Path) -> Iterator[None]:
     clock = SharedClock(folder)
     seen = ExitStack()
 
-    def begin(**_: Any) -> None:
+    def begin(**_: object) -> None:
         if clock.is_shown:
             seen.enter_context(shown(wall_clock.now()))
 
-    def end(**_: Any) -> None:
+    def end(**_: object) -> None:
         seen.close()
 
-    def strategy(task: Any, app: Celery, consumer: Any, **options: Any) -> Any:
-        def look(message: Any, body: Any, ack: Any, *args: Any) -> None:
+    def strategy(task: object, app: Celery, consumer: Any, **options: object) -> object:
+        def look(message: Message, body: object, ack: Callable[..., object], *more: object) -> None:
             ack(logger, consumer.connection_errors)
             consumer.rabbitdelay_rest.look(message.headers[NUMBER])
 

@@ -6,28 +6,29 @@ HTTP comes in here, and nowhere else: everything else is called as the commands 
 FastAPI, Flask and Django users run most of them already; htmx, in ``static`` with its licence, only
 fetches a page again and replaces a part of it, so that a page works without it.
 
-Read ``options`` (what may be configured), then who may: ``passwords``, ``sessions`` (cookies, and
-the tokens of forms), ``access`` (the ways to know a user) and ``shield`` (what every request and
-every answer has to have). ``reading`` shares one look at a server among all viewers, ``site`` holds
-these readings, ``asked`` is what a view gets. Each view returns what its page and its JSON show:
-``now``, ``waiting``, ``deciding`` (cancel, postpone, run now; ``work`` is what takes long),
-``workers``, ``health`` and others. ``pages`` is the table of them, ``shown`` renders
-texts that anybody may have written, and ``asgi`` makes the application, which ``serve`` serves.
+Read ``options`` (the options, and hashes of passwords), then who may: ``sessions`` (cookies, and
+the tokens of forms) and ``access`` (the sender of a request, and what every request and answer has
+to have). ``site`` is what all requests share: cached readings of the servers, and long actions.
+``asked`` is what a view gets; it returns what its page and its JSON show. The views are ``now``
+(Now, Workers, Health), ``waiting`` (Waiting, Jobs), ``deciding`` (cancel, postpone, run now),
+``undeliverable`` and ``schedules``; ``pages`` is the table of them. ``shown`` renders texts that
+anybody may have written, ``asgi`` makes the application, and ``command`` serves it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_rabbitdelay.web.options import User
 
 if TYPE_CHECKING:
     from celery import Celery
+    from starlette.types import ASGIApp
 
 __all__ = ["User", "application"]
 
 
-def application(app: Celery, **options: Any) -> Any:
+def application(app: Celery, **options: object) -> ASGIApp:
     """Return the page as an ASGI application, to be served or mounted at any path.
 
     Args:

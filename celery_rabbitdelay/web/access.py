@@ -1,26 +1,46 @@
-"""Find out who sends a request: by a cookie, a proxy's header, a function, or the address."""
+"""What every request and answer has to have, and who sends a request."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Any, Final, NamedTuple, get_args
+from typing import Final, NamedTuple, get_args
+from urllib.parse import urlsplit
 
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from celery_rabbitdelay.web.options import Identify, Role, User
-from celery_rabbitdelay.web.passwords import NOBODY, is_password
+from celery_rabbitdelay.web.options import NOBODY, Options, Role, User, is_password
 from celery_rabbitdelay.web.sessions import COOKIE, EndedSessions, Session, Sessions
 from celery_rabbitdelay.web.site import Site
 
 logger = logging.getLogger(__name__)
+
+#: The headers of every answer. Nothing comes from elsewhere, no script or style stands in a page,
+#: nobody frames it or reads it from another origin, and no cache keeps it.
+HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+#: The same where browsers heed it: over HTTPS, and on this machine. Elsewhere they log an error.
+SECURE_HEADERS: Final = {**HEADERS, "Cross-Origin-Opener-Policy": "same-origin"}
 
 #: The number of wrong passwords that are compared for a name from one place within a number of
 #: seconds, and the seconds between two further ones.
@@ -34,6 +54,76 @@ MOST_WAITING: Final = 5
 
 #: Headers that proxies add. Where only this machine may ask, nobody may ask through one.
 OF_PROXIES: Final = ("forwarded", "x-forwarded-", "via", "x-real-ip")
+
+
+class Shield:
+    """Refuses requests that come under a foreign name or from a foreign page; adds headers.
+
+    A page of a stranger can let its own name point to this machine (DNS rebinding). The browser
+    then takes it for that stranger's, so the name in ``Host`` is checked.
+
+    Args:
+        inner: The application behind it.
+        options: The options of the page.
+    """
+
+    def __init__(self, inner: ASGIApp, options: Options) -> None:
+        self._inner = inner
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+
+        headers = Headers(scope=scope)
+        is_https = self._options.https or scope.get("scheme") == "https"
+        name = _name_of(headers.get("host", ""))
+        is_secure = is_https or is_here(name) or name.endswith(".localhost")
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(SECURE_HEADERS if is_secure else HEADERS)
+            await send(message)
+
+        answer: ASGIApp = self._inner
+        if len(headers.getlist("host")) != 1 or not self._is_own_name(name):
+            answer = PlainTextResponse(
+                "The page is not served under this name; its option 'hosts' lists the names.", 421
+            )
+        elif scope["method"] not in ("GET", "HEAD") and is_from_elsewhere(headers):
+            answer = PlainTextResponse("The request comes from another page.", 403)
+        await answer(scope, receive, send_with_headers)
+
+    def _is_own_name(self, name: str) -> bool:
+        if self._options.hosts is not None:
+            return name in {each.lower() for each in self._options.hosts}
+        return not self._options.is_open or is_here(name)
+
+
+def is_from_elsewhere(headers: Headers) -> bool:
+    """Return whether a browser says that another page has sent a request.
+
+    ``Sec-Fetch-Site`` is the browser's own word, where it sends it: over HTTPS, and to localhost.
+    Because of our ``Referrer-Policy``, the origin of our own forms is ``null``; those have tokens.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site != "same-origin"
+    if origin is None or origin == "null":
+        return False
+    try:
+        return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+    except ValueError:
+        return True
+
+
+def _name_of(host: str) -> str:
+    """Return the name in the header ``Host``, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
 
 
 class Visitor(NamedTuple):
@@ -53,10 +143,10 @@ class Visitor(NamedTuple):
 
 
 class Access:
-    """Finds out who sends a request.
+    """Finds out who sends a request: by a cookie, a proxy's header, a function, or the address.
 
     Args:
-        site: What is configured, and the registry.
+        site: The options of the page, and the registry.
 
     Attributes:
         sessions: The cookies and tokens.
@@ -71,11 +161,6 @@ class Access:
         #: Apart from all other threads; those of browsers that are known apart from strangers'.
         self._comparing = {is_known: CapacityLimiter(1) for is_known in (True, False)}
 
-    @property
-    def has_sign_in(self) -> bool:
-        """Whether users sign in here."""
-        return self._options.users is not None
-
     async def visitor(self, request: Request) -> Visitor:
         """Return who sends a request."""
         session = self.sessions.read(request.cookies.get(COOKIE), since=self.ended.known_since)
@@ -84,23 +169,22 @@ class Access:
             session = None if has_ended else session
         is_new = session is None
         session = session or Session.new()
-        user = await self._user(request, session)
+        user = await run_in_threadpool(self._user, request, session)
         token = self.sessions.token(session, user.name if user else "")
         return Visitor(user, session, token, is_new)
 
-    async def _user(self, request: Request, session: Session) -> User | None:
-        options = self._options
-        if options.users is not None:
+    def _user(self, request: Request, session: Session) -> User | None:
+        if self._options.users is not None:
             return self._signed_in(session)
-        if options.proxy_header is not None:
-            return self._named_by_proxy(request, options.proxy_header)
-        if options.identify is not None:
-            return await run_in_threadpool(_identified, options.identify, request.scope)
-        address = _client_of(request.scope)
+        if self._options.proxy_header is not None:
+            return self._named_by_proxy(request, self._options.proxy_header)
+        if self._options.identify is not None:
+            return self._identified(request.scope)
+        address = _client_of(request)
         through_proxy = any(name.startswith(OF_PROXIES) for name in request.headers)
         if address is None or not address.is_loopback or through_proxy:
             return None
-        return User("local", options.loopback_role)
+        return User("local", self._options.loopback_role)
 
     def _signed_in(self, session: Session) -> User | None:
         known = (self._options.users or {}).get(session.name)
@@ -109,13 +193,21 @@ class Access:
         return User(session.name, "operator" if known.get("role") == "operator" else "viewer")
 
     def _named_by_proxy(self, request: Request, header: str) -> User | None:
-        named, address = request.headers.getlist(header), _client_of(request.scope)
+        named, address = request.headers.getlist(header), _client_of(request)
         if address is None or not any(address in each for each in self._options.proxy_networks):
             return None
         # Two of them: one may be a client's own.
         if len(named) != 1 or not (name := named[0].strip()):
             return None
         return User(name, "operator" if name in self._options.operators else "viewer")
+
+    def _identified(self, scope: Scope) -> User | None:
+        try:
+            found = self._options.identify and self._options.identify(scope)
+        except Exception:
+            logger.exception("The function 'identify' has failed; the request is refused")
+            return None
+        return found if isinstance(found, User) and found.role in get_args(Role) else None
 
     async def signed_in(
         self, name: str, password: str, address: str, known: Session | None
@@ -133,8 +225,7 @@ class Access:
             known: Who has signed in with this browser before; None for a stranger.
 
         Raises:
-            NotSignedIn: Name or password is wrong.
-            TooManyAttempts: It was not compared.
+            HTTPException: Name or password is wrong (401), or was not compared (429).
         """
         users = self._options.users or {}
         hashed = users[name]["password"] if name in users else NOBODY
@@ -146,35 +237,28 @@ class Access:
         wrong = [at for at, *each in self._wrong if at > now - WRONG_WITHIN and (*each,) == place]
         is_late = len(wrong) >= MOST_WRONG and now - wrong[-1] < PAUSE
         if is_late or comparing.statistics().tasks_waiting >= MOST_WAITING:
-            raise TooManyAttempts("Too many attempts at once: try again in a second.")
+            why = "Too many attempts at once: try again in a second."
+            raise HTTPException(429, why, {"Retry-After": f"{PAUSE:.0f}"})
         # It counts while it is compared as well, or many would be at the same time.
         attempt = (now, *place)
         self._wrong.append(attempt)
         is_right = await run_sync(is_password, password, hashed, limiter=comparing)
         if not is_right or name not in users:
             logger.warning("A wrong password for %.100r from %s", name, address)
-            raise NotSignedIn("Name or password is wrong.")
+            raise HTTPException(401, "Name or password is wrong.")
         with suppress(ValueError):  # it is forgotten already
             self._wrong.remove(attempt)
         logger.info("%r has signed in from %s", name, address)
         return Session.new(name, proof)
 
 
-class NotSignedIn(Exception):
-    """Somebody cannot sign in, for the reason that is its text."""
-
-
-class TooManyAttempts(NotSignedIn):
-    """A password was not compared; it may be right."""
-
-
 def is_here(name: str) -> bool:
     """Return whether a name or an address reaches only this machine."""
-    address = address_of(name)
+    address = _address_of(name)
     return name == "localhost" or (address is not None and address.is_loopback)
 
 
-def address_of(text: str) -> IPv4Address | IPv6Address | None:
+def _address_of(text: str) -> IPv4Address | IPv6Address | None:
     """Return an address, one of IPv4 also where IPv6 stands for it; None if it is none."""
     try:
         address = ip_address(text)
@@ -183,16 +267,5 @@ def address_of(text: str) -> IPv4Address | IPv6Address | None:
     return (address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address
 
 
-def _identified(identify: Identify, scope: Mapping[str, Any]) -> User | None:
-    """Return whom the application's function names; nobody if it fails."""
-    try:
-        found = identify(scope)
-    except Exception:
-        logger.exception("The function 'identify' has failed; the request is refused")
-        return None
-    return found if isinstance(found, User) and found.role in get_args(Role) else None
-
-
-def _client_of(scope: Mapping[str, Any]) -> IPv4Address | IPv6Address | None:
-    client = scope.get("client")
-    return address_of(client[0]) if client else None
+def _client_of(request: Request) -> IPv4Address | IPv6Address | None:
+    return _address_of(request.client.host) if request.client else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -19,27 +20,24 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
+from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.publishing.reading import AWAY, Readings, why
 from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.access import PAUSE, Access, NotSignedIn, TooManyAttempts, Visitor
+from celery_rabbitdelay.web.access import Access, Shield, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
+from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES, Page
-from celery_rabbitdelay.web.polled import Polled
-from celery_rabbitdelay.web.sessions import (
-    COOKIE,
-    KNOWN_COOKIE,
-    LASTS,
-    SIGN_IN_COOKIE,
-    Session,
-)
-from celery_rabbitdelay.web.shield import Shield
+from celery_rabbitdelay.web.sessions import COOKIE, KNOWN_COOKIE, LASTS, SIGN_IN_COOKIE, Session
 from celery_rabbitdelay.web.site import Site
-
-logger = logging.getLogger(__name__)
-
-_Endpoint = Callable[[Request], Awaitable[Response]]
 
 #: The header of an action's token; ``/api/session`` returns the token.
 TOKEN_HEADER: Final = "X-Rabbitdelay-Token"  # noqa: S105 - a name
+
+#: The header that the script of the page sends when it refreshes a page.
+REFRESH_HEADER: Final = "HX-Request"
+
+#: How many addresses that are refreshed are remembered.
+REMEMBERED: Final = 500
 
 #: What visitors read whom the page does not know.
 NOBODY: Final = (
@@ -62,10 +60,10 @@ class Server:
     """
 
     def __init__(self, site: Site) -> None:
-        zone: Any = site.app.timezone
+        zone = site.app.timezone
         self._site = site
         self._access = Access(site)
-        self._polled = Polled()
+        self._refreshed = lru_cache(REMEMBERED)(self._readings)
         self._templates = Environment(
             loader=PackageLoader("celery_rabbitdelay.web"),
             autoescape=True,
@@ -87,6 +85,7 @@ class Server:
             zone=str(zone),
             menu=[each for each in PAGES if each.in_menu],
             most_in_address=shown.MOST_IN_ADDRESS,
+            has_sign_in=site.options.users is not None,
         )
 
     def starlette(self) -> Starlette:
@@ -110,76 +109,113 @@ class Server:
         served.router.redirect_slashes = False  # it believes what the request says in Host
         return served
 
-    def _endpoint(self, page: Page) -> _Endpoint:
+    def _endpoint(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            visitor = await self._access.visitor(request)
-            if visitor.user is None:
-                return self._unknown(request)
-            asked = Asked(self._site, visitor.user, fields_of(request.url.query.encode()))
+            visitor, user = await self._known(request)
+            asked = Asked(self._site, user, fields_of(request.url.query.encode()))
             if page.is_action:
                 form = await form_of(request)
                 self._check_token(request, visitor, form)
-                if not visitor.user.may_act:
-                    name = shown.printable(visitor.user.name)
+                if not user.may_act:
+                    name = shown.printable(user.name)
                     raise HTTPException(403, f"The role of {name} is viewer.")
-                asked = replace(asked, fields=Fields([*form.pairs, *asked.fields.pairs]))
-            told = await run_in_threadpool(self._polled.told, page, asked, request)
-            if is_api(request):
+                fields = [*asked.fields.multi_items(), *form.multi_items()]
+                asked = replace(asked, fields=Fields(fields))
+            is_refresh = page.refresh and REFRESH_HEADER in request.headers
+            view = self._shared_view if is_refresh else _view
+            told = await run_in_threadpool(view, page, asked)
+            if isinstance(told, Response):
+                return told
+            if _is_api(request):
                 return _json(told)
-            if page.file:
-                return _file(told["messages"], page.file)
             if "see" in told:
-                return RedirectResponse(f"{base_of(request)}/{told['see']}", 303)
-            response = self._html(request, page.template, visitor, page=page, asked=asked, **told)
+                return RedirectResponse(f"{_base(request)}/{told['see']}", 303)
+            values = {"page": page, "asked": asked, **told}
+            response = self._html(request, page.template, values, visitor)
             return self._with_session(request, visitor, response)
 
         return answer
 
+    def _shared_view(self, page: Page, asked: Asked) -> dict[str, object] | Response:
+        """Return what a page shows to all who have it open.
+
+        It is read at most twice in the period of its refreshes, however many they are. What a
+        person opens or clicks is always read anew.
+        """
+        told = self._refreshed(page, tuple(asked.fields.multi_items())).latest()
+        if told.value is None or isinstance(told.value, HTTPException):
+            raise told.value or HTTPException(503, told.error)
+        return told.value
+
+    def _readings(
+        self, page: Page, fields: tuple[tuple[str, str], ...]
+    ) -> Readings[dict[str, object] | Response | HTTPException]:
+        asked = Asked(self._site, User("everybody"), Fields(fields))
+
+        def look() -> dict[str, object] | Response | HTTPException:
+            try:
+                return _view(page, asked)
+            except HTTPException as refused:
+                return refused
+
+        return Readings(look, page.refresh / 2)
+
+    async def _known(self, request: Request) -> tuple[Visitor, User]:
+        """Return who asks."""
+        visitor = await self._access.visitor(request)
+        if visitor.user is None:
+            has_sign_in = self._site.options.users is not None
+            raise HTTPException(*((401, "Sign in first.") if has_sign_in else (403, NOBODY)))
+        return visitor, visitor.user
+
     def _check_token(self, request: Request, visitor: Visitor, form: Fields) -> None:
-        token = request.headers.get(TOKEN_HEADER) or form.text("token") or ""
+        token = request.headers.get(TOKEN_HEADER) or form.get("token", "")
         name = visitor.user.name if visitor.user else ""
         if not self._access.sessions.is_token(token, visitor.session, name):
             raise HTTPException(
                 403,
                 "The token is not that of the cookie: take both from /api/session."
-                if is_api(request)
+                if _is_api(request)
                 else "The form is too old: open its page again.",
             )
 
     async def _first(self, request: Request) -> Response:
-        return RedirectResponse(f"{base_of(request)}/now", 303)
+        return RedirectResponse(f"{_base(request)}/now", 303)
 
     async def _session(self, request: Request) -> Response:
-        visitor = await self._access.visitor(request)
-        if visitor.user is None:
-            return self._unknown(request)
-        told = {"user": visitor.user.name, "role": visitor.user.role, "token": visitor.token}
+        visitor, user = await self._known(request)
+        told = {"user": user.name, "role": user.role, "token": visitor.token}
         return self._with_session(request, visitor, _json(told))
 
     async def _sign_in(self, request: Request) -> Response:
-        if not self._access.has_sign_in:
+        if self._site.options.users is None:
             raise HTTPException(404)
         form, sessions = await form_of(request), self._access.sessions
         before = sessions.read(request.cookies.get(SIGN_IN_COOKIE), SIGN_IN_COOKIE)
         known = sessions.read(request.cookies.get(KNOWN_COOKIE), KNOWN_COOKIE)
         address = request.client.host if request.client else ""
-        name, password = form.text("name") or "", form.text("password") or ""
+        name, password, path = (form.get(each, "") for each in ("name", "password", "next"))
         try:
-            if before is None or not sessions.is_token(form.text("token") or "", before, ""):
-                raise NotSignedIn("The form was too old.")
+            if before is None or not sessions.is_token(form.get("token", ""), before, ""):
+                raise HTTPException(401, "The form was too old.")
             session = await self._access.signed_in(name, password, address, known)
-        except TooManyAttempts as wrong:
-            response = self._unknown(request, str(wrong), form.text("next"), 429)
-            response.headers["Retry-After"] = f"{PAUSE:.0f}"
-            return response
-        except NotSignedIn as wrong:
-            return self._unknown(request, str(wrong), form.text("next"))
+        except HTTPException as refused:
+            return self._sign_in_form(request, refused, path)
         # Below our own path, wherever the form says.
-        path = (form.text("next") or "").lstrip("/\\") or "now"
-        response = RedirectResponse(f"{base_of(request)}/{path}", 303)
-        response.delete_cookie(SIGN_IN_COOKIE, **self._cookie(request))
+        path = path.lstrip("/\\") or "now"
+        response = RedirectResponse(f"{_base(request)}/{path}", 303)
+        self._set_cookie(request, response, SIGN_IN_COOKIE, None)
         self._set_cookie(request, response, COOKIE, session)
         self._set_cookie(request, response, KNOWN_COOKIE, Session.new(session.name, session.proof))
+        return response
+
+    def _sign_in_form(self, request: Request, refused: HTTPException, path: str) -> Response:
+        session = Session.new()
+        token = self._access.sessions.token(session, "")
+        values = {"why": refused.detail, "token": token, "next": path}
+        response = self._html(request, "sign_in", values, status=refused.status_code)
+        response.headers.update(refused.headers or {})
+        self._set_cookie(request, response, SIGN_IN_COOKIE, session)
         return response
 
     async def _sign_out(self, request: Request) -> Response:
@@ -187,48 +223,24 @@ class Server:
         self._check_token(request, visitor, await form_of(request))
         if visitor.session.name:
             await run_in_threadpool(self._access.ended.add, visitor.session)
-        response = RedirectResponse(f"{base_of(request)}/now", 303)
-        response.delete_cookie(COOKIE, **self._cookie(request))
-        return response
-
-    def _unknown(
-        self, request: Request, why: str = "", where: str | None = None, status: int = 401
-    ) -> Response:
-        """Answer somebody who is not known: with the form for signing in, if there is one."""
-        if not self._access.has_sign_in:
-            raise HTTPException(403, NOBODY)
-        if is_api(request):
-            raise HTTPException(401, "Sign in first.")
-        session = Session.new()
-        is_page = request.method in ("GET", "HEAD")  # an action is not done by signing in
-        next_page = here_of(request).lstrip("/") if is_page else "now"
-        response = self._html(
-            request,
-            "sign_in.html",
-            None,
-            status,
-            why=why,
-            token=self._access.sessions.token(session, ""),
-            next=where if where is not None else next_page,
-        )
-        self._set_cookie(request, response, SIGN_IN_COOKIE, session)
+        response = await self._first(request)
+        self._set_cookie(request, response, COOKIE, None)
         return response
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         """Answer a request that cannot be answered as it is."""
         assert isinstance(error, HTTPException)
-        path = path_of(request)
-        lacks_slash = request.scope["path"] in ("", request.scope.get("root_path", ""))
-        if error.status_code == 404 and (lacks_slash or (path != "/" and path.endswith("/"))):
-            query = here_of(request).removeprefix(path)
-            return RedirectResponse(f"{base_of(request)}/{path.strip('/')}{query}")
-        if is_api(request):
+        if error.status_code == 404 and _path(request) == "/":  # mounted, and without a slash
+            return await self._first(request)
+        if _is_api(request):
             return _json({"error": error.detail}, error.status_code)
+        if error.status_code == 401:
+            is_page = request.method in ("GET", "HEAD")  # an action is not done by signing in
+            path = _here(request).lstrip("/") if is_page else "now"
+            return self._sign_in_form(request, HTTPException(401, ""), path)
         visitor = await self._access.visitor(request)
-        known = visitor if visitor.user is not None else None
-        return self._html(
-            request, "error.html", known, error.status_code, why=error.detail, error=error
-        )
+        values = {"why": error.detail, "error": error}
+        return self._html(request, "error", values, visitor, error.status_code)
 
     async def _broken(self, request: Request, error: Exception) -> Response:
         """Answer a request that has met a mistake of ours; the log has it."""
@@ -239,19 +251,18 @@ class Server:
         self,
         request: Request,
         template: str,
-        visitor: Visitor | None,
+        values: Mapping[str, object],
+        visitor: Visitor | None = None,
         status: int = 200,
-        **values: Any,
     ) -> HTMLResponse:
         shared = {
-            "base": base_of(request),
-            "here": f"{base_of(request)}{here_of(request)}",
-            "path": path_of(request),
-            "visitor": visitor,
-            "has_sign_in": self._access.has_sign_in,
+            "base": _base(request),
+            "here": f"{_base(request)}{_here(request)}",
+            "path": _path(request),
+            "visitor": visitor if visitor and visitor.user else None,
             "page": None,
         }
-        text = self._templates.get_template(template).render({**shared, **values})
+        text = self._templates.get_template(f"{template}.html").render({**shared, **values})
         return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
 
     def _with_session(self, request: Request, visitor: Visitor, response: Response) -> Response:
@@ -262,49 +273,55 @@ class Server:
         return response
 
     def _set_cookie(
-        self, request: Request, response: Response, name: str, session: Session
+        self, request: Request, response: Response, name: str, session: Session | None
     ) -> None:
-        value = self._access.sessions.written(session, name)
-        response.set_cookie(name, value, max_age=LASTS[name], **self._cookie(request))
+        """Set a cookie to a session; None deletes it."""
+        response.set_cookie(
+            name,
+            "" if session is None else self._access.sessions.written(session, name),
+            max_age=0 if session is None else LASTS[name],
+            path=_base(request) or "/",
+            secure=self._site.options.https or request.url.scheme == "https",
+            httponly=True,
+            samesite="strict",
+        )
 
-    def _cookie(self, request: Request) -> Any:
-        secure = self._site.options.https or request.url.scheme == "https"
-        path = base_of(request) or "/"
-        return {"path": path, "secure": secure, "httponly": True, "samesite": "strict"}
+
+def _view(page: Page, asked: Asked) -> dict[str, object] | Response:
+    try:
+        return page.view(asked)
+    except AWAY as error:
+        what = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
+        raise HTTPException(503, f"{what} cannot be asked: {why(error)}") from error
 
 
-def base_of(request: Request) -> str:
+def _base(request: Request) -> str:
     """Return the path that the application is mounted at, quoted; empty for none."""
-    root: str = request.scope.get("root_path", "")
-    return shown.quoted_path(root.rstrip("/"))
+    return _quoted(request.scope.get("root_path", "").rstrip("/"))
 
 
-def path_of(request: Request) -> str:
+def _path(request: Request) -> str:
     """Return the path below that, quoted."""
-    root: str = request.scope.get("root_path", "")
     path: str = request.scope["path"]
-    return shown.quoted_path(path.removeprefix(root) or "/")
+    return _quoted(path.removeprefix(request.scope.get("root_path", "")) or "/")
 
 
-def here_of(request: Request) -> str:
+def _quoted(path: str) -> str:
+    """Return a path as it stands in an address, never as the name of another server."""
+    return quote(path, errors="surrogatepass").replace("//", "/%2F")
+
+
+def _here(request: Request) -> str:
     """Return the path below that, quoted, and the query."""
-    query = f"?{request.url.query}" if request.url.query else ""
-    return f"{path_of(request)}{query}"
+    return f"{_path(request)}?{request.url.query}".removesuffix("?")
 
 
-def is_api(request: Request) -> bool:
+def _is_api(request: Request) -> bool:
     """Return whether a request asks for JSON."""
-    return path_of(request).startswith("/api/")
+    return _path(request).startswith("/api/")
 
 
-def _json(told: Mapping[str, Any], status: int = 200) -> Response:
+def _json(told: Mapping[str, object], status: int = 200) -> Response:
     # ASCII: a text may hold half of a surrogate pair.
     text = json.dumps(shown.plain(told))
     return Response(text, status, media_type="application/json")
-
-
-def _file(lines: Sequence[Mapping[str, Any]], name: str) -> Response:
-    """Return a file with a line of JSON for each object."""
-    text = "".join(f"{json.dumps(each)}\n" for each in lines)
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(text, media_type="application/x-ndjson", headers=headers)

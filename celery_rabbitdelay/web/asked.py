@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlencode
 
+from starlette.datastructures import ImmutableMultiDict
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError, RegistryUnavailable
+from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_duration
 from celery_rabbitdelay.levels.headers import is_digits
+from celery_rabbitdelay.publishing.reading import why
 from celery_rabbitdelay.web.options import User
-from celery_rabbitdelay.web.reading import AWAY, why
 from celery_rabbitdelay.web.site import Site
 
 #: The text on a page about single tasks if the application has no registry.
@@ -46,21 +46,7 @@ class Wrong(HTTPException):
         super().__init__(400, f"{name}: {why}")
 
 
-@contextmanager
-def servers_away() -> Iterator[None]:
-    """Answer that Redis, or the broker, cannot be asked, where that is so.
-
-    Raises:
-        HTTPException: It cannot.
-    """
-    try:
-        yield
-    except AWAY as error:
-        what = "Redis" if isinstance(error, RegistryUnavailable) else "The broker"
-        raise HTTPException(503, f"{what} cannot be asked: {why(error)}") from error
-
-
-class Fields:
+class Fields(ImmutableMultiDict[str, str]):
     """The fields of an address or of a form; an empty one counts as missing.
 
     Args:
@@ -68,18 +54,7 @@ class Fields:
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
-        self.pairs = [(name, value) for name, value in pairs if value.strip()]
-
-    def __contains__(self, name: str) -> bool:
-        return any(each == name for each, _ in self.pairs)
-
-    def all(self, name: str) -> list[str]:
-        """Return the values of a field."""
-        return [value for each, value in self.pairs if each == name]
-
-    def text(self, name: str) -> str | None:
-        """Return the value of a field; None if it is missing."""
-        return next(iter(self.all(name)), None)
+        super().__init__([(name, value) for name, value in pairs if value.strip()])
 
     def needed(self, name: str) -> str:
         """Return the value of a field.
@@ -87,32 +62,32 @@ class Fields:
         Raises:
             Wrong: It is missing.
         """
-        value = self.text(name)
+        value = self.get(name)
         if value is None:
             raise Wrong(name, "is missing")
         return value
 
     def one_of(self, name: str, words: Collection[str], default: str) -> str:
         """Return the value of a field that takes one of some words."""
-        value = self.text(name) or default
+        value = self.get(name, default)
         if value not in words:
             raise Wrong(name, f"takes one of {', '.join(words)}")
         return value
 
     def number(self, name: str, default: int, most: int) -> int:
         """Return the value of a field that takes a whole number from 1 to a maximum."""
-        value = self.text(name) or str(default)
+        value = self.get(name, str(default))
         if not is_digits(value, most) or not int(value):
             raise Wrong(name, f"takes a number from 1 to {most:,}")
         return int(value)
 
     def filter(self, names: Collection[str]) -> dict[str, str | None]:
         """Return the values of the fields that choose tasks or messages, by their names."""
-        return {name: self.text(name) for name in names}
+        return {name: self.get(name) for name in names}
 
     def address(self, **changed: str | None) -> str:
         """Return the fields as the query of an address, some changed or, by None, left out."""
-        kept = [(name, value) for name, value in self.pairs if name not in changed]
+        kept = [(name, value) for name, value in self.multi_items() if name not in changed]
         new = [(name, value) for name, value in changed.items() if value is not None]
         return urlencode([*kept, *new], errors="surrogatepass")
 
@@ -150,7 +125,7 @@ class Asked:
         Raises:
             Wrong: It is no instant.
         """
-        value = self.fields.text(name)
+        value = self.fields.get(name)
         if value is None:
             return None
         try:
@@ -168,7 +143,7 @@ class Asked:
         Raises:
             Wrong: It is no length of time.
         """
-        value = self.fields.text(name)
+        value = self.fields.get(name)
         try:
             return None if value is None else parse_duration(value, name)
         except InvalidDelay as wrong:

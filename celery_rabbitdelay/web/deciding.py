@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Final
+from typing import Final
 
 from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
+from celery_rabbitdelay.publishing.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
-from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.record import record_of
-from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
-from celery_rabbitdelay.web.reading import AWAY, why
+from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.search import (
     Until,
     all_at,
@@ -24,32 +23,17 @@ from celery_rabbitdelay.web.search import (
     postpone_batches,
     search,
 )
+from celery_rabbitdelay.web.site import Does, Work, in_batches, log_action
 from celery_rabbitdelay.web.waiting import FILTERS, filter_of
-from celery_rabbitdelay.web.work import Does, Work, in_batches, log_action
 
 #: What can be decided, and how the log and the pages name it afterwards.
 ACTIONS: Final = {"cancel": "cancelled", "postpone": "postponed", "run-now": "run now"}
 
 
-def cancel(asked: Asked) -> dict[str, Any]:
-    """Cancel the selected tasks."""
-    return _decided(asked, "cancel")
-
-
-def postpone(asked: Asked) -> dict[str, Any]:
-    """Let the selected tasks run at another time."""
-    return _decided(asked, "postpone")
-
-
-def run_now(asked: Asked) -> dict[str, Any]:
-    """Let the selected tasks run now."""
-    return _decided(asked, "run-now")
-
-
-def _decided(asked: Asked, action: str) -> dict[str, Any]:
+def decide(action: str, asked: Asked) -> dict[str, object]:
     """Decide about the selected tasks, one after the other; an error ends that."""
     decide = _decision(asked, _until(asked, action))
-    ids = list(dict.fromkeys(asked.fields.all("id")))
+    ids = list(dict.fromkeys(asked.fields.getlist("id")))
     if not ids:
         raise Wrong("id", "select at least one task")
     outcomes: list[dict[str, str]] = []
@@ -88,12 +72,11 @@ def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
     return postponed
 
 
-def confirm(asked: Asked) -> dict[str, Any]:
+def confirm(asked: Asked) -> dict[str, object]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
     action, delays = asked.fields.one_of("action", ACTIONS, "cancel"), asked.with_registry
-    with servers_away():
-        end = instant_of(delays.registry.after_all_sent_ms())
-        count, may_be_more = count_at_least(delays, filter_of(asked))
+    end = instant_of(delays.registry.after_all_sent_ms())
+    count, may_be_more = count_at_least(delays, filter_of(asked))
     return {
         "action": action,
         "sent_before": end,
@@ -103,7 +86,7 @@ def confirm(asked: Asked) -> dict[str, Any]:
     }
 
 
-def decide_all(asked: Asked) -> dict[str, Any]:
+def decide_all(asked: Asked) -> dict[str, object]:
     """Begin to decide about all tasks that match and were sent before an instant."""
     action = asked.fields.one_of("action", ACTIONS, "")
     delays, sent_before = asked.with_registry, asked.instant("sent_before")
@@ -111,11 +94,12 @@ def decide_all(asked: Asked) -> dict[str, Any]:
         raise Wrong("sent_before", "takes what /api/waiting/all says")
     wanted = filter_of(asked)._replace(sent_before_ms=milliseconds_of(sent_before))
     until = _until(asked, action)
-    with servers_away():
-        count, _ = count_at_least(delays, filter_of(asked))
+    count, _ = count_at_least(delays, filter_of(asked))
     batches: Iterator[int]
-    if wanted.key is not None:
-        batches = _of_key(asked, wanted, _decision(asked, until))
+    if wanted.key is not None:  # found without reading all tasks
+        decide = _decision(asked, until)
+        found = search(delays, wanted, 1).tasks
+        batches = (int(decide(each.task_id) is Outcome.DONE) for each in found)
     elif until is None:
         batches = delays.cancel_batches(wanted)
     else:
@@ -123,15 +107,9 @@ def decide_all(asked: Asked) -> dict[str, Any]:
     return begin(asked, f"{ACTIONS[action]} all", FILTERS, count, in_batches(batches))
 
 
-def _of_key(asked: Asked, wanted: Filter, decide: Callable[[str], Outcome]) -> Iterator[int]:
-    """Decide about the task of a key, which is found without reading all others."""
-    for each in search(asked.site.delays, wanted, 1).tasks:
-        yield int(decide(each.task_id) is Outcome.DONE)
-
-
 def begin(
     asked: Asked, what: str, filters: Collection[str], total: int, does: Does
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Begin a long action, which is named by the fields that choose what it is about."""
     chosen = " ".join(
         f"{name}={value!r}" for name, value in asked.fields.filter(filters).items() if value
@@ -140,13 +118,13 @@ def begin(
     return _seen(asked.site.works.begin(asked.user, what, total, does))
 
 
-def work(asked: Asked) -> dict[str, Any]:
+def work(asked: Asked) -> dict[str, object]:
     """Return the progress of a long action; without a key, of all of them."""
     works = [_work(asked)] if "key" in asked.fields else asked.site.works.all()
-    return {"works": [each.as_json() for each in works]}
+    return {"works": [each.shown() for each in works]}
 
 
-def stop(asked: Asked) -> dict[str, Any]:
+def stop(asked: Asked) -> dict[str, object]:
     """Stop a long action after its current batch."""
     found = _work(asked)
     found.stopping.set()
@@ -154,8 +132,8 @@ def stop(asked: Asked) -> dict[str, Any]:
     return _seen(found)
 
 
-def _seen(work: Work) -> dict[str, Any]:
-    return {"work": work.as_json(), "see": f"work?key={work.key}"}
+def _seen(work: Work) -> dict[str, object]:
+    return {"work": work.shown(), "see": f"work?key={work.key}"}
 
 
 def _work(asked: Asked) -> Work:
@@ -166,7 +144,7 @@ def _work(asked: Asked) -> Work:
 
 
 def _until(asked: Asked, action: str) -> Until | None:
-    """Return when tasks are to run: never, now, at an instant, or each later by as much."""
+    """Return the new due time of each task; None cancels."""
     if action == "cancel":
         return None
     if action == "run-now":

@@ -1,20 +1,45 @@
-"""The page Now: the levels with what waits in each digit, and what falls due when."""
+"""The pages Now, Workers and Health: what the broker, Redis and the workers say at the moment."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from itertools import zip_longest
-from typing import Any, Final
+from functools import partial
+from itertools import pairwise, zip_longest
+from typing import Any, Final, NamedTuple, get_args
 
-from celery_rabbitdelay.app.control import ARRIVALS
+from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
+from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.topology import PROBE
-from celery_rabbitdelay.operations.findings import blocked
+from celery_rabbitdelay.operations.findings import Severity, Verification, blocked
 from celery_rabbitdelay.operations.status import due_at_least
+from celery_rabbitdelay.operations.verify import verify_application
+from celery_rabbitdelay.publishing.management import (
+    ManagementAPI,
+    management_api_of,
+    tls_files_of,
+)
+from celery_rabbitdelay.publishing.reading import Reading
+from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.reading import Reading
-from celery_rabbitdelay.web.site import HORIZONS, DueSoon, Glance, Workers, modules_of
+from celery_rabbitdelay.web.site import Glance, Site
+
+#: Seconds from one reading to the next: of the tracked tasks, of what the management API has
+#: counted, which it does every five seconds, and of faults, which takes some requests to that API
+#: for each queue.
+DUE_PERIOD, ENTERING_PERIOD, FINDINGS_PERIOD = 5.0, 5.0, 60.0
+
+#: How far a histogram looks ahead, and how many bars it has.
+HORIZONS: Final = {
+    "minute": (timedelta(minutes=1), 12),
+    "hour": (timedelta(hours=1), 12),
+    "day": (timedelta(days=1), 24),
+    "week": (timedelta(days=7), 7),
+    "year": (timedelta(days=365), 12),
+}
 
 #: For how many minutes it is shown how late tasks came.
 MINUTES: Final = 10
@@ -22,53 +47,56 @@ MINUTES: Final = 10
 #: For how long a rate counts as that of now.
 RECENT: Final = timedelta(seconds=30)
 
+#: What the findings need.
+NEEDS: Final = (
+    "The findings need the management API: rabbitmq-plugins enable rabbitmq_management, and a user "
+    "with the tag 'monitoring'. If it is not on the broker's host or has another user, name it in "
+    "the option 'management', or with --management"
+)
 
-def now(asked: Asked) -> dict[str, Any]:
+#: The answer of a worker.
+Answer = Mapping[str, Any]
+
+
+def now(asked: Asked) -> dict[str, object]:
     """Return how many messages wait in each digit, when they are due, and how late tasks arrive."""
-    site = asked.site
-    topology, reading = site.delays.topology, site.glance.latest()
+    topology, reading = asked.site.delays.topology, asked.site.queues()
     horizon = asked.fields.one_of("horizon", HORIZONS, "hour")
-    told: dict[str, Any] = {
+    told: dict[str, object] = {
         "prefix": topology.prefix,
         "layout": topology.layout.name,
         "taken": reading.taken,
         "broker_error": reading.error,
         "horizon": horizon,
-        "entering": _entering(asked),
-        "due": _due(asked, horizon, reading.value),
-        **_workers(asked, reading.error),
+        "entering": _entering(asked.site),
+        "due": _due(asked.site, horizon, reading.value),
+        **_arrivals(asked.site, reading.error),
     }
     if reading.value is None:
         return {**told, "levels": [], "others": [], "total": None}
-    status = reading.value.status
+    status, rates = reading.value
     return {
         **told,
-        "levels": list(_levels(asked, reading.value)),
+        "levels": list(_levels(asked.site, reading.value)),
         "total": sum(status.backlog.levels.values()),
         "others": [
-            {"name": name, **counts._asdict(), "rate": reading.value.rates.get(name)}
+            {"name": name, **counts._asdict(), "rate": rates.get(name)}
             for name, counts in status.backlog.others.items()
         ],
         "missing": status.backlog.missing,
-        "blocked": blocked()._asdict() if status.is_blocked else None,
+        "blocked": blocked() if status.is_blocked else None,
         "next_due": status.next_due,
         "due_within": None if status.due_within_ms is None else status.due_within_ms / 1000,
-        "paused": [each._asdict() for each in status.paused],
+        "paused": status.paused,
         "registry_error": status.registry_error,
     }
 
 
-def _entering(asked: Asked) -> dict[str, Any]:
-    """Return how many messages a second enter the levels, as the management API counts them."""
-    rate, taken, error = asked.site.entering.latest()
-    is_new = error is None and taken is not None and wall_clock.now() - taken < RECENT
-    return {"rate": rate if is_new else None, "error": error}
-
-
-def _levels(asked: Asked, glance: Glance) -> Iterator[dict[str, Any]]:
+def _levels(site: Site, glance: Glance) -> Iterator[dict[str, object]]:
     """Yield each level with its digits, the highest first."""
     backlog = glance.status.backlog
-    for level in asked.site.delays.topology.layout.levels:
+    for level in site.delays.topology.layout.levels:
+        digits = backlog.digits[level.name].items()
         yield {
             "name": level.name,
             "unit": level.unit,
@@ -78,60 +106,111 @@ def _levels(asked: Asked, glance: Glance) -> Iterator[dict[str, Any]]:
                 {
                     "queue": level.queue_name(digit),
                     "count": digit * level.multiple,
-                    "messages": messages,
+                    "messages": each,
                 }
-                for digit, messages in backlog.digits[level.name].items()
+                for digit, each in digits
             ],
         }
 
 
-def _due(asked: Asked, horizon: str, glance: Glance | None) -> dict[str, Any]:
+def _entering(site: Site) -> dict[str, object]:
+    """Return how many messages a second enter the levels; nobody waits for it."""
+    reading = site.latest("entering", partial(_enter, site), ENTERING_PERIOD, patience=0)
+    rate, taken, error = reading
+    is_new = error is None and taken is not None and wall_clock.now() - taken < RECENT
+    return {"rate": rate if is_new else None, "error": error}
+
+
+def _enter(site: Site) -> float:
+    connection, url = site.queues_broker.connection, site.options.management
+    if url is None:
+        api = management_api_of(connection)
+    else:
+        api = ManagementAPI(url, tls_files_of(connection))
+    about = api.get("overview", columns="rates_mode,disable_stats")
+    if about.get("rates_mode") == "none" or about.get("disable_stats"):
+        raise ManagementUnavailable(api.url, "it keeps no statistics (management.rates_mode)")
+    columns = "name,message_stats.publish_in_details.rate"
+    found = api.get("exchanges", connection.virtual_host, columns=columns)
+    # An exchange counts what is published to it, and not what is dead-lettered into it.
+    levels = {exchange.name for exchange in site.delays.topology.level_exchanges}
+    counted = [each.get("message_stats", {}) for each in found if each["name"] in levels]
+    return float(sum(each.get("publish_in_details", {}).get("rate", 0) for each in counted))
+
+
+class DueSoon(NamedTuple):
+    """How many tracked tasks are due when; None and empty if that is not known.
+
+    Attributes:
+        overdue: How many should have arrived by now.
+        steps: The start of each step of a horizon, and how many are due in it (``tracked``).
+        later: How many are due after the last of :data:`HORIZONS`.
+        totals: How many are due within each of these, without the overdue ones.
+    """
+
+    overdue: int | None
+    steps: list[dict[str, object]]
+    later: int | None
+    totals: list[int] | list[None]
+
+
+def _count(site: Site, horizon: str) -> DueSoon:
+    start, (length, number) = wall_clock.now(), HORIZONS[horizon]
+    steps = [start + length * step / number for step in range(number + 1)]
+    ends = [start + length for length, _ in HORIZONS.values()]
+    before = [Filter(due_before_ms=milliseconds_of(each)) for each in (*steps, *ends)]
+    *counts, all_of_them = site.delays.registry.index.counts([*before, Filter()])
+    overdue, of_steps = counts[0], pairwise(counts[: number + 1])
+    # A task that leaves meanwhile is counted in some of them only.
+    in_steps = [
+        {"start": step, "tracked": max(until - before, 0)}
+        for step, (before, until) in zip(steps, of_steps, strict=False)
+    ]
+    totals = [max(count - overdue, 0) for count in counts[number + 1 :]]
+    return DueSoon(overdue, in_steps, max(all_of_them - counts[-1], 0), totals)
+
+
+def _due(site: Site, horizon: str, glance: Glance | None) -> dict[str, object]:
     """Return what falls due within each horizon: of the tracked tasks, and of all at least."""
-    delays = asked.site.delays
-    reading = asked.site.due[horizon].latest() if delays.has_registry else Reading[DueSoon]()
-    soon = reading.value
-    length, number = HORIZONS[horizon]
-    horizons, steps = [], []
-    for name, (each, _) in HORIZONS.items():
-        tracked = None if soon is None else soon.totals[name]
+    delays, reading = site.delays, Reading[DueSoon]()
+    if delays.has_registry:
+        reading = site.latest(f"due in a {horizon}", partial(_count, site, horizon), DUE_PERIOD)
+    soon = reading.value or DueSoon(None, [], None, [None] * len(HORIZONS))
+    horizons = []
+    for tracked, (name, (length, _)) in zip(soon.totals, HORIZONS.items(), strict=True):
         least = tracked
         if glance is not None:
-            within_ms = each // timedelta(milliseconds=1)
+            within_ms = length // timedelta(milliseconds=1)
             of_all = due_at_least(delays.topology, glance.status.backlog, within_ms)
             least = max(of_all, tracked or 0)
         horizons.append({"name": name, "tracked": tracked, "all_at_least": least})
-    if soon is not None:
-        steps = [
-            {"start": soon.start + length * step / number, "tracked": count}
-            for step, count in enumerate(soon.steps)
-        ]
+    length, number = HORIZONS[horizon]
     return {
         "has_registry": delays.has_registry,
         "error": reading.error,
-        "overdue": None if soon is None else soon.overdue,
-        "later": None if soon is None else soon.later,
+        "overdue": soon.overdue,
+        "later": soon.later,
         "horizons": horizons,
-        "steps": steps,
+        "steps": soon.steps,
         "step": length / number,
     }
 
 
-def _workers(asked: Asked, broker_error: str | None) -> dict[str, Any]:
+def _arrivals(site: Site, broker_error: str | None) -> dict[str, object]:
     """Return the lateness and the rate of arrivals, as the workers count them."""
-    reading = Reading[Workers](error=broker_error)  # they are asked through the broker
-    if broker_error is None:
-        reading = asked.site.workers.latest()
-    found = reading.value or Workers({}, None)
+    # They are asked through the broker.
+    reading = site.workers() if broker_error is None else Reading[Glance](error=broker_error)
+    answers = {} if reading.value is None else reading.value.status.workers
     return {
         "workers_taken": reading.taken,
         "workers_error": reading.error,
-        "arrivals": found.arrivals,
-        "late_by_minute": latest_by_minute(found.answers.values()),
-        "workers": [_worker(name, modules) for name, modules in sorted(found.answers.items())],
+        "arrivals": None if reading.value is None else reading.value.rates.get(ARRIVALS),
+        "late_by_minute": latest_by_minute(answers.values()),
+        "workers": [_arrived(name, answer) for name, answer in sorted(answers.items())],
     }
 
 
-def latest_by_minute(answers: Iterable[Mapping[str, Any]]) -> list[float | None]:
+def latest_by_minute(answers: Iterable[Answer]) -> list[float | None]:
     """Return how late the latest task of each of the last minutes was, this minute's first.
 
     Args:
@@ -142,23 +221,96 @@ def latest_by_minute(answers: Iterable[Mapping[str, Any]]) -> list[float | None]
     return [max((late for late in each if late is not None), default=None) for each in minutes]
 
 
-def _worker(name: str, answer: Mapping[str, Any]) -> dict[str, Any]:
+def _arrived(name: str, answer: Answer) -> dict[str, object]:
     """Return what a worker answers: its error, or its modules, lateness and probes."""
     arrivals, probe = answer.get(ARRIVALS) or {}, answer.get(PROBE) or {}
-    late, probes = (probe.get("late") or {}).values(), None
+    late, missing = (probe.get("late") or {}).values(), (probe.get("missing") or {}).values()
+    probes = None
     if late:
-        missing = sum((probe.get("missing") or {}).values())
-        probes = {
-            "routes": len(late),
-            "least": min(late),
-            "most": max(late),
-            "missing": missing,
-        }
+        bounds = {"least": min(late), "most": max(late)}
+        probes = {"routes": len(late), **bounds, "missing": sum(missing)}
     return {
-        "name": name,
-        "error": answer.get("error"),
-        "modules": modules_of(answer),
+        **_modules(name, answer),
         "received": arrivals.get("received"),
         "latest": arrivals.get("latest"),
         "probes": probes,
+    }
+
+
+def _modules(name: str, answer: Answer) -> dict[str, object]:
+    modules = sorted(answer.keys() - {ABOUT, ARRIVALS, "error"})
+    return {"name": name, "error": answer.get("error"), "modules": modules}
+
+
+def workers(asked: Asked) -> dict[str, object]:
+    """Return the modules and versions of each worker, and the settings that differ."""
+    reading = asked.site.workers()
+    answers = {} if reading.value is None else reading.value.status.workers
+    # Earlier versions do not say these; they differ from nothing.
+    versions = {name: _texts(answer, "versions") for name, answer in sorted(answers.items())}
+    settings = {name: _texts(answer, "settings") for name, answer in sorted(answers.items())}
+    return {
+        "taken": reading.taken,
+        "error": reading.error,
+        "workers": [
+            {
+                **_modules(name, answers[name]),
+                "versions": versions[name],
+                "settings": settings[name],
+            }
+            for name in versions
+        ],
+        "differences": [*differences(versions, "version"), *differences(settings, "setting")],
+    }
+
+
+def _texts(answer: Answer, kind: str) -> dict[str, str]:
+    """Return the versions or the settings of a worker; of later versions, only what is a text."""
+    about = answer.get(ABOUT)
+    told = about.get(kind) if isinstance(about, Mapping) else None
+    if not isinstance(told, Mapping):
+        return {}
+    return {str(name): value for name, value in told.items() if isinstance(value, str)}
+
+
+def differences(told: Mapping[str, Mapping[str, str]], kind: str) -> Iterator[dict[str, object]]:
+    """Yield each version or setting that is not the same in all workers, with who has which.
+
+    Args:
+        told: What each worker says, by its name.
+        kind: What it is: ``version`` or ``setting``.
+    """
+    for name in sorted({name for each in told.values() for name in each}):
+        by_value: dict[str | None, list[str]] = {}
+        for worker, said in told.items():
+            if said:
+                by_value.setdefault(said.get(name), []).append(worker)
+        if len(by_value) > 1:
+            values = [{"value": value, "workers": names} for value, names in by_value.items()]
+            yield {"kind": kind, "name": name, "values": values}
+
+
+def health(asked: Asked) -> dict[str, object]:
+    """Return what on the broker loses tasks, or makes them early or late."""
+    site, glance = asked.site, asked.site.queues().value
+
+    def look() -> Verification:
+        management = site.options.management
+        return site.ask(lambda found: verify_application(site.delays, found, management))
+
+    reading = site.latest("findings", look, FINDINGS_PERIOD)
+    found = () if reading.value is None else reading.value.findings
+    # That publishers are blocked is known at once, and without the management API.
+    alarms = [each for each in found if each.code == blocked().code]
+    if glance is not None:
+        alarms = (alarms or [blocked()]) if glance.status.is_blocked else []
+    findings = [*alarms, *(each for each in found if each.code != blocked().code)]
+    number = Counter(each.severity for each in findings)
+    return {
+        "taken": reading.taken,
+        "error": reading.error,
+        "needs": NEEDS,
+        "version": None if reading.value is None else reading.value.version,
+        "counts": {severity: number[severity] for severity in get_args(Severity)},
+        "findings": findings,
     }

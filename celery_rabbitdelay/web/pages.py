@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeAlias
+from functools import partial
+from typing import Final, NamedTuple, TypeAlias
 
-from celery_rabbitdelay.web import deciding, jobs, schedules, undeliverable, waiting
+from starlette.responses import Response
+
+from celery_rabbitdelay.registry.open_jobs import OpenJobs
+from celery_rabbitdelay.schedules.schedules import Schedules
+from celery_rabbitdelay.web import deciding, now, schedules, undeliverable, waiting
 from celery_rabbitdelay.web.asked import Asked
-from celery_rabbitdelay.web.health import health
-from celery_rabbitdelay.web.now import now
-from celery_rabbitdelay.web.workers import workers
 
-#: Returns what a page and its JSON show. It may block; it is called in a thread.
-View: TypeAlias = Callable[[Asked], dict[str, Any]]
+#: Returns what a page and its JSON show; or a file. It may block; it is called in a thread.
+View: TypeAlias = Callable[[Asked], dict[str, object] | Response]
 
 
 class Page(NamedTuple):
@@ -22,77 +24,55 @@ class Page(NamedTuple):
         path: Its path, without a slash before it.
         view: Returns what it shows.
         title: Its title; empty for a file, and for an action that leads to another page.
-        template: The name of its template; empty likewise.
-        is_action: Whether it changes something: an operator posts a form with a token.
+        template: The name of its template, without ``.html``; empty likewise.
         in_menu: Whether it stands in the menu.
         refresh: Seconds after which a page that is open is refreshed; 0 for never.
-        file: Instead of a template: the name of the file with a line of JSON for each of the
-            ``messages``.
+        is_action: Whether it changes something: an operator posts a form with a token.
     """
 
     path: str
     view: View
     title: str = ""
     template: str = ""
-    is_action: bool = False
     in_menu: bool = False
     refresh: int = 0
-    file: str = ""
+    is_action: bool = False
 
 
-def _action(path: str, view: View, title: str = "", template: str = "") -> Page:
-    return Page(path, view, title, template, is_action=True)
-
+_action = partial(Page, is_action=True)
+_in_menu = partial(Page, in_menu=True)
+_decide = partial(partial, deciding.decide)
+_job = partial(partial, waiting.change_job)
+_schedule = partial(partial, schedules.change)
 
 #: All pages.
 PAGES: Final = (
-    Page("now", now, "Now", "now.html", in_menu=True, refresh=2),
-    Page("waiting", waiting.waiting, "Waiting", "waiting.html", in_menu=True),
-    Page("waiting/task", waiting.story, "Task", "task.html", refresh=5),
-    _action("waiting/cancel", deciding.cancel, "Cancel", "decided.html"),
-    _action("waiting/postpone", deciding.postpone, "Postpone", "decided.html"),
-    _action("waiting/run-now", deciding.run_now, "Run now", "decided.html"),
-    Page("waiting/all", deciding.confirm, "All that match", "confirm.html"),
+    _in_menu("now", now.now, "Now", "now", refresh=2),
+    _in_menu("waiting", waiting.waiting, "Waiting", "waiting"),
+    Page("waiting/task", waiting.story, "Task", "task", refresh=5),
+    _action("waiting/cancel", _decide("cancel"), "Cancel", "decided"),
+    _action("waiting/postpone", _decide("postpone"), "Postpone", "decided"),
+    _action("waiting/run-now", _decide("run-now"), "Run now", "decided"),
+    Page("waiting/all", deciding.confirm, "All that match", "confirm"),
     _action("waiting/decide-all", deciding.decide_all),
-    Page("work", deciding.work, "Progress", "work.html", refresh=1),
+    Page("work", deciding.work, "Progress", "work", refresh=1),
     _action("work/stop", deciding.stop),
-    Page(
-        "undeliverable",
-        undeliverable.undeliverable,
-        "Undeliverable",
-        "undeliverable.html",
-        in_menu=True,
-    ),
-    Page("undeliverable/export", undeliverable.export, file="undeliverable.jsonl"),
-    Page("undeliverable/message", undeliverable.message, "Message", "message.html"),
-    Page(
-        "undeliverable/all",
-        undeliverable.confirm,
-        "All that match",
-        "undeliverable_confirm.html",
-    ),
-    _action(
-        "undeliverable/decide-all",
-        undeliverable.decide,
-    ),
-    Page("jobs", jobs.jobs, "Jobs", "jobs.html", in_menu=True),
-    _action("jobs/open", jobs.open_job),
-    _action("jobs/commit", jobs.commit),
-    _action("jobs/abort", jobs.abort),
-    Page(
-        "schedules",
-        schedules.schedules,
-        "Schedules",
-        "schedules.html",
-        in_menu=True,
-        refresh=30,
-    ),
-    Page("schedules/one", schedules.schedule, "Schedule", "schedule.html"),
+    _in_menu("undeliverable", undeliverable.undeliverable, "Undeliverable", "undeliverable"),
+    Page("undeliverable/export", undeliverable.export),
+    Page("undeliverable/message", undeliverable.message, "Message", "message"),
+    Page("undeliverable/all", undeliverable.confirm, "All that match", "undeliverable_confirm"),
+    _action("undeliverable/decide-all", undeliverable.decide),
+    _in_menu("jobs", waiting.jobs, "Jobs", "jobs"),
+    _action("jobs/open", waiting.open_job),
+    _action("jobs/commit", _job(OpenJobs.commit_job, "committed")),
+    _action("jobs/abort", _job(OpenJobs.abort_job, "aborted")),
+    _in_menu("schedules", schedules.schedules, "Schedules", "schedules", refresh=30),
+    Page("schedules/one", schedules.schedule, "Schedule", "schedule"),
     _action("schedules/edit", schedules.edit),
-    _action("schedules/pause", schedules.pause),
-    _action("schedules/resume", schedules.resume),
-    _action("schedules/trigger", schedules.trigger),
+    _action("schedules/pause", _schedule(Schedules.pause, "paused the schedule")),
+    _action("schedules/resume", _schedule(Schedules.resume, "resumed the schedule")),
+    _action("schedules/trigger", _schedule(schedules.trigger, "triggered")),
     _action("schedules/end", schedules.end),
-    Page("workers", workers, "Workers", "workers.html", in_menu=True, refresh=10),
-    Page("health", health, "Health", "health.html", in_menu=True, refresh=30),
+    _in_menu("workers", now.workers, "Workers", "workers", refresh=10),
+    _in_menu("health", now.health, "Health", "health", refresh=30),
 )

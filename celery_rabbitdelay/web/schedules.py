@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 from starlette.exceptions import HTTPException
 
@@ -14,11 +14,10 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_duration
 from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
-from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.web.asked import Asked, Wrong
+from celery_rabbitdelay.web.now import HORIZONS
 from celery_rabbitdelay.web.shown import quoted
-from celery_rabbitdelay.web.site import HORIZONS
-from celery_rabbitdelay.web.waiting import masked
-from celery_rabbitdelay.web.work import log_action
+from celery_rabbitdelay.web.site import log_action
 
 #: The beginning of a rule that is an interval; behind it stand milliseconds.
 EVERY: Final = "every "
@@ -36,12 +35,10 @@ UNKNOWN: Final = "There is no schedule of this name."
 NEXT: Final = 10
 
 
-def schedules(asked: Asked) -> dict[str, Any]:
+def schedules(asked: Asked) -> dict[str, object]:
     """Return all schedules, the one that is due next first, and their next runs in a time."""
     horizon = asked.fields.one_of("horizon", HORIZONS, "day")
-    with servers_away():
-        found = asked.with_registry.schedules.all()
-    found = sorted(found, key=lambda each: each.next_at)
+    found = sorted(asked.with_registry.schedules.all(), key=lambda each: each.next_at)
     start, (length, _) = wall_clock.now(), HORIZONS[horizon]
     told, left = [], MOST_OF_ALL
     for each in found:
@@ -72,30 +69,28 @@ def runs_until(found: Schedule, start: datetime, end: datetime, most: int) -> li
     return instants
 
 
-def schedule(asked: Asked) -> dict[str, Any]:
+def schedule(asked: Asked) -> dict[str, object]:
     """Return one schedule, and when it is due next."""
     found = _known(asked)
-    with servers_away():
-        instants = asked.with_registry.schedules.next(found.name, NEXT)
+    instants = asked.with_registry.schedules.next(found.name, NEXT)
     return {"schedule": _told(asked, found), "next": instants}
 
 
 def _known(asked: Asked) -> Schedule:
     """Return the schedule of the name that is asked for."""
-    name = asked.fields.needed("name")
-    with servers_away():
-        found = asked.with_registry.schedules.get(name)
+    found = asked.with_registry.schedules.get(asked.fields.needed("name"))
     if found is None:
         raise HTTPException(404, UNKNOWN)
     return found
 
 
-def edit(asked: Asked) -> dict[str, Any]:
+def edit(asked: Asked) -> dict[str, object]:
     """Let a schedule be due at other times, or be paused; its task and arguments stay."""
     fields = asked.fields
-    changed: dict[str, Any] = {}
-    if lines := [line for each in fields.all("when") for line in each.splitlines() if line.strip()]:
-        changed["when"] = [_rule(line.strip()) for line in lines]
+    changed: dict[str, object] = {}
+    lines = "\n".join(fields.getlist("when")).splitlines()
+    if rules := [_rule(line.strip()) for line in lines if line.strip()]:
+        changed["when"] = rules
     if "timezone" in fields:
         changed["timezone"] = fields.needed("timezone").strip()
     if "paused" in fields:
@@ -105,11 +100,10 @@ def edit(asked: Asked) -> dict[str, Any]:
         raise HTTPException(409, "Redis has lost the task: the application has to put it again.")
     if found.args is None:
         raise HTTPException(409, "Its arguments cannot be read here (accept_content).")
-    with servers_away():
-        try:
-            put = asked.with_registry.schedules.put_exported(found.exported(), **changed)
-        except (InvalidSchedule, InvalidDelay) as wrong:
-            raise Wrong("when", str(wrong)) from wrong
+    try:
+        put = asked.with_registry.schedules.put_exported(found.exported(), **changed)
+    except (InvalidSchedule, InvalidDelay) as wrong:
+        raise Wrong("when", str(wrong)) from wrong
     log_action(asked.user, f"edited the schedule to {changed!r:.500}", 1, found.name)
     done = "edited the schedule" if put is not None else "ended the schedule: its end is over"
     see = "schedules" if put is None else f"schedules/one?name={quoted(found.name)}"
@@ -134,52 +128,45 @@ def written(rule: str) -> str:
     milliseconds = rule.removeprefix(EVERY)
     if not (rule.startswith(EVERY) and milliseconds.isdigit()):
         return rule
-    units = ("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1)
     rest, text = int(milliseconds), ""
-    for unit, length in units:
+    for unit, length in (
+        ("d", 86_400_000),
+        ("h", 3_600_000),
+        ("m", 60_000),
+        ("s", 1000),
+        ("ms", 1),
+    ):
         number, rest = divmod(rest, length)
         text += f"{number}{unit}" if number else ""
     return f"{EVERY}{text}"
 
 
-def pause(asked: Asked) -> dict[str, Any]:
-    """Let the occurrences of a schedule come and not run."""
-    return _changed(asked, Schedules.pause, "paused the schedule")
+def trigger(schedules: Schedules, name: str) -> bool:
+    """Send the task of a schedule now; return whether there is one."""
+    return schedules.trigger(name) is not None
 
 
-def resume(asked: Asked) -> dict[str, Any]:
-    """Let the occurrences of a schedule run again."""
-    return _changed(asked, Schedules.resume, "resumed the schedule")
-
-
-def trigger(asked: Asked) -> dict[str, Any]:
-    """Send the task of a schedule now."""
-    return _changed(asked, lambda own, name: own.trigger(name) is not None, "triggered")
-
-
-def end(asked: Asked) -> dict[str, Any]:
+def end(asked: Asked) -> dict[str, object]:
     """End a schedule."""
-    return {**_changed(asked, Schedules.delete, "ended the schedule"), "see": "schedules"}
+    return {**change(Schedules.delete, "ended the schedule", asked), "see": "schedules"}
 
 
-def _changed(asked: Asked, change: Callable[[Schedules, str], bool], what: str) -> dict[str, Any]:
+def change(does: Callable[[Schedules, str], bool], what: str, asked: Asked) -> dict[str, object]:
+    """Change the schedule of a name: pause, resume or trigger it."""
     name = asked.fields.needed("name")
-    with servers_away():
-        is_known = change(asked.with_registry.schedules, name)
-    if not is_known:
+    if not does(asked.with_registry.schedules, name):
         raise HTTPException(404, UNKNOWN)
     log_action(asked.user, what, 1, name)
     return {"name": name, "done": what, "see": f"schedules/one?{asked.fields.address(token=None)}"}
 
 
-def _told(asked: Asked, found: Schedule) -> dict[str, Any]:
+def _told(asked: Asked, found: Schedule) -> dict[str, object]:
     """Return a schedule without arguments that may not be shown."""
-    options, told = asked.site.options, found.exported()
+    told = found.exported()
     for name in ("args", "kwargs", "options"):
-        given = told[name]
-        told[name] = masked(options, found.task, None if given is None else str(given))
-    late = (wall_clock.now() - found.next_at).total_seconds()
-    last = None
+        text = None if told[name] is None else str(told[name])
+        told[name] = asked.site.options.shown(found.task, text)
+    late, last = (wall_clock.now() - found.next_at).total_seconds(), None
     if found.last is not None:
         due, came, fate = found.last
         last = {"due": due, "fate": fate, "late": max((came - due).total_seconds(), 0.0)}

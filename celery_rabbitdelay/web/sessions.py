@@ -1,4 +1,4 @@
-"""Signed cookies, the sessions that users have ended, and the tokens of forms."""
+"""Signed cookies, the tokens of forms, and the sessions that users have ended."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import hashlib
 import logging
 import secrets
 import time
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from itsdangerous import BadData, Signer, URLSafeTimedSerializer
 
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import RabbitDelayError
-from celery_rabbitdelay.web.reading import Readings
+from celery_rabbitdelay.publishing.reading import Readings
 
 logger = logging.getLogger(__name__)
 
 #: The name of the cookie of a session.
 COOKIE: Final = "rabbitdelay"
 
-#: The cookie that the form for signing in is bound to. Another one than the session's: a browser
-#: keeps that from us when it follows a link from elsewhere, and must not lose it then.
+#: The cookie that the form for signing in is bound to. It is not the session's: a browser does not
+#: send that one when it follows a link from elsewhere, and must not lose it then.
 SIGN_IN_COOKIE: Final = f"{COOKIE}-sign-in"
 
 #: The cookie that says who has signed in with this browser before.
@@ -116,7 +116,7 @@ class EndedSessions:
 
     def __init__(self, delays: RabbitDelay) -> None:
         self._delays = delays
-        self._has_registry = delays.uses("registry_url")
+        self._has_registry = delays.has_registry
         self.known_since = 0.0 if self._has_registry else time.time()
         self._own: dict[str, float] = {}
         self._all = Readings(self._look, FRESH)
@@ -130,19 +130,18 @@ class EndedSessions:
     def add(self, session: Session) -> None:
         """End a session."""
         now = time.time()
-        until = now + LASTS[COOKIE]
-        self._own = {key: each for key, each in self._own.items() if each > now}
-        self._own[session.key] = until
+        self._own = {key: until for key, until in self._own.items() if until > now}
+        self._own[session.key] = until = now + LASTS[COOKIE]
         if not self._has_registry:
             return
-
-        def note(pipeline: Any) -> None:
-            pipeline.zremrangebyscore(self._key, "-inf", now)
-            pipeline.zadd(self._key, {session.key: until})
-            pipeline.expire(self._key, LASTS[COOKIE])
-
         try:
-            self._delays.registry.store.commands(note)
+            self._delays.registry.store.commands(
+                lambda pipe: [
+                    pipe.zremrangebyscore(self._key, "-inf", now),
+                    pipe.zadd(self._key, {session.key: until}),
+                    pipe.expire(self._key, LASTS[COOKIE]),
+                ]
+            )
         except RabbitDelayError as error:
             logger.warning("Other processes of the page do not know who has signed out: %s", error)
 

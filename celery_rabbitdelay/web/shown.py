@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timedelta, tzinfo
 from fractions import Fraction
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote
 
 from celery_rabbitdelay.levels import wall_clock
@@ -68,8 +68,11 @@ def fullness(messages: int) -> int:
     return min(len(str(messages)), 9) if messages else 0
 
 
-def plain(value: Any) -> Any:
-    """Return a value in values of JSON: instants by ISO 8601, lengths of time in seconds."""
+def plain(value: object) -> object:
+    """Return a value in values of JSON.
+
+    Instants are written as in ISO 8601, lengths of time in seconds, named tuples as objects.
+    """
     match value:
         case str():
             is_long = len(value) > MOST_TOLD
@@ -80,6 +83,8 @@ def plain(value: Any) -> Any:
             return value.total_seconds()
         case Fraction():
             return float(value)
+        case tuple() if hasattr(value, "_asdict"):
+            return plain(value._asdict())
         case Mapping():
             return {str(plain(str(name))): plain(each) for name, each in value.items()}
         case list() | tuple() | set() | frozenset():

@@ -1,124 +1,63 @@
-"""What all requests share: the application, its options, and one look at each server."""
+"""What all requests share: the options, cached readings of the servers, and long actions."""
 
 from __future__ import annotations
 
+import logging
+import secrets
 import time
-from collections.abc import Mapping
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
-from itertools import pairwise
-from typing import Any, Final, NamedTuple
+from threading import Event, Lock, Thread
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import celery
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.app.control import ABOUT, ARRIVALS, status_of_workers
+from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.operations.findings import Verification
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
-from celery_rabbitdelay.operations.undeliverable import (
-    UndeliverableMessage,
-    shown_body,
-    undeliverable_messages,
-)
-from celery_rabbitdelay.operations.verify import verify_application
-from celery_rabbitdelay.publishing.backlog import Backlog
-from celery_rabbitdelay.publishing.kombu_internals import closing
-from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
-from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.web.options import Options
-from celery_rabbitdelay.web.reading import Broker, Readings, ask_once
+from celery_rabbitdelay.publishing.declaration import Backlog
+from celery_rabbitdelay.publishing.reading import AWAY, Broker, Reading, Readings, why
+from celery_rabbitdelay.web.options import Options, User
 from celery_rabbitdelay.web.settings import WebSettings
-from celery_rabbitdelay.web.work import Works
 
-#: Seconds from one look to the next: at the queues, at the workers, at the tracked tasks, and for
-#: faults, which takes some requests to the management API for each queue.
-STATUS_PERIOD, WORKERS_PERIOD, DUE_PERIOD, FINDINGS_PERIOD = 2.0, 10.0, 5.0, 60.0
+logger = logging.getLogger(__name__)
 
-#: The same at what the management API has counted, which it does every five seconds.
-ENTERING_PERIOD: Final = 5.0
+_T = TypeVar("_T")
 
-#: The same for undeliverable messages; how many are read, and the bytes of a body that is kept.
-UNDELIVERABLE_PERIOD, MOST_UNDELIVERABLE, MOST_BODY = 30.0, 1_000, 16_384
+#: Seconds for connecting to the broker, and for each of its answers.
+CONNECT_TIMEOUT, ANSWER_TIMEOUT = 2.0, 5.0
 
-#: How many bytes of each body are shown and exported, as ``undeliverable list --full`` prints.
-SHOWN_BODY: Final = 2_000
+#: Seconds from one look to the next: at the queues, and at the workers.
+STATUS_PERIOD, WORKERS_PERIOD = 2.0, 10.0
 
 #: Seconds to wait for the workers' answers.
 WORKERS_TIMEOUT: Final = 1.0
 
-#: How far a histogram looks ahead, and how many bars it has.
-HORIZONS: Final = {
-    "minute": (timedelta(minutes=1), 12),
-    "hour": (timedelta(hours=1), 12),
-    "day": (timedelta(days=1), 24),
-    "week": (timedelta(days=7), 7),
-    "year": (timedelta(days=365), 12),
-}
+#: How many long actions run at a time; further ones are refused.
+MOST_AT_ONCE: Final = 4
+
+#: How many of those that have ended are remembered.
+REMEMBERED: Final = 100
 
 
 class Glance(NamedTuple):
-    """One look at the queues, and how they have changed since the one before.
+    """One look at the queues, or at the workers.
 
     Attributes:
         status: The look.
-        rates: By how many messages a second each level and module queue has grown; empty for the
-            first look.
+        rates: What has changed a second since the look before; empty for the first one. See
+            :func:`.rates_between`.
     """
 
     status: Status
     rates: Mapping[str, float]
-
-
-class Workers(NamedTuple):
-    """The answers of the workers.
-
-    Attributes:
-        answers: What each worker answers, by its name.
-        arrivals: The delayed tasks that they have received a second; None for the first look.
-    """
-
-    answers: Mapping[str, Mapping[str, Any]]
-    arrivals: float | None
-
-
-def modules_of(answer: Mapping[str, Any]) -> list[str]:
-    """Return the names of the modules in the answer of a worker."""
-    return sorted(answer.keys() - {ABOUT, ARRIVALS, "error"})
-
-
-class DueSoon(NamedTuple):
-    """How many tracked tasks are due when.
-
-    Attributes:
-        start: The start of the first step.
-        overdue: How many should have arrived by then.
-        steps: How many are due in each step.
-        totals: How many are due within each of :data:`HORIZONS`, without the overdue ones.
-        later: How many are due after the last of these.
-    """
-
-    start: datetime
-    overdue: int
-    steps: list[int]
-    totals: dict[str, int]
-    later: int
-
-
-class Kept(NamedTuple):
-    """A message that could not be delivered, as far as it is kept.
-
-    Attributes:
-        message: The message, without its body if that is long.
-        body: The beginning of its body: what :func:`.shown_body` returns.
-    """
-
-    message: UndeliverableMessage
-    body: Mapping[str, Any]
 
 
 class Site:
@@ -131,21 +70,16 @@ class Site:
     Attributes:
         app: The application.
         delays: Its delays.
-        options: What is configured.
-        works: What takes long.
-        glance: How many messages wait where.
-        entering: How many messages a second enter the levels; nobody waits for it.
-        workers: What the workers answer.
-        due: How many tracked tasks are due when, by the name of a horizon.
-        findings: What breaks a promise.
-        undeliverable: The oldest messages that could not be delivered.
+        options: The options of the page.
+        works: The long actions.
+        queues_broker: Asks the broker about the queues.
 
     Raises:
         InvalidSetting: An option is unknown or wrong.
         TypeError: The delays of the application are not in RabbitMQ.
     """
 
-    def __init__(self, app: celery.Celery, given: Mapping[str, Any]) -> None:
+    def __init__(self, app: celery.Celery, given: Mapping[str, object]) -> None:
         delays = getattr(app, "rabbitdelay", None)
         if not isinstance(delays, RabbitDelay):
             raise TypeError(
@@ -157,89 +91,179 @@ class Site:
         self.options = Options.of(delays.settings_of(WebSettings).web or {}, given)
         self.works = Works()
         # Each has a connection of its own: the workers' answers are waited for.
-        self._brokers = Broker(app), Broker(app)
-        self._management: tuple[ManagementAPI, str] | None = None
-        self._glance: Status | None = None
-        self._answered: Status | None = None
-        self.glance = Readings(self._look, STATUS_PERIOD)
-        self.entering = Readings(self._look_at_entering, ENTERING_PERIOD, in_background=True)
-        self.workers = Readings(self._look_at_workers, WORKERS_PERIOD)
-        self.due = {name: Readings(partial(self._count, name), DUE_PERIOD) for name in HORIZONS}
-        self.findings = Readings(self._verify, FINDINGS_PERIOD)
-        self.undeliverable = Readings(self._read_undeliverable, UNDELIVERABLE_PERIOD)
+        self.queues_broker, self._workers = self._broker(), self._broker()
+        self._readings: dict[str, Readings[Any]] = {}
+        self._before: dict[str, Status] = {}
 
-    def close(self) -> None:
-        """Close the connections to the broker."""
-        for each in self._brokers:
-            each.close()
+    def _broker(self) -> Broker:
+        connection = self.app.connection_for_write(connect_timeout=CONNECT_TIMEOUT)
+        return Broker(connection, ANSWER_TIMEOUT)
 
-    def _look(self) -> Glance:
-        before = self._glance
-        status = self._brokers[0].ask(
-            lambda connection: status_of(self.delays, connection, timeout=0)
-        )
-        self._glance = status
+    def ask(self, question: Callable[[Connection], _T]) -> _T:
+        """Ask the application's broker over a connection of its own; see :meth:`.Broker.ask`."""
+        with closing(self._broker()) as broker:
+            return broker.ask(question)
+
+    def latest(
+        self, name: str, look: Callable[[], _T], period: float, patience: float | None = None
+    ) -> Reading[_T]:
+        """Return the latest reading of a name, which all requests share.
+
+        Args:
+            name: Its name.
+            look: Looks; the first one that is given under the name counts.
+            period: As for :class:`.Readings`.
+            patience: Likewise.
+        """
+        readings = self._readings.setdefault(name, Readings(look, period, patience))
+        return readings.latest()
+
+    def outdate(self, name: str) -> None:
+        """Have the next who ask for a reading look anew: an action has changed what it shows."""
+        if name in self._readings:
+            self._readings[name].outdate()
+
+    def queues(self) -> Reading[Glance]:
+        """Return how many messages wait where."""
+
+        def look() -> Glance:
+            status = self.queues_broker.ask(lambda found: status_of(self.delays, found, timeout=0))
+            return self._compared("queues", status)
+
+        return self.latest("queues", look, STATUS_PERIOD)
+
+    def workers(self) -> Reading[Glance]:
+        """Return what the workers answer."""
+
+        def look() -> Glance:
+            if self.delays.is_blocked():
+                raise OperationalError("they are asked by messages, and RabbitMQ blocks publishers")
+            answers = self._workers.ask(
+                lambda found: status_of_workers(self.app, found, WORKERS_TIMEOUT, about=True)
+            )
+            nothing = Backlog({}, {}, {}, ())
+            return self._compared("workers", Status(time.monotonic(), nothing, answers))
+
+        return self.latest("workers", look, WORKERS_PERIOD)
+
+    def _compared(self, name: str, status: Status) -> Glance:
+        before, self._before[name] = self._before.get(name), status
         return Glance(status, {} if before is None else rates_between(before, status))
 
-    def _look_at_entering(self) -> float:
-        if self._management is None:
-            with closing(self.app.connection_for_write()) as connection:
-                api = management_api(connection, self.options.management)
-                self._management = api, connection.virtual_host
-        (api, virtual_host), self._management = self._management, None
-        about = api.get("overview", columns="rates_mode,disable_stats")
-        if about.get("rates_mode") == "none" or about.get("disable_stats"):
-            raise ManagementUnavailable(api.url, "it keeps no statistics (management.rates_mode)")
-        found = api.get(
-            "exchanges", virtual_host, columns="name,message_stats.publish_in_details.rate"
-        )
-        self._management = api, virtual_host  # it has answered; otherwise another node may
-        # An exchange counts what is published to it, and not what is dead-lettered into it.
-        levels = {exchange.name for exchange in self.delays.topology.level_exchanges}
-        counted = [each.get("message_stats", {}) for each in found if each["name"] in levels]
-        return float(sum(each.get("publish_in_details", {}).get("rate", 0) for each in counted))
 
-    def _look_at_workers(self) -> Workers:
-        if self.delays.is_blocked():
-            raise OperationalError("they are asked by messages, and RabbitMQ blocks publishers")
-        answers = self._brokers[1].ask(
-            lambda connection: status_of_workers(self.app, connection, WORKERS_TIMEOUT, about=True)
-        )
-        now = Status(time.monotonic(), _NO_BACKLOG, answers)
-        before, self._answered = self._answered, now
-        return Workers(answers, None if before is None else rates_between(before, now)[ARRIVALS])
+@dataclass(eq=False)
+class Work:
+    """A long action.
 
-    def _count(self, horizon: str) -> DueSoon:
-        start = wall_clock.now()
-        length, number = HORIZONS[horizon]
-        steps = [start + length * step / number for step in range(1, number + 1)]
-        ends = [start + length for length, _ in HORIZONS.values()]
-        before = [Filter(due_before_ms=milliseconds_of(each)) for each in (start, *steps, *ends)]
-        index = self.delays.registry.index
-        overdue, *counts, all_of_them = index.counts([*before, Filter()])
-        # A task that leaves meanwhile is counted in some of them only.
-        of_steps = pairwise([overdue, *counts[:number]])
-        each_step = [max(until - before, 0) for before, until in of_steps]
-        totals = [max(count - overdue, 0) for count in counts[number:]]
-        later = max(all_of_them - counts[-1], 0)
-        return DueSoon(start, overdue, each_step, dict(zip(HORIZONS, totals, strict=True)), later)
+    Attributes:
+        user: Who has begun it.
+        what: What it does, in the past: "cancelled".
+        total: How many tasks it is about, as far as it is known.
+        key: A random word that names it.
+        began: When it was begun.
+        stopping: Set to stop it after the current batch or message.
+        done: How many are done.
+        state: ``running``, ``done``, ``stopped`` or ``failed``.
+        error: Why it has failed.
+    """
 
-    def _verify(self) -> Verification:
-        management = self.options.management
-        return ask_once(self.app, lambda found: verify_application(self.delays, found, management))
+    user: User
+    what: str
+    total: int
+    key: str = field(default_factory=partial(secrets.token_urlsafe, 9))
+    began: datetime = field(default_factory=wall_clock.now)
+    stopping: Event = field(default_factory=Event)
+    done: int = 0
+    state: str = "running"
+    error: str | None = None
 
-    def _read_undeliverable(self) -> list[Kept]:
-        def kept(connection: Connection) -> list[Kept]:
-            topology = self.delays.topology
-            return [
-                Kept(
-                    each if len(each.body) <= MOST_BODY else each._replace(body=b""),
-                    shown_body(each.body, SHOWN_BODY),
-                )
-                for each in undeliverable_messages(connection, topology, MOST_UNDELIVERABLE)
-            ]
+    def run(self, does: Does) -> None:
+        """Do it to its end, and log how it ended."""
+        state = "failed"
+        try:
+            does(self)
+            state = "stopped" if self.stopping.is_set() else "done"
+        except AWAY as error:
+            self.error = why(error)
+        except HTTPException as refused:
+            self.error = refused.detail
+        except Exception:
+            self.error = "an unexpected error, which is in the log"
+            logger.exception("The work %s has failed", self.key)
+        try:
+            log_action(self.user, f"{self.what} ({state}, of {self.total})", self.done)
+        finally:
+            self.state = state
 
-        return ask_once(self.app, kept)
+    def shown(self) -> dict[str, object]:
+        """Return what a page shows."""
+        names = "key", "what", "began", "done", "total", "state", "error"
+        return {"user": self.user.name, **{name: getattr(self, name) for name in names}}
 
 
-_NO_BACKLOG: Final = Backlog({}, {}, {}, ())
+#: Does what a work is about: counts in ``done``, and returns early if it is stopping.
+Does: TypeAlias = Callable[[Work], None]
+
+
+def in_batches(batches: Iterator[int]) -> Does:
+    """Return a function that works through batches, and can be stopped between two of them.
+
+    Args:
+        batches: Yields how many were done after each batch.
+    """
+
+    def does(work: Work) -> None:
+        for number in batches:
+            work.done += number
+            if work.stopping.is_set():
+                return
+
+    return does
+
+
+class Works:
+    """The long actions of this process that run, or have ended lately; each has a thread."""
+
+    def __init__(self) -> None:
+        self._works: dict[str, Work] = {}
+        self._lock = Lock()
+
+    def begin(self, user: User, what: str, total: int, does: Does) -> Work:
+        """Begin a long action.
+
+        Raises:
+            HTTPException: Too many run already.
+        """
+        work = Work(user, what, total)
+        with self._lock:
+            ended = [key for key, each in self._works.items() if each.state != "running"]
+            if len(self._works) - len(ended) >= MOST_AT_ONCE:
+                raise HTTPException(503, "So much goes on already; wait until some of it is done")
+            for key in ended[: 1 - REMEMBERED]:
+                del self._works[key]
+            self._works[work.key] = work
+        name = f"rabbitdelay-web-{work.key}"
+        Thread(target=work.run, args=(does,), name=name, daemon=True).start()
+        return work
+
+    def get(self, key: str) -> Work | None:
+        """Return the action with a key."""
+        return self._works.get(key)
+
+    def all(self) -> list[Work]:
+        """Return all of them, the last one first."""
+        with self._lock:
+            return list(self._works.values())[::-1]
+
+
+def log_action(user: User, what: str, number: int, about: object = None) -> None:
+    """Log what a user has done.
+
+    Args:
+        user: Who.
+        what: What was done, in the past.
+        number: To how many.
+        about: To which.
+    """
+    shown = "" if about is None else f" {about!r:.1000}"
+    logger.info("%r has %s: %d%s", user.name, what, number, shown)

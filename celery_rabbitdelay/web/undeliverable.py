@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from kombu import Connection
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
 from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
-from celery_rabbitdelay.web.asked import Asked, Wrong, servers_away
+from celery_rabbitdelay.publishing.reading import Reading
+from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.deciding import begin
-from celery_rabbitdelay.web.reading import ask_once
-from celery_rabbitdelay.web.site import Kept
-from celery_rabbitdelay.web.waiting import masked
-from celery_rabbitdelay.web.work import Work, log_action
+from celery_rabbitdelay.web.site import Site, Work, log_action
+
+#: Seconds from one reading to the next, how many messages are read, and the bytes of a body that is
+#: kept.
+PERIOD, MOST_READ, MOST_BODY = 30.0, 1_000, 16_384
+
+#: How many bytes of each body are shown and exported, as ``undeliverable list --full`` prints.
+SHOWN_BODY: Final = 2_000
 
 #: How many messages a page lists.
 LISTED: Final = 100
@@ -35,81 +43,108 @@ ARGUMENTS: Final = frozenset({"argsrepr", "kwargsrepr"})
 FILTERS: Final = ("task", "queue", "id", "reason", "older_than", "newer_than")
 
 
-def undeliverable(asked: Asked) -> dict[str, Any]:
+class Kept(NamedTuple):
+    """A message as it is kept between two readings.
+
+    Attributes:
+        number: Its place in the queue, from 1.
+        message: The message, without a body that is too long.
+        body: What is shown of its body.
+    """
+
+    number: int
+    message: read.UndeliverableMessage
+    body: dict[str, Any]
+
+
+def _latest(site: Site) -> Reading[list[Kept]]:
+    """Return the oldest messages that could not be delivered."""
+
+    def kept(connection: Connection) -> list[Kept]:
+        found = read.undeliverable_messages(connection, site.delays.topology, MOST_READ)
+        return [
+            Kept(
+                number,
+                each if len(each.body) <= MOST_BODY else each._replace(body=b""),
+                read.shown_body(each.body, SHOWN_BODY),
+            )
+            for number, each in enumerate(found, 1)
+        ]
+
+    return site.latest("undeliverable", partial(site.ask, kept), PERIOD)
+
+
+def undeliverable(asked: Asked) -> dict[str, object]:
     """Return why messages could not be delivered, and the first ones of those that match."""
-    wanted, reading = _filter(asked), asked.site.undeliverable.latest()
-    summary, messages = read.UndeliverableSummary(), list[dict[str, Any]]()
-    for number, each in enumerate(reading.value or (), 1):
-        if wanted.matches(each.message):
-            summary.add(each.message)
-            if len(messages) < LISTED:
-                told = read.summary_of(number, each.message)
-                messages.append({**told, "size": each.body["size"]})
+    wanted, reading = _filter(asked), _latest(asked.site)
+    found = [each for each in reading.value or () if wanted.matches(each.message)]
+    summary = read.UndeliverableSummary()
+    for each in found:
+        summary.add(each.message)
     return {
         "taken": reading.taken,
         "error": reading.error,
         "read": None if reading.value is None else len(reading.value),
         "count": summary.count,
         "reasons": [{"reason": reason, **vars(group)} for reason, group in summary.by_count()],
-        "messages": messages,
+        "messages": [
+            {**read.summary_of(each.number, each.message), "size": each.body["size"]}
+            for each in found[:LISTED]
+        ],
         "shows_arguments": asked.site.options.shows_arguments,
     }
 
 
-def message(asked: Asked) -> dict[str, Any]:
+def message(asked: Asked) -> dict[str, object]:
     """Return all that is known of one message that could not be delivered, by its task's id."""
-    task_id, reading = asked.fields.needed("id"), asked.site.undeliverable.latest()
-    wanted = read.UndeliverableFilter(ids=(task_id,))
-    for number, each in enumerate(reading.value or (), 1):
+    wanted = read.UndeliverableFilter(ids=(asked.fields.needed("id"),))
+    for each in _latest(asked.site).value or ():
         if wanted.matches(each.message):
-            record = _record(asked, number, each)
+            record = _record(asked, each)
             body = record["body"] or {"text": None}
             text = body["text"] if body["text"] is not None else body.get("base64")
             return {"message": {**record, "body": text}}
     raise HTTPException(404, "No message of this id is among those that were read.")
 
 
-def export(asked: Asked) -> dict[str, Any]:
-    """Return the messages that match with their headers and the beginning of their bodies."""
+def export(asked: Asked) -> Response:
+    """Return the messages that match, with their headers and the beginning of their bodies.
+
+    It is a file with a line of JSON for each message.
+    """
     if not asked.site.options.shows_arguments:
         raise HTTPException(403, "Bodies are hidden: the option shows_arguments shows them.")
-    wanted, reading = _filter(asked), asked.site.undeliverable.latest()
+    wanted, reading = _filter(asked), _latest(asked.site)
     if reading.value is None:
         raise HTTPException(503, f"The broker cannot be asked: {reading.error}")
-    messages = [
-        _record(asked, number, each)
-        for number, each in enumerate(reading.value, 1)
-        if wanted.matches(each.message)
-    ]
-    log_action(asked.user, "exported undeliverable messages", len(messages))
-    return {"taken": reading.taken, "read": len(reading.value), "messages": messages}
+    found = [each for each in reading.value if wanted.matches(each.message)]
+    log_action(asked.user, "exported undeliverable messages", len(found))
+    text = "".join(f"{json.dumps(_record(asked, each))}\n" for each in found)
+    headers = {"Content-Disposition": 'attachment; filename="undeliverable.jsonl"'}
+    return Response(text, media_type="application/x-ndjson", headers=headers)
 
 
-def _record(asked: Asked, number: int, kept: Kept) -> dict[str, Any]:
+def _record(asked: Asked, kept: Kept) -> dict[str, Any]:
     """Return a message as ``undeliverable list --full`` does, without what may not be shown."""
-    record = read.as_record(number, kept.message)
+    record = read.as_record(kept.number, kept.message)
     del record["amqp_properties"]  # for programs that send it again; it has the arguments, too
     record["envelope"] = read.Contents.of(kept.message).messages
     options, task, headers = asked.site.options, record["task"] or "", record["headers"]
-    if not options.shows_arguments:
-        for name in ARGUMENTS:
-            headers.pop(name, None)
-        return {**record, "body": None}
     for name in headers.keys() & ARGUMENTS:
-        headers[name] = masked(options, task, str(headers[name]))
-    texts = {name: masked(options, task, kept.body[name]) for name in ("text", "base64")}
-    return {**record, "body": {**kept.body, **texts}}
+        if (text := options.shown(task, str(headers.pop(name)))) is not None:
+            headers[name] = text
+    texts = {name: options.shown(task, kept.body[name]) for name in ("text", "base64")}
+    return {**record, "body": {**kept.body, **texts} if options.shows_arguments else None}
 
 
-def confirm(asked: Asked) -> dict[str, Any]:
+def confirm(asked: Asked) -> dict[str, object]:
     """Return how many messages match, and what would become of them: a dry run."""
     action = asked.fields.one_of("action", ACTIONS, "redrive")
-    with servers_away():
-        report = _remove(asked, action, _filter(asked).matches, dry_run=True)
+    report = _remove(asked, action, _filter(asked).matches, dry_run=True)
     return {"action": action, "report": vars(report), "filter": asked.fields.filter(FILTERS)}
 
 
-def decide(asked: Asked) -> dict[str, Any]:
+def decide(asked: Asked) -> dict[str, object]:
     """Begin to redrive or to delete the messages that match, at most as many as were counted."""
     action = asked.fields.one_of("action", ACTIONS, "")
     count = asked.fields.number("count", 0, 10**9)
@@ -128,7 +163,7 @@ def decide(asked: Asked) -> dict[str, Any]:
             _remove(asked, action, matches, dry_run=False, limit=count, report=report)
         finally:
             work.done = report.removed
-            asked.site.undeliverable.outdate()
+            asked.site.outdate("undeliverable")
         if report.stopped not in (None, STOPPED):
             raise OperationalError(report.stopped)
 
@@ -147,19 +182,17 @@ def _remove(
     """Remove the messages that match, or only count them.
 
     Args:
-        asked: What is asked for.
+        asked: The request.
         action: What becomes of them: one of :data:`ACTIONS`.
         matches: Returns whether a message is chosen; called for each that is read.
         dry_run: Whether to count them only.
-        limit: At most so many.
+        limit: The most messages that are removed.
         report: What is counted in; see :func:`.redrive`.
     """
     site = asked.site
     if action == "purge":
         purge = partial(read.redrive, limit=limit, dry_run=dry_run, report=report)
-        topology = site.delays.topology
-        return ask_once(site.app, lambda found: purge(Place(found, topology), None, matches))
-    delay = asked.duration("delay")
+        return site.ask(lambda found: purge(Place(found, site.delays.topology), None, matches))
     redrive = partial(
         read.redrive_application,
         site.delays,
@@ -167,22 +200,17 @@ def _remove(
         dry_run=dry_run,
         limit=limit,
         report=report,
-        to=asked.fields.text("to"),
-        delay=delay,
+        to=asked.fields.get("to"),
+        delay=asked.duration("delay"),
     )
     try:
-        return ask_once(site.app, redrive)
+        return site.ask(redrive)
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:
         raise Wrong(action, str(wrong)) from wrong
 
 
 def _filter(asked: Asked) -> read.UndeliverableFilter:
-    fields = asked.fields
-    return read.UndeliverableFilter(
-        fields.all("task"),
-        fields.all("queue"),
-        fields.all("id"),
-        fields.all("reason"),
-        asked.duration("older_than"),
-        asked.duration("newer_than"),
-    )
+    names = "task", "queue", "id", "reason"
+    tasks, queues, ids, reasons = map(asked.fields.getlist, names)
+    older, newer = asked.duration("older_than"), asked.duration("newer_than")
+    return read.UndeliverableFilter(tasks, queues, ids, reasons, older, newer)

@@ -33,12 +33,12 @@ from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
-    connect,
     declare_destination,
     declare_probe,
     is_complete,
 )
-from celery_rabbitdelay.publishing.permissions import permissions_named
+from celery_rabbitdelay.publishing.kombu_internals import connect
+from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.worker import status  # noqa: F401 - its import registers control commands
 from celery_rabbitdelay.worker.celery_internals import (
     RabbitMQStep,

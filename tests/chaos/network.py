@@ -12,10 +12,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,38 +52,27 @@ class NetworkedNode(Node):
     """A node with an address, in a namespace of its own."""
 
     def __init__(self, address: str, namespace: str, root: Any, first: Any) -> None:
-        self._address, self._namespace = address, namespace
+        self._host, self._namespace = address, namespace
         listener = f"listeners.tcp.2 = {address}:{AMQP_PORT}"
         super().__init__(root, (*QUIET, listener), first)
 
     @property
     def url(self) -> str:
         """``amqp://`` URL of the virtual host ``/``, for processes of this machine."""
-        return f"amqp://guest:guest@{self._address}:{AMQP_PORT}//"
+        return f"amqp://guest:guest@{self._host}:{AMQP_PORT}//"
 
     @property
     def node(self) -> str:
         """The name by which the nodes of the cluster know this one."""
-        return f"rabbitdelay@{self._address}"
+        return f"rabbitdelay@{self._host}"
 
     def start(self) -> None:
         """Start this node's own port mapper, then the node."""
         self._start_mapper()
         super().start()
 
-    def _mapper_listens(self) -> bool:
-        with suppress(OSError):
-            socket.create_connection((self._address, self._mapper_port), timeout=1.0).close()
-            return True
-        return False
-
     def _ready(self) -> bool:
-        # As for a node of this machine, at another address.
-        address = (self._address, AMQP_PORT)
-        with suppress(OSError), socket.create_connection(address, timeout=1.0) as client:
-            client.sendall(b"AMQP\x00\x00\x09\x01")
-            return client.recv(1) != b""
-        return False
+        return self._is_listening(AMQP_PORT)
 
     def _inside(self, command: list[str]) -> list[str]:
         if "-address" in command:  # the port mapper: on all addresses of the namespace

@@ -199,7 +199,7 @@ def distribution(message: amqp.Message) -> None:
 
 def envelope(given: bytes) -> None:
     """The body of an envelope; also one that is compressed well, around whatever is given."""
-    for body in (given, compressed(given, 1)):
+    for body in (given, compressed(given)):
         try:
             for item in OpenedEnvelope(body, MAX_MESSAGE_BYTES):
                 assert len(item.body) <= MAX_MESSAGE_BYTES

@@ -12,7 +12,7 @@ from kombu import Exchange, Queue
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import declare_destination, delete, forget
-from celery_rabbitdelay.schedules.beat import put_beat
+from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.management import QUORUM, Place
@@ -205,7 +205,7 @@ def neglected_schedules(place: Place) -> None:
         "beat_schedule": dict.fromkeys(("overdue", "lost"), entry),
     }
     place.delays = delays = place.app().rabbitdelay
-    put_beat(delays.schedules)
+    BeatEntries(delays.schedules).put()
     records = Records(delays.registry)
     overdue, lost, *_ = records.all()  # and one of Celery's own
     records.note_due({overdue: 0})
@@ -214,21 +214,15 @@ def neglected_schedules(place: Place) -> None:
 
 #: What is planted, and the codes that have to be found, no others.
 FAULTS: Final[dict[Plant, set[str]]] = {
-    damaged: {"missing", "binding-missing", "marker-missing"},
+    damaged: {"missing"},
     without_levels: {"not-declared"},
     nobody_declares: {"nobody-declares"},
     longer_ttl: {"differs"},
     no_alternate: {"differs"},
     other_layout: {"layout-conflict"},
     leaking: {"binding-additional", "level-consumed"},
-    bad_policies: {
-        *("policy-expires", "policy-message-ttl", "policy-max-length", "policy-overflow"),
-        *("policy-dead-letter", "policy-delivery-limit", "policy-drops-undeliverable"),
-    },
-    bad_policies_of_a_destination: {
-        *("destination-expires", "destination-message-ttl", "destination-delivery-limit"),
-        "destination-drops",
-    },
+    bad_policies: {"policy"},
+    bad_policies_of_a_destination: {"destination-policy", "destination-drops"},
     refusing_destination: {"destination-refuses"},
     forgotten_destinations: {"destination-unbound"},
     forgotten_where_nobody_helps: {"destination-cut-off", "destination-missing"},
@@ -239,4 +233,14 @@ FAULTS: Final[dict[Plant, set[str]]] = {
     classic_levels: {"classic-levels"},
     neglected_schedules: {"schedule-overdue", "schedule-lost"},
     without_redis: {"registry-unavailable"},
+}
+
+#: What the findings name besides.
+NAMED: Final[dict[Plant, tuple[str, ...]]] = {
+    damaged: ("queue shop.", "binding shop.", "exchange shop.layout"),
+    bad_policies: (
+        *("expires", "message-ttl", "max-length", "overflow", "dead-letter-routing-key"),
+        "delivery-limit",
+    ),
+    bad_policies_of_a_destination: ("expires", "message-ttl", "delivery-limit"),
 }

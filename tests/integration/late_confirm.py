@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout
+from celery_rabbitdelay.registry.application import registry_of
+from celery_rabbitdelay.schedules import messages
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
-from celery_rabbitdelay.worker import republishing
 from tests.integration.shop import PATIENCE
 
 AHEAD_MS = 10_000
 
-publish_each = republishing.publish_each
+publish_each = vars(messages)["publish_each"]
 
 
 def publish_late(
@@ -28,16 +29,16 @@ def publish_late(
     resends: int | None,
 ) -> None:
     """Publish what follows, and say later that it was not confirmed."""
-    vars(republishing)["publish_each"] = publish_each
+    vars(messages)["publish_each"] = publish_each
     publish_each(delays, items, made, lambda *_: None, resends)
-    records, (step,) = Records(delays.registry), items
+    records, (came,) = Records(registry_of(delays)), items
 
     def is_far_behind() -> bool:
-        (noted,) = records.get([step.occurrence.name])
-        return noted is not None and noted.done_ms >= step.occurrence.instant_ms + AHEAD_MS
+        (noted,) = records.get([came.occurrence.name])
+        return noted is not None and noted.done_ms >= came.occurrence.instant_ms + AHEAD_MS
 
     wait_for(is_far_behind, "ten more occurrences", PATIENCE)
-    settled(step, ConfirmTimeout("", "", "the broker did not confirm in time"))
+    settled(came, ConfirmTimeout("", "", "the broker did not confirm in time"))
 
 
-vars(republishing)["publish_each"] = publish_late
+vars(messages)["publish_each"] = publish_late

@@ -11,7 +11,8 @@ from typing import Any
 import amqp
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.publishing.message import Content, Publication
+from celery_rabbitdelay.publishing.message import Content, Declaration, Publication
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import take
@@ -24,11 +25,19 @@ GRACE = 25.0
 
 
 def publish(
-    publisher: Publisher, queue_name: str, body: str = "x", exchange: str = "", **options: Any
+    publisher: Publisher,
+    queue_name: str,
+    body: str = "x",
+    exchange: str = "",
+    *,
+    declare: Declaration | None = None,
+    redeclare: Declaration | None = None,
+    **policy: Any,
 ) -> None:
     """Publish one message; without an exchange, straight to the queue."""
     message = amqp.Message(body, content_type="text/plain", content_encoding="utf-8")
-    publisher.publish(message, lambda: (exchange, queue_name), **options)
+    sent = Publication.of(message, lambda: (exchange, queue_name))
+    publisher.publish(sent, PublishPolicy(**policy), declare=declare, redeclare=redeclare)
 
 
 def posting(

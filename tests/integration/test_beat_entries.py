@@ -14,7 +14,7 @@ from celery.beat import ScheduleEntry, Scheduler
 from celery.schedules import crontab, schedule, solar
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.schedules.beat import end_beat, put_beat
+from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.arrivals import Arrival, take
 from tests.integration.registering import RedisSetup
@@ -91,7 +91,7 @@ def test_what_arrives_of_each_entry_is_what_beat_sends(
     @plain.task(name="anything", shared=False)
     def anything(*args: Any, **kwargs: Any) -> None: ...
 
-    assert put_beat(app.rabbitdelay.schedules)
+    assert BeatEntries(app.rabbitdelay.schedules).put()
     told = [each.getMessage() for each in caplog.records if " of beat " in each.getMessage()]
     assert sorted(each.split()[-1] for each in told) == LEFT_OUT
     found = app.rabbitdelay.schedules.all()
@@ -111,7 +111,7 @@ def test_what_arrives_of_each_entry_is_what_beat_sends(
             task_id = arrival.message.headers["id"]
             came[names.get(task_id) or task_id.split(":")[2]] = said(arrival)
     assert came == dict(zip(entries(), map(said, expected), strict=True))
-    end_beat(app.rabbitdelay.schedules)
+    BeatEntries(app.rabbitdelay.schedules).end()
 
 
 def test_an_entry_of_beat_runs_until_it_expires(
@@ -124,10 +124,10 @@ def test_an_entry_of_beat_runs_until_it_expires(
         for each in given
     }
     app = make_shop(**module_settings, beat_schedule=made, rabbitdelay_beat=True)
-    assert put_beat(app.rabbitdelay.schedules)
+    assert BeatEntries(app.rabbitdelay.schedules).put()
     found = [each.exported()["end"] for each in app.rabbitdelay.schedules.all()]
     assert found == [ends.isoformat()] * 3
-    end_beat(app.rabbitdelay.schedules)
+    BeatEntries(app.rabbitdelay.schedules).end()
 
 
 def test_workers_put_the_entries_again_that_redis_has_lost(
@@ -141,4 +141,4 @@ def test_workers_put_the_entries_again_that_redis_has_lost(
         schedules.delete("beat:shop:far")
         redis_setup.client.flushall()
         wait_for(schedules.all, "the entries of beat, again", PATIENCE)
-    end_beat(schedules)
+    BeatEntries(schedules).end()

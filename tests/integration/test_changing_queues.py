@@ -10,9 +10,7 @@ import pytest
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import DeclarationRefused
-from celery_rabbitdelay.publishing.declaration import (
-    missing,
-)
+from celery_rabbitdelay.publishing.declaration import missing
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
 from tests.integration.arrivals import count, take, wait_until_waiting

@@ -161,9 +161,9 @@ def test_imported_definitions_are_what_declare_makes(
         app: Any = make_app(settings)
         topology = app.rabbitdelay.topology
         app.close()
-        export = f"export --format definitions --output {path}"
-        told = run_command(settings, export)
+        told = run_command(settings, "export --format definitions")
         assert told.returncode == 0, told.stderr
+        path.write_text(told.stdout)
 
         session_rabbitmq.ctl("import_definitions", f"{session_rabbitmq._home}/{path.name}")
 

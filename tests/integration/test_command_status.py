@@ -1,11 +1,9 @@
-"""``celery rabbitdelay status``: what waits, why, until when, the workers, and ``--watch``."""
+"""``celery rabbitdelay status``: what waits, until when, and the workers."""
 
 from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -13,14 +11,11 @@ from typing import Any
 
 from kombu import Connection
 
-from celery_rabbitdelay.kombu import declare
 from celery_rabbitdelay.testing import wait_for
-from tests.integration.arrivals import count
 from tests.integration.modules import MODULES
 from tests.integration.shop import PATIENCE
-from tests.integration.undeliverable_messages import message, put
 from tests.integration.waited import put_into
-from tests.integration.worker import answer, run_celery, start_celery
+from tests.integration.worker import answer, run_celery
 from tests.json_schemas import checked
 
 HOURS = [("hours", 6, 3600), ("tenths", 10, 360)]
@@ -69,7 +64,7 @@ def test_the_status_counts_each_level_and_digit_and_says_what_the_workers_do(
     assert found["levels"] == {"hours.x1": 3, "tenths.x1": 0}
     assert found["others"]["meditation"] == {"messages": 1, "consumers": 0}
     assert found["next_due"]["within_ms"] == (2 * 3600 - 360) * 1000
-    assert (found["undeliverable"], found["missing"]) == (None, [])
+    assert found["missing"] == []
     for workers in (found["workers"], json.loads(inspected.splitlines()[0])):
         (modules,) = workers.values()
         assert set(modules) == {*MODULES, "tasks"}
@@ -83,9 +78,8 @@ def test_the_status_of_levels_that_do_not_stand_names_their_queues(
         # Asked is the broker that tasks are sent to.
         "broker_write_url": configuration["broker_url"],
     }
-    found = answer({**configuration, **urls}, f"{STATUS} --reasons", "status", 1)
+    found = answer({**configuration, **urls}, STATUS, "status", 1)
     assert f"{configuration['prefix']}.seconds.1" in found["missing"]
-    assert found["undeliverable"] is None
     assert found["next_due"]["within_ms"] is None
 
 
@@ -103,37 +97,3 @@ def test_the_status_says_when_the_next_tracked_task_is_due(
 
     away = {**own, "rabbitdelay_registry_url": "redis://127.0.0.1:1/0"}
     assert answer(away, STATUS, "status")["next_due"]["registry_error"]
-
-
-def test_the_reasons_of_undeliverable_messages_are_counted_and_the_messages_stay(
-    configuration: dict[str, Any], shop: Any, connection: Connection
-) -> None:
-    topology = shop.rabbitdelay.topology
-    declare(connection, topology)
-    gone = {"rabbitdelay-reason": "gone"}
-    name = put(connection, topology, *(message(each, gone) for each in range(3)))
-
-    for most, counted in (("", 3), ("1", 1)):
-        found = answer(configuration, f"{STATUS} --reasons {most}", "status")["undeliverable"]
-        assert found == {"read": counted, "counts": {"gone": counted}}
-    wait_for(lambda: count(connection, name) == 3, "the messages stay", PATIENCE)
-
-
-def test_watch_shows_rates_from_the_second_look_on_until_ctrl_c(
-    configuration: dict[str, Any], make_shop: Callable[..., Any]
-) -> None:
-    shop = make_shop(rabbitdelay_layout=HOURS)
-    shop.tasks["look"].apply_async(delay=3600)
-    own = {**configuration, "rabbitdelay_layout": HOURS}
-    command, pipe = f"rabbitdelay {STATUS} --watch 0.1", subprocess.PIPE
-    with start_celery(own, command, stdout=pipe, stderr=pipe) as watching:
-        assert watching.stdout is not None
-        seen: list[str] = []
-        while not any(line.startswith("delayed tasks that workers") for line in seen):
-            seen.append(watching.stdout.readline())
-            assert watching.poll() is None
-        first = seen.index(f"  {'hours.x1':16} {1:10,} waiting\n")
-        assert f"  {'hours.x1':16} {1:10,} waiting {'+0.0':>10}/s\n" in seen[first:]
-        watching.send_signal(signal.SIGINT)
-        _, errors = watching.communicate(timeout=PATIENCE)
-    assert (watching.returncode, errors) == (0, "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import click
@@ -39,8 +38,8 @@ LEAST: dict[str | None, tuple[str, ...]] = {
         "transfer --from amqp://guest:secret@127.0.0.1:2//",
     ),
     "Error: cannot ask the broker amqp://guest": (
-        *("declare", "delete --yes", "status", "unbind some-exchange some-queue some-key"),
-        *("undeliverable export never-written.jsonl", "undeliverable list", "verify"),
+        *("declare", "delete --yes", "status"),
+        *("undeliverable export", "undeliverable list", "verify"),
         *("undeliverable purge --yes", "undeliverable redrive"),
     ),
     None: (
@@ -107,7 +106,6 @@ def test_without_a_broker_a_command_ends_with_one_line(line: str, says: str, url
     assert error.startswith(says)
     assert "secret" not in error
     assert checked("error", told.stdout) == {"error": error.removeprefix("Error: ")}
-    assert not Path("never-written.jsonl").exists()
 
 
 @pytest.mark.parametrize(

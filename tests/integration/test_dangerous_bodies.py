@@ -83,11 +83,10 @@ def test_a_dangerous_body_is_refused_on_every_route_as_without_this_package(
     expected = 2 * publish_on_every_route(connection, shop, named(shop, "default"), body)
     wait_for(lambda: worker.log.count(REFUSED) >= expected, f"{expected} refusals", PATIENCE)
     wait_until_waiting(connection, shop.rabbitdelay.topology.module_queues.undeliverable.name, 2)
-    for command in ("list --full", f"export {tmp_path}/exported", "redrive --dry-run"):
+    for command in ("list -n 9", "export", "redrive --dry-run"):
         told = run_command(own, f"undeliverable {command} --json")
         assert "Traceback" not in told.stderr
     look = shop.tasks["look"].apply_async((1,), delay=0.1)
     assert look.get(timeout=PATIENCE)["given"] == [1]
     assert worker.log.count(REFUSED) == expected
-    assert (tmp_path / "exported").exists()
     assert not made.exists()

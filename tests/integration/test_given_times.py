@@ -117,7 +117,7 @@ def _in_canvas(app: Any, kind: Kind) -> Any:
         whole.apply_async(link=follows, link_error=note.s("z").set(**times))
         chord([note.s("x")], note.s("y").set(delay=kind.length(MINUTE))).apply_async(delay=HOUR)
         note.signature(("x",), eta=kind.at(NOW + HOUR)).apply_async()
-        bodies = [each.body[2] for each in sent.recorded]
+        bodies = [each.message.decode()[2] for each in sent.recorded]
         return [each.due for each in sent.all()], [
             _options(body[name]) for body in bodies for name in ("callbacks", "errbacks", "chord")
         ]

@@ -20,8 +20,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection, pools
 
 from celery_rabbitdelay import Row
-from celery_rabbitdelay.publishing.backlog import backlog_of
-from celery_rabbitdelay.publishing.declaration import declare
+from celery_rabbitdelay.publishing.declaration import backlog_of, declare
 from celery_rabbitdelay.registry.connection import ScriptCall, Store, connect
 from tests.integration.registering import KINDS, TIMEOUT, RedisSetup
 

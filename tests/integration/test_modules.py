@@ -18,10 +18,10 @@ from kombu import Connection, Exchange, Queue, binding
 
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics
+from celery_rabbitdelay.modules.deliveries import Module
 from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.forwarding import Outgoing
-from celery_rabbitdelay.modules.service import ModuleConsumer
+from celery_rabbitdelay.modules.service import ModuleConsumer, ModuleService
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -197,7 +197,7 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
             dying.drain_events(timeout=30)
     wait_until_waiting(connection, source.name, 2 * AROUND)
 
-    stopping, stands_still, go_on = Event(), Event(), Event()
+    stands_still, go_on = Event(), Event()
 
     def receive(message: amqp.Message) -> Iterator[Outgoing]:
         if int(message.body) == AROUND:
@@ -208,7 +208,8 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
     module = Module("test", topology, source, receive, 100, 1000, timeout=30, retry_for=0)
     serving: Any = connection.clone()
     reading_unreadable_properties(serving)
-    consumer = ModuleConsumer(module, serving, ModuleStatistics(), stopping)
+    service = ModuleService(module, serving, lambda _: None, lambda: None)
+    consumer = ModuleConsumer(service, serving)
 
     def serve() -> None:
         with suppress(OSError):
@@ -224,7 +225,7 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
         wait_until_waiting(connection, source.name, AROUND)
         left = [channel.basic_get(source.name, no_ack=True) for _ in range(AROUND)]
     finally:
-        stopping.set()
+        service.stopping.set()
         go_on.set()
         thread.join(PATIENCE)
         serving.collect(socket_timeout=0.1)

@@ -325,7 +325,7 @@ def bring_back(acting: Acting) -> None:
     name = SMALL.module_queues.undeliverable.name
     wait_for(lambda: count(acting.host.connection, name) == 2, "undeliverable tasks")
     assert "2 undeliverable messages" in acting.command("undeliverable list")
-    acting.command("undeliverable export -", "written to -")
+    acting.command("undeliverable export", "messages exported")
     acting.command(f"undeliverable redrive --id {sent[0].id}")
     take(acting.host.connection, [CELERY], 1)
     acting.command("undeliverable purge --yes")

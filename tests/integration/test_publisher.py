@@ -70,7 +70,10 @@ def test_what_is_not_taken_is_an_error_of_its_own_and_harms_no_other(
     publish(publisher, target.name)
     exchange, key = (prefix + name if name.startswith("-") else name for name in (exchange, key))
     with pytest.raises(PublishError, match=says) as caught:
-        publisher.publish(amqp.Message("x", **properties), lambda: (exchange, key), resends=3)
+        publisher.publish(
+            Publication.of(amqp.Message("x", **properties), lambda: (exchange, key)),
+            PublishPolicy(resends=3),
+        )
     assert type(caught.value) is kind
     assert caught.value.routing_key == key
     assert not caught.value.may_have_arrived

@@ -16,8 +16,8 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import TopologyNotEmpty
 from celery_rabbitdelay.levels.layout import clock
-from celery_rabbitdelay.publishing.backlog import backlog_of
 from celery_rabbitdelay.publishing.declaration import (
+    backlog_of,
     check_complete,
     declare,
     delete,

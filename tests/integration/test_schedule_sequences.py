@@ -17,9 +17,8 @@ from typing import Any, Final
 import pytest
 
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
-from celery_rabbitdelay.schedules.occurrence import ALL, Occurrence
 from celery_rabbitdelay.schedules.record import Arriving, Decided, NotedSchedule, Records
-from celery_rabbitdelay.schedules.recurrence import Recurrence
+from celery_rabbitdelay.schedules.recurrence import ALL, Occurrence, Recurrence
 from tests import schedule_rule as rule
 from tests.integration.registering import KEEP_MS, MARGIN_MS, RedisSetup, now_ms
 from tests.schedule_rule import Message, Record, Winner
@@ -309,7 +308,7 @@ def test_the_scripts_decide_as_the_rule_does(redis_setup: RedisSetup, prefix: st
             for (each, _), answer in zip(asked, answers, strict=True):
                 each.answered(answer)
             again = [(each, arriving) for each in played for arriving in each.again]
-            noted = records._decide([arriving for _, arriving in again], notes_again=1)
+            noted = records.decide([arriving for _, arriving in again], notes_again=True)
             for (each, _), answer in zip(again, noted, strict=True):
                 assert each.is_unreadable or not str(answer).startswith("!"), answer
             for each in played:

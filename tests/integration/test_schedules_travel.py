@@ -13,7 +13,7 @@ from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.testing import Travel, wait_for
 from celery_rabbitdelay.testing.session import Worker
-from celery_rabbitdelay.testing.travel import forget
+from celery_rabbitdelay.testing.travel import FORGET, on_all_keys
 from tests.integration.notes import Notes, instants
 from tests.integration.shop import PATIENCE
 from tests.integration.travelling_shop import rabbitdelay_celery_app, shop, worker
@@ -50,10 +50,10 @@ def hours(noted: Notes, first: datetime) -> list[float]:
 def test_a_paused_schedule_comes_and_does_not_run_and_is_sent_by_hand(
     shop: Any, put: Callable[..., Any], noted: Notes, worker: Worker, travel: Travel
 ) -> None:
-    schedules, before = shop.rabbitdelay.schedules, worker.log.count("its schedule is paused")
+    schedules, before = shop.rabbitdelay.schedules, worker.log.count("does not run: paused")
     begin, first = travel.now, put(paused=True).next_at
     travel(hours=3)
-    assert worker.log.count("its schedule is paused") == before + 3
+    assert worker.log.count("does not run: paused") == before + 3
     assert noted() == []
     assert schedules.trigger("a") is not None
     assert schedules.resume("a")
@@ -111,7 +111,7 @@ def test_what_waits_runs_although_redis_has_lost_everything_and_it_was_put_again
     worker.kill()
     # The next one is due, and others are missed.
     travel(hours=10)
-    forget(shop.rabbitdelay.settings)
+    on_all_keys(shop, FORGET)
     put()
     worker.start()
     travel(hours=6)

@@ -54,7 +54,7 @@ AWAY: Final = {
 ARGUMENTS: Final = (
     "amqp://planted:{password}@127.0.0.1:1//",
     "migrate --from-layout amqp://planted:{password}@127.0.0.1:1//",
-    "status --watch redis://:{password}@127.0.0.1",
+    "status --timeout redis://:{password}@127.0.0.1",
     "transfer --from amqp://planted:{password}-wrong@127.0.0.1:{amqp}//",
     "transfer --from amqp://planted:12/{password}@127.0.0.1:1//",
     "transfer --from planted:{password}@127.0.0.1:1",

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
-import amqp
 import celery
 import pytest
 from kombu import Connection, Queue
@@ -17,6 +16,7 @@ from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer
 from tests.integration.management import wait_until_managed
+from tests.integration.publishing import publish
 from tests.integration.shop import PATIENCE, make_app, named
 from tests.integration.tls import certificates, tls_configuration, tls_node, tls_redis, tls_shop
 from tests.integration.worker import Worker, run_celery
@@ -117,12 +117,12 @@ def test_a_frozen_broker_costs_a_producer_no_more_than_its_timeout(
     with connection_to(tls_node, connect_timeout=30) as connection:
         Queue(queue)(connection.default_channel).declare()
         publisher = Publisher(connection.clone())
-        publisher.publish(amqp.Message("first"), lambda: ("", queue))
+        publish(publisher, queue)
         tls_node.suspend()
         try:
             began = time.monotonic()
             with pytest.raises(ConfirmTimeout):
-                publisher.publish(amqp.Message("second"), lambda: ("", queue), timeout=1)
+                publish(publisher, queue, timeout=1)
             # Not for the 30 s of connecting, which py-amqp gives to TLS's closing handshake too.
             assert time.monotonic() - began < 25
         finally:

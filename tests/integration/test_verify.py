@@ -32,6 +32,7 @@ from tests.browser import Browser
 from tests.integration.conftest import LEVELS
 from tests.integration.faults import (
     FAULTS,
+    NAMED,
     Plant,
     full_destination,
     harmless,
@@ -82,6 +83,8 @@ def test_each_planted_fault_is_found_alone_and_mended_as_printed(
     plant(place)
     report = place.verify_until(codes)
     assert all(each.consequence and each.remedy for each in report.findings)
+    named = " ".join(" ".join((each.what, *each.subjects)) for each in report.findings)
+    assert all(each in named for each in NAMED.get(plant, ()))
     texts = [text for each in report.findings for text in each[3:]]
     assert not any("{policy" in text or "{difference" in text for text in texts)
     run_printed(place, report)
@@ -103,9 +106,9 @@ PLANTED_ELSEWHERE = {
     "clock-difference",
 }
 
-#: Where the way out is no command: a setting, a clock, a server, or a worker.
+#: Where the way out is no command: a setting, a clock, a server, a worker, or a page.
 MENDED_BY_SETTINGS = {
-    *("registry-unavailable", "schedule-overdue"),
+    *("binding-additional", "registry-unavailable", "schedule-overdue"),
     *("destination-classic", "destination-differs", "destination-drops"),
     "destination-refuses",
 }
@@ -146,7 +149,7 @@ def run_as_printed(place: Place, command: str) -> None:
     context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
     told = CliRunner().invoke(rabbitdelay, arguments[3:], obj=context)
     # Of levels with other settings, migrate says which they have, or that nobody knows.
-    names_them = "--from-" in told.output or "rabbitdelay_layout" in told.output
+    names_them = "rabbitdelay_" in told.output
     assert told.exit_code == 0 or names_them, told.output
     if "permissions" in arguments:
         for printed in told.output.splitlines():
@@ -220,7 +223,7 @@ def test_only_a_danger_exits_with_1_and_a_warning_if_asked_to(
     with mock.patch.dict(os.environ, {"RABBITDELAY_MANAGEMENT_URL": place.management_url}):
         told, asked = (run_celery(settings, f"rabbitdelay verify {each}") for each in ("", "-j"))
     assert (told.returncode, asked.returncode, told.stderr) == (1, 1, "")
-    assert "danger  policy-expires: queue shop.seconds.1, " in told.stdout
+    assert "danger  policy: queue shop.seconds.1, " in told.stdout
     assert "and 11 more\n" in told.stdout
     assert f"  way out: rabbitmqctl set_policy -p {place.name} " in told.stdout
     answer = checked("verify", asked.stdout)

@@ -100,11 +100,8 @@ REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
     ("command", "settings", "says"),
     [
         ("status", {"rabbitdelay_tick": "soon"}, "rabbitdelay_tick"),
-        ("status --watch", {}, "cannot be used with --watch"),
         ("verify --management amqp://guest:secret@host", {}, "a URL such as http://host:15672"),
         ("delete", {}, "give --yes"),
-        ("export -f mermaid --max-delay 9999999d", {}, "above the layout's capacity"),
-        ("export -f mermaid -o /nowhere/at/all", {}, "--output: "),
         ("migrate --from-layout [[", {}, "is not JSON"),
         ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
         ("migrate --rate 0", {}, "--rate"),

@@ -22,12 +22,12 @@ items = st.builds(Item, st.binary(max_size=40), tables, tables)
 
 
 @settings(max_examples=50)
-@given(st.lists(items, max_size=5), tables, tables, st.integers(0, 9))
+@given(st.lists(items, max_size=5), tables, tables)
 def test_what_was_packed_is_unpacked(
-    held: list[Item], shared: dict[str, Any], properties: dict[str, Any], level: int
+    held: list[Item], shared: dict[str, Any], properties: dict[str, Any]
 ) -> None:
     packed = Envelope(tuple(held), shared, properties)
-    assert Envelope.unpack(packed.pack(level)) == packed
+    assert Envelope.unpack(packed.pack()) == packed
 
 
 def test_what_this_format_has_once_written_is_read() -> None:
@@ -51,7 +51,7 @@ def test_what_two_headers_of_a_message_share_is_written_once() -> None:
     )
     items = (Item(b"one", {"id": "1"}), Item(b"two", {"id": "2", "root_id": "1"}), Item(b"none"))
     blocks = shared + b"".join(item.length_prefixed() for item in items)
-    one, two, none = Envelope.unpack(envelope.compressed(blocks, 9)).items
+    one, two, none = Envelope.unpack(envelope.compressed(blocks)).items
     assert one == (b"one", {"id": "1", "root_id": "1"}, {"correlation_id": "1"})
     assert (two.headers["root_id"], two.properties) == ("2", {"correlation_id": "2"})
     assert none == (b"none", {}, {})
@@ -75,7 +75,7 @@ def compressed(*blocks: bytes) -> bytes:
         (compressed(b'{"headers":1}'), "not a JSON object"),
         (compressed(b"{a"), "is not JSON"),
         # It ends behind what an envelope holds.
-        (zlib.compress(b"\0\0\0\x02{}" + b"\xff" * 4), "claims 4294967295 bytes"),
+        (zlib.compress(b"\0\0\0\x02{}" + b"\xff" * 4), "4294967295 bytes is in it"),
         # No frame could carry these headers.
         (
             compressed(b'{"headers":{"a":"' + b"x" * 2**20 + b'"}}'),
@@ -128,7 +128,7 @@ def test_no_byte_is_missing_wherever_a_chunk_ends(around: int, level: int) -> No
     shared = envelope.shared_block({}, {})
     for size in range(around - 16, around + 2):
         item = Item(b"x" * size).length_prefixed()
-        (opened,) = OpenedEnvelope(envelope.compressed(shared + item, level))
+        (opened,) = OpenedEnvelope(zlib.compress(shared + item, level))
         assert len(opened.body) == size
 
 

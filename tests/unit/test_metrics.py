@@ -8,16 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 from unittest import mock
 
 import pytest
-from kombu import Connection
 
 from celery_rabbitdelay.app.instruments import LATENESS, SENT, Recorder
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.kombu import Topology
 from celery_rabbitdelay.metrics import bootstep, collector, instruments
 from celery_rabbitdelay.metrics.collector import MAX_BYTES, OTHER, ChildCounts, Metrics
 from celery_rabbitdelay.metrics.instruments import INSTRUMENTS, PENDING
@@ -149,19 +146,6 @@ def test_a_forked_process_counts_for_itself_and_begins_with_nothing(metrics: Met
 
     assert os.waitpid(forked(work), 0)[1] == 0
     assert samples(metrics) == {("remind", "mail"): 5}
-
-
-def test_a_broker_that_does_not_answer_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = Event()
-    monkeypatch.setattr(bootstep, "PATIENCE", 0.01)
-    monkeypatch.setattr(bootstep, "connect", lambda connection: answers.wait(30))
-    reader = bootstep.BacklogReader(Connection("amqp://"), Topology())
-    assert reader.read() is None
-    asking = reader._asking
-    assert asking is not None
-    assert asking.is_alive()
-    answers.set()
-    asking.join()
 
 
 def test_the_multiprocess_mode_of_prometheus_counts_all_processes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.operations.permissions import (
     rights,
     topic_rights,
 )
-from celery_rabbitdelay.publishing.permissions import missing_permission, permissions_named
+from celery_rabbitdelay.publishing.refusals import missing_permission, permissions_named
 
 CONF = Celery(set_as_current=False).conf
 

@@ -36,7 +36,7 @@ from celery_rabbitdelay.exceptions import (
     RabbitDelayError,
     TopologyIncomplete,
 )
-from celery_rabbitdelay.publishing import confirm_channel, publish_loop
+from celery_rabbitdelay.publishing import confirm_channel, kombu_internals, publish_loop
 from celery_rabbitdelay.publishing import pipeline as pipeline_module
 from celery_rabbitdelay.publishing import publisher as publisher_module
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled, Unconfirmed
@@ -72,7 +72,8 @@ class LeapingClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> LeapingClock:
     clock = LeapingClock()
-    for module in (publish_loop, confirm_channel, publisher_module, pipeline_module):
+    in_loop = (publish_loop, confirm_channel, pipeline_module)
+    for module in (*in_loop, publisher_module, kombu_internals):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -310,10 +311,10 @@ def test_what_declaring_raises_is_an_error_of_the_message(
     sent = message(f"{before}ack", 1)
     policy = POLICY._replace(resends=None if error is None else 2 + bool(before))
     if error is None:
-        publisher.publish_one(sent, policy, declare=declaring)
+        publisher.publish(sent, policy, declare=declaring)
     else:
         with pytest.raises(error, match=text) as caught:
-            publisher.publish_one(sent, policy, declare=declaring)
+            publisher.publish(sent, policy, declare=declaring)
         assert caught.value.may_have_arrived is bool(before)
     assert declaring.call_count == times + bool(before)
     assert (sent.context in script.acked) is (error is None)
@@ -323,7 +324,7 @@ def test_what_declaring_raises_is_an_error_of_the_message(
 def test_what_is_declared_is_declared_again_on_each_new_connection(publisher: Publisher) -> None:
     declaring = mock.Mock()
     for answers, times in (("ack", 1), ("ack", 1), ("lost, ack", 2)):
-        publisher.publish_one(message(answers), POLICY, declare=declaring)
+        publisher.publish(message(answers), POLICY, declare=declaring)
         assert declaring.call_count == times
 
 
@@ -337,13 +338,13 @@ def test_each_host_of_a_list_has_its_share_of_the_time(
         clock.ahead += connection.connect_timeout
         raise TimeoutError
 
-    monkeypatch.setattr(publisher_module, "open_connection", say_nothing)
+    monkeypatch.setattr(kombu_internals, "open_connection", say_nothing)
     hosts = Connection(";".join(f"amqp://host{number}//" for number in range(3)), connect_timeout=5)
     with pytest.raises(ConnectionLost):
-        Publisher(hosts).publish_one(message("ack"), PublishPolicy(9.0, resends=0))
+        Publisher(hosts).publish(message("ack"), PublishPolicy(9.0, resends=0))
     assert (given, hosts.connect_timeout) == ([3.0, 3.0, 3.0], 5)
     with pytest.raises(ConnectionLost):
-        Publisher(hosts).publish_one(message("ack"), PublishPolicy(60.0, resends=0))
+        Publisher(hosts).publish(message("ack"), PublishPolicy(60.0, resends=0))
     assert given[3:] == [5.0, 5.0, 5.0]
 
 

@@ -14,8 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.schedules.occurrence import ALL, LAST, MAX_TEXT, Occurrence
-from celery_rabbitdelay.schedules.recurrence import INVALID, Recurrence
+from celery_rabbitdelay.schedules.recurrence import (
+    ALL,
+    INVALID,
+    LAST,
+    MAX_TEXT,
+    Occurrence,
+    Recurrence,
+)
 
 MINUTE_MS = 60_000
 BERLIN = "Europe/Berlin"

@@ -23,10 +23,10 @@ from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.registry.stored_message import stored
-from celery_rabbitdelay.schedules.beat import _digest, _puts
-from celery_rabbitdelay.schedules.messages import Send, canonical, captured, read
-from celery_rabbitdelay.schedules.occurrence import LAST, Occurrence
-from celery_rabbitdelay.schedules.recurrence import Recurrence
+from celery_rabbitdelay.schedules import messages
+from celery_rabbitdelay.schedules.beat import BeatEntries
+from celery_rabbitdelay.schedules.messages import canonical, captured, read
+from celery_rabbitdelay.schedules.recurrence import LAST, Occurrence, Recurrence
 
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
 HOURLY = Recurrence(("every 3600000",))
@@ -92,15 +92,19 @@ def test_what_cannot_be_written_or_goes_to_no_known_queue_is_refused(app: Any) -
 
 def test_messages_of_an_occurrence_are_those_of_one_task_and_differ_in_their_name(app: Any) -> None:
     occurrence = MADE._replace(order=7, revision="0a")
-    sends = [Send.of(occurrence, message_of(app, "tracked")) for _ in range(2)]
-    for each in sends:
-        assert (each.task_id, each.due_ms) == (occurrence.task_id, occurrence.due_ms)
-        assert (each.says[TRACKED], each.says[COPY]) == (True, "7")
-    said = [Occurrence.of(each.says[SCHEDULE]) for each in sends]
+    sent = [messages.of(occurrence, message_of(app, "tracked")) for _ in range(2)]
+    headers = [each.message.headers for each in sent]
+    for each, says in zip(sent, headers, strict=True):
+        assert (each.task_id, says.others["id"], says.due_ms) == (
+            *(occurrence.task_id, occurrence.task_id),
+            occurrence.due_ms,
+        )
+        assert (says.registry[TRACKED], says.registry[COPY]) == (True, "7")
+    said = [Occurrence.of(each.registry[SCHEDULE]) for each in headers]
     assert [each and each._replace(message="") for each in said] == [occurrence] * 2
     assert len({each and each.message for each in said}) == 2
     # What is not tracked is not listed.
-    assert {*Send.of(occurrence, message_of(app)).says} == {SCHEDULE}
+    assert {*messages.of(occurrence, message_of(app)).message.headers.registry} == {SCHEDULE}
 
 
 def test_the_same_put_again_has_the_same_revision_and_any_other_has_another(app: Any) -> None:
@@ -194,9 +198,9 @@ def app_of(**entries: dict[str, Any]) -> Any:
 
 
 def digest_of(**entries: dict[str, Any]) -> str:
-    puts = _puts(app_of(**entries))
-    assert len(puts) == len(entries), "none is refused"
-    return _digest(puts)
+    of_beat = BeatEntries(app_of(**entries).rabbitdelay.schedules)
+    assert len(of_beat.puts) == len(entries), "none is refused"
+    return of_beat.digest
 
 
 def test_it_is_the_same_for_entries_that_are_equal() -> None:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.levels.topology import (
     QueueType,
     Topology,
 )
-from celery_rabbitdelay.publishing.declaration import conflict_with
+from celery_rabbitdelay.publishing.refusals import conflict_with
 from tests.unit.broker_model import BrokerModel
 from tests.unit.clock import frozen
 from tests.unit.strategies import destinations, layouts

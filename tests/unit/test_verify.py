@@ -138,7 +138,10 @@ def test_a_remedy_outranks_the_policy_or_takes_all_that_harms_out_of_it() -> Non
     policies = (policy({"expires": 1, "max-length": 5, "queue-leader-locator": "balanced"}, 5000),)
     inventory = EMPTY._replace(queues={HOURS: queue_of(HOURS)}, policies=policies)
     found = list(checks.check_policies(Topology(), inventory, (), "/"))
-    assert [code for code, *_ in found] == ["policy-expires", "policy-max-length"]
+    assert [(code, told["key"]) for code, _, told in found] == [
+        ("policy", "expires"),
+        ("policy", "max-length"),
+    ]
     for _, _, told in found:
         assert " --priority 5001 " in str(told["guard"])
         assert str(told["without"]).endswith("""'{"queue-leader-locator": "balanced"}'""")

@@ -1,14 +1,12 @@
-"""The parts of the page that need no server: shared readings, texts, passwords, work, fields."""
+"""The parts of the page that need no server: texts, passwords, work, fields."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import Event
-from unittest.mock import ANY
 
 import pytest
 from hypothesis import example, given
@@ -19,57 +17,11 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
-from celery_rabbitdelay.web.options import User
-from celery_rabbitdelay.web.passwords import NOBODY, hash_password, is_hash, is_password
-from celery_rabbitdelay.web.reading import Reading, Readings
+from celery_rabbitdelay.web.options import NOBODY, User, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session, Sessions
-from celery_rabbitdelay.web.work import MOST_AT_ONCE, Work, Works, in_batches
+from celery_rabbitdelay.web.site import MOST_AT_ONCE, Work, Works, in_batches
 
 ADA = User("ada", "operator")
-
-
-def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_before() -> None:
-    looks, may_end = [], Event()
-
-    def look() -> int:
-        looks.append(1)
-        may_end.wait(10)
-        return len(looks)
-
-    readings = Readings(look, period=60)
-    with ThreadPoolExecutor(5) as pool:
-        asked = [pool.submit(readings.latest) for _ in range(5)]
-        wait_for(lambda: looks, "the look")
-        may_end.set()
-        assert [each.result(10).value for each in asked] == [1] * 5
-        may_end.clear()
-        readings.outdate()
-        second = pool.submit(readings.latest)
-        wait_for(lambda: len(looks) == 2, "the second look")
-        assert readings.latest().value == 1
-        may_end.set()
-        assert second.result(10).value == 2
-
-
-def test_a_look_in_the_background_keeps_nobody_waiting_and_a_failed_one_ends_nothing() -> None:
-    looks, may_end = [], Event()
-
-    def look() -> int:
-        looks.append(1)
-        may_end.wait(10)
-        if len(looks) == 2:
-            raise OperationalError("amqp://ada:secret@host\nis away")
-        return len(looks)
-
-    readings = Readings(look, period=60, in_background=True)
-    assert [readings.latest() for _ in range(3)] == [Reading()] * 3
-    may_end.set()
-    wait_for(lambda: readings.latest().value == 1, "the first look")
-    readings.outdate()
-    wait_for(lambda: readings.latest().error == "amqp://ada:**@host is away", "the second look")
-    assert readings.latest().value == 1, "the one before"
-    readings.outdate()
-    wait_for(lambda: readings.latest() == (3, ANY, None), "the third look")
 
 
 @given(st.text(st.characters()))
@@ -84,11 +36,11 @@ def test_a_shown_text_has_nothing_that_is_hidden_or_turns_text(text: str) -> Non
 @given(st.text(st.characters()))
 def test_a_quoted_text_is_read_again_as_it_was(text: str) -> None:
     encoded = f"id={shown.quoted(text)}".encode()
-    assert Fields([("id", text)]).pairs == fields_of(encoded).pairs
+    assert Fields([("id", text)]).multi_items() == fields_of(encoded).multi_items()
     again = fields_of(Fields([("id", text)]).address().encode())
-    assert again.pairs == Fields([("id", text)]).pairs
+    assert again.multi_items() == Fields([("id", text)]).multi_items()
     twice = f"quoted-id={shown.quoted(shown.quoted(text))}".encode()
-    assert fields_of(twice).pairs == Fields([("id", text)]).pairs
+    assert fields_of(twice).multi_items() == Fields([("id", text)]).multi_items()
 
 
 @given(st.binary())
@@ -96,8 +48,8 @@ def test_a_quoted_text_is_read_again_as_it_was(text: str) -> None:
 def test_any_query_is_read_or_refused(query: bytes) -> None:
     with suppress(HTTPException):
         found = fields_of(query)
-        assert len(found.pairs) <= MOST_FIELDS
-        json.dumps(shown.plain(found.pairs))
+        assert len(found.multi_items()) <= MOST_FIELDS
+        json.dumps(shown.plain(found.multi_items()))
 
 
 def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
@@ -137,7 +89,7 @@ def until_ended(work: Work) -> Work:
 def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("celery_rabbitdelay.web.work.REMEMBERED", 6)
+    monkeypatch.setattr("celery_rabbitdelay.web.site.REMEMBERED", 6)
     works, may_go_on = Works(), Event()
 
     def batches() -> Iterator[int]:

@@ -33,9 +33,6 @@ from celery_rabbitdelay.publishing.message import (
     WaitingMessage,
 )
 
-#: How hard an envelope is compressed: higher costs more time than it saves bytes.
-COMPRESSION: Final = 1
-
 #: The headers that say where a message goes when it is due.
 DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE)
 
@@ -141,7 +138,7 @@ class Writer:
         Raises:
             InvalidEnvelope: An envelope cannot express a header that all calls have.
         """
-        encoder, body = self._envelope, compressed(self._shared + items, COMPRESSION)
+        encoder, body = self._envelope, compressed(self._shared + items)
         own = self._signed(encoder, body, {}, due_ms, None)
         return Content(encoder.encode(own, due_ms, None), body)
 

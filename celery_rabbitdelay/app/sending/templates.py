@@ -280,7 +280,7 @@ class Templates:
             left = max(producer.policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
             policy = producer.policy._replace(timeout=left)
             try:
-                publisher.publish_one(publication, policy, **producer.declares)
+                publisher.publish(publication, policy, **producer.declares)
                 is_confirmed = True
             finally:
                 resent = publication.resent

@@ -27,7 +27,7 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import ATTEMPTS, FAILED_SINCE, FIRST_REASON, REASON
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
-from celery_rabbitdelay.web.passwords import hash_password
+from celery_rabbitdelay.web.options import hash_password
 from tests.celery_process import CeleryProcess
 from tests.chromium import PHONE, WIDE, Chromium, Tab
 from tests.integration.undeliverable_messages import message, put, straight
