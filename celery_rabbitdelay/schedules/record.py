@@ -18,9 +18,7 @@ from kombu import Message, serialization
 from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.options import RegistryOptions
-from celery_rabbitdelay.app.sending.task_messages import Call, capture_message, restored, stored
-from celery_rabbitdelay.app.sending.task_sending import register_sent
+from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
@@ -28,8 +26,11 @@ from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import new_copy
+from celery_rabbitdelay.registry.options import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registration, Registry
+from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
 
@@ -127,7 +128,7 @@ def captured(
     options = {**made.options, "expires": None}
     # An eager task would run.
     sent = name if known is None or app.conf.task_always_eager else known
-    is_listed = RegistryOptions.of(app.rabbitdelay.settings, known, {}, {}).track
+    is_listed = is_tracked_by_default(app.rabbitdelay, known)
     says = {TRACKED: True} if is_listed else {}
     call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
     publisher = Publisher(app.connection_for_write())
@@ -207,7 +208,7 @@ def send_each(
         publish_each(delays, items, make, settle, RESENDS)
     sent = [each for _, each in outcomes if isinstance(each, Delayed) and is_tracked(each)]
     if sent:
-        register_sent(delays.registry, [*map(_registration, sent)])
+        register_sent(registry_of(delays), [*map(_registration, sent)])
     return outcomes
 
 

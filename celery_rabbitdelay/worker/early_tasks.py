@@ -8,7 +8,7 @@ Celery would start it at once. And the registry may say that a task waits on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.worker import celery_internals, republishing
-from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
+from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
 
@@ -66,7 +66,7 @@ class Early:
     """
 
     message: Message
-    ack: Callable[..., Any]
+    ack: Ack
     destination: Destination
     until: Due
     due_ms: int = 0
@@ -144,8 +144,7 @@ class EarlyTasks(BatchThread[Early]):
 
         A task with an ``eta`` is early by a tick, one that has left the levels by the setting
         ``rabbitdelay_early_tolerance``. If the levels do not take the latter, the worker holds it
-        until it is due, and then asks the registry; without a registry it gets an ``eta``, so that
-        Celery holds it and does not start it.
+        until it is due, and then asks the registry, if there is one.
 
         Args:
             delivery: The task's message, as Celery has passed it.
@@ -168,13 +167,9 @@ class EarlyTasks(BatchThread[Early]):
         if due is None:
             return False
 
-        def hold() -> None:
-            if waited is not None and ask is not None:
-                self._ask_at(due, ask)
-                return
-            if waited is not None:
-                celery_internals.give_eta(message, body, due.at_ms)
-            run_strategy(self._consumer, delivery, self.refuse_unrunnable)
+        run = partial(run_strategy, self._consumer, delivery, self.refuse_unrunnable)
+        # Celery itself holds a task until its eta.
+        hold = run if waited is None else partial(self._hold, due, ask or run)
 
         destination = self.destination(message, waited)
         if destination is None:
@@ -185,15 +180,15 @@ class EarlyTasks(BatchThread[Early]):
         self.give(Early(message, delivery.ack, destination, due, due.at_ms, waited, hold))
         return True
 
-    def _ask_at(self, due: Due, ask: Action) -> None:
+    def _hold(self, due: Due, go_on: Action) -> None:
         """Hold a task until it is due, beside those that the prefetch count allows."""
 
-        def ask_now() -> None:
+        def go_on_now() -> None:
             celery_internals.lower_prefetch(self._consumer)
-            ask()
+            go_on()
 
         celery_internals.raise_prefetch(self._consumer)
-        celery_internals.call_after(self._consumer, due.remaining_ms() / 1000, ask_now)
+        celery_internals.call_after(self._consumer, due.remaining_ms() / 1000, go_on_now)
 
     def put_back(
         self,
@@ -224,7 +219,7 @@ class EarlyTasks(BatchThread[Early]):
         given = delivery.message, delivery.ack, destination, until, due_ms, waited, otherwise
         self.give(Early(*given, place=place))
 
-    def refuse(self, message: Message, ack: Callable[..., Any], why: str) -> None:
+    def refuse(self, message: Message, ack: Ack, why: str) -> None:
         """Put a task into ``undeliverable``; while that does not take it, try again.
 
         Args:
@@ -267,7 +262,7 @@ class EarlyTasks(BatchThread[Early]):
         warn_undeliverable(message, why)
         self.refuse(message, message.ack_log_error, why)
 
-    def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
+    def leave_to_later_version(self, message: Message, ack: Ack, why: str) -> None:
         """Put a task back into the levels that only a worker of a later version can read.
 
         It stays as it is. If the levels do not take it, they are tried again after some seconds.
@@ -288,7 +283,7 @@ class EarlyTasks(BatchThread[Early]):
         destination = Destination(queue, "", queue.name)
         self.give(Early(message, ack, destination, Due.after(0), why=why))
 
-    def _due_by_eta(self, message: Message, body: Any) -> Due | None:
+    def _due_by_eta(self, message: Message, body: object) -> Due | None:
         """Return when a task is due that has an ``eta`` in more than a tick; None otherwise."""
         eta = message.headers.get("eta")
         if eta is None:

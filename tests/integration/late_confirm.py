@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.schedules import record
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.shop import PATIENCE
 
 AHEAD_MS = 10_000
 
-publish_each = record.publish_each
+publish_each = vars(record)["publish_each"]
 
 
 def publish_late(
@@ -29,7 +30,7 @@ def publish_late(
     """Publish what follows, and say later that it was not confirmed."""
     vars(record)["publish_each"] = publish_each
     publish_each(delays, items, made, lambda *_: None, resends)
-    records, (came,) = record.Records(delays.registry), items
+    records, (came,) = record.Records(registry_of(delays)), items
 
     def is_far_behind() -> bool:
         (noted,) = records.get([came.occurrence.name])
