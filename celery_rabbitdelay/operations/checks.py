@@ -262,8 +262,7 @@ def check_orphans(
         count: Returns how many messages a queue has now; None if that is unknown.
     """
     start = f"{topology.prefix}."
-    identity = topology.identity
-    exchanges = {each.name for each in (identity.guard, *topology.exchanges, identity.marker)}
+    exchanges = {each.name for each in topology.all_exchanges}
     queues = {queue.name for queue in topology.queues}
     for name, queue in inventory.queues.items():
         arguments = queue["arguments"]
