@@ -206,9 +206,7 @@ def check_destinations(
             yield "destination-classic", f"queue {name}", {}
 
 
-def check_probes(
-    settings: Settings, workers: Mapping[str, Mapping[str, Any]]
-) -> Iterator[FoundRow]:
+def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[FoundRow]:
     """Find levels through which the last probe did not come in time; others' workers answer too."""
     earliest, latest = PROBE_IN_TIME
     told = [answer.get(PROBE, {}) for answer in workers.values()]
@@ -332,7 +330,7 @@ def _difference_of_queue(queue: Queue, inventory: Inventory) -> str:
     return _difference({**wanted, **arguments}, found, wanted)
 
 
-def _difference(wanted: Mapping[str, Any], found: Json | None, flags: Iterable[str]) -> str:
+def _difference(wanted: Mapping[str, object], found: Json | None, flags: Iterable[str]) -> str:
     """Return as text how an exchange or queue differs; empty if not, or if it does not exist."""
     if found is None:
         return ""
@@ -409,7 +407,7 @@ def check_bounds(
                 yield "destination-refuses", f"queue {name}", told
 
 
-def _harms_levels(queue: Json, values: Mapping[str, Any], is_checkin: bool) -> Iterator[str]:
+def _harms_levels(queue: Json, values: Json, is_checkin: bool) -> Iterator[str]:
     """Yield the keys of policies that harm a queue of the levels or of a module."""
     arguments, is_quorum = queue["arguments"], queue["type"] == "quorum"
     if "expires" in values:
@@ -431,7 +429,7 @@ def _harms_levels(queue: Json, values: Mapping[str, Any], is_checkin: bool) -> I
         yield "delivery-limit"
 
 
-def _harms_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[str]:
+def _harms_tasks(queue: Json, values: Json) -> Iterator[str]:
     """Yield the keys of policies that harm a task's queue."""
     yield from (key for key in ("expires", "message-ttl") if key in values)
     if queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 from kombu import Connection
@@ -20,6 +20,7 @@ from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.findings import blocked, lines_of
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
+from celery_rabbitdelay.publishing.management import Json
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.registry.pauses import Paused
@@ -44,7 +45,7 @@ class Status(NamedTuple):
 
     taken_at: float
     backlog: Backlog
-    workers: Mapping[str, Mapping[str, Any]]
+    workers: Mapping[str, Json]
     due_within_ms: int | None = None
     next_due: datetime | None = None
     registry_error: str | None = None
@@ -172,7 +173,7 @@ def status(timeout: float, with_digits: bool) -> None:
         raise SystemExit(shared.FAILED)
 
 
-def _as_json(found: Status) -> dict[str, Any]:
+def _as_json(found: Status) -> dict[str, object]:
     others = {name: counts._asdict() for name, counts in found.backlog.others.items()}
     return {
         **found.backlog._asdict(),
@@ -220,7 +221,7 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
         yield from _worker_lines(worker, modules)
 
 
-def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
+def _worker_lines(worker: str, modules: Json) -> Iterator[str]:
     if "error" in modules:
         yield f"{worker}: cannot answer: {modules['error']}"
         return

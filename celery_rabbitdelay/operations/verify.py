@@ -12,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import click
 from amqp.exceptions import ChannelError
@@ -37,7 +37,7 @@ from celery_rabbitdelay.operations.permissions import check_permissions
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
-from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
+from celery_rabbitdelay.publishing.management import Json, ManagementAPI, management_api
 from celery_rabbitdelay.publishing.wire import Wire
 
 #: Seconds that an answer of the broker may take.
@@ -65,7 +65,7 @@ def verify_application(
     api = management_api(connection, management)
     rows, is_blocked = list(check_schedules(delays, wall_clock.ms())), delays.is_blocked()
     if not is_blocked:  # the workers are asked by messages
-        workers: Mapping[str, Mapping[str, Any]] = {}
+        workers: Mapping[str, Json] = {}
         # The user may lack the rights for remote control, or a queue for the answers be too many.
         with suppress(ChannelError):
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
