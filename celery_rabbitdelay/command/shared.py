@@ -292,9 +292,8 @@ def _ssl_elsewhere(broker_use_ssl: Any) -> object:
     if not isinstance(broker_use_ssl, Mapping):
         return broker_use_ssl or True
     # A copy: instead of None, kombu writes the host of the connection into the dict.
-    own = dict(broker_use_ssl)
-    if "server_hostname" in own:
-        own["server_hostname"] = None
+    is_of_host = "server_hostname"
+    own = {name: None if name == is_of_host else each for name, each in broker_use_ssl.items()}
     return own or True
 
 

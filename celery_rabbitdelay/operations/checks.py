@@ -249,16 +249,8 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Found
             yield "replicas-few", subject, told
 
 
-def check_orphans(
-    topology: Topology, inventory: Inventory, count: Callable[[str], int | None]
-) -> Iterator[FoundRow]:
-    """Find queues and exchanges of other levels under the prefix.
-
-    Args:
-        topology: The topology.
-        inventory: The broker's queues and exchanges.
-        count: Returns how many messages a queue has now; None if that is unknown.
-    """
+def check_orphans(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
+    """Find queues and exchanges of other levels under the prefix."""
     start = f"{topology.prefix}."
     identity = topology.identity
     exchanges = {each.name for each in (identity.guard, *topology.exchanges, identity.marker)}
@@ -273,13 +265,10 @@ def check_orphans(
             and _QUEUE.fullmatch(name.removeprefix(start))
         )
         if is_level and name not in queues:
-            messages = count(name)
-            told = "an unknown number of" if messages is None else messages
-            code = "orphan-empty" if messages == 0 else "orphan"
-            yield code, f"queue {name}", {"messages": told}
+            yield "orphan", f"queue {name}", {}
     for name in inventory.exchanges:
         if _is_level(topology, name) and name not in exchanges:
-            yield "orphan-empty", f"exchange {name}", {}
+            yield "orphan", f"exchange {name}", {}
 
 
 def _is_level(topology: Topology, name: str) -> bool:

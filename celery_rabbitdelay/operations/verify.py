@@ -34,7 +34,6 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.permissions import check_permissions
-from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.management import Json, ManagementAPI, management_api
@@ -107,13 +106,6 @@ def verify_broker(
     def refuses(name: str) -> bool:
         return may_refuse(known.get(name, Queue(name)), settings.may_refuse, connection)
 
-    def count(name: str) -> int | None:
-        try:
-            counts = queue_counts(connection, [Queue(name)])[name]
-        except ChannelError:
-            return None
-        return None if counts is None else counts.messages
-
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         rows = [
             *checks.check_broker(settings, inventory),
@@ -126,7 +118,7 @@ def verify_broker(
             *checks.check_destinations(settings, lasting, inventory),
             *checks.check_bounds(inventory, names, refuses),
             *checks.check_replicas(inventory, [*(each.name for each in topology.queues), *names]),
-            *checks.check_orphans(topology, inventory, count),
+            *checks.check_orphans(topology, inventory),
             *check_permissions(connection, settings, lasting, inventory),
             *others,
         ]
