@@ -226,7 +226,7 @@ def _microseconds_of(instant: datetime, what: str) -> int:
 TAKES: Final = "takes seconds (90, 0.5), units (1h30m, 1.5d, 250ms) or hours:minutes:seconds"
 
 #: Milliseconds of each unit, the longest first.
-_UNITS: Final = {
+UNITS: Final = {
     "w": 604_800_000,
     "d": 86_400_000,
     "h": 3_600_000,
@@ -237,7 +237,7 @@ _UNITS: Final = {
 
 _NUMBER: Final = r"\d+(?:\.\d+)?"
 _SECONDS: Final = re.compile(_NUMBER)
-_WITH_UNITS: Final = re.compile("".join(rf"(?:({_NUMBER})\s*{unit}\s*)?" for unit in _UNITS))
+_WITH_UNITS: Final = re.compile("".join(rf"(?:({_NUMBER})\s*{unit}\s*)?" for unit in UNITS))
 _CLOCK: Final = re.compile(r"(?:(\d+)\s*d(?:ays?)?,?\s+)?(\d+):([0-5]?\d):([0-5]?\d(?:\.\d+)?)")
 
 
@@ -262,7 +262,7 @@ def parse_delay(text: str, what: str = "delay") -> Fraction:
         return sign * (((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if bare and (units := _WITH_UNITS.fullmatch(bare)):
         numbers = (Fraction(Decimal(number or 0)) for number in units.groups())
-        total_ms = sum(map(mul, numbers, _UNITS.values()), start=Fraction(0))
+        total_ms = sum(map(mul, numbers, UNITS.values()), start=Fraction(0))
         return sign * total_ms / 1000
     raise InvalidDelay(text, TAKES, what)
 
@@ -289,7 +289,7 @@ def parse_duration(text: str, what: str = "duration") -> timedelta:
 
 def duration_text(length_ms: int) -> str:
     """Return milliseconds as days and a time of day: ``3 days 7:45:30``, ``0:00:00.1``."""
-    days, rest = divmod(length_ms, _UNITS["d"])
+    days, rest = divmod(length_ms, UNITS["d"])
     whole, point, fraction = str(timedelta(milliseconds=rest)).partition(".")
     time_of_day = f"{whole}{point}{fraction.rstrip('0')}"
     if not days:

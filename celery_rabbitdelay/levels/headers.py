@@ -22,6 +22,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self, TypeGuard
@@ -206,23 +207,23 @@ class EarlyHeader(NamedTuple):
     routing_key: str | None = None
 
     @classmethod
-    def of(cls, table: Mapping[str, Any]) -> Self:
+    def of(cls, table: Mapping[str, object]) -> Self:
         """Read it from the header's table; what is invalid counts as missing."""
         times, until_ms = table.get("times"), table.get("until")
         exchange, routing_key = table.get("exchange"), table.get("routing-key")
-        is_whole = isinstance(exchange, str) and isinstance(routing_key, str)
-        return cls(
+        early = cls(
             times if is_int(times, 0, MAX_COUNT) else 0,
             until_ms if is_int(until_ms, 0, MAX_DUE_MS) else 0,
-            exchange if is_whole else None,
-            routing_key if is_whole else None,
         )
+        if isinstance(exchange, str) and isinstance(routing_key, str):
+            return early._replace(exchange=exchange, routing_key=routing_key)
+        return early
 
     def expects(self, now_ms: int, tolerated_ms: int) -> bool:
         """Return whether the message is early because it could not wait for longer at once."""
         return 0 < self.until_ms <= now_ms + tolerated_ms
 
-    def header(self) -> dict[str, dict[str, Any]]:
+    def header(self) -> dict[str, dict[str, object]]:
         """Return the header."""
         table = {
             "times": self.times,
@@ -322,19 +323,13 @@ class DelayHeaders(NamedTuple):
     def to_headers(self) -> dict[str, Any]:
         """Return the headers: the inverse of :func:`parse`."""
         headers = {**self.others, **self.registry}
-        for name, value in zip(_FIELDS, self[: len(_FIELDS)], strict=True):
-            if value is not None:
+        for field, name in _FIELDS.items():
+            if (value := getattr(self, field)) != self._field_defaults[field]:
                 headers[name] = value
         if self.early != NEVER_EARLY:
             headers |= self.early.header()
         if self.failures is not None:
             headers[ATTEMPTS], headers[FAILED_SINCE], headers[FIRST_REASON] = self.failures
-        if self.reason is not None:
-            headers[REASON] = self.reason
-        if self.redriven:
-            headers[REDRIVEN] = self.redriven
-        if self.signature is not None:
-            headers[SIGNATURE] = self.signature
         return headers
 
     @property
@@ -366,8 +361,18 @@ class DelayHeaders(NamedTuple):
         )
 
 
-#: The headers of the first fields of :class:`DelayHeaders`, in their order.
-_FIELDS: Final = (DUE, EXCHANGE, ROUTING_KEY, QUEUE, PRIORITY, EXPIRATION)
+#: The fields of :class:`DelayHeaders` that are one header each.
+_FIELDS: Final = {
+    "due_ms": DUE,
+    "exchange": EXCHANGE,
+    "routing_key": ROUTING_KEY,
+    "queue": QUEUE,
+    "priority": PRIORITY,
+    "expiration": EXPIRATION,
+    "reason": REASON,
+    "redriven": REDRIVEN,
+    "signature": SIGNATURE,
+}
 
 
 def is_int(value: object, least: int, most: int) -> TypeGuard[int]:
@@ -425,7 +430,7 @@ _KINDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 }
 
 
-def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
+def parse(headers: Mapping[str, object]) -> tuple[DelayHeaders, dict[str, str]]:
     """Read the headers of a message; never raises.
 
     Args:
@@ -452,29 +457,17 @@ def parse(headers: Mapping[str, Any]) -> tuple[DelayHeaders, dict[str, str]]:
             problems[name] = f"its header {name} is {shortened(value)}, not {kind[1]}"
     if isinstance(nested := others.get(NESTED_HEADERS), Mapping):
         others[NESTED_HEADERS] = strip(nested)
-    get = valid.get
-    has_failed = ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid
-    parsed = DelayHeaders(
-        get(DUE),
-        get(EXCHANGE),
-        get(ROUTING_KEY),
-        get(QUEUE),
-        get(PRIORITY),
-        get(EXPIRATION),
-        EarlyHeader.of(valid[EARLY]) if EARLY in valid else NEVER_EARLY,
-        Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON]) if has_failed else None,
-        get(REASON),
-        get(REDRIVEN, 0),
-        NOTHING
-        if REGISTRY.isdisjoint(valid)
-        else {name: valid[name] for name in REGISTRY & valid.keys()},
-        get(SIGNATURE),
-        others,
-    )
-    return parsed, dict(sorted(problems.items())) if problems else problems
+    said: dict[str, Any] = {field: valid[name] for field, name in _FIELDS.items() if name in valid}
+    if EARLY in valid:
+        said["early"] = EarlyHeader.of(valid[EARLY])
+    if ATTEMPTS in valid and FAILED_SINCE in valid and FIRST_REASON in valid:
+        said["failures"] = Failures(valid[ATTEMPTS], valid[FAILED_SINCE], valid[FIRST_REASON])
+    if registry := REGISTRY & valid.keys():
+        said["registry"] = {name: valid[name] for name in registry}
+    return DelayHeaders(**said, others=others), dict(sorted(problems.items()))
 
 
-def unopened(headers: Mapping[str, Any]) -> DelayHeaders:
+def unopened(headers: Mapping[str, object]) -> DelayHeaders:
     """Read the headers of a message that is passed on as it came.
 
     All of them stay but those of the broker, also invalid ones and those of a later version.
@@ -483,7 +476,7 @@ def unopened(headers: Mapping[str, Any]) -> DelayHeaders:
     return parsed._replace(others={n: v for n, v in headers.items() if n not in BROKER_HEADERS})
 
 
-def later_version(headers: Mapping[str, Any], content_type: object) -> str | None:
+def later_version(headers: Mapping[str, object], content_type: object) -> str | None:
     """Return why this version of the package cannot read a message; None if it can.
 
     Messages wait for years, and the workers of a fleet may be of two versions. A message of a later
@@ -510,7 +503,7 @@ def later_version(headers: Mapping[str, Any], content_type: object) -> str | Non
     return None
 
 
-def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
+def refuse_sender_selected(headers: Mapping[str, object]) -> None:
     """Refuse a message whose headers name further routing keys.
 
     Raises:
@@ -523,7 +516,7 @@ def refuse_sender_selected(headers: Mapping[str, Any]) -> None:
             )
 
 
-def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
+def of_client(headers: Mapping[str, object]) -> dict[str, Any]:
     """Return the headers of a message that a client has checked in, as far as it may set them.
 
     Of our own, the exchange stays, which the client may name, and the version, for which check-in
@@ -537,7 +530,7 @@ def of_client(headers: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def client_exchange(headers: Mapping[str, Any]) -> str:
+def client_exchange(headers: Mapping[str, object]) -> str:
     """Return the exchange that a client names for its message; empty for the default exchange.
 
     Raises:
@@ -551,54 +544,51 @@ def client_exchange(headers: Mapping[str, Any]) -> str:
     return exchange
 
 
-def client_delay_ms(headers: Mapping[str, Any]) -> int:
+def client_delay_ms(headers: Mapping[str, object]) -> int:
     """Return the delay that a client asks for in milliseconds, rounded up; 0 if that is over.
 
     Raises:
         UnprocessableMessage: It is not a number of milliseconds.
     """
     delay = headers.get(X_DELAY, 0)
-    # int() also accepts blanks, underscores, and digits of any script.
-    is_number = isinstance(delay, int | float) and not isinstance(delay, bool)
-    try:
-        if not is_number and not (isinstance(delay, str) and _INTEGER.fullmatch(delay)):
-            raise TypeError(type(delay))
-        number = math.ceil(delay) if isinstance(delay, float) else int(delay)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UnprocessableMessage(
-            f"{X_DELAY} is {shortened(delay)}, not a number of milliseconds"
-        ) from error
-    return max(number, 0)
+    with suppress(ValueError, OverflowError):
+        # int() also accepts blanks, underscores, and digits of any script.
+        if isinstance(delay, str) and _INTEGER.fullmatch(delay):
+            return max(int(delay), 0)
+        if isinstance(delay, int | float) and not isinstance(delay, bool):
+            return max(math.ceil(delay), 0)
+    raise UnprocessableMessage(f"{X_DELAY} is {shortened(delay)}, not a number of milliseconds")
 
 
-def strip(headers: Mapping[str, Any]) -> dict[str, Any]:
+def strip(headers: Mapping[str, object]) -> dict[str, Any]:
     """Return headers without those that the broker and this package added.
 
     The user's own ``x-*`` stay. Nested headers, to which tracers copy the others, are stripped too.
     A name that is not UTF-8 is given in bytes, by py-amqp.
     """
+    stripped = table = _foreign(headers)
     # Not by recursion: anybody may have nested them a thousand deep.
-    outermost: dict[str, Any] = {NESTED_HEADERS: headers}
-    table = outermost
     while isinstance(nested := table.get(NESTED_HEADERS), Mapping):
-        kept = {
-            name: value
-            for name, value in nested.items()
-            if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES
-        }
-        table[NESTED_HEADERS] = table = kept
-    stripped: dict[str, Any] = outermost[NESTED_HEADERS]
+        table[NESTED_HEADERS] = table = _foreign(nested)
     return stripped
 
 
-def own(headers: Mapping[str, Any]) -> dict[str, Any]:
+def _foreign(table: Mapping[str, object]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in table.items()
+        if name not in BROKER_HEADERS and name[:_PREFIX_LENGTH] not in _PREFIXES
+    }
+
+
+def own(headers: Mapping[str, object]) -> dict[str, Any]:
     """Return our own headers among those of a message."""
     return {name: each for name, each in headers.items() if name[:_PREFIX_LENGTH] == OWN_PREFIX}
 
 
 def drop_own(headers: dict[str, Any]) -> None:
     """Remove our own headers, also nested ones, from a message that has not been in the levels."""
-    table: Any = headers
+    table: object = headers
     while isinstance(table, dict):
         for name in [name for name in table if name[:_PREFIX_LENGTH] in _PREFIXES]:
             del table[name]

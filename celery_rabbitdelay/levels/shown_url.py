@@ -71,7 +71,7 @@ def without_passwords(text: str) -> str:
     return _IN_TEXT.sub(lambda found: without_password(found[0]), text)
 
 
-def without_passwords_in(value: Any) -> Any:
+def without_passwords_in(value: object) -> Any:
     """Return settings without their passwords, however deep these are in mappings and lists.
 
     Args:

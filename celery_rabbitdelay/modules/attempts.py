@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
@@ -57,51 +58,64 @@ MAX_REMEMBERED: Final = 1000
 State: TypeAlias = Literal["ready", "full", "silent"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class _Destination:
+    """The messages that were sent to a destination, and how it has answered.
+
+    Attributes:
+        sent: When each message in flight was sent, the oldest first.
+        is_silent: Whether it has not answered until time was up: it gets one message at a time.
+        slow_until: Until when it gets no more messages than it answers.
+        limit: How many messages it may have, if it has had as many lately.
+        full_at: When it had as many.
+    """
+
+    sent: dict[Hashable, float] = field(default_factory=dict)
+    is_silent: bool = False
+    slow_until: float = -math.inf
+    limit: int = MAX_UNANSWERED
+    full_at: float = -math.inf
+
+
 @dataclass(eq=False, repr=False)
 class AnswerTimes:
     """The messages in flight, and which destinations do not answer.
 
     RabbitMQ confirms a message for a quorum queue once a majority of its replicas has it. If a
-    queue has no majority, there is neither an ack nor a nack until it has one again.
+    queue has no majority, there is neither an ack nor a nack until it has one again. So what is
+    known of destinations outlives a connection.
 
     Attributes:
         clock: Returns seconds, as :func:`time.monotonic`.
-        silent: Destinations that have not answered until time was up, also on former connections:
-            they get one message at a time. The set is updated.
     """
 
     clock: Callable[[], float] = time.monotonic
-    silent: set[str | None] = field(default_factory=set)
-    #: For destinations that had as many messages as they may have: when, and how many.
-    _limits: dict[str | None, tuple[float, int]] = field(default_factory=dict)
-    #: When each message was sent, by its destination and the message, the oldest first.
-    _sent: dict[str | None, dict[Hashable, float]] = field(default_factory=dict)
-    #: Until when destinations are slow.
-    _slow_until: dict[str, float] = field(default_factory=dict)
+    #: The destinations that have got messages, the oldest first; None stands for the levels.
+    _known: dict[str | None, _Destination] = field(default_factory=dict)
     #: The latest time of sending of all messages that were answered.
     _answered_until: float = 0.0
 
+    def begin(self) -> None:
+        """Forget the messages in flight: there is another connection."""
+        for destination in self._known.values():
+            destination.sent.clear()
+
     def sent(self, message: Hashable, destination: str | None) -> None:
         """Note that a message is sent to a destination; None if it goes into the levels."""
-        self._sent.setdefault(destination, {})[message] = self.clock()
+        if destination not in self._known and len(self._known) >= MAX_REMEMBERED:
+            idle = (name for name, known in self._known.items() if not known.sent)
+            self._known.pop(next(idle, destination), None)
+        self._known.setdefault(destination, _Destination()).sent[message] = self.clock()
 
     def settled(self, message: Hashable, destination: str | None, in_time: bool = True) -> None:
         """Note that the broker has acked, nacked or returned a message; or that time is up."""
-        in_flight = self._sent[destination]
-        sent_at = in_flight.pop(message)
-        if not in_flight:
-            del self._sent[destination]
-        if not in_time:
-            self._note_silent(destination)
-            return
-        self._answered_until = max(self._answered_until, sent_at)
-        self.silent.discard(destination)
-        if destination in self._limits:
-            full_at, limit = self._limits[destination]
-            if self.clock() - sent_at < PROMPT:
-                self._limits[destination] = full_at, min(limit + 1, MAX_PROMPT)
-            else:
-                del self._limits[destination]
+        known = self._known[destination]
+        sent_at = known.sent.pop(message)
+        known.is_silent = not in_time
+        if in_time:
+            self._answered_until = max(self._answered_until, sent_at)
+            is_prompt = self.clock() - sent_at < PROMPT
+            known.limit = min(known.limit + 1, MAX_PROMPT) if is_prompt else MAX_UNANSWERED
 
     def state_of(self, destination: str, broker_silent_for: float) -> State:
         """Return whether a destination may get another message.
@@ -114,35 +128,27 @@ class AnswerTimes:
             destination: The destination.
             broker_silent_for: For how many seconds the broker has answered nothing at all.
         """
-        in_flight, now = self._sent.get(destination), self.clock()
-        if not in_flight:
+        known, now = self._known.get(destination), self.clock()
+        if known is None or not known.sent:
             return "ready"
-        oldest, is_small = next(iter(in_flight.values())), len(in_flight) < MAX_UNANSWERED
-        is_slow = not is_small and now < self._slow_until.get(destination, 0.0)
-        if destination in self.silent or is_slow:
+        oldest, is_small = next(iter(known.sent.values())), len(known.sent) < MAX_UNANSWERED
+        if known.is_silent or (not is_small and now < known.slow_until):
             return "silent"
         if now - oldest >= SILENCE and (
             broker_silent_for >= SILENCE or self._answered_until - oldest >= SILENCE
         ):
             return "silent"
-        if is_small:
+        if now - known.full_at >= PROMPT:
+            known.limit = MAX_UNANSWERED
+        if is_small or len(known.sent) < known.limit:
             return "ready"
-        full_at, limit = self._limits.get(destination, (now, MAX_UNANSWERED))
-        if now - full_at >= PROMPT:
-            limit = MAX_UNANSWERED
-        if len(in_flight) < limit:
-            return "ready"
-        if destination not in self._limits and len(self._limits) >= MAX_REMEMBERED:
-            _keep(self._limits, lambda entry: now - entry[0] < PROMPT)
-        self._limits[destination] = now, limit
+        known.full_at = now
         return "full"
 
     def note_slow(self, destination: str) -> None:
         """Note that others wait for a destination, which has as many messages as it may have."""
-        now = self.clock()
-        if len(self._slow_until) >= MAX_REMEMBERED:
-            _keep(self._slow_until, lambda until: now < until)
-        self._slow_until[destination] = now + SLOW_FOR
+        known = self._known.setdefault(destination, _Destination())
+        known.slow_until = self.clock() + SLOW_FOR
 
     def give_up_if_stuck(self, broker_silent_for: float) -> list[str]:
         """Return the destinations for which the broker may read nothing more; they count as silent.
@@ -154,7 +160,7 @@ class AnswerTimes:
             return []
         stuck = self.overloaded
         for name in stuck:
-            self._note_silent(name)
+            self._known[name].is_silent = True
         return stuck
 
     @property
@@ -165,15 +171,9 @@ class AnswerTimes:
         """
         return [
             name
-            for name, in_flight in self._sent.items()
-            if name is not None and len(in_flight) > MAX_UNANSWERED
+            for name, known in self._known.items()
+            if name is not None and len(known.sent) > MAX_UNANSWERED
         ]
-
-    def _note_silent(self, destination: str | None) -> None:
-        if destination not in self.silent and len(self.silent) >= MAX_REMEMBERED:
-            # Any other: if it is still silent, that is noted again after its next message.
-            self.silent.pop()
-        self.silent.add(destination)
 
 
 @dataclass(eq=False, repr=False)
@@ -192,7 +192,7 @@ class MissingExchanges:
     always: Collection[str]
     clock: Callable[[], float] = time.monotonic
     _known: set[str] = field(default_factory=set)
-    #: Until when exchanges count as missing, the earliest first.
+    #: Until when exchanges count as missing.
     _missing: dict[str, float] = field(default_factory=dict)
 
     def why_missing(self, exchange: str, is_limited: bool = True) -> str | None:
@@ -207,51 +207,32 @@ class MissingExchanges:
         """
         if exchange in self.always or exchange in self._known:
             return None
-        self._forget()
-        if exchange in self._missing:
-            return no_exchange(exchange)
-        if is_limited and len(self._missing) >= MAX_MISSING:
-            return (
-                f"the broker was not asked for the exchange {shortened(exchange)}: in one second, "
-                f"it was asked for {len(self._missing)} others that do not exist"
-            )
-        if not self.ask(exchange):
-            self._note(exchange)
-            return no_exchange(exchange)
-        if len(self._known) >= MAX_REMEMBERED:
-            self._known.pop()
-        self._known.add(exchange)
-        return None
+        now = self.clock()
+        self._missing = {name: until for name, until in self._missing.items() if now < until}
+        if exchange not in self._missing:
+            if is_limited and len(self._missing) >= MAX_MISSING:
+                return (
+                    f"the broker was not asked for the exchange {shortened(exchange)}: in one "
+                    f"second, it was asked for {len(self._missing)} others that do not exist"
+                )
+            if self.ask(exchange):
+                if len(self._known) >= MAX_REMEMBERED:
+                    self._known.pop()
+                self._known.add(exchange)
+                return None
+            self.add(exchange)
+        return no_exchange(exchange)
 
     def add(self, exchange: str) -> None:
         """Note that the broker has just said that an exchange is missing."""
         self._known.discard(exchange)
-        self._forget()
         if len(self._missing) < MAX_REMEMBERED:
-            self._note(exchange)
-
-    def _note(self, exchange: str) -> None:
-        self._missing.pop(exchange, None)
-        self._missing[exchange] = self.clock() + ASK_AGAIN
-
-    def _forget(self) -> None:
-        """Forget the exchanges that may be asked for again."""
-        now = self.clock()
-        while self._missing and now >= next(iter(self._missing.values())):
-            del self._missing[next(iter(self._missing))]
+            self._missing[exchange] = self.clock() + ASK_AGAIN
 
 
 def no_exchange(exchange: str) -> str:
     """Say that an exchange does not exist."""
     return f"there is no exchange {exchange!r}"
-
-
-def _keep(entries: dict[Any, Any], is_valid: Callable[[Any], bool]) -> None:
-    """Drop the entries that mean nothing any more; if none is left out, the oldest one."""
-    for key in [key for key, entry in entries.items() if not is_valid(entry)]:
-        del entries[key]
-    if len(entries) >= MAX_REMEMBERED:
-        del entries[next(iter(entries))]
 
 
 logger = logging.getLogger(__name__)
@@ -291,7 +272,7 @@ class Forwarder:
         statistics: Where to count what is done.
         exists: Asks the broker whether an exchange exists.
         frame_max: The bytes of a frame of the connection.
-        silent: Destinations that did not answer on former connections; see :class:`.AnswerTimes`.
+        answer_times: What is known of destinations, also from former connections.
         bytes_in_flight: The bytes of the bodies that are published and not settled.
     """
 
@@ -299,7 +280,7 @@ class Forwarder:
     statistics: ModuleStatistics
     exists: Callable[[str], bool]
     frame_max: int
-    silent: set[str | None]
+    answer_times: AnswerTimes
     bytes_in_flight: int = 0
 
     def __post_init__(self) -> None:
@@ -309,7 +290,7 @@ class Forwarder:
         self.redelivery = forwarding.Redelivery(
             topology, self.module.retry_for, signing_keys=self.module.signing_keys
         )
-        self.answer_times = AnswerTimes(silent=self.silent)
+        self.answer_times.begin()
         self.missing = MissingExchanges(self.exists, frozenset(("", self.undeliverable)))
         self._not_taken = WarningLimit(logger, f"{self.name}: messages that are tried again")
         self._given_up = WarningLimit(logger, f"{self.name}: undeliverable messages")

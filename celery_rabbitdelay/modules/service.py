@@ -18,7 +18,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PermissionMissing, PublishError
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.modules.attempts import SILENCE, Forwarder
+from celery_rabbitdelay.modules.attempts import SILENCE, AnswerTimes, Forwarder
 from celery_rabbitdelay.modules.deliveries import (
     MAX_HELD_BYTES,
     Deliveries,
@@ -121,7 +121,7 @@ class ModuleConsumer:
         #: Since when all of these wait for answers about their destinations.
         self._held_up_since: float | None = None
         self._attempts = Forwarder(
-            module, service.statistics, self._exists, self._wire.frame_max, service.silent
+            module, service.statistics, self._exists, self._wire.frame_max, service.answer_times
         )
         #: What the module's prefetch and window are multiplied by; 0: one message at a time.
         self._growth = 0
@@ -372,7 +372,7 @@ class ModuleService(Service):
     Attributes:
         module: The module.
         statistics: The counts of its messages.
-        silent: Destinations that have not answered, on any connection.
+        answer_times: Which destinations have not answered, on any connection.
     """
 
     module: Module
@@ -381,7 +381,7 @@ class ModuleService(Service):
     on_lost: Callable[[], None]
     statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
     stopping: Event = field(default_factory=Event)
-    silent: set[str | None] = field(default_factory=set)
+    answer_times: AnswerTimes = field(default_factory=AnswerTimes)
 
     def __post_init__(self) -> None:
         self.name, self.timeout = self.module.name, self.module.timeout

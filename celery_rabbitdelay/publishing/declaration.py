@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
-import amqp
 from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 from kombu import Connection, Queue
+from kombu.transport.pyamqp import Channel
 
 from celery_rabbitdelay.exceptions import TopologyIncomplete, TopologyInUse, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Binding, Topology
@@ -158,7 +158,7 @@ def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tupl
     return tuple(name for name in absent if name not in ours and not topology.is_optional(name))
 
 
-def _exists_or_hidden(channel: amqp.Channel, exchange: str) -> bool:
+def _exists_or_hidden(channel: Channel, exchange: str) -> bool:
     """Return whether an exchange exists, or the user has no permission on it."""
     try:
         return all(find_exchanges(channel, [exchange]))
@@ -440,7 +440,7 @@ def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
 
 
 @contextmanager
-def opened_channel(connection: Connection) -> Iterator[Any]:
+def opened_channel(connection: Connection) -> Iterator[Channel]:
     """Open a channel for a block, and the connection if needed; the channel is closed at its end.
 
     A channel of its own, because the broker closes the channel on which it refuses a method. If the
@@ -448,12 +448,12 @@ def opened_channel(connection: Connection) -> Iterator[Any]:
     """
     with conversation(connection):
         connect(connection)
-        channel: Any = connection.channel()
+        channel = cast("Channel", connection.channel())
         with conversation(connection, channel.close):
             yield channel
 
 
-def _pipeline(*methods: Callable[..., Any]) -> None:
+def _pipeline(*methods: Callable[..., object]) -> None:
     """Call methods of one channel with few answers: the broker answers every 20th, and the last.
 
     The broker executes the methods of a channel in their order. When it refuses one, it closes the
@@ -466,12 +466,12 @@ def _pipeline(*methods: Callable[..., Any]) -> None:
         method(nowait=not waits)
 
 
-def _bind_method(channel: Any, binding: Binding) -> Callable[..., Any]:
+def _bind_method(channel: Channel, binding: Binding) -> Callable[..., object]:
     bind = channel.exchange_bind if binding.target_is_exchange else channel.queue_bind
     return partial(bind, binding.target, binding.source, binding.pattern)
 
 
-def _bind_destination(channel: Any, topology: Topology, queue_name: str) -> None:
+def _bind_destination(channel: Channel, topology: Topology, queue_name: str) -> None:
     channel.queue_bind(
         queue=queue_name,
         exchange=topology.delivery.name,

@@ -22,6 +22,7 @@ from kombu import Connection, Consumer, Producer, Queue
 from kombu import compression as compressions
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport.base import to_rabbitmq_queue_arguments  # type: ignore[attr-defined]
+from kombu.transport.pyamqp import Channel
 from kombu.utils import json
 
 from celery_rabbitdelay.exceptions import RabbitDelayError
@@ -35,10 +36,7 @@ else:
 #: The options of :func:`serialized`.
 SERIALIZING: Final = ("serializer", "content_type", "content_encoding", "compression")
 
-#: Bytes that are decompressed at a time; and how many a decoder is given at a time that does not
-#: bound what it returns. Of brotli, each three bytes may become 16 MiB.
-_PIECE: Final = 2**20
-_GIVEN: Final = 2**16
+#: Bytes that the decoder of brotli is given at a time.
 _GIVEN_TO_BROTLI: Final = 8
 
 #: How many passive declarations are sent before their answers are read. An answer has some 50
@@ -47,7 +45,7 @@ _GIVEN_TO_BROTLI: Final = 8
 PASSIVE_BATCH: Final = 200
 
 
-def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | None]:
+def find_queues(channel: Channel, names: Sequence[str]) -> list[tuple[int, int] | None]:
     """Return messages and consumers of queues, in their order; None for one that does not exist.
 
     Args:
@@ -61,7 +59,7 @@ def find_queues(channel: Any, names: Sequence[str]) -> list[tuple[int, int] | No
     return [answer and (answer[1], answer[2]) for answer in found]
 
 
-def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
+def find_exchanges(channel: Channel, names: Sequence[str]) -> list[bool]:
     """Return whether exchanges exist, in their order.
 
     Args:
@@ -77,15 +75,19 @@ def find_exchanges(channel: Any, names: Sequence[str]) -> list[bool]:
 
 
 def _ask_in_batches(
-    channel: Any, names: Sequence[str], methods: Any, layout: str, *types: str
-) -> list[Any]:
+    channel: Channel,
+    names: Sequence[str],
+    methods: type[spec.Queue | spec.Exchange],
+    layout: str,
+    *types: str,
+) -> list[tuple[Any, ...] | None]:
     """Declare passively; return the arguments of each answer, None for NOT_FOUND.
 
     For a missing object the broker closes the channel and ignores the questions behind it. py-amqp
     has opened the channel again when it raises the error, so they are asked again: one first and
     then ever more, because others are probably missing as well.
     """
-    answers: list[Any] = []
+    answers: list[tuple[Any, ...] | None] = []
     size = PASSIVE_BATCH
     flags = (True, False, False, False, False)  # passive, ..., nowait
     while len(answers) < len(names):
@@ -108,13 +110,9 @@ def _ask_in_batches(
 
 def serialized(
     producer: Producer,
-    body: Any,
+    body: object,
     headers: dict[str, Any],
-    *,
-    serializer: str | None = None,
-    content_type: str | None = None,
-    content_encoding: str | None = None,
-    compression: str | None = None,
+    **how: Any,
 ) -> tuple[bytes, str | None, str | None]:
     """Serialize and compress a body as :meth:`kombu.Producer.publish` does.
 
@@ -122,62 +120,49 @@ def serialized(
         producer: The producer, whose serializer is the default.
         body: What to send.
         headers: The message's headers; compression adds one.
-        serializer: The name of kombu's serializer.
-        content_type: The type of a body that is serialized already.
-        content_encoding: The encoding of such a body.
-        compression: The name of kombu's compression.
+        **how: The names of kombu's serializer and compression; the content type and the content
+            encoding of a body that is serialized already. See :data:`SERIALIZING`.
 
     Returns:
         The body, its content type and its content encoding.
     """
     private: Any = producer
-    body, content_type, content_encoding = private._prepare(
-        body, serializer, content_type, content_encoding, compression, headers
-    )
-    if isinstance(body, str):
-        body = body.encode(content_encoding or "utf-8")  # as py-amqp does
-    return body, content_type, content_encoding
+    data, content_type, content_encoding = private._prepare(body, headers=headers, **how)
+    if isinstance(data, str):
+        data = data.encode(content_encoding or "utf-8")  # as py-amqp does
+    return data, content_type, content_encoding
 
 
-def decompressed(body: bytes, name: Any) -> Iterator[bytes]:
-    """Yield, in pieces, what kombu decompresses a body to. Anybody may have written the body.
+def decompressed_size(body: bytes, name: str, most: int) -> int:
+    """Return to how many bytes kombu decompresses a body, counted no further than ``most + 1``.
 
-    Nothing if the application has registered the compression itself. Raises errors of many kinds if
-    nobody has, or if the body cannot be decompressed.
+    0 if the application has registered the compression itself. Anybody may have written the body:
+    raises errors of many kinds if nobody has registered the compression, or if the body cannot be
+    decompressed.
 
     Args:
         body: The body.
         name: What the header ``compression`` says.
+        most: The bytes that may be held.
     """
     decoder = compressions.get_decoder(name)
     if decoder is zlib.decompress:
-        yield from _inflated(body)
-        return
+        return len(zlib.decompressobj().decompress(body, most + 1))
     for each in ("bz2", "lzma", "zstd", "brotli"):
         module: Any = getattr(compressions, each, None)
         # Before 5.7, kombu has a function of its own for zstd.
         kombus = getattr(compressions, f"{each}_decompress", getattr(module, "decompress", None))
-        if decoder is not kombus:
-            continue
-        if each == "brotli":
-            stream = module.Decompressor()
+        if decoder is kombus and each != "brotli":
+            return len(module.open(BytesIO(body)).read(most + 1))
+        if decoder is kombus:
+            # It does not bound what it returns: each three bytes may become 16 MiB.
+            stream, size = module.Decompressor(), 0
             for begin in range(0, len(body), _GIVEN_TO_BROTLI):
-                yield stream.process(body[begin : begin + _GIVEN_TO_BROTLI])
-            return
-        file = module.open(BytesIO(body))
-        while piece := file.read(_PIECE):
-            yield piece
-
-
-def _inflated(body: bytes) -> Iterator[bytes]:
-    stream = zlib.decompressobj()
-    for begin in range(0, len(body), _GIVEN):
-        rest = body[begin : begin + _GIVEN]
-        while piece := stream.decompress(rest, _PIECE):
-            yield piece
-            rest = stream.unconsumed_tail
-        if stream.eof:
-            return
+                size += len(stream.process(body[begin : begin + _GIVEN_TO_BROTLI]))
+                if size > most:
+                    return most + 1
+            return size
+    return 0
 
 
 def is_kombus_json(serializer: str | None) -> bool:
@@ -191,13 +176,13 @@ def may_be_decoded(content_type: object) -> bool:
     return content_type in registry.type_to_name
 
 
-def declared_entities(connection: Connection) -> set[Any]:
+def declared_entities(connection: Connection) -> set[object]:
     """Return the set of what was declared on a connection; kombu empties it on a new one."""
-    declared: set[Any] = connection.declared_entities  # type: ignore[assignment]
+    declared: set[object] = connection.declared_entities  # type: ignore[assignment]
     return declared
 
 
-def declared_arguments(queue: Queue) -> dict[str, Any]:
+def declared_arguments(queue: Queue) -> dict[str, object]:
     """Return the arguments that a queue is declared with: its own, and those of its attributes."""
     names = ("expires", "message_ttl", "max_length", "max_length_bytes", "max_priority")
     attributes = {name: getattr(queue, name) for name in names}

@@ -94,7 +94,7 @@ class WaitingMessage(NamedTuple):
         """Return the message with changes of what its headers say."""
         return type(self)(self.body, self.properties, self.headers._replace(**changes))
 
-    def having(self, **properties: Any) -> Self:
+    def having(self, **properties: object) -> Self:
         """Return the message with other properties; None removes one."""
         return type(self)(self.body, {**self.properties, **properties}, self.headers)
 
@@ -134,7 +134,7 @@ def headers_of(message: amqp.Message) -> dict[str, Any]:
     return dict(message.properties.get("application_headers") or {})
 
 
-def kept_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
+def kept_properties(properties: Mapping[str, object]) -> dict[str, object]:
     """Return the properties with which a producer publishes a task's message again.
 
     ``priority`` is always among them: a task without a priority would get 0 otherwise.
@@ -177,7 +177,7 @@ class Content(NamedTuple):
         return message
 
 
-def encoded(properties: Mapping[str, Any]) -> bytes:
+def encoded(properties: Mapping[str, object]) -> bytes:
     """Return the properties of a message as bytes, behind the flags that say which there are.
 
     Args:
@@ -225,7 +225,7 @@ class PropertiesEncoder:
 
     def encode(
         self,
-        own: Mapping[str, Any],
+        own: Mapping[str, object],
         due_ms: int,
         correlation_id: str | None,
         reply_to: str | None = None,
@@ -248,7 +248,7 @@ class PropertiesEncoder:
         return b"".join((self._flags, self._before, size, table, self._between, text, self._after))
 
 
-def _entries(table: Mapping[str, Any]) -> bytes:
+def _entries(table: Mapping[str, object]) -> bytes:
     """Return the entries of a table of headers, without their length."""
     return dumps("F", (table,))[_LENGTH.size :]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.common import Broadcast, maybe_declare
+from kombu.compression import compress
 
 from celery_rabbitdelay.exceptions import MessageTooLarge, NeedsDistribution
 from celery_rabbitdelay.levels import headers as header_names
@@ -21,7 +22,7 @@ from celery_rabbitdelay.publishing.declaration import (
     declare_if_missing,
 )
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
-from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, decompressed, serialized
+from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, serialized
 from celery_rabbitdelay.publishing.message import (
     DEFAULT_MAX_MESSAGE_BYTES,
     Publication,
@@ -104,7 +105,7 @@ class DelayedProducer(Producer):
 
     def publish_delayed(
         self,
-        body: Any,
+        body: object,
         destination: Destination,
         due: Due | Delay,
         *,
@@ -194,11 +195,11 @@ class DelayedProducer(Producer):
 
     def delayed_message(
         self,
-        body: Any,
+        body: object,
         destination: Destination,
         due: Due,
         *,
-        headers: Mapping[str, Any] | None = None,
+        headers: Mapping[str, object] | None = None,
         **properties: Any,
     ) -> Delayed:
         """Return the message that :meth:`publish_delayed` publishes, which takes the same.
@@ -290,19 +291,19 @@ class DelayedProducer(Producer):
             raise MessageTooLarge(size, most)
 
     def serialize(
-        self, body: Any, headers: dict[str, Any], **how: Any
+        self, body: object, headers: dict[str, Any], **how: Any
     ) -> tuple[bytes, str | None, str | None]:
         """Return a body as kombu serializes and compresses it; see :func:`.serialized`.
 
         Raises:
             MessageTooLarge: It is compressed, and a worker would not decompress it.
         """
+        compression, most = how.pop("compression", None), self.max_message_bytes
         body, content_type, content_encoding = serialized(self, body, headers, **how)
-        most = self.max_message_bytes
-        if how.get("compression") and most is not None:
-            size = sum(map(len, decompressed(body, headers["compression"])))
-            if size > most:
-                raise MessageTooLarge(size, most)
+        if compression:
+            if most is not None and len(body) > most:
+                raise MessageTooLarge(len(body), most)
+            body, headers["compression"] = compress(body, compression)
         return body, content_type, content_encoding
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:

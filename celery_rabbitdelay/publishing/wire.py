@@ -31,7 +31,7 @@ from amqp.serialization import dumps
 from kombu import Connection
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES, shortened
-from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content
+from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content, encoded
 
 #: Frame types: a method; a message's size and properties; a part of its body.
 METHOD_FRAME: Final = 1
@@ -73,8 +73,11 @@ REQUEUE: Final[Settlement] = (60, 120, 2)
 _ACK_BYTES: Final = struct.pack(">HH", *ACK[:2])
 _CLOSE_BYTES: Final = struct.pack(">HH", *spec.Channel.Close)
 
+#: What is called when the broker blocks or unblocks the connection.
+Callback: TypeAlias = Callable[..., object]
+
 #: Type, channel and payload.
-Frame: TypeAlias = tuple[int, int, Any]
+Frame: TypeAlias = tuple[int, int, bytes]
 
 
 def publish_frames(
@@ -236,7 +239,7 @@ class Wire:
         deadline = time.monotonic() + seconds
         read = self._amqp.blocking_read
 
-        def read_in_time(timeout: float | None = None) -> Any:
+        def read_in_time(timeout: float | None = None) -> object:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no answer within {seconds:.3f} s")
@@ -249,7 +252,9 @@ class Wire:
             finally:
                 del self._amqp.blocking_read
 
-    def set_on_blocked(self, on_blocked: Any, on_unblocked: Any) -> tuple[Any, Any]:
+    def set_on_blocked(
+        self, on_blocked: Callback | None, on_unblocked: Callback | None
+    ) -> tuple[Callback | None, Callback | None]:
         """Set the callbacks for blocked and unblocked; return the former ones."""
         former = self._amqp.on_blocked, self._amqp.on_unblocked
         self._amqp.on_blocked, self._amqp.on_unblocked = on_blocked, on_unblocked
@@ -290,7 +295,7 @@ class Seen(NamedTuple):
 
     properties_bytes: int = 0
     unreadable: str | None = None
-    marks: Mapping[str, Any] = MappingProxyType({})
+    marks: Mapping[str, object] = MappingProxyType({})
     skipped_bytes: int | None = None
 
 
@@ -320,14 +325,14 @@ def read_unreadable_properties(connection: Connection) -> None:
 
 
 def _frame_handler(
-    connection: Any, callback: Callable[..., Any], max_bytes: int | None = None
+    connection: Any, callback: Callback, max_bytes: int | None = None
 ) -> Callable[[Frame], bool]:
     #: Of the message that arrives on each channel: what its frames said, and how many bytes of its
     #: body are still to be dropped.
     seen: dict[int, Seen] = {}
     to_drop: dict[int, int] = {}
 
-    def on_method(channel: int, method: tuple[int, int], payload: Any, content: Any) -> None:
+    def on_method(channel: int, method: tuple[int, int], payload: bytes, content: Any) -> None:
         if content is not None:
             own = seen.pop(channel, Seen())
             if not payload.isascii():
@@ -368,16 +373,15 @@ def _frame_handler(
         marks = {UNREADABLE: reason, UNREADABLE_PROPERTIES: bytes(properties)}
         why = f"its properties cannot be read: {reason}"
         seen[channel] = own._replace(unreadable=why, marks=marks)
-        marked: Any = amqp.Message(application_headers=marks)
-        return handle((HEADER_FRAME, channel, bytes(before) + marked._serialize_properties()))
+        marked = encoded({"application_headers": marks})
+        return handle((HEADER_FRAME, channel, bytes(before) + marked))
 
     return on_frame
 
 
-def _why_unreadable(payload: Any) -> str | None:
-    message: Any = amqp.Message()
+def _why_unreadable(payload: bytes) -> str | None:
     try:
-        message.inbound_header(payload)
+        amqp.Message().inbound_header(payload)  # type: ignore[attr-defined]
     except Exception as error:  # noqa: BLE001 - whatever the bytes make of it
         return shortened(error)
     return None

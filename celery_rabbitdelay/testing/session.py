@@ -33,13 +33,8 @@ from celery_rabbitdelay.testing.worker import (
     taking_part,
 )
 
-#: The variables of the environment that Celery prefers to the configuration.
-_PREFERRED: Final = (
-    "CELERY_BROKER_URL",
-    "CELERY_BROKER_READ_URL",
-    "CELERY_BROKER_WRITE_URL",
-    "CELERY_RESULT_BACKEND",
-)
+#: How the variables of the environment begin that Celery prefers to the configuration.
+_PREFERRED: Final = ("CELERY_BROKER_", "CELERY_RESULT_BACKEND")
 
 #: Seconds that a worker may take to start.
 START_TIMEOUT: Final = 120.0
@@ -169,9 +164,8 @@ class Session:
             self.folder = Path(exits.enter_context(folder))
             (self.folder / SETTINGS).write_text(json.dumps(settings))
             self._clock = SharedClock(self.folder)
-            for name in _PREFERRED:
-                if name in os.environ:
-                    exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
+            for name in [name for name in os.environ if name.startswith(_PREFERRED)]:
+                exits.callback(os.environ.__setitem__, name, os.environ.pop(name))
             exits.callback(self._give_back, dict(app.conf.changes or {}))
             app.conf.update(settings)
             confirm_all(app)
@@ -240,8 +234,7 @@ class Session:
             yield
 
     def _remove(self) -> None:
-        self._purge(self.app.rabbitdelay.topology.queues)
-        self._purge(self.app.amqp.queues.values())
+        self._purge([*self.app.rabbitdelay.topology.queues, *self.app.amqp.queues.values()])
         if (self.folder / WORKER).exists():
             try:
                 with closing(self.travel(LEFT_TIMEOUT)) as travel:

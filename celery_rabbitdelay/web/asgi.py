@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
@@ -21,23 +20,16 @@ from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.publishing.reading import AWAY, Readings, why
-from celery_rabbitdelay.web import shown
-from celery_rabbitdelay.web.access import Access, Shield, Visitor
+from celery_rabbitdelay.publishing.reading import AWAY, why
+from celery_rabbitdelay.web import access, shown
+from celery_rabbitdelay.web.access import COOKIE, Session, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.pages import PAGES, Page
-from celery_rabbitdelay.web.sessions import COOKIE, KNOWN_COOKIE, LASTS, SIGN_IN_COOKIE, Session
 from celery_rabbitdelay.web.site import Site
 
 #: The header of an action's token; ``/api/session`` returns the token.
 TOKEN_HEADER: Final = "X-Rabbitdelay-Token"  # noqa: S105 - a name
-
-#: The header that the script of the page sends when it refreshes a page.
-REFRESH_HEADER: Final = "HX-Request"
-
-#: How many addresses that are refreshed are remembered.
-REMEMBERED: Final = 500
 
 #: What visitors read whom the page does not know.
 NOBODY: Final = (
@@ -49,7 +41,7 @@ NOBODY: Final = (
 
 def application_for(site: Site) -> ASGIApp:
     """Return the page as an ASGI application; see :func:`celery_rabbitdelay.web.application`."""
-    return Shield(Server(site).starlette(), site.options)
+    return access.Shield(Server(site).starlette(), site.options)
 
 
 class Server:
@@ -62,8 +54,7 @@ class Server:
     def __init__(self, site: Site) -> None:
         zone = site.app.timezone
         self._site = site
-        self._access = Access(site)
-        self._refreshed = lru_cache(REMEMBERED)(self._readings)
+        self._access = access.Access(site)
         self._templates = Environment(
             loader=PackageLoader("celery_rabbitdelay.web"),
             autoescape=True,
@@ -121,9 +112,7 @@ class Server:
                     raise HTTPException(403, f"The role of {name} is viewer.")
                 fields = [*asked.fields.multi_items(), *form.multi_items()]
                 asked = replace(asked, fields=Fields(fields))
-            is_refresh = page.refresh and REFRESH_HEADER in request.headers
-            view = self._shared_view if is_refresh else _view
-            told = await run_in_threadpool(view, page, asked)
+            told = await run_in_threadpool(_shown, page, asked)
             if isinstance(told, Response):
                 return told
             if _is_api(request):
@@ -135,30 +124,6 @@ class Server:
             return self._with_session(request, visitor, response)
 
         return answer
-
-    def _shared_view(self, page: Page, asked: Asked) -> dict[str, object] | Response:
-        """Return what a page shows to all who have it open.
-
-        It is read at most twice in the period of its refreshes, however many they are. What a
-        person opens or clicks is always read anew.
-        """
-        told = self._refreshed(page, tuple(asked.fields.multi_items())).latest()
-        if told.value is None or isinstance(told.value, HTTPException):
-            raise told.value or HTTPException(503, told.error)
-        return told.value
-
-    def _readings(
-        self, page: Page, fields: tuple[tuple[str, str], ...]
-    ) -> Readings[dict[str, object] | Response | HTTPException]:
-        asked = Asked(self._site, User("everybody"), Fields(fields))
-
-        def look() -> dict[str, object] | Response | HTTPException:
-            try:
-                return _view(page, asked)
-            except HTTPException as refused:
-                return refused
-
-        return Readings(look, page.refresh / 2)
 
     async def _known(self, request: Request) -> tuple[Visitor, User]:
         """Return who asks."""
@@ -172,12 +137,8 @@ class Server:
         token = request.headers.get(TOKEN_HEADER) or form.get("token", "")
         name = visitor.user.name if visitor.user else ""
         if not self._access.sessions.is_token(token, visitor.session, name):
-            raise HTTPException(
-                403,
-                "The token is not that of the cookie: take both from /api/session."
-                if _is_api(request)
-                else "The form is too old: open its page again.",
-            )
+            text = "The form is too old: open its page again, or /api/session for cookie and token."
+            raise HTTPException(403, text)
 
     async def _first(self, request: Request) -> Response:
         return RedirectResponse(f"{_base(request)}/now", 303)
@@ -191,8 +152,8 @@ class Server:
         if self._site.options.users is None:
             raise HTTPException(404)
         form, sessions = await form_of(request), self._access.sessions
-        before = sessions.read(request.cookies.get(SIGN_IN_COOKIE), SIGN_IN_COOKIE)
-        known = sessions.read(request.cookies.get(KNOWN_COOKIE), KNOWN_COOKIE)
+        before = sessions.read(request.cookies.get(access.SIGN_IN_COOKIE), access.SIGN_IN_COOKIE)
+        known = sessions.read(request.cookies.get(access.KNOWN_COOKIE), access.KNOWN_COOKIE)
         address = request.client.host if request.client else ""
         name, password, path = (form.get(each, "") for each in ("name", "password", "next"))
         try:
@@ -204,9 +165,10 @@ class Server:
         # Below our own path, wherever the form says.
         path = path.lstrip("/\\") or "now"
         response = RedirectResponse(f"{_base(request)}/{path}", 303)
-        self._set_cookie(request, response, SIGN_IN_COOKIE, None)
+        self._set_cookie(request, response, access.SIGN_IN_COOKIE, None)
         self._set_cookie(request, response, COOKIE, session)
-        self._set_cookie(request, response, KNOWN_COOKIE, Session.new(session.name, session.proof))
+        known = Session.new(session.name, session.proof)
+        self._set_cookie(request, response, access.KNOWN_COOKIE, known)
         return response
 
     def _sign_in_form(self, request: Request, refused: HTTPException, path: str) -> Response:
@@ -215,7 +177,7 @@ class Server:
         values = {"why": refused.detail, "token": token, "next": path}
         response = self._html(request, "sign_in", values, status=refused.status_code)
         response.headers.update(refused.headers or {})
-        self._set_cookie(request, response, SIGN_IN_COOKIE, session)
+        self._set_cookie(request, response, access.SIGN_IN_COOKIE, session)
         return response
 
     async def _sign_out(self, request: Request) -> Response:
@@ -279,7 +241,7 @@ class Server:
         response.set_cookie(
             name,
             "" if session is None else self._access.sessions.written(session, name),
-            max_age=0 if session is None else LASTS[name],
+            max_age=0 if session is None else access.LASTS[name],
             path=_base(request) or "/",
             secure=self._site.options.https or request.url.scheme == "https",
             httponly=True,
@@ -287,7 +249,7 @@ class Server:
         )
 
 
-def _view(page: Page, asked: Asked) -> dict[str, object] | Response:
+def _shown(page: Page, asked: Asked) -> dict[str, object] | Response:
     try:
         return page.view(asked)
     except AWAY as error:

@@ -14,15 +14,8 @@ from celery_rabbitdelay.publishing.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.record import record_of
+from celery_rabbitdelay.web import search
 from celery_rabbitdelay.web.asked import Asked, Wrong
-from celery_rabbitdelay.web.search import (
-    Until,
-    all_at,
-    count_at_least,
-    each_by,
-    postpone_batches,
-    search,
-)
 from celery_rabbitdelay.web.site import Does, Work, in_batches, log_action
 from celery_rabbitdelay.web.waiting import FILTERS, filter_of
 
@@ -55,7 +48,7 @@ def decide(action: str, asked: Asked) -> dict[str, object]:
     }
 
 
-def _decision(asked: Asked, until: Until | None) -> Callable[[str], Outcome]:
+def _decision(asked: Asked, until: search.Until | None) -> Callable[[str], Outcome]:
     """Return what cancels the task of an id, or, with ``until``, lets it run at another time."""
     delays = asked.with_registry
     if until is None:
@@ -76,7 +69,7 @@ def confirm(asked: Asked) -> dict[str, object]:
     """Count the tasks that match; what is sent afterwards is left out of a decision about all."""
     action, delays = asked.fields.one_of("action", ACTIONS, "cancel"), asked.with_registry
     end = instant_of(delays.registry.after_all_sent_ms())
-    count, may_be_more = count_at_least(delays, filter_of(asked))
+    count, may_be_more = search.count_at_least(delays, filter_of(asked))
     return {
         "action": action,
         "sent_before": end,
@@ -94,16 +87,16 @@ def decide_all(asked: Asked) -> dict[str, object]:
         raise Wrong("sent_before", "takes what /api/waiting/all says")
     wanted = filter_of(asked)._replace(sent_before_ms=milliseconds_of(sent_before))
     until = _until(asked, action)
-    count, _ = count_at_least(delays, filter_of(asked))
+    count, _ = search.count_at_least(delays, filter_of(asked))
     batches: Iterator[int]
     if wanted.key is not None:  # found without reading all tasks
         decide = _decision(asked, until)
-        found = search(delays, wanted, 1).tasks
+        found = search.search(delays, wanted, 1).tasks
         batches = (int(decide(each.task_id) is Outcome.DONE) for each in found)
     elif until is None:
         batches = delays.cancel_batches(wanted)
     else:
-        batches = postpone_batches(delays, wanted, until)
+        batches = search.postpone_batches(delays, wanted, until)
     return begin(asked, f"{ACTIONS[action]} all", FILTERS, count, in_batches(batches))
 
 
@@ -143,20 +136,20 @@ def _work(asked: Asked) -> Work:
     return found
 
 
-def _until(asked: Asked, action: str) -> Until | None:
+def _until(asked: Asked, action: str) -> search.Until | None:
     """Return the new due time of each task; None cancels."""
     if action == "cancel":
         return None
     if action == "run-now":
-        return all_at(wall_clock.now())
+        return search.all_at(wall_clock.now())
     by, until = asked.duration("by"), asked.instant("until")
     if by and until is None:
-        return each_by(by)
+        return search.each_by(by)
     if until is None or by is not None:
         takes = "give a delay of more than 0 (90, 1h30m, 3d), or an instant as 'until'"
         raise Wrong("by", takes)
     try:
         check_max_delay(Due.at(until))
-        return all_at(until)
+        return search.all_at(until)
     except (InvalidDelay, OverflowError) as wrong:
         raise Wrong("until", "is too far away") from wrong

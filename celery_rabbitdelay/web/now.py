@@ -17,11 +17,7 @@ from celery_rabbitdelay.levels.topology import PROBE
 from celery_rabbitdelay.operations.findings import Severity, Verification, blocked
 from celery_rabbitdelay.operations.status import due_at_least
 from celery_rabbitdelay.operations.verify import verify_application
-from celery_rabbitdelay.publishing.management import (
-    ManagementAPI,
-    management_api_of,
-    tls_files_of,
-)
+from celery_rabbitdelay.publishing import management
 from celery_rabbitdelay.publishing.reading import Reading
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.web.asked import Asked
@@ -124,9 +120,9 @@ def _entering(site: Site) -> dict[str, object]:
 def _enter(site: Site) -> float:
     connection, url = site.queues_broker.connection, site.options.management
     if url is None:
-        api = management_api_of(connection)
+        api = management.management_api_of(connection)
     else:
-        api = ManagementAPI(url, tls_files_of(connection))
+        api = management.ManagementAPI(url, management.tls_files_of(connection))
     about = api.get("overview", columns="rates_mode,disable_stats")
     if about.get("rates_mode") == "none" or about.get("disable_stats"):
         raise ManagementUnavailable(api.url, "it keeps no statistics (management.rates_mode)")
@@ -295,8 +291,8 @@ def health(asked: Asked) -> dict[str, object]:
     site, glance = asked.site, asked.site.queues().value
 
     def look() -> Verification:
-        management = site.options.management
-        return site.ask(lambda found: verify_application(site.delays, found, management))
+        url = site.options.management
+        return site.ask(lambda found: verify_application(site.delays, found, url))
 
     reading = site.latest("findings", look, FINDINGS_PERIOD)
     found = () if reading.value is None else reading.value.findings

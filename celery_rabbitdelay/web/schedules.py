@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.exceptions import InvalidDelay, InvalidSchedule
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of, parse_duration
+from celery_rabbitdelay.levels.delay import UNITS, instant_of, milliseconds_of, parse_duration
 from celery_rabbitdelay.schedules.recurrence import INVALID
 from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
 from celery_rabbitdelay.web.asked import Asked, Wrong
@@ -129,13 +129,7 @@ def written(rule: str) -> str:
     if not (rule.startswith(EVERY) and milliseconds.isdigit()):
         return rule
     rest, text = int(milliseconds), ""
-    for unit, length in (
-        ("d", 86_400_000),
-        ("h", 3_600_000),
-        ("m", 60_000),
-        ("s", 1000),
-        ("ms", 1),
-    ):
+    for unit, length in UNITS.items():
         number, rest = divmod(rest, length)
         text += f"{number}{unit}" if number else ""
     return f"{EVERY}{text}"

@@ -170,39 +170,23 @@ def decide(asked: Asked) -> dict[str, object]:
     return begin(asked, f"{ACTIONS[action]} undeliverable messages", FILTERS, count, does)
 
 
-def _remove(
-    asked: Asked,
-    action: str,
-    matches: Matches,
-    *,
-    dry_run: bool,
-    limit: int | None = None,
-    report: RemovalReport | None = None,
-) -> RemovalReport:
+def _remove(asked: Asked, action: str, matches: Matches, **options: Any) -> RemovalReport:
     """Remove the messages that match, or only count them.
 
     Args:
         asked: The request.
         action: What becomes of them: one of :data:`ACTIONS`.
         matches: Returns whether a message is chosen; called for each that is read.
-        dry_run: Whether to count them only.
-        limit: The most messages that are removed.
-        report: What is counted in; see :func:`.redrive`.
+        **options: ``dry_run``, ``limit`` and ``report``, as for :func:`.redrive`.
     """
     site = asked.site
     if action == "purge":
-        purge = partial(read.redrive, limit=limit, dry_run=dry_run, report=report)
-        return site.ask(lambda found: purge(Place(found, site.delays.topology), None, matches))
-    redrive = partial(
-        read.redrive_application,
-        site.delays,
-        matches=matches,
-        dry_run=dry_run,
-        limit=limit,
-        report=report,
-        to=asked.fields.get("to"),
-        delay=asked.duration("delay"),
-    )
+        topology = site.delays.topology
+        return site.ask(
+            lambda found: read.redrive(Place(found, topology), None, matches, **options)
+        )
+    options |= {"to": asked.fields.get("to"), "delay": asked.duration("delay")}
+    redrive = partial(read.redrive_application, site.delays, matches=matches, **options)
     try:
         return site.ask(redrive)
     except (InvalidDelay, DelayTooLong, InvalidDestination) as wrong:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 from kombu import Queue
@@ -15,13 +16,12 @@ from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.publishing.declaration import Backlog, Counts, queue_counts
-from celery_rabbitdelay.publishing.reading import AWAY
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.search import Found, Place, count_at_least, search
-from celery_rabbitdelay.web.site import log_action
+from celery_rabbitdelay.web.site import STATUS_PERIOD, log_action
 
 #: How many tasks a page has unless it says so, and at most.
 PAGE, MOST = 50, 500
@@ -207,11 +207,10 @@ def _overdue(asked: Asked, task: KnownTask) -> Iterator[Reason]:
     if task.queue is None:
         yield Reason("It is due, and its exchange routes it: no worker has taken it yet.")
         return
-    try:
-        paused = asked.site.delays.topology.module_queues.paused
-        queues = [Queue(task.queue), paused]
-        found = asked.site.ask(lambda found: queue_counts(found, queues))
-    except AWAY:
+    site, paused = asked.site, asked.site.delays.topology.module_queues.paused
+    ask = partial(queue_counts, queues=[Queue(task.queue), paused])
+    found = site.latest(f"queue {task.queue}", partial(site.ask, ask), STATUS_PERIOD).value
+    if found is None:
         return  # the page says that the broker cannot be asked
     counts, held = found[task.queue], found[paused.name]
     if counts is None:

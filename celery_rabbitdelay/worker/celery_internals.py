@@ -6,7 +6,7 @@ When Celery moves one of them, tests/unit/test_upstream.py says which.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import amqp
@@ -23,7 +23,7 @@ from kombu.compression import compress
 from celery_rabbitdelay.exceptions import InvalidSetting, UnprocessableMessage
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import CHECKED_IN, DUE, shortened
-from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed
+from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed_size
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Seen
 
@@ -125,7 +125,7 @@ def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
                 if unreadable := getattr(received, "rabbitdelay_seen", Seen()).unreadable:
                     raise UnprocessableMessage(unreadable)
                 if compression and self.rabbitdelay_is_ours:
-                    _check_size(decompressed(body_of(received), compression), most)
+                    _check_size(decompressed_size(body_of(received), compression, most), most)
             except Exception:  # noqa: BLE001 - kombu's consumer reports it
                 self.errors = [sys.exc_info()]
             super().__init__(received, **options)
@@ -140,15 +140,12 @@ def bound_bodies(consumer: Any, refuse: Callable[[Message, str], None]) -> None:
     tasks.on_decode_error = on_error
 
 
-def _check_size(pieces: Iterable[bytes], most: int) -> None:
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > most:
-            raise UnprocessableMessage(
-                f"its body is compressed, and decompressed it has more than {most:,} bytes: see "
-                "rabbitdelay_max_message_bytes"
-            )
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise UnprocessableMessage(
+            f"its body is compressed, and decompressed it has more than {most:,} bytes: see "
+            "rabbitdelay_max_message_bytes"
+        )
 
 
 def as_received(message: Message) -> amqp.Message:

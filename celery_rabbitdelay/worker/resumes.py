@@ -97,7 +97,8 @@ class Resumes:
                     if message is None:
                         break
                     if not self._is_paused(message):
-                        channel.basic_reject(message.delivery_tag, requeue=False)
+                        tag = message.delivery_info["delivery_tag"]
+                        channel.basic_reject(tag, requeue=False)
                         returned += 1
         if returned:
             logger.info("Tasks that were paused return to their queues: %d", returned)

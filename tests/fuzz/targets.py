@@ -35,7 +35,7 @@ from celery_rabbitdelay.modules.forwarding import (
 from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.redriving import Redriving
-from celery_rabbitdelay.publishing.kombu_internals import decompressed
+from celery_rabbitdelay.publishing.kombu_internals import decompressed_size
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import _frame_handler
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests
@@ -179,10 +179,9 @@ def decompression(given: bytes) -> None:
     for name in encoders():
         size, kombus = 0, None
         with suppress(Exception):  # most bodies are none of this compression
-            for piece in decompressed(given, name):
-                size += len(piece)
-                if size > MOST_DECOMPRESSED:
-                    return
+            size = decompressed_size(given, name, MOST_DECOMPRESSED)
+            if size > MOST_DECOMPRESSED:
+                return
             kombus = len(decompress(given, name))
         assert kombus in (None, size), name
 
@@ -199,7 +198,7 @@ def distribution(message: amqp.Message) -> None:
 
 def envelope(given: bytes) -> None:
     """The body of an envelope; also one that is compressed well, around whatever is given."""
-    for body in (given, compressed(given, 1)):
+    for body in (given, compressed(given)):
         try:
             for item in OpenedEnvelope(body, MAX_MESSAGE_BYTES):
                 assert len(item.body) <= MAX_MESSAGE_BYTES

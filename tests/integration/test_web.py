@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime, timedelta
 from threading import Event
@@ -16,16 +16,17 @@ from uuid import uuid4
 
 import httpx
 import pytest
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations.undeliverable import UndeliverableFilter
+from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.registry.index import Filter, shard_of
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from celery_rabbitdelay.web import application, now, undeliverable
+from celery_rabbitdelay.web import application, now, undeliverable, waiting
 from celery_rabbitdelay.web import search as operations
+from celery_rabbitdelay.web.access import COOKIE
 from celery_rabbitdelay.web.options import hash_password, is_password
-from celery_rabbitdelay.web.sessions import COOKIE
 from tests.browser import Browser, assert_harmless, quick_hash
 from tests.integration.arrivals import count
 from tests.integration.conftest import delete_what_it_declared, small_configuration
@@ -128,21 +129,25 @@ def test_now_counts_each_digit_and_what_falls_due_and_takes_nothing_from_the_que
     assert (told["overdue"], totals["hour"], totals["day"]) == (1, 3, 3)
 
 
-def test_a_refresh_shows_what_others_have_seen_and_who_opens_a_page_looks_anew(
+def test_the_queue_of_an_overdue_task_is_asked_for_once_however_many_look(
     shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = []
+
+    def counted(connection: Connection, queues: Iterable[Queue]) -> Any:
+        asked.append(connection)
+        return queue_counts(connection, queues)
+
+    monkeypatch.setattr(waiting, "queue_counts", counted)
     monkeypatch.setattr("celery_rabbitdelay.publishing.reading.time", Clock())
     (task_id,) = send(shop)
+    three_hours_later = time.time_ns() + 3 * HOUR * 10**9
+    monkeypatch.setattr(wall_clock, "source", lambda: three_hours_later)
     web = application(shop)
-
-    def state(**headers: str) -> str:
-        answer = Browser(web).get(f"/api/waiting/task?id={task_id}", headers=headers)
-        return str(answer.json()["task"]["state"])
-
-    refresh = {"HX-Request": "true"}
-    assert state(**refresh) == "waiting"
-    shop.rabbitdelay.cancel(task_id)
-    assert [state(**refresh), state()] == ["waiting", "cancelled"]
+    for _ in range(3):
+        (reason,) = why_not(Browser(web), task_id)
+        assert "no worker takes from its queue" in reason
+    assert len(asked) == 1
 
 
 def test_waiting_finds_tasks_by_what_they_were_sent_with(shop: Any, browser: Browser) -> None:

@@ -62,9 +62,8 @@ class Consumer:
         self.clock = clock = Clock()
         monkeypatch.setattr(attempts_module, "time", clock)
         monkeypatch.setattr(warning_limit, "time", clock)
-        for kind in (AnswerTimes, MissingExchanges):
-            timed = partial(kind, clock=clock.monotonic)
-            monkeypatch.setattr(attempts_module, kind.__name__, timed)
+        timed = partial(MissingExchanges, clock=clock.monotonic)
+        monkeypatch.setattr(attempts_module, "MissingExchanges", timed)
         self.exchanges = {"office", "rabbitdelay.seconds.x1"}
         self.asked: list[str] = []
         self.silent_for = 0.0
@@ -73,7 +72,9 @@ class Consumer:
         module = Module(
             "distribution", TOPOLOGY, queue, lambda message: iter(()), 1, 1, TIMEOUT, 86_400.0
         )
-        self.attempts = Forwarder(module, self.statistics, self._exists, frame_max, set())
+        self.attempts = Forwarder(
+            module, self.statistics, self._exists, frame_max, AnswerTimes(clock)
+        )
 
     def _exists(self, exchange: str) -> bool:
         self.asked.append(exchange)

@@ -159,18 +159,18 @@ def test_a_destination_that_answers_promptly_gets_more_and_one_that_does_not_few
 def test_the_broker_is_stuck_if_it_owes_one_destination_too_many_answers_for_long(
     clock: Clock,
 ) -> None:
-    silent: set[str | None] = set()
-    unanswered = AnswerTimes(clock, silent)
+    unanswered = AnswerTimes(clock)
     send(unanswered, "lost")
     for number in range(ROOM):
         unanswered.sent(-number, None)
     assert unanswered.give_up_if_stuck(3.0) == []
     unanswered.sent("one more", "lost")
     assert (unanswered.give_up_if_stuck(2.9), unanswered.give_up_if_stuck(3.0)) == ([], ["lost"])
-    assert silent == {"lost"}
-    on_another_connection = AnswerTimes(clock, silent)
-    on_another_connection.sent("first", "lost")
-    assert on_another_connection.state_of("lost", 0.0) == "silent"
+    # On another connection, it gets one message at a time.
+    unanswered.begin()
+    assert unanswered.state_of("lost", 0.0) == "ready"
+    unanswered.sent("first", "lost")
+    assert unanswered.state_of("lost", 0.0) == "silent"
 
 
 def test_names_that_nobody_has_seen_before_cost_a_bounded_number_of_questions(clock: Clock) -> None:
@@ -209,8 +209,16 @@ def test_what_is_known_of_destinations_does_not_grow_with_their_number(
         missing.add(f"gone.{number}")
         assert missing.why_missing(f"shop.{number}", is_limited=False) is None
         clock.now += 0.01
-    assert len(unanswered.silent) <= 1000
-    # Those that were full more than a tenth of a second ago were forgotten together.
-    assert len(unanswered._limits) < 200
-    assert len(unanswered._slow_until) <= 1000
+    assert len(unanswered._known) <= 1000
     assert (len(missing._known), len(missing._missing)) == (1000, 100)
+
+
+def test_what_is_in_flight_is_never_forgotten(unanswered: AnswerTimes) -> None:
+    for number in range(1100):
+        unanswered.sent(number, f"forged.{number}")
+    unanswered.sent("last", None)
+    for number in range(1100):
+        unanswered.settled(number, f"forged.{number}")
+    unanswered.settled("last", None)
+    unanswered.sent("other", "shop")
+    assert len(unanswered._known) == 1101

@@ -16,8 +16,7 @@ from fastapi import FastAPI
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.web import User, application
-from celery_rabbitdelay.web.access import MOST_WRONG, PAUSE
-from celery_rabbitdelay.web.sessions import COOKIE, KNOWN_COOKIE, Session, Sessions
+from celery_rabbitdelay.web.access import COOKIE, KNOWN_COOKIE, MOST_WRONG, PAUSE, Session, Sessions
 from celery_rabbitdelay.web.site import Works
 from tests.browser import Browser, Form, assert_harmless, quick_hash
 from tests.unit.clock import Clock

@@ -16,9 +16,9 @@ from starlette.exceptions import HTTPException
 
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
 from celery_rabbitdelay.web.options import NOBODY, User, hash_password, is_hash, is_password
-from celery_rabbitdelay.web.sessions import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.site import MOST_AT_ONCE, Work, Works, in_batches
 
 ADA = User("ada", "operator")
