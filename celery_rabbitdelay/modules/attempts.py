@@ -244,13 +244,10 @@ class _Origin(NamedTuple):
     Attributes:
         received: The received message.
         outgoing: The message that is published for it.
-        destination: The queue or exchange that may not take it, in words; None if the message goes
-            into the levels or to ``undeliverable``.
     """
 
     received: Received
     outgoing: Outgoing
-    destination: str | None
 
 
 @dataclass(eq=False, repr=False)
@@ -309,13 +306,8 @@ class Forwarder:
         Returns:
             None if the message has to wait until its destination has answered others.
         """
-        destination, state = None, "ready"
-        if outgoing.reroute is None and outgoing.exchange != self.undeliverable:
-            destination = (
-                f"the exchange {outgoing.exchange!r}"
-                if outgoing.exchange
-                else f"the queue {outgoing.routing_key!r}"
-            )
+        destination, state = self._destination(outgoing), "ready"
+        if destination is not None:
             state = self.answer_times.state_of(destination, broker_silent_for)
         if state == "full":
             received.held, received.waits_for = outgoing, destination
@@ -331,8 +323,8 @@ class Forwarder:
         if obstacle is None and state == "silent":
             obstacle = f"{destination} does not answer, or too slowly"
         if obstacle is not None:
-            return self._try_later(received, outgoing, destination, obstacle)
-        return self._publication(received, outgoing, destination, content)
+            return self._try_later(received, outgoing, obstacle)
+        return self._publication(received, outgoing, content)
 
     def settled(self, publication: Publication) -> Publication | None:
         """Count a message that is settled; return what to publish in its place, if it has failed.
@@ -340,8 +332,8 @@ class Forwarder:
         Raises:
             PublishError: ``undeliverable`` cannot be published to.
         """
-        received, outgoing, destination = cast(_Origin, publication.context)
-        error = publication.error
+        received, outgoing = cast(_Origin, publication.context)
+        error, destination = publication.error, self._destination(outgoing)
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
         in_time = not isinstance(error, exceptions.ConfirmTimeout)
@@ -350,10 +342,9 @@ class Forwarder:
             self.statistics.published += 1
             self.statistics.undeliverable += outgoing.exchange == self.undeliverable
             return None
-        if destination is None and isinstance(
-            error, exceptions.MessageNacked | exceptions.ConfirmTimeout
-        ):
-            return self._publication(received, outgoing, None, publication.content)
+        may_pass = isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout)
+        if destination is None and may_pass:
+            return self._publication(received, outgoing, publication.content)
         if outgoing.exchange == self.undeliverable:
             if not isinstance(error, exceptions.MessageRefused):
                 raise error
@@ -364,9 +355,19 @@ class Forwarder:
         reason = _reason(error, outgoing)
         if destination is None or isinstance(error, exceptions.MessageRefused):
             return self.give_up(received, outgoing, reason)
-        may_be_taken = isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout)
-        makes_copies = may_be_taken and outgoing.exchange != ""
-        return self._try_later(received, outgoing, destination, reason, makes_copies)
+        makes_copies = may_pass and outgoing.exchange != ""
+        return self._try_later(received, outgoing, reason, makes_copies)
+
+    def _destination(self, outgoing: Outgoing) -> str | None:
+        """Return the queue or exchange that may not take a message, in words.
+
+        None if the message goes into the levels or to ``undeliverable``.
+        """
+        if outgoing.reroute is not None or outgoing.exchange == self.undeliverable:
+            return None
+        if outgoing.exchange:
+            return f"the exchange {outgoing.exchange!r}"
+        return f"the queue {outgoing.routing_key!r}"
 
     def give_up(
         self,
@@ -401,7 +402,7 @@ class Forwarder:
         except exceptions.UnprocessableMessage:
             refused = forwarding.without_headers(self.undeliverable, refused)
             content = forwarding.encoded(refused, self.frame_max)
-        return self._publication(received, refused, None, content)
+        return self._publication(received, refused, content)
 
     def refuse(self, received: Received, error: Exception) -> Publication:
         """Return the publication of a message that the module cannot read, as it came.
@@ -444,7 +445,7 @@ class Forwarder:
                 self.undeliverable,
                 outgoing._replace(message=outgoing.message.saying(reason=reason)),
             )
-            return self._publication(received, bare, None, forwarding.encoded(bare, self.frame_max))
+            return self._publication(received, bare, forwarding.encoded(bare, self.frame_max))
         logger.error(
             "%s: a message is rejected, so that the broker puts it into %s, which does not take it "
             "from here: %s",
@@ -455,11 +456,9 @@ class Forwarder:
         received.settlement, received.outgoing, received.held = REJECT, iter(()), None
         return None
 
-    def _publication(
-        self, received: Received, outgoing: Outgoing, destination: str | None, content: Content
-    ) -> Publication:
-        address = outgoing.address
-        origin = _Origin(received, outgoing, destination)
+    def _publication(self, received: Received, outgoing: Outgoing, content: Content) -> Publication:
+        address, destination = outgoing.address, self._destination(outgoing)
+        origin = _Origin(received, outgoing)
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
         publication.deadline = time.monotonic() + self.module.timeout
         publication.single_attempt = destination is not None
@@ -469,16 +468,12 @@ class Forwarder:
         return publication
 
     def _try_later(
-        self,
-        received: Received,
-        outgoing: Outgoing,
-        destination: str | None,
-        reason: str,
-        makes_copies: bool = False,
+        self, received: Received, outgoing: Outgoing, reason: str, makes_copies: bool = False
     ) -> Publication:
         """Return the publication that puts a message into the levels, to try it again."""
         said = unopened(headers_of(received.message))
         later = self.redelivery.after_failure(outgoing, said, reason, makes_copies)
+        destination = self._destination(outgoing)
         if later.reroute is not None and self._not_taken.allows(destination):
             logger.warning(
                 "%s: %s does not take a message, which waits in the levels and is tried again: %s",
@@ -499,7 +494,7 @@ class Forwarder:
         except exceptions.UnprocessableMessage as too_long:
             return self.give_up(received, outgoing, f"{reason}; {too_long.reason}")
         self.statistics.redelivered += 1
-        return self._publication(received, later, None, content)
+        return self._publication(received, later, content)
 
 
 def _reason(error: exceptions.PublishError, outgoing: Outgoing) -> str:

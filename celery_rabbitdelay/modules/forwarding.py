@@ -378,11 +378,10 @@ class Redelivery:
         Returns:
             The message for the levels; for ``undeliverable`` if it has been tried for too long.
         """
-        now_ms = wall_clock.ms()
-        failures, given_up = self._failed(received.failures, reason, now_ms)
-        if given_up is not None:
+        failures, reasons, due = self._again(received.failures, reason, makes_copies)
+        if due is None:
             undeliverable = self.topology.module_queues.undeliverable.exchange.name
-            return to_undeliverable(undeliverable, outgoing, given_up, received.redriven)
+            return to_undeliverable(undeliverable, outgoing, reasons, received.redriven)
         message = with_destination(
             outgoing, failures=failures, reason=reason, redriven=received.redriven
         )
@@ -392,7 +391,6 @@ class Redelivery:
         if outgoing.is_authentic:
             message = self.sign(message)
         destination = outgoing.routing_key if outgoing.obstacle else DISTRIBUTION
-        due = Due.after(self._pause(now_ms - failures.since_ms, makes_copies))
         return into_levels(self.topology, message, due, destination)
 
     def sign(self, message: WaitingMessage) -> WaitingMessage:
@@ -425,44 +423,43 @@ class Redelivery:
             waiting = left.with_low_priority()
             if left.headers.signature is not None or left.headers.priority is not None:
                 waiting = waiting._replace(headers=left.headers)
-        now_ms = wall_clock.ms()
-        by_ms = early_ms(left.headers, now_ms)
+        by_ms = early_ms(left.headers, wall_clock.ms())
         if by_ms is not None:
-            due = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)
-            return into_levels(self.topology, waiting, due, destination)
-        failures, given_up = self._failed(left.headers.failures, reason, now_ms)
-        if given_up is not None:
+            pause = Due.after(pause_ms(by_ms, self.topology) / _MS_PER_S)
+            return into_levels(self.topology, waiting, pause, destination)
+        failures, reasons, due = self._again(left.headers.failures, reason)
+        if due is None:
             undeliverable = self.topology.module_queues.undeliverable.exchange.name
             key = (message.delivery_info or {}).get("routing_key", "")
-            return Outgoing(undeliverable, key, left.saying(failures=failures, reason=given_up))
+            return Outgoing(undeliverable, key, left.saying(failures=failures, reason=reasons))
         waiting = waiting.saying(failures=failures, reason=reason)
-        due = Due.after(self._pause(now_ms - failures.since_ms))
         return into_levels(self.topology, waiting, due, destination)
 
-    def _failed(
-        self, former: Failures | None, reason: str, now_ms: int
-    ) -> tuple[Failures, str | None]:
-        """Return the failed attempts with one more; and if they last too long, all reasons.
+    def _again(
+        self, former: Failures | None, reason: str, makes_copies: bool = False
+    ) -> tuple[Failures, str, Due | None]:
+        """Return the failed attempts with one more, all reasons, and until when the message waits.
 
         Args:
-            former: Those before it.
+            former: The failed attempts before it.
             reason: Why it has failed.
-            now_ms: The time, in milliseconds since 1970-01-01 UTC.
+            makes_copies: Whether other queues get the message with each attempt.
+
+        Returns:
+            None for the last if it has failed for too long.
         """
+        now_ms = wall_clock.ms()
         failures = Failures(1, now_ms, reason)
         if former is not None:
             since_ms = min(former.since_ms, now_ms)
             failures = Failures(former.attempts + 1, since_ms, former.first_reason)
-        is_over = now_ms - failures.since_ms >= self.seconds * _MS_PER_S
-        return failures, _explained(failures, reason) if is_over else None
-
-    def _pause(self, failing_ms: int, makes_copies: bool = False) -> float:
-        """The seconds until the next attempt of a message that has failed for so long."""
+        failing = (now_ms - failures.since_ms) / _MS_PER_S
+        if failing >= self.seconds:
+            return failures, _explained(failures, reason), None
         first, share = PAUSES_WITH_COPIES if makes_copies else PAUSES
-        pause: float = min(max(first, failing_ms / _MS_PER_S * share), LONGEST_PAUSE)
-        pause *= self.jitter(*JITTER)
+        pause = min(max(first, failing * share), LONGEST_PAUSE) * self.jitter(*JITTER)
         # Above the capacity, it would wait in meditation, which needs check-in.
-        return min(pause, self.topology.layout.capacity_ms / _MS_PER_S)
+        return failures, reason, Due.after(min(pause, self.topology.layout.capacity_ms / _MS_PER_S))
 
 
 def _explained(failures: Failures, reason: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Any, Final, Self
 
 from kombu import Queue
@@ -24,9 +23,6 @@ MAX_DEPTH: Final = 32
 
 #: What AMQP's tables and arrays are in Python.
 _CONTAINERS: Final = (dict, list, tuple)
-
-#: Names of destinations for which a decision is remembered.
-REMEMBERED: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,6 @@ class DistributionReach:
     def __init__(self, named: AllowedDestinations, is_list: bool = False) -> None:
         self._named = named
         self._is_list = is_list
-        # Of each message one asks; most have one of few destinations.
-        self._decided = lru_cache(REMEMBERED)(self._decide)
 
     def names(self, exchange: str, routing_key: str) -> bool:
         """Return whether a destination is reached as it is named.
@@ -113,21 +107,20 @@ class DistributionReach:
         Raises:
             UnprocessableMessage: Distribution may not publish there.
         """
-        decided = self._decided(exchange, "" if exchange else routing_key)
-        if isinstance(decided, str):
-            raise UnprocessableMessage(decided)
-        return decided
-
-    def _decide(self, exchange: str, queue: str) -> bool | str:
-        """Return whether a destination is named, or why it is not reached."""
-        name, where = exchange or queue, where_in_words(exchange, queue)
+        name = exchange or routing_key
+        where = where_in_words(exchange, routing_key)
         if not name:
-            return "its destination is missing: it names neither an exchange nor a queue"
+            raise UnprocessableMessage(
+                "its destination is missing: it names neither an exchange nor a queue"
+            )
         if self._named.forbids(name):
-            return not_allowed(f"{where}, which belongs to the broker, to Celery or to the levels")
-        if self._named.includes(exchange, queue):
+            where = f"{where}, which belongs to the broker, to Celery or to the levels"
+            raise UnprocessableMessage(not_allowed(where))
+        if self._named.includes(exchange, routing_key):
             return True
-        return not_allowed(where) if self._is_list else exchange != ""
+        if self._is_list:
+            raise UnprocessableMessage(not_allowed(where))
+        return exchange != ""
 
 
 #: For a program without settings: every destination is named.

@@ -13,8 +13,8 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
-from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
@@ -109,7 +109,7 @@ def _migrate(
     source, target = Place(there, topology), _target()
     settings = shared.delays().settings
     if not ignore_registry:
-        _check_registry(settings, topology.prefix)
+        _check_registry(shared.delays(), topology.prefix)
     app = cast(Celery, shared.app())  # it has delays
     app.loader.import_default_modules()
     named = configured_destinations(app)
@@ -136,10 +136,12 @@ def _target() -> Place:
     return Place(shared.app().connection_for_write(), delays.topology, may_declare)
 
 
-def _check_registry(settings: Settings, prefix: str) -> None:
-    if settings.registry_url is None:
+def _check_registry(delays: Delays, prefix: str) -> None:
+    if not delays.uses("registry_url"):
         return
-    known = settings.registry_prefix or settings.prefix
+    from celery_rabbitdelay.registry.application import how_kept
+
+    known, *_ = how_kept(delays)
     if known != prefix:
         raise click.UsageError(
             f"the registry of this application has the prefix {known!r}, and knows nothing of the "

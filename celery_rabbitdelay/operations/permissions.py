@@ -263,7 +263,11 @@ _Question: TypeAlias = tuple[str, str, str, Callable[[Any], object]]
 
 
 def check_permissions(
-    connection: Connection, settings: Settings, queues: Sequence[Queue], inventory: Inventory
+    connection: Connection,
+    settings: Settings,
+    queues: Sequence[Queue],
+    inventory: Inventory,
+    has_registry: bool,
 ) -> Iterator[FoundRow]:
     """Find permissions that producers and workers need and this user does not have.
 
@@ -272,11 +276,12 @@ def check_permissions(
         settings: The application's settings.
         queues: The queues of its tasks.
         inventory: What exists; nothing else is asked for.
+        has_registry: Whether workers return tasks that were paused.
     """
     exist = {"exchange": inventory.exchanges, "queue": inventory.queues}
     user = connection.userid or "guest"
     channel: Any = connection.channel()
-    for permission, kind, name, method in _questions(settings, queues):
+    for permission, kind, name, method in _questions(settings, queues, has_registry):
         try:
             if name in exist[kind]:
                 method(channel)
@@ -294,7 +299,9 @@ def check_permissions(
     channel.close()
 
 
-def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Question]:
+def _questions(
+    settings: Settings, queues: Sequence[Queue], has_registry: bool
+) -> Iterator[_Question]:
     topology, modules = settings.topology, settings.topology.module_queues
     delivery = topology.delivery.name
     if settings.declare == "auto":
@@ -314,7 +321,7 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
             yield "write", "exchange", exchange.name, unbind
     served = {CHECK_IN: modules.checkin, DISTRIBUTE: modules.distribution, PROBE: topology.probe}
     read = [served[module].name for module in settings.modules]
-    if settings.registry_url is not None:
+    if has_registry:
         read.append(modules.paused.name)
     for name in read:
         yield "read", "queue", name, partial(_consume_nothing, name)

@@ -70,7 +70,8 @@ def verify_application(
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
         rows += checks.check_probes(delays.settings, workers)
     queues = delays.app.amqp.queues.values()
-    return verify_broker(connection, delays.settings, queues, api, is_blocked, rows)
+    has_registry = delays.uses("registry_url")
+    return verify_broker(connection, delays.settings, queues, api, is_blocked, rows, has_registry)
 
 
 def verify_broker(
@@ -80,6 +81,7 @@ def verify_broker(
     management: ManagementAPI,
     is_blocked: bool = False,
     others: Iterable[FoundRow] = (),
+    has_registry: bool = False,
 ) -> Verification:
     """Look at a broker, and change nothing.
 
@@ -90,6 +92,7 @@ def verify_broker(
         management: The management API of that broker.
         is_blocked: Whether the broker blocks publishers.
         others: What was found elsewhere, which is told with the rest.
+        has_registry: Whether workers need the permission to return paused tasks.
 
     Raises:
         ManagementUnavailable: The management API does not answer, or the user may not read all.
@@ -119,7 +122,7 @@ def verify_broker(
             *checks.check_bounds(inventory, names, refuses),
             *checks.check_replicas(inventory, [*(each.name for each in topology.queues), *names]),
             *checks.check_orphans(topology, inventory),
-            *check_permissions(connection, settings, lasting, inventory),
+            *check_permissions(connection, settings, lasting, inventory, has_registry),
             *others,
         ]
     user = connection.userid or "guest"

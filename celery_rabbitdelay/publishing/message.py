@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import amqp
 from amqp.exceptions import FrameSyntaxError
-from amqp.serialization import dumps
 from kombu import Connection
 
 from celery_rabbitdelay.exceptions import PublishError
-from celery_rabbitdelay.levels.headers import DUE, MAX_PRIORITY, DelayHeaders, unopened
+from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
 
 #: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
 DEFAULT_MAX_MESSAGE_BYTES: Final = 16 * 2**20
@@ -48,14 +47,8 @@ KEPT_PROPERTIES: Final = (
 #: The properties of a message, in AMQP's order.
 MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 
-#: The two that stand behind each other, and in which messages of a template differ.
-IDS: Final = ("correlation_id", "reply_to")
-
 #: What stands before the properties in a header frame: class, weight and size of the body.
 BEFORE_PROPERTIES: Final = struct.Struct(">HHQ")
-
-_LENGTH: Final = struct.Struct(">I")
-_FLAGS_SIZE: Final = 2
 
 
 class WaitingMessage(NamedTuple):
@@ -190,67 +183,6 @@ def encoded(properties: Mapping[str, object]) -> bytes:
     message = amqp.Message()
     message.properties = dict(properties)
     return message._serialize_properties()  # type: ignore[attr-defined, no-any-return]
-
-
-class PropertiesEncoder:
-    """Encodes the properties of messages that differ in some headers and two properties.
-
-    The bytes that all messages share are made once.
-
-    Args:
-        message: One of the messages.
-        own: The names of the headers that each message has with a value of its own.
-
-    Attributes:
-        headers: The headers that all messages share.
-        properties: The properties that all messages share.
-    """
-
-    def __init__(self, message: amqp.Message, own: Collection[str]) -> None:
-        # Celery leaves non-AMQP options among a message's properties.
-        shared = {n: value for n, value in message.properties.items() if n in MESSAGE_PROPERTIES}
-        headers = shared.pop("application_headers")
-        shared.pop("correlation_id", None)
-        self.headers = {name: value for name, value in headers.items() if name not in own}
-        self.properties = shared
-        self._flags = encoded(message.properties)[:_FLAGS_SIZE]
-        self._table = _entries(self.headers)
-        headers_at, ids_at = map(MESSAGE_PROPERTIES.index, ("application_headers", IDS[0]))
-        self._before = self._encoded(MESSAGE_PROPERTIES[:headers_at])
-        self._between = self._encoded(MESSAGE_PROPERTIES[headers_at + 1 : ids_at])
-        self._after = self._encoded(MESSAGE_PROPERTIES[ids_at + len(IDS) :])
-
-    def _encoded(self, names: Collection[str]) -> bytes:
-        return encoded({name: self.properties.get(name) for name in names})[_FLAGS_SIZE:]
-
-    def encode(
-        self,
-        own: Mapping[str, object],
-        due_ms: int,
-        correlation_id: str | None,
-        reply_to: str | None = None,
-    ) -> bytes:
-        """Return the properties of a message.
-
-        Args:
-            own: Its own headers, except its due time: texts and numbers.
-            due_ms: When it is due, in milliseconds since 1970.
-            correlation_id: Its correlation id; None if the messages have none.
-            reply_to: Its ``reply_to``, if the messages have one; None for that of them all.
-
-        Raises:
-            struct.error: One of the ids is longer than 255 bytes.
-        """
-        table = self._table + _entries({**own, DUE: due_ms})
-        given = (correlation_id, reply_to or self.properties.get("reply_to"))
-        ids = tuple(each for each in given if each is not None)
-        size, text = _LENGTH.pack(len(table)), dumps("s" * len(ids), ids)
-        return b"".join((self._flags, self._before, size, table, self._between, text, self._after))
-
-
-def _entries(table: Mapping[str, object]) -> bytes:
-    """Return the entries of a table of headers, without their length."""
-    return dumps("F", (table,))[_LENGTH.size :]
 
 
 #: Returns the exchange and the routing key of a message.

@@ -12,12 +12,12 @@ from typing import Any, Final
 import click
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.known_task import KnownTask
 from celery_rabbitdelay.registry.pauses import Paused
 
 #: The characters of the longest bar.

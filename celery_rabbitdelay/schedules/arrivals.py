@@ -20,14 +20,18 @@ from celery.utils.log import get_logger
 from kombu.utils.functional import LRUCache
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.registry.application import registry_of
+from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
 from celery_rabbitdelay.registry.decision import new_copy
+from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
+from celery_rabbitdelay.registry.settings import RegistrySettings
+from celery_rabbitdelay.registry.stored_message import stored
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.messages import says_of, send_each, with_id
@@ -35,9 +39,7 @@ from celery_rabbitdelay.schedules.record import Arriving, Decided, Fate, Records
 from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDUE, Occurrence
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.bootsteps import RestoreTasks
 from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
-from celery_rabbitdelay.worker.decisions import MAX_PAUSE, Arrived, pause_ms
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
 from celery_rabbitdelay.worker.lateness import lateness
 
@@ -121,7 +123,7 @@ class Arrivals(BatchThread[_Came]):
     def __init__(self, consumer: Any, early_tasks: EarlyTasks) -> None:
         super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
-        self._registry = self._delays.registry
+        self._registry = registry_of(self._delays)
         self._records = Records(self._registry)
         self._early_tasks = early_tasks
         self._beat: BeatEntries | None = None
@@ -139,7 +141,7 @@ class Arrivals(BatchThread[_Came]):
         with suppress(RegistryUnavailable):  # the first answer says it as well
             asked_ms = wall_clock.ms()
             self._note_clock(self._registry.now_ms(), asked_ms)
-        if self._delays.settings.beat:
+        if self._delays.uses("beat"):
             self._beat = self._beat or BeatEntries(self._delays.schedules)
             self._beat.keep()
 
@@ -220,7 +222,7 @@ class Arrivals(BatchThread[_Came]):
             occurrence = came.occurrence
             if answer is not None:
                 self._note_clock(answer.now_ms, asked_ms)
-            elif self._delays.settings.registry_down == "hold":
+            elif self._delays.settings_of(RegistrySettings).registry_down == "hold":
                 wait_ms = pause_ms(lateness(occurrence.due_ms))
                 self._put_back(came, wait_ms, is_followed=occurrence.is_followed)
                 continue
@@ -412,7 +414,7 @@ class Arrivals(BatchThread[_Came]):
 class ScheduleStep(RabbitMQStep):
     """Takes occurrences of schedules before they run, on every connection of the consumer."""
 
-    requires = (RestoreTasks,)
+    requires = (DecideOnArrival,)
 
     def __init__(self, consumer: Any, **options: Any) -> None:
         self._arrivals: Arrivals | None = None

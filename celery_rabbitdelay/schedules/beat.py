@@ -15,6 +15,7 @@ from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedules
 
@@ -64,7 +65,7 @@ class BeatEntries:
         app = schedules.app
         self._schedules, self._application = schedules, str(app.main or "")
         self._prefix = f"beat:{self._application}:"
-        self._registry = app.rabbitdelay.registry
+        self._registry = registry_of(app.rabbitdelay)
         self._records = Records(self._registry)
         self._is_current: bool | None = None
         # As a worker has done: entries may be added when the application is finalized.
@@ -159,8 +160,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
 
 def idle_beat(sender: Any, **_: Any) -> None:
     """Let ``celery beat`` send nothing if workers have taken over what it would send."""
-    delays = getattr(sender.app, "rabbitdelay", None)
-    if delays is None or not delays.settings.beat or not delays.available:
+    if not sender.app.rabbitdelay.available:
         return
     from celery import beat  # it takes 20 ms, which all other programs need not
 

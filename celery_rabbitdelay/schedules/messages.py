@@ -13,17 +13,18 @@ from kombu import Message, serialization
 from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.options import RegistryOptions
-from celery_rabbitdelay.app.sending.task_messages import Call, capture_message, restored, stored
-from celery_rabbitdelay.app.sending.task_sending import register_sent
+from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import new_copy
+from celery_rabbitdelay.registry.options import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
 
@@ -105,7 +106,7 @@ def captured(
     options = {**made.options, "expires": None}
     # An eager task would run.
     sent = name if known is None or app.conf.task_always_eager else known
-    is_listed = RegistryOptions.of(app.rabbitdelay.settings, known, {}, {}).track
+    is_listed = is_tracked_by_default(app.rabbitdelay, known)
     says = {TRACKED: True} if is_listed else {}
     call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
     publisher = Publisher(app.connection_for_write())
@@ -188,7 +189,7 @@ def send_each(
     if items:
         publish_each(delays, items, make, settle, RESENDS)
     if registrations:
-        register_sent(delays.registry, registrations)
+        register_sent(registry_of(delays), registrations)
 
 
 def send_all(delays: Delays, messages: Sequence[Delayed]) -> None:

@@ -18,15 +18,16 @@ from celery.result import AsyncResult
 from celery.utils.time import LocalTimezone
 
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.sending.task_messages import restored, stored
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, instant_of, milliseconds, milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, ONCE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.schedules import messages
 from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, MAX_RAN, Fate, NotedSchedule, Records
 from celery_rabbitdelay.schedules.recurrence import (
@@ -183,7 +184,7 @@ class Schedules:
 
     def __init__(self, app: DelayingCelery) -> None:
         self.app = app
-        self._registry: Registry = app.rabbitdelay.registry
+        self._registry: Registry = registry_of(app.rabbitdelay)
         self._records = Records(self._registry)
 
     def put(

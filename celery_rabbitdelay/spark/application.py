@@ -14,8 +14,8 @@ from pyspark.sql import datasource
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.levels.shown_url import without_password
+from celery_rabbitdelay.registry.options import is_tracked
 from celery_rabbitdelay.spark.options import ApplicationOptions
 
 #: Whether the writer of a stream gets Arrow batches, and not rows (PySpark 4.1).
@@ -182,9 +182,7 @@ def tracks(app: Any) -> bool:
         app.loader.import_default_modules()
     except Exception:  # noqa: BLE001 - importing runs code of the user's
         return True
-    settings = app.rabbitdelay.settings
-    tasks = (None, *app.tasks.values())
-    return any(RegistryOptions.of(settings, each, {}, {}).track for each in tasks)
+    return any(is_tracked(app.rabbitdelay, each) for each in (None, *app.tasks.values()))
 
 
 def _where() -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import amqp
 import click
@@ -21,15 +21,10 @@ from kombu import Message
 from kombu.compression import compress
 
 from celery_rabbitdelay.exceptions import InvalidSetting, UnprocessableMessage
-from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import CHECKED_IN, DUE, shortened
 from celery_rabbitdelay.publishing.kombu_internals import consumed_queue_name, decompressed_size
 from celery_rabbitdelay.publishing.message import body_of, headers_of
 from celery_rabbitdelay.publishing.wire import Seen
-
-#: The latest instant, in milliseconds since 1970, until which a worker has to hold a task: in
-#: the year 9000. Celery cannot convert instants close to the end of the year 9999.
-LATEST_ETA_MS: Final = 221_845_392_000_000
 
 
 class RabbitMQStep(bootsteps.StartStopStep):
@@ -265,18 +260,3 @@ def write_pending_acknowledgements(consumer: Any) -> None:
     """
     if not has_event_loop(consumer):
         consumer.perform_pending_operations()
-
-
-def give_eta(message: Message, body: Any, due_ms: int) -> None:
-    """Let Celery's strategy hold a task, which has no ``eta``, until an instant.
-
-    Args:
-        message: The task's message, of any version of Celery's protocol.
-        body: The body that Celery passes to the strategy.
-        due_ms: The instant, in milliseconds since 1970-01-01 UTC.
-    """
-    instant = instant_of(min(due_ms, LATEST_ETA_MS))
-    message.headers["eta"] = instant.isoformat()
-    if isinstance(body, dict):
-        # Protocol 1; the headers are not read.
-        body["eta"] = instant.isoformat()

@@ -144,8 +144,7 @@ class EarlyTasks(BatchThread[Early]):
 
         A task with an ``eta`` is early by a tick, one that has left the levels by the setting
         ``rabbitdelay_early_tolerance``. If the levels do not take the latter, the worker holds it
-        until it is due, and then asks the registry; without a registry it gets an ``eta``, so that
-        Celery holds it and does not start it.
+        until it is due, and then asks the registry, if there is one.
 
         Args:
             delivery: The task's message, as Celery has passed it.
@@ -168,13 +167,9 @@ class EarlyTasks(BatchThread[Early]):
         if due is None:
             return False
 
-        def hold() -> None:
-            if waited is not None and ask is not None:
-                self._ask_at(due, ask)
-                return
-            if waited is not None:
-                celery_internals.give_eta(message, body, due.at_ms)
-            run_strategy(self._consumer, delivery, self.refuse_unrunnable)
+        run = partial(run_strategy, self._consumer, delivery, self.refuse_unrunnable)
+        # Celery itself holds a task until its eta.
+        hold = run if waited is None else partial(self._hold, due, ask or run)
 
         destination = self.destination(message, waited)
         if destination is None:
@@ -185,15 +180,15 @@ class EarlyTasks(BatchThread[Early]):
         self.give(Early(message, delivery.ack, destination, due, due.at_ms, waited, hold))
         return True
 
-    def _ask_at(self, due: Due, ask: Action) -> None:
+    def _hold(self, due: Due, go_on: Action) -> None:
         """Hold a task until it is due, beside those that the prefetch count allows."""
 
-        def ask_now() -> None:
+        def go_on_now() -> None:
             celery_internals.lower_prefetch(self._consumer)
-            ask()
+            go_on()
 
         celery_internals.raise_prefetch(self._consumer)
-        celery_internals.call_after(self._consumer, due.remaining_ms() / 1000, ask_now)
+        celery_internals.call_after(self._consumer, due.remaining_ms() / 1000, go_on_now)
 
     def put_back(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.schedules import messages
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
@@ -17,7 +18,7 @@ from tests.integration.shop import PATIENCE
 
 AHEAD_MS = 10_000
 
-publish_each = messages.publish_each
+publish_each = vars(messages)["publish_each"]
 
 
 def publish_late(
@@ -30,7 +31,7 @@ def publish_late(
     """Publish what follows, and say later that it was not confirmed."""
     vars(messages)["publish_each"] = publish_each
     publish_each(delays, items, made, lambda *_: None, resends)
-    records, (came,) = Records(delays.registry), items
+    records, (came,) = Records(registry_of(delays)), items
 
     def is_far_behind() -> bool:
         (noted,) = records.get([came.occurrence.name])

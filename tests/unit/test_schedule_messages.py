@@ -19,10 +19,10 @@ from django_celery_beat.tzcrontab import TzAwareCrontab
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.sending.task_messages import stored
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
+from celery_rabbitdelay.registry.stored_message import stored
 from celery_rabbitdelay.schedules import messages
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.messages import canonical, captured, read

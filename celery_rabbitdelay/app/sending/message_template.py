@@ -12,7 +12,6 @@ from functools import cached_property
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final
 
-import amqp
 from kombu.utils.json import JSONEncoder
 
 from celery_rabbitdelay.app.celery_internals import (
@@ -29,8 +28,8 @@ from celery_rabbitdelay.publishing.message import (
     MESSAGE_PROPERTIES,
     PERSISTENT,
     Content,
-    PropertiesEncoder,
     WaitingMessage,
+    encoded,
 )
 
 #: The headers that say where a message goes when it is due.
@@ -76,8 +75,19 @@ class Writer:
         # Those that the caller has given are the same for all.
         self._reprs = {name: size for name, size in named if not options.get(name)}
         own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
-        own.update(call.headers)
-        self._encoder = PropertiesEncoder(message, own | ({"root_id"} if self._has_root else set()))
+        own.update(call.headers, {"root_id"} if self._has_root else ())
+        #: The headers and the properties that all messages share. Celery leaves options that AMQP
+        #: does not know among a message's properties.
+        self._headers = {
+            name: value
+            for name, value in message.properties["application_headers"].items()
+            if name not in own
+        }
+        self._properties = {
+            name: value
+            for name, value in message.properties.items()
+            if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
+        }
         self._json = JSONEncoder().encode
         #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
         self._rest = ""
@@ -112,13 +122,23 @@ class Writer:
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
         """Return the message of a call; with its own ``reply_to``, unless that is that of all."""
-        own = self._own_headers(call)
+        headers = {**self._headers, **self._own_headers(call), header_names.DUE: call.due.at_ms}
         if self._has_root:
-            own["root_id"] = call.task_id
-        body, correlation_id = self._body(call), self._correlation_id or call.task_id
-        due_ms = call.due.at_ms
-        own = self._signed(self._encoder, body, own, due_ms, correlation_id)
-        return Content(self._encoder.encode(own, due_ms, correlation_id, reply_to), body)
+            headers["root_id"] = call.task_id
+        properties = {**self._properties, "correlation_id": self._correlation_id or call.task_id}
+        if reply_to is not None:
+            properties["reply_to"] = reply_to
+        return self._content(headers, properties, self._body(call))
+
+    def _content(
+        self, headers: dict[str, Any], properties: Mapping[str, Any], body: bytes
+    ) -> Content:
+        """Return a message, signed if there is a key."""
+        keys = self._first.signing_keys
+        if keys is not None:
+            said, _ = header_names.parse(headers)
+            headers[header_names.SIGNATURE] = keys.signature(body, properties, said)
+        return Content(encoded({**properties, "application_headers": headers}), body)
 
     def item(self, call: Call) -> bytes:
         """Return a call as it stands in an envelope: two blocks.
@@ -138,46 +158,21 @@ class Writer:
         Raises:
             InvalidEnvelope: An envelope cannot express a header that all calls have.
         """
-        encoder, body = self._envelope, compressed(self._shared + items)
-        own = self._signed(encoder, body, {}, due_ms, None)
-        return Content(encoder.encode(own, due_ms, None), body)
-
-    @cached_property
-    def _envelope(self) -> PropertiesEncoder:
-        """The encoder of the properties of envelopes."""
-        shared = self._encoder.headers
+        shared = self._headers
         destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
-        message = amqp.Message(
-            b"",
-            content_type=ENVELOPE,
-            content_encoding="binary",
-            application_headers={**destination, header_names.DUE: 0},
-            delivery_mode=PERSISTENT,
-            priority=self._encoder.properties.get("priority", 0),
-        )
-        return PropertiesEncoder(message, {header_names.DUE, header_names.SIGNATURE})
-
-    def _signed(
-        self,
-        encoder: PropertiesEncoder,
-        body: bytes,
-        own: dict[str, Any],
-        due_ms: int,
-        correlation_id: str | None,
-    ) -> dict[str, Any]:
-        """Return the own headers of a message, with its signature if there is a key."""
-        keys = self._first.signing_keys
-        if keys is None:
-            return own
-        said, _ = header_names.parse({**encoder.headers, **own, header_names.DUE: due_ms})
-        properties = {**encoder.properties, "correlation_id": correlation_id}
-        signature = keys.signature(body, properties, said)
-        return own if signature is None else {**own, header_names.SIGNATURE: signature}
+        properties = {
+            "content_type": ENVELOPE,
+            "content_encoding": "binary",
+            "delivery_mode": PERSISTENT,
+            "priority": self._properties.get("priority", 0),
+        }
+        body = compressed(self._shared + items)
+        return self._content({**destination, header_names.DUE: due_ms}, properties, body)
 
     @cached_property
     def _shared(self) -> bytes:
         """The block with the headers and properties that all tasks of an envelope share."""
-        headers, properties = self._encoder.headers, self._encoder.properties
+        headers, properties = self._headers, self._properties
         shared = {name: value for name, value in headers.items() if name not in RESTORED_HEADERS}
         copied = {"root_id": "id"} if self._has_root else {}
         if self._correlation_id is None:
@@ -216,7 +211,7 @@ class CeleryWriter(Writer):
 
     def _message(self, call: Call) -> WaitingMessage:
         message = self._captured.pop(call.task_id, None) or self._capture(call).delayed.message
-        shared, _ = header_names.parse(self._encoder.headers)
+        shared, _ = header_names.parse(self._headers)
         return self._first.sign(
             message.saying(
                 exchange=shared.exchange, routing_key=shared.routing_key, queue=shared.queue
@@ -237,7 +232,7 @@ class CeleryWriter(Writer):
             for name, value in message.amqp().properties.items()
             if name in MESSAGE_PROPERTIES and name != "application_headers"
         }
-        if header_names.PRIORITY in self._encoder.headers:
+        if header_names.PRIORITY in self._headers:
             own.setdefault(header_names.PRIORITY, properties.get("priority"))
         try:
             return Item(message.body, own, properties).length_prefixed()
