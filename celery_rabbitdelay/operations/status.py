@@ -1,4 +1,7 @@
-"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do."""
+"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do.
+
+Only here do operations ask other additions, where the settings name a registry.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,14 @@ import click
 from kombu import Connection
 
 from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
-from celery_rabbitdelay.operations.findings import blocked, lines_of
+from celery_rabbitdelay.operations.findings import FoundRow, blocked, lines_of
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 from celery_rabbitdelay.publishing.management import Json
 
@@ -89,6 +93,42 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
         paused,
         is_blocked,
     )
+
+
+def registry_prefix(delays: Delays) -> str | None:
+    """Return the prefix of the application's registry; None if it has none."""
+    if not delays.uses("registry_url"):
+        return None
+    from celery_rabbitdelay.registry.application import how_kept
+
+    prefix, *_ = how_kept(delays)
+    return prefix
+
+
+def check_schedules(delays: RabbitDelay, now_ms: int) -> Iterator[FoundRow]:
+    """Find schedules whose next occurrence does not come, or could not be sent again."""
+    if not delays.has_registry:
+        return
+    try:
+        from celery_rabbitdelay.schedules import record
+    except ModuleNotFoundError:  # the addition is not installed
+        return
+    schedules = record.Records(delays.registry)
+    try:
+        names = schedules.all()
+        late = schedules.overdue(now_ms - record.HEAL_AFTER_MS - record.HEALING_MS)
+        found = schedules.get(names)
+    except (RegistryUnavailable, OSError) as error:
+        yield "registry-unavailable", "Redis", {"error": error}
+        return
+    for name, noted in zip(names, found, strict=True):
+        if noted is None or noted.ahead_ms is None:
+            continue  # a put that has not got further, or an end that has
+        subject = f"schedule {name}"
+        if name in late:
+            yield "schedule-overdue", subject, {}
+        if not noted.message:
+            yield "schedule-lost", subject, {}
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:

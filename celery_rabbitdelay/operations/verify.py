@@ -22,7 +22,6 @@ from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.findings import (
@@ -34,6 +33,7 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.permissions import check_permissions
+from celery_rabbitdelay.operations.status import check_schedules
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.management import Json, ManagementAPI, management_api
@@ -129,35 +129,6 @@ def verify_broker(
     common = {"prefix": settings.prefix, "vhost": virtual_host, "user": user}
     quoted = {name: shlex.quote(value) for name, value in common.items()}
     return Verification(inventory.version, findings_of(rows, **quoted))
-
-
-def check_schedules(delays: RabbitDelay, now_ms: int) -> Iterator[FoundRow]:
-    """Find schedules whose next occurrence does not come, or could not be sent again.
-
-    This is the only place where operations ask for another addition.
-    """
-    if not delays.has_registry:
-        return
-    try:
-        from celery_rabbitdelay.schedules import record
-    except ModuleNotFoundError:  # the addition is not installed
-        return
-    schedules = record.Records(delays.registry)
-    try:
-        names = schedules.all()
-        late = schedules.overdue(now_ms - record.HEAL_AFTER_MS - record.HEALING_MS)
-        found = schedules.get(names)
-    except (RegistryUnavailable, OSError) as error:
-        yield "registry-unavailable", "Redis", {"error": error}
-        return
-    for name, noted in zip(names, found, strict=True):
-        if noted is None or noted.ahead_ms is None:
-            continue  # a put that has not got further, or an end that has
-        subject = f"schedule {name}"
-        if name in late:
-            yield "schedule-overdue", subject, {}
-        if not noted.message:
-            yield "schedule-lost", subject, {}
 
 
 @shared.command()
