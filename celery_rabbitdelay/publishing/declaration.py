@@ -472,11 +472,8 @@ def _bind_method(channel: Channel, binding: Binding) -> Callable[..., object]:
 
 
 def _bind_destination(channel: Channel, topology: Topology, queue_name: str) -> None:
-    channel.queue_bind(
-        queue=queue_name,
-        exchange=topology.delivery.name,
-        routing_key=topology.keys.destination_pattern(queue_name),
-    )
+    pattern = topology.keys.destination_pattern(queue_name)
+    _bind_method(channel, Binding(topology.delivery.name, pattern, queue_name))()
 
 
 def _queue_exists(connection: Connection, queue: Queue) -> bool:
