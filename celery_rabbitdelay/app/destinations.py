@@ -102,9 +102,8 @@ def _never(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinat
     to Celery's remote control, its replies and its events, as the application's settings name them.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
-    exchanges = (*topology.exchanges, topology.identity.guard, topology.identity.marker)
-    names = {conf.event_exchange, conf.result_exchange, *(each.name for each in exchanges)}
-    names.update(queue.name for queue in (*topology.queues, topology.probe))
+    own = (*topology.all_exchanges, *topology.queues, topology.probe)
+    names = {conf.event_exchange, conf.result_exchange, *(each.name for each in own)}
     # So Celery names the queue of each receiver of events; the application may have others of the
     # same prefix.
     events = f"{escape(conf.event_queue_prefix)}.{_ANY_UUID}"

@@ -252,8 +252,7 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Found
 def check_orphans(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
     """Find queues and exchanges of other levels under the prefix."""
     start = f"{topology.prefix}."
-    identity = topology.identity
-    exchanges = {each.name for each in (identity.guard, *topology.exchanges, identity.marker)}
+    exchanges = {each.name for each in topology.all_exchanges}
     queues = {queue.name for queue in topology.queues}
     for name, queue in inventory.queues.items():
         arguments = queue["arguments"]

@@ -83,7 +83,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
                 **common,
                 "internal": False,
             }
-            for each in (topology.identity.guard, *topology.exchanges, topology.identity.marker)
+            for each in topology.all_exchanges
         ],
         "queues": [
             {"name": each.name, "arguments": dict(each.queue_arguments or {}), **common}

@@ -306,7 +306,7 @@ def _questions(
     delivery = topology.delivery.name
     if settings.declare == "auto":
         declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
-        for exchange in (topology.identity.guard, *topology.exchanges, topology.identity.marker):
+        for exchange in topology.all_exchanges:
             yield "configure", "exchange", exchange.name, _declaring(exchange)
         for queue in (*topology.queues, *declared):
             yield "configure", "queue", queue.name, _declaring(queue)
