@@ -25,7 +25,7 @@ from celery_rabbitdelay.levels.topology import Topology
 _LAYOUTS: Final = {**NAMED, "custom": custom}
 
 
-def as_setting(layout: Layout) -> dict[str, Any] | None:
+def as_setting(layout: Layout) -> dict[str, object] | None:
     """Return the value of ``rabbitdelay_layout`` that makes a layout, as JSON can express it.
 
     Returns:
