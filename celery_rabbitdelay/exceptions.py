@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self, cast, dataclass_transform
 from kombu.exceptions import OperationalError
 
 __all__ = [
+    "AdditionMissing",
     "ConfirmTimeout",
     "ConnectionBlocked",
     "ConnectionLost",
@@ -672,6 +673,23 @@ class ReadTooLong(RabbitDelayError, OperationalError):
     text: ClassVar = (
         "{self.messages} undeliverable messages were read in {self.seconds:.0f} s, and the "
         "broker may have taken them back (consumer_timeout); read fewer, with a limit"
+    )
+
+
+class AdditionMissing(RabbitDelayError, AttributeError):
+    """A setting, an option, a method or a command belongs to a part that is not installed.
+
+    Attributes:
+        what: What was needed, as ``module:name``.
+        addition: The part: the name of its folder in this package.
+    """
+
+    what: str
+    addition: str
+
+    text: ClassVar = (
+        "{self.what} is needed, and this installation of celery_rabbitdelay has no folder "
+        "{self.addition!r}: install the whole package"
     )
 
 

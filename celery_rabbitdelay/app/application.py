@@ -18,34 +18,31 @@ import celery.result
 import click
 from celery.canvas import Signature
 from kombu import Producer
-from kombu.utils.imports import symbol_by_name
 
 from celery_rabbitdelay import __version__
-from celery_rabbitdelay.app import canvas, celery_internals
-from celery_rabbitdelay.app.control import DelayingControl
+from celery_rabbitdelay.app import additions, canvas, celery_internals
+from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
-    checked_registry_options,
     refuse_two_times,
     without_stamps,
 )
+from celery_rabbitdelay.app.seams import checked_added_options
 from celery_rabbitdelay.app.sending.pipelines import group_pipeline
 from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
 from celery_rabbitdelay.app.sending.task_sending import TaskSending, given_producer
 from celery_rabbitdelay.app.task import DelayingTask, P, ResultT_co
-from celery_rabbitdelay.app.waiting_tasks import WaitingResult
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
-#: The bootsteps that make a worker ready for delayed tasks, as Celery imports them.
-WORKER_STEPS = (
+#: The kernel's bootsteps of a worker's consumer, as Celery imports them.
+CONSUMER_STEPS = (
     "celery_rabbitdelay.worker.bootsteps:DelayLevels",
     "celery_rabbitdelay.worker.bootsteps:RestoreTasks",
-    "celery_rabbitdelay.schedules.arrivals:ScheduleStep",
 )
 
 #: The bootstep by which a worker serves the modules around the levels.
@@ -57,10 +54,6 @@ MODULES_OPTION = click.Option(
     help="Which of check-in, distribution and probe the worker serves, with commas between them; "
     "instead of the setting rabbitdelay_modules. Empty for none.",
 )
-
-#: The bootstep by which a worker serves its metrics, and its option of ``celery worker``.
-METRICS_STEP = "celery_rabbitdelay.metrics.bootstep:ServeMetrics"
-METRICS_PORT_OPTION = "celery_rabbitdelay.metrics:PORT_OPTION"
 
 
 ResultT = TypeVar("ResultT")
@@ -207,31 +200,34 @@ class Celery(DelayingCelery):
         if header_names.own(options.get("headers") or {}):
             options["headers"] = header_names.strip(options["headers"])
         given, stamps = without_stamps(options)
-        registry_options = checked_registry_options(given, self)
+        added = checked_added_options(given, self.rabbitdelay)
         body_delay_is_restored = given.pop(canvas.BODY_DELAY_IS_RESTORED, False)
         if any(given.get(option) for option in canvas.SIGNATURE_OPTIONS):
             if not body_delay_is_restored and not given.get("retries"):
                 given = canvas.restore_body_delay(given, given.get("delay"))
             takeover = self.rabbitdelay.settings.takeover
             word = "countdown" if takeover else "delay"
-            check = partial(checked_registry_options, app=self)
+            check = partial(checked_added_options, delays=self.rabbitdelay)
             given = canvas.translate_delays(given, word, check)
         delay, tolerance = given.pop("delay", None), given.pop("tolerance", 0)
         if delay is not None:
             refuse_two_times(delay, given.get("countdown"), given.get("eta"))
         tolerance_ms = tolerance_milliseconds(tolerance)
-        for option in registry_options:
+        for option in added:
             given.pop(option)
         return TaskSending(
+            delays=self.rabbitdelay,
+            name=name,
+            task=None,
+            options=given,
+            added=added,
+            former=former,
+            has_id=False,
             app=self,
             by_celery=by_celery,
-            name=name,
             delay=delay,
             tolerance_ms=tolerance_ms,
-            options=given,
             stamps=stamps,
-            registry_options=registry_options,
-            former=former,
         ).send()
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
@@ -274,9 +270,14 @@ def install(app: celery.Celery[Any]) -> Celery:
 
 def _add(app: celery.Celery) -> None:
     """Add our steps to an application's workers, and mix our class into its tasks."""
-    app.steps["consumer"].update(WORKER_STEPS)
-    app.steps["worker"].update((MODULES_STEP, METRICS_STEP))
-    app.user_options["worker"].update((MODULES_OPTION, symbol_by_name(METRICS_PORT_OPTION)))
+    app.steps["consumer"].update(CONSUMER_STEPS)
+    app.steps["worker"].add(MODULES_STEP)
+    for each in filter(additions.exists, additions.entries):
+        app.steps["consumer"].update(each.consumer_steps)
+        app.steps["worker"].update(each.worker_steps)
+        options = (click.Option([name], help=text) for name, text in each.worker_options.items())
+        app.user_options["worker"].update(options)
+    app.user_options["worker"].add(MODULES_OPTION)
     # Those that exist already get our class when they are assigned again.
     for name in ("amqp", "control", "AsyncResult", "Task"):
         if name in vars(app):

@@ -17,7 +17,7 @@ from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.celery_internals import copied_as
-from celery_rabbitdelay.app.options import OWN_OPTIONS, DelayOptions, without_stamps
+from celery_rabbitdelay.app.options import DelayOptions, own_options, without_stamps
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds, plain
 
@@ -111,7 +111,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         """Return options of this signature; refuse one that its stamps would hide."""
         own, _ = without_stamps(options)
         for name in self.options.get("stamped_headers") or ():
-            if name in OWN_OPTIONS and own.get(name) is not None:
+            if name in own_options() and own.get(name) is not None:
                 raise UnknownOption(name, own[name], "the signature has a stamp of this name")
         return _plain_times(options)
 

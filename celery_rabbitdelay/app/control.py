@@ -1,17 +1,21 @@
-"""Celery's remote control of workers, which also knows the tasks that wait."""
+"""Celery's remote control of workers, and its results, which also know the tasks that wait."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import celery
 from amqp.exceptions import AMQPError
+from celery import states
 from celery.app.control import Control
+from celery.result import AsyncResult
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.seams import Addition, additions_of
 from celery_rabbitdelay.publishing.refusals import missing_permission
 
 logger = logging.getLogger(__name__)
@@ -55,10 +59,8 @@ class DelayingControl(Control):
             **options: Further arguments of Celery.
         """
         answer = super().revoke(task_id, *more, **options)
-        app: Any = self.app
-        if app.rabbitdelay.has_registry:
-            ids = [task_id] if isinstance(task_id, str) else list(task_id)
-            app.rabbitdelay.registry.cancel(ids)
+        for each in self._additions:
+            each.revoked([task_id] if isinstance(task_id, str) else list(task_id))
         return answer
 
     def revoke_by_stamped_headers(self, headers: Any, *more: Any, **options: Any) -> Any:
@@ -72,10 +74,15 @@ class DelayingControl(Control):
             **options: Further arguments of Celery.
         """
         answer = super().revoke_by_stamped_headers(headers, *more, **options)
-        app: Any = self.app
-        if app.rabbitdelay.has_registry:
-            app.rabbitdelay.cancel_stamped(headers)
+        for each in self._additions:
+            each.revoked_by_stamps(headers)
         return answer
+
+    @property
+    def _additions(self) -> Sequence[Addition]:
+        app: Any = self.app
+        delays: Delays = app.rabbitdelay
+        return additions_of(delays) if delays.available else ()
 
     def purge(self, connection: Connection | None = None) -> int:
         """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
@@ -89,8 +96,7 @@ class DelayingControl(Control):
             How many tasks were discarded or cancelled.
         """
         discarded: int = super().purge(connection)
-        app: Any = self.app
-        return discarded + (app.rabbitdelay.cancel_pending() if app.rabbitdelay.has_registry else 0)
+        return discarded + sum(each.purged() for each in self._additions)
 
     discard_all = purge
 
@@ -130,3 +136,31 @@ def status_of_workers(
         COMMAND, arguments, reply=True, timeout=timeout, connection=connection
     )
     return {worker: answer for each in answers or () for worker, answer in each.items()}
+
+
+#: The state of a tracked task that waits in the levels; one of Celery's custom states.
+DELAYED: Final = "DELAYED"
+
+
+class WaitingResult(AsyncResult):  # type: ignore[type-arg]
+    """The result of a task, in the state ``DELAYED`` while a tracked task waits.
+
+    Celery's state ``PENDING`` means that nothing is known about a task. With a registry, one round
+    trip to Redis then says whether it is tracked and waits. If it is not, or if Redis does not
+    answer, the state is ``PENDING``.
+    """
+
+    @property
+    def state(self) -> Any:
+        """The state of the task."""
+        state = super().state
+        if state != states.PENDING:
+            return state
+        app: Any = self.app
+        delays: Delays = app.rabbitdelay
+        is_waiting = delays.available and any(
+            each.is_waiting(self.id) for each in additions_of(delays)
+        )
+        return DELAYED if is_waiting else state
+
+    status = state

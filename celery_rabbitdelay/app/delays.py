@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import celery
 from celery.result import AsyncResult
@@ -25,25 +24,19 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
 from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
+from celery_rabbitdelay.app.setting_types import Groups, SettingsGroup, read_settings
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due, milliseconds
+from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.declaration import check_complete, declare
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 from celery_rabbitdelay.publishing.publisher import Publisher, PublisherPool
-from celery_rabbitdelay.registry.connection import connect as connect_to_redis
-from celery_rabbitdelay.registry.instruments import JOBS_EXPIRED, REGISTRY, REGISTRY_FAILURES
-from celery_rabbitdelay.registry.registry import Registry
-
-if TYPE_CHECKING:
-    from celery_rabbitdelay.metrics.collector import Metrics
 
 logger = logging.getLogger(__name__)
 
-#: For how many seconds a task may be late, and is listed, in addition to ``rabbitdelay_retry_for``,
-#: for which it is tried again if its queue does not take it.
-REGISTRY_MARGIN: Final = 3600.0
+PartT = TypeVar("PartT")
+GroupT = TypeVar("GroupT", bound=SettingsGroup)
 
 
 class DelayingCelery(celery.Celery):
@@ -66,19 +59,17 @@ class Copies(Protocol):
 
 
 class StandIn(NamedTuple):
-    """Replaces an application's broker and Redis in tests.
+    """Replaces an application's broker in tests.
 
     Attributes:
         publisher: Takes those that would wait in the levels.
         producer: Takes all others.
         broadcast: Takes the name and the arguments of each command to the workers.
-        registry: Makes the registry, from the same as :class:`.Registry` without the store.
     """
 
     publisher: Publisher
     producer: Producer
     broadcast: Callable[[str, Mapping[str, Any]], None]
-    registry: Callable[[str, int, int], Registry]
 
 
 class Delays:
@@ -96,19 +87,63 @@ class Delays:
         self.app = app
         self.recorder = Recorder()
         self.stand_in: StandIn | None = None
+        self._parts: dict[Callable[[Any], Any], Any] = {}
+        self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
         self._blocked_loops = WarningLimit(logger, "Sends that block an event loop", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
     @cached_property
-    def settings(self) -> Settings:
-        """The application's ``rabbitdelay_*`` settings, read on first use; see :meth:`reset`.
+    def groups(self) -> Groups:
+        """All settings that the configuration has; read on first use, see :meth:`reset`.
 
         Raises:
             InvalidSetting: One of them is wrong.
         """
-        return Settings.of(self.app.conf, getattr(self.app, "namespace", None))
+        return read_settings(Settings, self.app.conf, getattr(self.app, "namespace", None))
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The kernel's settings.
+
+        Raises:
+            InvalidSetting: One of any settings is wrong.
+        """
+        return self.settings_of(Settings)
+
+    def settings_of(self, group: type[GroupT]) -> GroupT:
+        """Return the settings of an addition.
+
+        Args:
+            group: Their class.
+
+        Raises:
+            InvalidSetting: One of any settings is wrong.
+        """
+        read = self.groups.get(group) or group()
+        assert isinstance(read, group)
+        return read
+
+    def uses(self, setting: str) -> bool:
+        """Return whether a setting that turns something on does so: it is neither None nor False.
+
+        Args:
+            setting: Its name without ``rabbitdelay_``.
+        """
+        return any(getattr(each, setting, None) for each in self.groups.values())
+
+    def part(self, make: Callable[[Delays], PartT]) -> PartT:
+        """Return what is kept for this application, in this process; made when it is first needed.
+
+        Args:
+            make: Makes it; a class or a function, which is also the name that it is kept under. Its
+                ``close``, if it has one, is called by :meth:`close`.
+        """
+        if make not in self._parts:
+            self._parts.setdefault(make, self._instead.get(make, make)(self))
+        part: PartT = self._parts[make]
+        return part
 
     if TYPE_CHECKING:
 
@@ -127,52 +162,9 @@ class Delays:
         return PublisherPool(self.app.connection_for_write(), self.app.conf.broker_pool_limit)
 
     @cached_property
-    def registry(self) -> Registry:
-        """The registry of this process, which connects when it is first used.
-
-        Raises:
-            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
-            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
-        """
-        settings = self.settings
-        if settings.registry_url is None:
-            raise exceptions.RegistryRequired("app.rabbitdelay.registry")
-        margin = settings.retry_for + REGISTRY_MARGIN
-        keep_ms = milliseconds(max(settings.registry_keep, margin))
-        kept = settings.registry_prefix or settings.prefix, keep_ms, milliseconds(margin)
-        if self.stand_in is not None:
-            return self.stand_in.registry(*kept)
-        store = connect_to_redis(
-            settings.registry_url, settings.registry_options, settings.registry_durability or 0
-        )
-        store.on_call = self._note_call
-        registry = Registry(store, *kept)
-        registry.jobs.on_expired = partial(self.recorder.record, {JOBS_EXPIRED: 1})
-        return registry
-
-    def _note_call(self, seconds: float, has_succeeded: bool) -> None:
-        self.recorder.record({REGISTRY: seconds, REGISTRY_FAILURES: int(not has_succeeded)})
-
-    @property
-    def metrics(self) -> Metrics:
-        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
-
-        Raises:
-            ImportError: The package ``prometheus-client`` is missing.
-        """
-        metrics: Metrics = self.recorder.metrics
-        metrics.begin()
-        return metrics
-
-    @cached_property
     def available(self) -> bool:
         """Whether the application's broker is RabbitMQ, over py-amqp: the levels need both."""
         return _is_rabbitmq(self.app.connection_for_write())
-
-    @property
-    def has_registry(self) -> bool:
-        """Whether there is a registry, and the broker has levels."""
-        return self.available and self.settings.registry_url is not None
 
     def is_available(self, connection: Connection | None) -> bool:
         """Return whether a broker is RabbitMQ, over py-amqp: delays can wait in its levels.
@@ -290,28 +282,36 @@ class Delays:
             threads.shutdown(wait=False)
         if "pool" in self.__dict__:
             self.pool.close()
-        if "registry" in self.__dict__:
-            self.registry.store.close()
+        for part in self._parts.values():
+            if (close := getattr(part, "close", None)) is not None:
+                close()
 
     def reset(self) -> None:
         """Forget settings and connections, also Celery's: the next use reads and connects anew."""
         self.close()
-        for name in ("settings", "pool", "templates", "registry", "available"):
+        for name in ("groups", "settings", "pool", "templates", "available"):
             self.__dict__.pop(name, None)
+        self._parts = {}
         forget_connections(self.app)
 
     @contextmanager
-    def replaced_by(self, stand_in: StandIn) -> Iterator[None]:
-        """Let something else take all messages, and answer instead of Redis, during a block."""
-        former = self.stand_in, self.__dict__.pop("registry", None)
-        self.stand_in = stand_in
+    def replaced_by(
+        self,
+        stand_in: StandIn,
+        instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {},
+    ) -> Iterator[None]:
+        """Let something else take all messages during a block.
+
+        Args:
+            stand_in: What takes them.
+            instead: What makes a :meth:`part`, instead of what else makes it.
+        """
+        former = self.stand_in, self._instead, self._parts
+        self.stand_in, self._instead, self._parts = stand_in, instead, {}
         try:
             yield
         finally:
-            self.stand_in, registry = former
-            self.__dict__.pop("registry", None)
-            if registry is not None:
-                self.__dict__["registry"] = registry
+            self.stand_in, self._instead, self._parts = former
 
 
 def _is_rabbitmq(connection: Connection) -> bool:

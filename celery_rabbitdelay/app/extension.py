@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import amqp
@@ -22,20 +21,20 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import exceptions
+from celery_rabbitdelay.app import additions
+from celery_rabbitdelay.app.delays import DelayingCelery, Delays
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
-    checked_registry_options,
     without_stamps,
 )
-from celery_rabbitdelay.app.pausing import Pausing
+from celery_rabbitdelay.app.seams import additions_of, checked_added_options
 from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipeline
 from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
 from celery_rabbitdelay.app.sending.send_many import RowSender
 from celery_rabbitdelay.app.sending.task_messages import function_to_send
 from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
 from celery_rabbitdelay.app.sending.templates import Templates
-from celery_rabbitdelay.app.settings import checked
-from celery_rabbitdelay.app.waiting_tasks import WaitingTasks
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import check_complete, on_declared
@@ -45,36 +44,63 @@ from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
-    from celery_rabbitdelay.schedules.schedules import Schedules
+    from celery_rabbitdelay.metrics.collector import HasMetrics
+    from celery_rabbitdelay.registry.open_jobs import OpenJobs
+    from celery_rabbitdelay.registry.pausing import Pausing
+    from celery_rabbitdelay.registry.waiting import Waiting
+    from celery_rabbitdelay.schedules.addition import HasSchedules
+
+    class Added(
+        OpenJobs,
+        Pausing,
+        Waiting,
+        HasSchedules,
+        HasMetrics,
+    ):
+        """The methods of all additions, for type checkers: a line for each class."""
+
+else:
+
+    class Added:
+        """The methods of additions: each is looked up where it is first used."""
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the method, or attribute, that an addition adds.
+
+            Raises:
+                AdditionMissing: Its folder was deleted.
+            """
+            if name not in additions.methods:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self.part(additions.load(additions.methods[name])), name)
+
 
 logger = logging.getLogger(__name__)
 
-#: The package of the schedules, which imports this one.
-_SCHEDULES: Final = "celery_rabbitdelay.schedules"
+
+def _beat_starts(sender: Any, **_: Any) -> None:
+    delays = getattr(sender.app, "rabbitdelay", None)
+    if isinstance(delays, Delays):
+        for each in additions_of(delays):
+            each.beat_starts(sender)
 
 
-def _idle_beat(sender: Any, **_: Any) -> None:
-    import_module(f"{_SCHEDULES}.beat").idle_beat(sender)
-
-
-beat_init.connect(_idle_beat, weak=False)
+beat_init.connect(_beat_starts, weak=False)
 
 #: How many coroutines send at the same time, each in a thread, if ``broker_pool_limit`` says none.
 MAX_THREADS: Final = 10
 
 
-class RabbitDelay(WaitingTasks, Pausing):
+class RabbitDelay(Added, Delays):
     """``app.rabbitdelay``: the delay levels of one application.
 
     Args:
         app: The application; its configuration is read when it is first needed.
     """
 
-    @property
-    def schedules(self) -> Schedules:
-        """Tasks that run again and again: ``put``, ``get``, ``all``, ``delete`` and more."""
-        made: Schedules = import_module(f"{_SCHEDULES}.schedules").Schedules(self.app)
-        return made
+    if TYPE_CHECKING:
+
+        def __init__(self, app: DelayingCelery) -> None: ...
 
     @cached_property
     def templates(self) -> Templates:
@@ -196,7 +222,7 @@ class RabbitDelay(WaitingTasks, Pausing):
         own, _ = without_stamps(options)
         timeout = own.get("confirm_timeout")
         timeout = self.settings.confirm_timeout if timeout is None else timeout
-        deadline = time.monotonic() + checked("confirm_timeout", timeout)
+        deadline = time.monotonic() + Settings.checked("confirm_timeout", timeout)
 
         def send() -> AsyncResult[Any]:
             left = max(deadline - time.monotonic(), MIN_TIMEOUT)
@@ -266,7 +292,7 @@ class RabbitDelay(WaitingTasks, Pausing):
         for name, reason in _REFUSED.items():
             if given.get(name) is not None:
                 raise exceptions.UnknownOption(name, given[name], reason)
-        checked_registry_options(given, self.app)
+        checked_added_options(given, self)
         if envelopes is None:
             envelopes = DISTRIBUTE in self.settings.modules
         tolerance_ms = tolerance_milliseconds(tolerance)

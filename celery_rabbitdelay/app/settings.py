@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import re
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
+from celery_rabbitdelay.app.setting_types import (
+    A_YEAR,
+    PREFIX,
+    SECONDS,
+    SettingsGroup,
+    SettingType,
+    hidden,
+    is_number,
+    read_settings,
+    whole_number,
+)
 from celery_rabbitdelay.exceptions import InvalidLayout, InvalidSetting, InvalidSigningKey
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
-from celery_rabbitdelay.levels.shown_url import HIDDEN, without_password
 from celery_rabbitdelay.levels.topology import CHECK_IN, MODULES, QueueType, Topology
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
-from celery_rabbitdelay.registry.connection import TAKES_URL, is_redis_url
-
-#: The beginning of all our keys.
-PREFIX: Final = "rabbitdelay_"
 
 #: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
 MAX_PREFIX_LENGTH: Final = 100
@@ -33,47 +37,10 @@ MAX_MESSAGE_BYTES: Final = 512 * 2**20
 #: With 32, the clock exceeds the 5,000 queues above which RabbitMQ's documentation advises caution.
 MAX_SHARDS: Final = 32
 
-#: The most copies of a decision that a call can wait for.
-MAX_COPIES: Final = 100
-
-#: The highest TCP port.
-MAX_PORT: Final = 65_535
-
-#: Seconds; no tick and no timeout is longer.
-A_YEAR: Final = 366 * 86_400
-
 #: The characters of a prefix. Names that begin with "amq." are reserved for the broker.
 _VALID_PREFIX: Final = re.compile(rf"(?!amq\.)[A-Za-z0-9_:.-]{{1,{MAX_PREFIX_LENGTH}}}")
 
 Declare: TypeAlias = Literal["auto", "never"]
-RegistryDown: TypeAlias = Literal["hold", "run"]
-Track: TypeAlias = Literal["none", "all"]
-
-
-class SettingType(NamedTuple):
-    """What a setting takes.
-
-    Attributes:
-        takes: In words, for the error.
-        accepts: Returns whether the setting takes a value.
-        shown: Returns a value, valid or not, as errors and logs may show it.
-    """
-
-    takes: str
-    accepts: Callable[[Any], bool]
-    shown: Callable[[Any], object] = lambda value: value
-
-
-def _whole_number(maximum: int) -> SettingType:
-    """Return what takes a whole number from 1 to a maximum."""
-    return SettingType(
-        f"a whole number from 1 to {maximum}",
-        lambda value: isinstance(value, int) and _is_number(value) and 1 <= value <= maximum,
-    )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_list_of_words(value: object) -> bool:
@@ -91,7 +58,7 @@ def _is_layout(value: object) -> bool:
 
 
 def _is_tick(value: Any) -> bool:
-    return _SECONDS.accepts(value) and (Fraction(repr(value)) * 1000).denominator == 1
+    return SECONDS.accepts(value) and (Fraction(repr(value)) * 1000).denominator == 1
 
 
 def _is_signing_key(value: Any) -> bool:
@@ -102,31 +69,9 @@ def _is_signing_key(value: Any) -> bool:
     return True
 
 
-def _is_port(value: Any) -> bool:
-    host, colon, port = str(value).rpartition(":")
-    is_whole = type(value) in (int, str) and port.isdecimal() and len(port) <= len(str(MAX_PORT))
-    return is_whole and bool(host) == bool(colon) and 0 < int(port) <= MAX_PORT
-
-
-def _hidden(value: object) -> object:
-    return HIDDEN if value else value
-
-
-def _without_password(value: object) -> object:
-    is_url = isinstance(value, str) and "://" in value
-    return without_password(str(value)) if is_url else _hidden(value)
-
-
-_FLAG: Final = SettingType("True or False", lambda value: isinstance(value, bool))
-
 _NAMES: Final = SettingType("a list of names in which * and ? may stand", _is_list_of_words)
 
-_SECONDS: Final = SettingType(
-    "a positive number of seconds, at most 366 days",
-    lambda value: _is_number(value) and 0 < value <= A_YEAR,
-)
-
-_NAME_PREFIX: Final = SettingType(
+NAME_PREFIX: Final = SettingType(
     f"1 to {MAX_PREFIX_LENGTH} letters, digits, '-', '_', ':' and '.'; 'amq.' is the broker's own",
     _is_prefix,
 )
@@ -150,48 +95,25 @@ _SIGNING_KEY: Final = SettingType(
     f"a text of at least {MIN_KEY_BYTES} bytes, or a list of such texts, of which the first "
     "signs: python -c 'import secrets; print(secrets.token_hex(32))' makes one",
     _is_signing_key,
-    _hidden,
+    hidden,
 )
 
 _RETRY_FOR: Final = SettingType(
     "0 or a positive number of seconds, at most 366 days",
-    lambda value: _is_number(value) and 0 <= value <= A_YEAR,
-)
-
-_REGISTRY_URL: Final = SettingType(
-    TAKES_URL,
-    is_redis_url,
-    _without_password,
-)
-
-_REGISTRY_OPTIONS: Final = SettingType(
-    "a mapping of arguments of redis-py's client",
-    lambda value: isinstance(value, Mapping),
-    _without_password,
-)
-
-_METRICS_PORT: Final = SettingType(
-    f"a port from 1 to {MAX_PORT}, or one with the address of an interface: 0.0.0.0:9808", _is_port
-)
-
-
-_WEB: Final = SettingType(
-    "a mapping of arguments of celery_rabbitdelay.web.application",
-    lambda value: isinstance(value, Mapping),
-    lambda value: _hidden(value) if isinstance(value, Mapping) else value,
+    lambda value: is_number(value) and 0 <= value <= A_YEAR,
 )
 
 
 @dataclass(frozen=True, repr=False)
-class Settings:
-    """Our part of a Celery configuration; each attribute is the key without ``rabbitdelay_``.
+class Settings(SettingsGroup):
+    """The kernel's settings; each attribute is the key without ``rabbitdelay_``.
 
     Raises:
         InvalidSetting: A value that a setting does not take.
     """
 
     #: The first part of every name on the broker.
-    prefix: Annotated[str, _NAME_PREFIX] = "rabbitdelay"
+    prefix: Annotated[str, NAME_PREFIX] = "rabbitdelay"
 
     #: The levels: "clock", "binary" or "geometric"; a list of (name, base, unit), highest first,
     #: for levels of your own; a mapping of the layout's ``name``, also "custom", and its options,
@@ -216,17 +138,17 @@ class Settings:
 
     #: How many queues each digit has. Each has a leader of its own, on another node of a cluster,
     #: so that more can come due in a second.
-    shards: Annotated[int, _whole_number(MAX_SHARDS)] = 1
+    shards: Annotated[int, whole_number(MAX_SHARDS)] = 1
 
     #: Seconds until a missing confirm becomes an error.
-    confirm_timeout: Annotated[float, _SECONDS] = 30.0
+    confirm_timeout: Annotated[float, SECONDS] = 30.0
 
     #: Seconds. A task that leaves the levels earlier than that, by the clock of the worker that
     #: receives it, goes back into them for the rest.
-    early_tolerance: Annotated[float, _SECONDS] = 1.0
+    early_tolerance: Annotated[float, SECONDS] = 1.0
 
     #: How many messages a module, or ``send_many``, has in flight, unconfirmed, at the most.
-    max_unconfirmed: Annotated[int, _whole_number(MAX_PREFETCH)] = 1000
+    max_unconfirmed: Annotated[int, whole_number(MAX_PREFETCH)] = 1000
 
     #: Which modules the workers serve. A producer whose setting lacks one refuses what only that
     #: one could deliver.
@@ -255,7 +177,7 @@ class Settings:
 
     #: The largest message, in bytes of its body, that check-in and distribution take; also of the
     #: messages in an envelope. A larger one is undeliverable.
-    max_message_bytes: Annotated[int, _whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
+    max_message_bytes: Annotated[int, whole_number(MAX_MESSAGE_BYTES)] = DEFAULT_MAX_MESSAGE_BYTES
 
     #: Seconds during which a due message that its destination does not take is tried again, with
     #: growing pauses. After that, or at once with 0, it is undeliverable.
@@ -266,106 +188,29 @@ class Settings:
     #: declares with a bound and ``reject-publish`` are known to.
     may_refuse: Annotated[Sequence[str], _NAMES] = ()
 
-    #: The URL of the Redis that the registry is kept in; None for no registry. ``redis://``,
-    #: ``rediss://``, ``unix://`` and ``sentinel://`` are written as for Celery's result backend;
-    #: ``redis+cluster://host:6379`` names any server of a cluster.
-    registry_url: Annotated[str | None, _REGISTRY_URL] = None
-
-    #: Further arguments of redis-py's client, such as ``socket_timeout``: the seconds for
-    #: connecting and for each answer, 0.5 by default. For Sentinel also ``master_name`` and
-    #: ``sentinel_kwargs``.
-    registry_options: Annotated[Mapping[str, Any] | None, _REGISTRY_OPTIONS] = None
-
-    #: The first part of the registry's keys; None for ``prefix``. Set it to the former prefix
-    #: before tasks are migrated to another one.
-    registry_prefix: Annotated[str | None, _NAME_PREFIX] = None
-
-    #: What becomes of a task with a key or a job, or that is tracked or runs once, if Redis does
-    #: not answer when it is due: "hold", it goes back into the levels for some seconds; "run", it
-    #: runs. All other tasks run.
-    registry_down: RegistryDown = "hold"
-
-    #: Seconds for which the registry remembers what was decided about a task after the task is due.
-    #: A task with such an option that arrives later is undeliverable.
-    registry_keep: Annotated[float, _SECONDS] = 2_592_000.0
-
-    #: How many copies a cancel, a commit or an abort has to have before the call returns: the
-    #: server's append-only file (Redis 7.2, Valkey) is one, and so is each of its replicas. None:
-    #: Redis has it in memory, and a fail-over may lose it.
-    registry_durability: Annotated[int | None, _whole_number(MAX_COPIES)] = None
-
-    #: "all": every delayed task is listed in the registry while it waits; "none": those that are
-    #: sent with ``track=True``, or whose task has ``track = True``.
-    track: Track = "none"
-
-    #: Whether workers take over Celery's ``beat_schedule`` and ``add_periodic_task``: its entries
-    #: are schedules then, and ``celery beat`` is not needed.
-    beat: bool = False
-
-    #: The TCP port on which a worker serves its metrics to Prometheus, on 127.0.0.1 unless another
-    #: address stands before it, as in "0.0.0.0:9808". None: it serves none.
-    metrics_port: Annotated[int | str | None, _METRICS_PORT] = None
-
-    #: Arguments of :func:`celery_rabbitdelay.web.application`, the page that shows what waits: who
-    #: may see it and act, and what it shows. None: only this machine may see it, and nobody act.
-    web: Annotated[Mapping[str, Any] | None, _WEB] = None
-
     @classmethod
-    def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Settings:
-        """Read and check our keys in a Celery configuration.
+    def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Self:
+        """Read and check our keys in a Celery configuration; return the kernel's own settings.
 
         Args:
             configuration: ``app.conf``, or any mapping.
             namespace: ``app.namespace``: what Django's settings put before each key.
 
         Raises:
-            InvalidSetting: A key that does not exist, one that Celery does not read, or a value
-                that it does not take.
+            InvalidSetting: As :func:`.read_settings`.
         """
-        read: dict[str, str] = {}
-        unread: dict[str | None, str] = {}
-        for key in configuration:
-            name = _name_of(key, namespace)
-            if name is None:
-                unread[_name_in_capitals(key, namespace)] = key
-            elif name in _KINDS:
-                read[name] = key
-            else:
-                # Without its value: the key may be meant to be one of a secret.
-                raise InvalidSetting(key, HIDDEN, f"no such setting; {_meant(name, namespace)}")
-        for name, kind in _KINDS.items():
-            if name in unread and name not in read:
-                key = unread[name]
-                reason = f"the setting is not read from this key, write {_key_of(name, namespace)}"
-                raise InvalidSetting(key, kind.shown(configuration[key]), reason)
-        try:
-            return cls(**{name: configuration[key] for name, key in read.items()})
-        except InvalidSetting as wrong:
-            # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
-            key = read.get(wrong.key.removeprefix(PREFIX), wrong.key)
-            raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
+        own = read_settings(cls, configuration, namespace)[cls]
+        assert isinstance(own, cls)
+        return own
 
     def __post_init__(self) -> None:
-        for name in _KINDS:
-            checked(PREFIX + name, getattr(self, name))
-        if self.track == "all" and self.registry_url is None:
-            raise InvalidSetting(f"{PREFIX}track", "all", f"all needs {PREFIX}registry_url")
-        if self.beat and self.registry_url is None:
-            raise InvalidSetting(f"{PREFIX}beat", True, f"True needs {PREFIX}registry_url")
+        super().__post_init__()
         try:
             self.topology  # noqa: B018 - built here so that a wrong layout fails at the start
         except (InvalidLayout, TypeError, ValueError) as wrong:
             raise InvalidSetting(
                 f"{PREFIX}layout", self.layout, f"{wrong} (rabbitdelay_tick = {self.tick!r})"
             ) from wrong
-
-    def __repr__(self) -> str:
-        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.shown.items())})"
-
-    @property
-    def shown(self) -> dict[str, object]:
-        """All settings by their names, without secrets and passwords."""
-        return {name: kind.shown(getattr(self, name)) for name, kind in _KINDS.items()}
 
     @cached_property
     def topology(self) -> Topology:
@@ -403,43 +248,6 @@ class Settings:
         check_max_delay(due)
 
 
-def _kind_of(hint: Any, default: object) -> SettingType:
-    """Return what a setting takes: by its type, or as its annotation says; also a default None."""
-    if hint is bool:
-        return _FLAG
-    if typing.get_origin(hint) is Literal:
-        words = typing.get_args(hint)
-        return SettingType(f"one of {', '.join(words)}", lambda value: value in words)
-    kind: SettingType = hint.__metadata__[0]
-    if default is not None:
-        return kind
-    return kind._replace(
-        takes=f"None, or {kind.takes}", accepts=lambda value: value is None or kind.accepts(value)
-    )
-
-
-_HINTS: Final = typing.get_type_hints(Settings, include_extras=True)
-
-#: What each setting takes, by its name.
-_KINDS: Final = {each.name: _kind_of(_HINTS[each.name], each.default) for each in fields(Settings)}
-
-
-def checked(key: str, value: Any) -> Any:
-    """Return a value that a call or a command line gives instead of a setting.
-
-    Args:
-        key: The setting's key, with or without ``rabbitdelay_``, as the error names it.
-        value: The value.
-
-    Raises:
-        InvalidSetting: The setting does not take it.
-    """
-    kind = _KINDS[key.removeprefix(PREFIX)]
-    if not kind.accepts(value):
-        raise InvalidSetting(key, kind.shown(value), f"takes {kind.takes}")
-    return value
-
-
 def _layout_of(value: Any, tick: float) -> Layout:
     """Return the layout that a setting describes; it may bring its own tick."""
     if isinstance(value, Layout):
@@ -451,41 +259,3 @@ def _layout_of(value: Any, tick: float) -> Layout:
     if name == "custom":
         return custom(**options)
     return NAMED[name](**{"tick": tick, **options})
-
-
-def _meant(name: str, namespace: str | None) -> str:
-    """Return the setting that an unknown name probably means, or else the list of all settings."""
-    if close := get_close_matches(name, _KINDS, 1):
-        return f"did you mean {_key_of(close[0], namespace)}?"
-    return f"there are {', '.join(PREFIX + known for known in _KINDS)}"
-
-
-def _name_of(key: object, namespace: str | None) -> str | None:
-    """Return the setting that is read from a configuration key, None if it is not ours."""
-    if not isinstance(key, str):
-        return None
-    if key.startswith(PREFIX):
-        return key.removeprefix(PREFIX)
-    start = _key_of("", namespace)
-    return key.removeprefix(start).lower() if key.startswith(start) else None
-
-
-def _name_in_capitals(key: object, namespace: str | None) -> str | None:
-    """Return the setting that is named by an upper-case key that Celery ignores.
-
-    That is how Celery's own keys were written before 4.0, most of them behind ``CELERY_``, and how
-    those of Django are. Behind a namespace, ``CELERY_`` may be another application's namespace.
-    """
-    capitals = PREFIX.upper()
-    if not isinstance(key, str) or not key.isupper():
-        return None
-    bare = key if namespace else key.removeprefix("CELERY_")
-    return bare.removeprefix(capitals).lower() if bare.startswith(capitals) else None
-
-
-def _key_of(name: str, namespace: str | None) -> str:
-    """Return the key of a setting. It is in capitals where the namespace is, as in Celery."""
-    if not namespace:
-        return PREFIX + name
-    key = f"{namespace.rstrip('_')}_{PREFIX}{name}"
-    return key.upper() if namespace.isupper() else key.lower()

@@ -29,13 +29,13 @@ from celery_rabbitdelay.app.celery_internals import as_given, retries_by_itself
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
-    OWN_OPTIONS,
     DelayOptions,
     SendOptions,
-    checked_registry_options,
+    own_options,
     refuse_two_times,
     without_stamps,
 )
+from celery_rabbitdelay.app.seams import checked_added_options
 from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain
 
 P = ParamSpec("P")
@@ -144,7 +144,7 @@ class DelayingTask(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type
             if sent is not None:
                 return sent
         given, stamps = without_stamps(passed)
-        checked_registry_options(given, self.app)
+        checked_added_options(given, self.app.rabbitdelay)
         delay: Delay | None = given.get("delay")
         if delay is not None and self.app.conf.task_always_eager:
             refuse_two_times(delay, given.get("countdown"), given.get("eta"))
@@ -183,7 +183,7 @@ class DelayingTask(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
         given: dict[str, Any] = {**options}
-        checked_registry_options(given, self.app)
+        checked_added_options(given, self.app.rabbitdelay)
         eta = plain(eta, "eta")
         if delay is not None and countdown is not None and retries_by_itself():
             delay = None  # retry_backoff
@@ -191,7 +191,7 @@ class DelayingTask(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type
             refuse_two_times(delay, countdown, eta)
             countdown = milliseconds(delay) / 1000
             given["delay"] = plain(delay, "delay")
-        if own := {name: given.pop(name) for name in OWN_OPTIONS if name in given}:
+        if own := {name: given.pop(name) for name in own_options() if name in given}:
             given[BESIDE_STAMPS] = own
         of_celery = {"args": args, "kwargs": kwargs, "exc": exc, "eta": eta}
         of_celery |= {"countdown": countdown, "max_retries": max_retries}

@@ -15,11 +15,12 @@ from celery.utils.log import get_logger
 from celery.worker.components import Pool
 
 from celery_rabbitdelay.app.instruments import opentelemetry_is_set_up
-from celery_rabbitdelay.app.settings import checked
-from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
+from celery_rabbitdelay.app.seams import additions_of
+from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics import instruments
 from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
+from celery_rabbitdelay.metrics.settings import MetricsSettings
 from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
@@ -79,9 +80,9 @@ class ServeMetrics(RabbitMQStep):
                 the worker ends.
         """
         delays = worker.app.rabbitdelay
-        self._port = delays.settings.metrics_port
+        self._port = delays.settings_of(MetricsSettings).metrics_port
         if self._given is not None:
-            self._port = checked(_PORT, self._given or None)
+            self._port = MetricsSettings.checked(_PORT, self._given or None)
         if self._port is None:
             return
         try:
@@ -202,11 +203,5 @@ def why_not_ready(worker: Any) -> str:
     """Return why a worker takes or sends no tasks, or cannot ask the registry; empty if it can."""
     delays = worker.app.rabbitdelay
     reason = why_not_consuming(worker) or (BLOCKED if delays.is_blocked() else "")
-    if reason or not delays.has_registry:
-        return reason
-    registry = delays.registry
-    try:
-        registry.store.commands(lambda pipe: pipe.exists(registry.names.only("complete-since")))
-    except RegistryUnavailable as error:
-        return " ".join(str(error).split())
-    return ""
+    asked = additions_of(delays) if delays.available else ()
+    return reason or next(filter(None, (each.why_not_ready() for each in asked)), "")

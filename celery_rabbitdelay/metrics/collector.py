@@ -13,6 +13,7 @@ from select import PIPE_BUF
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import PREFIX, Instrument, Labels, opentelemetry_is_set_up
 from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
 
@@ -241,3 +242,25 @@ def _opentelemetry_recorders(source: Observe) -> dict[Instrument, Recorder]:
         else:
             recorders[each] = meter.create_counter(name, "1", each.help).add
     return recorders
+
+
+class HasMetrics:
+    """The attribute of ``app.rabbitdelay``.
+
+    Args:
+        delays: The application's delay levels.
+    """
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics of this process, counted from now on: a ``prometheus_client`` collector.
+
+        Raises:
+            ImportError: The package ``prometheus-client`` is missing.
+        """
+        metrics: Metrics = self._delays.recorder.metrics
+        metrics.begin()
+        return metrics

@@ -1,22 +1,18 @@
 """Distribution: publishes each message, once it is due, to its final exchange, as it was.
 
-Opens no connection itself; ``look`` and ``confirm`` ask the registry.
+Opens no connection itself; what it asks may do so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import compress
+from typing import Final, Protocol
 
 import amqp
 
-from celery_rabbitdelay.exceptions import (
-    InvalidEnvelope,
-    LaterVersion,
-    RegistryUnavailable,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
@@ -42,10 +38,6 @@ from celery_rabbitdelay.publishing.message import (
     headers_of,
 )
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
-
-#: Seconds after which a job is confirmed again, if Redis was away.
-CONFIRM_AGAIN: Final = 5.0
 
 #: The last word of the routing keys of messages for distribution.
 DISTRIBUTION_WORD: Final = encode_destination(DISTRIBUTION)
@@ -61,6 +53,18 @@ DECISIVE: Final = frozenset(
 )
 
 
+class Asked(Protocol):
+    """What distribution asks about messages that are due: an addition; see :mod:`.app.seams`."""
+
+    def envelope_arrived(
+        self, inner: Sequence[DelayHeaders], due_ms: int
+    ) -> int | Sequence[bool] | None:
+        """Return until when an envelope waits, which messages go on, or None if all of them do."""
+
+    def note_arrived(self, note: WaitingMessage) -> Due | None:
+        """Take a message that is for the addition itself; return until when it waits again."""
+
+
 @dataclass(frozen=True)
 class Distribution:
     """Finds out where messages go that are due.
@@ -69,9 +73,7 @@ class Distribution:
         topology: The levels that they come from.
         put_back: Returns what to publish instead if a message is not due yet; see
             :class:`.EarlyMessages`.
-        look: Returns what the registry says about the messages of an envelope; None without one.
-        confirm: Tells the registry the name and the id of a job that was committed, in case that it
-            has lost that; None without one.
+        asked: Says whether the messages of an envelope go on; None: all of them do.
         reach: Where they may go.
         signing_keys: What verifies their signatures; None: signatures do not matter.
         is_signing_required: Whether a message without a valid signature is refused, if there are
@@ -81,12 +83,11 @@ class Distribution:
 
     topology: Topology
     put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
-    look: Callable[[Sequence[Arrival]], Sequence[Decision]] | None = None
+    asked: Asked | None = None
     reach: DistributionReach = ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    confirm: Callable[[str, str], None] | None = None
 
     def receive(self, message: amqp.Message) -> Iterator[Outgoing]:
         """Return what to publish for a message that is due; for an envelope, each message in it.
@@ -128,25 +129,17 @@ class Distribution:
         if unrouted is not None:
             _refuse_other_than_key(word, "an envelope" if is_envelope else _named_by(headers))
         if header_names.COMMITTED in headers.registry:
-            yield from self._confirmed(received)
+            if self.asked is None:
+                raise UnprocessableMessage("it is a note for the registry, and there is none")
+            again = self.asked.note_arrived(received)
+            if again is not None:
+                yield into_levels(self.topology, received, again)
             return
         one = None if is_envelope else self._outgoing(received, is_authentic, unrouted)
         single = self.put_back(received) or one
         found = self._unpacked(received, is_authentic) if single is None else iter([single])
         for outgoing in found:
             yield outgoing if is_authentic else outgoing._replace(is_authentic=False)
-
-    def _confirmed(self, message: WaitingMessage) -> Iterator[Outgoing]:
-        """Tell the registry that a job was committed; while Redis is away, the note waits again."""
-        job, job_id = map(message.headers.registry.get, (header_names.JOB, header_names.JOB_ID))
-        is_note = job is not None and message.properties.get("message_id") == job_id
-        if self.confirm is None or not is_note:
-            what = "there is no registry" if self.confirm is None else "it names no job"
-            raise UnprocessableMessage(f"it says that a job was committed, and {what}")
-        try:
-            self.confirm(str(job), str(job_id))
-        except RegistryUnavailable:
-            yield into_levels(self.topology, message, Due.after(CONFIRM_AGAIN))
 
     def _outgoing(
         self, message: WaitingMessage, is_authentic: bool, unrouted: str | None = None
@@ -216,49 +209,13 @@ class Distribution:
         undeliverable = self.topology.module_queues.undeliverable.exchange.name
         return to_undeliverable(undeliverable, Outgoing("", queue, message), reason)
 
-    def _asked(
-        self,
-        message: WaitingMessage,
-        unpacked: Iterator[Outgoing],
-        arrivals: Sequence[Arrival],
-        look: Callable[[Sequence[Arrival]], Sequence[Decision]],
-    ) -> Iterator[Outgoing]:
-        """Return what to publish for the messages of an envelope, as the registry says.
-
-        The workers that get the tasks ask again, so only two cases end here: the tasks of an
-        aborted job do not go on, and if no task may run before its job is committed, the whole
-        envelope waits.
-
-        Args:
-            message: The envelope.
-            unpacked: The messages in it.
-            arrivals: The same, as the registry is asked about them.
-            look: Asks it.
-        """
-        try:
-            decisions = look(arrivals)
-        except RegistryUnavailable:
-            # The workers find out, and do what the settings say.
-            yield from unpacked
-            return
-        waits = [each for each in decisions if each.verdict is Verdict.LATER]
-        goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
-        if waits and not goes_on:
-            until_ms = min(each.until_ms for each in waits)
-            due = Due(until_ms * NS_PER_MS, 0, is_instant=True)
-            yield into_levels(self.topology, message, due)
-            return
-        for outgoing, decision in zip(unpacked, decisions, strict=True):
-            if decision.verdict is not Verdict.EXPIRED:
-                yield outgoing
-
     def _unpacked(self, message: WaitingMessage, is_authentic: bool) -> Iterator[Outgoing]:
         """Return what to publish for an envelope.
 
         It is read twice, and never held as a whole. The first time, each message in it is checked:
         an invalid envelope goes to ``undeliverable``, and nothing in it was published before.
         """
-        arrivals = []
+        read: list[DelayHeaders] = []
         try:
             envelope = OpenedEnvelope(message.body, self.max_message_bytes)
             is_shared_checked = False
@@ -268,17 +225,19 @@ class Distribution:
                 if is_own or not is_shared_checked:
                     self._check(message.headers, envelope, item)
                     is_shared_checked |= not is_own
-                if self.look is not None:
-                    inner, _ = header_names.parse({**envelope.headers, **item.headers})
-                    due_ms = message.headers.due_ms or 0
-                    arrivals.append(Arrival.of(inner, due_ms, "", redelivered=True))
+                if self.asked is not None:
+                    read.append(header_names.parse({**envelope.headers, **item.headers})[0])
         except InvalidEnvelope as invalid:
             raise UnprocessableMessage(f"the envelope cannot be opened: {invalid}") from invalid
+        answer = None
+        if self.asked is not None:
+            answer = self.asked.envelope_arrived(read, message.headers.due_ms or 0)
+        if isinstance(answer, int):
+            due = Due(answer * NS_PER_MS, 0, is_instant=True)
+            yield into_levels(self.topology, message, due)
+            return
         unpacked = self._messages(message.headers, envelope, is_authentic)
-        if self.look is None:
-            yield from unpacked
-        else:
-            yield from self._asked(message, unpacked, arrivals, self.look)
+        yield from unpacked if answer is None else compress(unpacked, answer)
 
     def _check(self, outer: DelayHeaders, envelope: OpenedEnvelope, item: Item) -> None:
         """Refuse a message of an envelope that distribution may not publish, or not read."""
@@ -324,7 +283,7 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     )
 
 
-def _refuse_other_than_key(word: str, named: Any) -> None:
+def _refuse_other_than_key(word: str, named: object) -> None:
     """Refuse a message whose headers lead past the queue in its routing key.
 
     The broker checks the key of each message against its sender's topic permissions, and cannot
@@ -348,7 +307,7 @@ def _refuse_other_than_key(word: str, named: Any) -> None:
     )
 
 
-def _named_by(headers: DelayHeaders) -> Any:
+def _named_by(headers: DelayHeaders) -> str | tuple[str, str | None] | None:
     """Return what a message's headers say it is for: a queue, or an exchange and a routing key.
 
     None if they say nothing. With a queue, exchange and key only say where a retry of the task

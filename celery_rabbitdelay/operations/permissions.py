@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import click
 from amqp.exceptions import AccessRefused, ChannelError
+from celery.app.utils import Settings as Configuration
 from kombu import Connection, Exchange, Queue
 from kombu.common import Broadcast
 
@@ -53,7 +54,7 @@ def rights(
     role: Role,
     topology: Topology,
     queues: Sequence[Queue],
-    conf: Any,
+    conf: Configuration,
     *,
     may_declare: bool,
     modules: Sequence[str] = MODULES,
@@ -179,7 +180,7 @@ def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[Right]:
         yield Right("write", others)
 
 
-def _celerys_own(conf: Any) -> str:
+def _celerys_own(conf: Configuration) -> str:
     """Return the expression for the queues and exchanges of remote control and events."""
     control = _remote_control(conf)
     exchange, queues = re.escape(conf.event_exchange), re.escape(conf.event_queue_prefix)
@@ -188,7 +189,7 @@ def _celerys_own(conf: Any) -> str:
     return rf"{control}|{exchange}|{queues}\..*"
 
 
-def _remote_control(conf: Any) -> str:
+def _remote_control(conf: Configuration) -> str:
     return rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
 
 
@@ -262,7 +263,11 @@ _Question: TypeAlias = tuple[str, str, str, Callable[[Any], object]]
 
 
 def check_permissions(
-    connection: Connection, settings: Settings, queues: Sequence[Queue], inventory: Inventory
+    connection: Connection,
+    settings: Settings,
+    queues: Sequence[Queue],
+    inventory: Inventory,
+    has_registry: bool,
 ) -> Iterator[FoundRow]:
     """Find permissions that producers and workers need and this user does not have.
 
@@ -271,11 +276,12 @@ def check_permissions(
         settings: The application's settings.
         queues: The queues of its tasks.
         inventory: What exists; nothing else is asked for.
+        has_registry: Whether workers return tasks that were paused.
     """
     exist = {"exchange": inventory.exchanges, "queue": inventory.queues}
     user = connection.userid or "guest"
     channel: Any = connection.channel()
-    for permission, kind, name, method in _questions(settings, queues):
+    for permission, kind, name, method in _questions(settings, queues, has_registry):
         try:
             if name in exist[kind]:
                 method(channel)
@@ -293,12 +299,14 @@ def check_permissions(
     channel.close()
 
 
-def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Question]:
+def _questions(
+    settings: Settings, queues: Sequence[Queue], has_registry: bool
+) -> Iterator[_Question]:
     topology, modules = settings.topology, settings.topology.module_queues
     delivery = topology.delivery.name
     if settings.declare == "auto":
         declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
-        for exchange in (topology.identity.guard, *topology.exchanges, topology.identity.marker):
+        for exchange in topology.all_exchanges:
             yield "configure", "exchange", exchange.name, _declaring(exchange)
         for queue in (*topology.queues, *declared):
             yield "configure", "queue", queue.name, _declaring(queue)
@@ -313,7 +321,7 @@ def _questions(settings: Settings, queues: Sequence[Queue]) -> Iterator[_Questio
             yield "write", "exchange", exchange.name, unbind
     served = {CHECK_IN: modules.checkin, DISTRIBUTE: modules.distribution, PROBE: topology.probe}
     read = [served[module].name for module in settings.modules]
-    if settings.registry_url is not None:
+    if has_registry:
         read.append(modules.paused.name)
     for name in read:
         yield "read", "queue", name, partial(_consume_nothing, name)

@@ -12,12 +12,12 @@ from typing import Any, Final
 import click
 
 from celery_rabbitdelay.app.extension import RabbitDelay
-from celery_rabbitdelay.app.known_task import KnownTask
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
+from celery_rabbitdelay.registry.known_task import KnownTask
 from celery_rabbitdelay.registry.pauses import Paused
 
 #: The characters of the longest bar.
@@ -277,12 +277,13 @@ def postpone(
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
     with shared.with_registry() as delays:
-        if action == "open":
-            delays.open_job(name, expires=expires)
-        elif action == "commit":
-            delays.commit_job(name)
-        elif action == "abort":
-            delays.abort_job(name)
+        change: dict[str, Callable[[str], object]] = {
+            "open": partial(delays.open_job, expires=expires),
+            "commit": delays.commit_job,
+            "abort": delays.abort_job,
+        }
+        if action in change:
+            change[action](name)
         state = delays.registry.jobs.state(name)
     told = state.value if state is not None else "unknown"
     shared.answer({"job": name, "state": told}, [f"{name}: {told}"])

@@ -121,6 +121,10 @@ class Registry:
         self._questions = Questions()
         self._unreadable = WarningLimit(logger, "Tasks that were sent, and are not registered")
 
+    def close(self) -> None:
+        """Close the connections to Redis."""
+        self.store.close()
+
     def reserve(self, name: str, number: int, per_second: float) -> float:
         """Reserve room for tasks at a rate that several senders share.
 

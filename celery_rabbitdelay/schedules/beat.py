@@ -15,8 +15,10 @@ from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.schedules.record import Records
-from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedules
+from celery_rabbitdelay.schedules.recurrence import Occurrence
+from celery_rabbitdelay.schedules.schedules import OPTIONS, Schedules
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +38,16 @@ class _Plan(Schedules):
     """Schedules that stay as they are.
 
     Attributes:
-        puts: What would be put, by the names of the schedules.
+        puts: What would be put, by the names of the schedules: their first occurrences, what they
+            send, and whether they are paused.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
         super().__init__(app)
-        self.puts: dict[str, Put] = {}
+        self.puts: dict[str, tuple[Occurrence, str, bool | None]] = {}
 
-    def _put(self, put: Put) -> None:
-        self.puts[put.occurrence.name] = put
+    def _put(self, made: Occurrence, message: str, paused: bool | None) -> None:
+        self.puts[made.name] = made, message, paused
 
 
 class BeatEntries:
@@ -64,7 +67,7 @@ class BeatEntries:
         app = schedules.app
         self._schedules, self._application = schedules, str(app.main or "")
         self._prefix = f"beat:{self._application}:"
-        self._registry = app.rabbitdelay.registry
+        self._registry = registry_of(app.rabbitdelay)
         self._records = Records(self._registry)
         self._is_current: bool | None = None
         # As a worker has done: entries may be added when the application is finalized.
@@ -77,7 +80,7 @@ class BeatEntries:
         for name, entry in scheduler.schedule.items():
             _plan_entry(plan, f"{self._prefix}{name}", entry)
         self.puts = plan.puts
-        said = sorted((name, p.occurrence.revision, str(p.paused)) for name, p in self.puts.items())
+        said = sorted((name, made.revision, str(p)) for name, (made, _, p) in self.puts.items())
         self.digest = hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 
     def put(self, *, is_forced: bool = False) -> bool:
@@ -102,7 +105,7 @@ class BeatEntries:
                 self._records.take_over(self._application, found.get("current"), self.digest)
             for name, put in self.puts.items():
                 with _logged(name):
-                    self._schedules._put(put)
+                    self._schedules._put(*put)
             self.end(self.puts)
         return True
 
@@ -159,8 +162,7 @@ def _plan_entry(plan: _Plan, name: str, entry: Any) -> None:
 
 def idle_beat(sender: Any, **_: Any) -> None:
     """Let ``celery beat`` send nothing if workers have taken over what it would send."""
-    delays = getattr(sender.app, "rabbitdelay", None)
-    if delays is None or not delays.settings.beat or not delays.available:
+    if not sender.app.rabbitdelay.available:
         return
     from celery import beat  # it takes 20 ms, which all other programs need not
 

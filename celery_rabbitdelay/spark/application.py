@@ -17,8 +17,8 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import argument_check
-from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.levels.shown_url import without_password
+from celery_rabbitdelay.registry.options import is_tracked
 from celery_rabbitdelay.spark.columns import TYPES
 from celery_rabbitdelay.spark.options import ApplicationOptions, WriteOptions, suggestion
 
@@ -164,8 +164,7 @@ def tracks(app: Celery) -> bool:
         return True
     with suppress(Exception):  # importing runs code of the user's
         app.loader.import_default_modules()
-    tasks, settings = (None, *app.tasks.values()), app.rabbitdelay.settings
-    return any(RegistryOptions.of(settings, each, {}, {}).track for each in tasks)
+    return any(is_tracked(app.rabbitdelay, each) for each in (None, *app.tasks.values()))
 
 
 def _where() -> str:

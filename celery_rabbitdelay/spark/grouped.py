@@ -16,13 +16,13 @@ from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's use
 from pyspark.sql import types as T  # noqa: N812 - likewise
 
 from celery_rabbitdelay.app.celery_internals import repr_limits
-from celery_rabbitdelay.app.options import RegistryOptions
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
+from celery_rabbitdelay.registry.options import is_tracked
 from celery_rabbitdelay.spark import columns, expressions
 from celery_rabbitdelay.spark.application import application_of, find_task, numbers_taken
 from celery_rabbitdelay.spark.columns import DUE, ITEM, ROW
@@ -122,7 +122,7 @@ class Grouping:
         if options.envelopes is False or DISTRIBUTE not in settings.modules:
             takes = "takes true, and workers that serve distribution, if rows are grouped"
             raise InvalidOption("envelopes", str(options.envelopes).lower(), takes)
-        if RegistryOptions.of(settings, self._task, {}, {}).track:
+        if is_tracked(self._app.rabbitdelay, self._task):
             takes = "takes no task that is tracked if rows are grouped: each is noted by itself"
             raise InvalidOption("task", options.task, takes)
         for name, kind in self._types.items():

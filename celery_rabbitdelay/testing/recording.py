@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
@@ -26,20 +25,21 @@ from kombu import Connection, Producer, Queue
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import results_kept_in
-from celery_rabbitdelay.app.delays import StandIn
+from celery_rabbitdelay.app.delays import Delays, StandIn
 from celery_rabbitdelay.exceptions import NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, instant_of
 from celery_rabbitdelay.levels.headers import DUE
 from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.application import how_kept, open_registry
 from celery_rabbitdelay.registry.decision import Decision, Verdict
+from celery_rabbitdelay.registry.decisions import DISCARDED
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.testing.recorded_registry import RecordedRegistry
 from celery_rabbitdelay.testing.sent import Address, Recorded, Sent, Take, Wanted
 from celery_rabbitdelay.testing.worker import Clock, going_by
 from celery_rabbitdelay.worker.celery_internals import discard_as_revoked
-from celery_rabbitdelay.worker.decisions import DISCARDED
 
 #: :meth:`Recording.run_due` stops after this many tasks: they seem to send one another endlessly.
 MAX_RUNS: Final = 10_000
@@ -81,7 +81,11 @@ def recorded(app: celery.Celery) -> Iterator[Recording]:
         raise TypeError(f"takes a celery_rabbitdelay.Celery, or an installed application: {app!r}")
     recording = Recording(app)
     with ExitStack() as stack:
-        stack.enter_context(app.rabbitdelay.replaced_by(recording.stand_in))
+        stack.enter_context(
+            app.rabbitdelay.replaced_by(
+                recording.stand_in, {open_registry: recording.open_registry}
+            )
+        )
         if not isinstance(app.backend, DisabledBackend):
             stack.enter_context(results_kept_in(app, ResultsInMemory(app)))
         stack.enter_context(going_by(recording.clock.ns))
@@ -114,8 +118,11 @@ class Recording:
         connection = app.connection_for_write()
         publisher = RecordingPublisher(connection, self._record)
         producer = RecordingProducer(connection, self._record)
-        registry = partial(RecordedRegistry, postponed=self._postponed)
-        self.stand_in = StandIn(publisher, producer, self._broadcast, registry)
+        self.stand_in = StandIn(publisher, producer, self._broadcast)
+
+    def open_registry(self, delays: Delays) -> RecordedRegistry:
+        """Return what stands in for the registry."""
+        return RecordedRegistry(*how_kept(delays), postponed=self._postponed)
 
     def one(self, task: celery.Task[Any, Any] | str | None = None, **fields: Any) -> Sent:
         """Return the one send that has these fields.

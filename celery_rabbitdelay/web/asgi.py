@@ -128,10 +128,11 @@ class Server:
     async def _known(self, request: Request) -> tuple[Visitor, User]:
         """Return who asks."""
         visitor = await self._access.visitor(request)
-        if visitor.user is None:
-            has_sign_in = self._site.options.users is not None
-            raise HTTPException(*((401, "Sign in first.") if has_sign_in else (403, NOBODY)))
-        return visitor, visitor.user
+        if visitor.user is not None:
+            return visitor, visitor.user
+        if self._site.options.users is None:
+            raise HTTPException(403, NOBODY)
+        raise HTTPException(401, "Sign in first.")
 
     def _check_token(self, request: Request, visitor: Visitor, form: Fields) -> None:
         token = request.headers.get(TOKEN_HEADER) or form.get("token", "")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
 from celery_rabbitdelay.app.control import ABOUT, ARRIVALS
 from celery_rabbitdelay.exceptions import ManagementUnavailable
@@ -51,7 +51,7 @@ NEEDS: Final = (
 )
 
 #: The answer of a worker.
-Answer = Mapping[str, Any]
+Answer: TypeAlias = Mapping[str, Any]
 
 
 def now(asked: Asked) -> dict[str, object]:
@@ -202,7 +202,7 @@ def _arrivals(site: Site, broker_error: str | None) -> dict[str, object]:
         "workers_error": reading.error,
         "arrivals": None if reading.value is None else reading.value.rates.get(ARRIVALS),
         "late_by_minute": latest_by_minute(answers.values()),
-        "workers": [_arrived(name, answer) for name, answer in sorted(answers.items())],
+        "workers": [_worker(name, answer) for name, answer in sorted(answers.items())],
     }
 
 
@@ -217,8 +217,8 @@ def latest_by_minute(answers: Iterable[Answer]) -> list[float | None]:
     return [max((late for late in each if late is not None), default=None) for each in minutes]
 
 
-def _arrived(name: str, answer: Answer) -> dict[str, object]:
-    """Return what a worker answers: its error, or its modules, lateness and probes."""
+def _worker(name: str, answer: Answer) -> dict[str, object]:
+    """Return what a worker answers: its error, or its modules, lateness, probes and versions."""
     arrivals, probe = answer.get(ARRIVALS) or {}, answer.get(PROBE) or {}
     late, missing = (probe.get("late") or {}).values(), (probe.get("missing") or {}).values()
     probes = None
@@ -226,37 +226,30 @@ def _arrived(name: str, answer: Answer) -> dict[str, object]:
         bounds = {"least": min(late), "most": max(late)}
         probes = {"routes": len(late), **bounds, "missing": sum(missing)}
     return {
-        **_modules(name, answer),
+        "name": name,
+        "error": answer.get("error"),
+        "modules": sorted(answer.keys() - {ABOUT, ARRIVALS, "error"}),
         "received": arrivals.get("received"),
         "latest": arrivals.get("latest"),
         "probes": probes,
+        "versions": _texts(answer, "versions"),
+        "settings": _texts(answer, "settings"),
     }
-
-
-def _modules(name: str, answer: Answer) -> dict[str, object]:
-    modules = sorted(answer.keys() - {ABOUT, ARRIVALS, "error"})
-    return {"name": name, "error": answer.get("error"), "modules": modules}
 
 
 def workers(asked: Asked) -> dict[str, object]:
     """Return the modules and versions of each worker, and the settings that differ."""
     reading = asked.site.workers()
-    answers = {} if reading.value is None else reading.value.status.workers
-    # Earlier versions do not say these; they differ from nothing.
-    versions = {name: _texts(answer, "versions") for name, answer in sorted(answers.items())}
-    settings = {name: _texts(answer, "settings") for name, answer in sorted(answers.items())}
+    answers = {} if reading.value is None else dict(sorted(reading.value.status.workers.items()))
     return {
         "taken": reading.taken,
         "error": reading.error,
-        "workers": [
-            {
-                **_modules(name, answers[name]),
-                "versions": versions[name],
-                "settings": settings[name],
-            }
-            for name in versions
+        "workers": [_worker(name, answer) for name, answer in answers.items()],
+        "differences": [
+            each
+            for kind in ("versions", "settings")
+            for each in differences({name: _texts(answers[name], kind) for name in answers}, kind)
         ],
-        "differences": [*differences(versions, "version"), *differences(settings, "setting")],
     }
 
 
@@ -273,8 +266,8 @@ def differences(told: Mapping[str, Mapping[str, str]], kind: str) -> Iterator[di
     """Yield each version or setting that is not the same in all workers, with who has which.
 
     Args:
-        told: What each worker says, by its name.
-        kind: What it is: ``version`` or ``setting``.
+        told: What each worker says, by its name; workers that say nothing are left out.
+        kind: What it is: ``versions`` or ``settings``.
     """
     for name in sorted({name for each in told.values() for name in each}):
         by_value: dict[str | None, list[str]] = {}

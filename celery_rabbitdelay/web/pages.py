@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from starlette.responses import Response
 
-from celery_rabbitdelay.app.jobs import Jobs
+from celery_rabbitdelay.registry.open_jobs import OpenJobs
 from celery_rabbitdelay.schedules.schedules import Schedules
 from celery_rabbitdelay.web import deciding, now, schedules, undeliverable, waiting
 from celery_rabbitdelay.web.asked import Asked
@@ -41,18 +41,15 @@ class Page(NamedTuple):
 
 _action = partial(Page, is_action=True)
 _in_menu = partial(Page, in_menu=True)
-_decide = partial(partial, deciding.decide)
-_job = partial(partial, waiting.change_job)
-_schedule = partial(partial, schedules.change)
 
 #: All pages.
 PAGES: Final = (
     _in_menu("now", now.now, "Now", "now", refresh=2),
     _in_menu("waiting", waiting.waiting, "Waiting", "waiting"),
     Page("waiting/task", waiting.story, "Task", "task", refresh=5),
-    _action("waiting/cancel", _decide("cancel"), "Cancel", "decided"),
-    _action("waiting/postpone", _decide("postpone"), "Postpone", "decided"),
-    _action("waiting/run-now", _decide("run-now"), "Run now", "decided"),
+    _action("waiting/cancel", partial(deciding.decide, "cancel"), "Cancel", "decided"),
+    _action("waiting/postpone", partial(deciding.decide, "postpone"), "Postpone", "decided"),
+    _action("waiting/run-now", partial(deciding.decide, "run-now"), "Run now", "decided"),
     Page("waiting/all", deciding.confirm, "All that match", "confirm"),
     _action("waiting/decide-all", deciding.decide_all),
     Page("work", deciding.work, "Progress", "work", refresh=1),
@@ -64,14 +61,16 @@ PAGES: Final = (
     _action("undeliverable/decide-all", undeliverable.decide),
     _in_menu("jobs", waiting.jobs, "Jobs", "jobs"),
     _action("jobs/open", waiting.open_job),
-    _action("jobs/commit", _job(Jobs.commit_job, "committed")),
-    _action("jobs/abort", _job(Jobs.abort_job, "aborted")),
+    _action("jobs/commit", partial(waiting.change_job, OpenJobs.commit_job, "committed")),
+    _action("jobs/abort", partial(waiting.change_job, OpenJobs.abort_job, "aborted")),
     _in_menu("schedules", schedules.schedules, "Schedules", "schedules", refresh=30),
     Page("schedules/one", schedules.schedule, "Schedule", "schedule"),
     _action("schedules/edit", schedules.edit),
-    _action("schedules/pause", _schedule(Schedules.pause, "paused the schedule")),
-    _action("schedules/resume", _schedule(Schedules.resume, "resumed the schedule")),
-    _action("schedules/trigger", _schedule(schedules.trigger, "triggered")),
+    _action("schedules/pause", partial(schedules.change, Schedules.pause, "paused the schedule")),
+    _action(
+        "schedules/resume", partial(schedules.change, Schedules.resume, "resumed the schedule")
+    ),
+    _action("schedules/trigger", partial(schedules.change, schedules.trigger, "triggered")),
     _action("schedules/end", schedules.end),
     _in_menu("workers", now.workers, "Workers", "workers", refresh=10),
     _in_menu("health", now.health, "Health", "health", refresh=30),

@@ -25,6 +25,7 @@ from celery_rabbitdelay.operations.status import Status, rates_between, status_o
 from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.publishing.reading import AWAY, Broker, Reading, Readings, why
 from celery_rabbitdelay.web.options import Options, User
+from celery_rabbitdelay.web.settings import WebSettings
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Site:
             )
         self.app = app
         self.delays = delays
-        self.options = Options.of(delays.settings.web or {}, given)
+        self.options = Options.of(delays.settings_of(WebSettings).web or {}, given)
         self.works = Works()
         # Each has a connection of its own: the workers' answers are waited for.
         self.queues_broker, self._workers = self._broker(), self._broker()

@@ -10,13 +10,13 @@ from typing import Final, NamedTuple
 from kombu import Queue
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.app.jobs import Jobs
-from celery_rabbitdelay.app.known_task import KnownTask, known_task
 from celery_rabbitdelay.exceptions import JobClosed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.publishing.declaration import Backlog, Counts, queue_counts
 from celery_rabbitdelay.registry.index import Filter
+from celery_rabbitdelay.registry.known_task import KnownTask, known_task
+from celery_rabbitdelay.registry.open_jobs import OpenJobs
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked, Wrong
@@ -266,7 +266,9 @@ def open_job(asked: Asked) -> dict[str, object]:
     return change_job(lambda own, name: own.open_job(name, expires=expires), "opened", asked)
 
 
-def change_job(change: Callable[[Jobs, str], object], what: str, asked: Asked) -> dict[str, object]:
+def change_job(
+    change: Callable[[OpenJobs, str], object], what: str, asked: Asked
+) -> dict[str, object]:
     """Change the job of a name: open, commit or abort it."""
     name = asked.fields.needed("name")
     try:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from threading import Lock
 from typing import Any, Final
 
@@ -20,7 +21,8 @@ from kombu.common import Broadcast
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.app.instruments import EARLY
-from celery_rabbitdelay.app.settings import checked
+from celery_rabbitdelay.app.seams import additions_of
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE
 from celery_rabbitdelay.modules.checkin import CheckIn
@@ -37,8 +39,6 @@ from celery_rabbitdelay.publishing.declaration import (
 )
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.refusals import permissions_named
-from celery_rabbitdelay.registry.connection import Breaker
-from celery_rabbitdelay.registry.decision import Arrival, Decision
 from celery_rabbitdelay.worker import status  # noqa: F401 - its import registers control commands
 from celery_rabbitdelay.worker.celery_internals import (
     RabbitMQStep,
@@ -46,10 +46,8 @@ from celery_rabbitdelay.worker.celery_internals import (
     leave_out_delayed_delivery,
 )
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests, guard_consumer, guard_pool
-from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.restore import Origins, RestoringStrategies
-from celery_rabbitdelay.worker.resumes import Resumes
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +202,7 @@ class RestoreTasks(RabbitMQStep):
     """Restores each delayed task on its arrival, and says whether and when it runs.
 
     Tasks that arrive before they are due go back into the levels; see :class:`EarlyTasks`. About
-    the others the registry is asked, if there is one; see :class:`Decisions`.
+    the others an addition is asked whose bootstep has set ``consumer.strategies.decisions``.
     """
 
     requires = (DelayLevels,)
@@ -223,24 +221,19 @@ class RestoreTasks(RabbitMQStep):
         strategies.early_tasks = EarlyTasks(consumer)
         strategies.early_tasks.start()
         bound_bodies(consumer, strategies.early_tasks.refuse_unopened)
-        if consumer.app.rabbitdelay.has_registry:
-            strategies.decisions = Decisions(consumer, strategies.early_tasks)
-            strategies.decisions.start()
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
-        """Let the event loop run what the threads need from the worker's own thread."""
-        for thread in consumer.strategies.threads:
-            thread.register(hub)
+        """Let the event loop run what the thread needs from the worker's own thread."""
+        consumer.strategies.early_tasks.register(hub)
 
     def stop(self, consumer: Any) -> None:
         """Take no more tasks of the connection that is lost or closed."""
         strategies = consumer.strategies
         if not isinstance(strategies, RestoringStrategies):
             return
-        threads = strategies.threads
-        strategies.decisions = strategies.early_tasks = None
-        for thread in threads:
-            thread.stop()
+        early_tasks, strategies.early_tasks = strategies.early_tasks, None
+        if early_tasks is not None:
+            early_tasks.stop()
 
 
 def _refuse(consumer: Any, message: Message, error: Exception) -> None:
@@ -275,7 +268,6 @@ class Modules(RabbitMQStep):
         self._given = rabbitdelay_modules
         self._modules: Sequence[str] = ()
         self._services: list[Service] = []
-        self._resumes: Resumes | None = None
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
         super().__init__(worker, **options)
@@ -289,7 +281,7 @@ class Modules(RabbitMQStep):
         self._modules = worker.app.rabbitdelay.settings.modules
         if self._given is not None:
             words = filter(None, map(str.strip, self._given.split(",")))
-            self._modules = checked("rabbitdelay_modules", tuple(words))
+            self._modules = Settings.checked("rabbitdelay_modules", tuple(words))
         guard_pool(worker, lambda *given: _refuse(worker.consumer, *given))
 
     def start(self, worker: Any) -> None:
@@ -297,9 +289,6 @@ class Modules(RabbitMQStep):
         for name in self._modules:
             make = _probe if name == PROBE else partial(_service, name=name)
             self._services.append(make(worker.app, declaration=self._declaration))
-        if worker.app.rabbitdelay.has_registry:
-            self._resumes = Resumes(worker.app.rabbitdelay)
-            self._resumes.start()
         for service in self._services:
             service.start()
 
@@ -309,8 +298,6 @@ class Modules(RabbitMQStep):
             service.stopping.set()
         for service in self._services:
             service.stop()
-        if self._resumes is not None:
-            self._resumes.stop()
 
 
 def _probe(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeService:
@@ -344,18 +331,15 @@ def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> 
         queue = topology.module_queues.distribution
         on_early = partial(app.rabbitdelay.recorder.record, {EARLY: 1}, "", queue.name)
         early = EarlyMessages(topology, milliseconds(settings.early_tolerance), on_early=on_early)
-        look = confirm = None
-        if settings.registry_url is not None:
-            look, confirm = _look(app), app.rabbitdelay.registry.jobs.confirm
+        additions = additions_of(app.rabbitdelay)
         distribution = Distribution(
             topology,
             early.put_back,
-            look,
-            distribution_reach(app),
-            settings.signing_keys,
-            settings.signing_required,
-            settings.max_message_bytes,
-            confirm,
+            reach=distribution_reach(app),
+            signing_keys=settings.signing_keys,
+            is_signing_required=settings.signing_required,
+            max_message_bytes=settings.max_message_bytes,
+            asked=next(filter(attrgetter("is_asked_by_distribution"), additions), None),
         )
         receive, admit = distribution.receive, None
 
@@ -374,9 +358,3 @@ def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> 
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
     return ModuleService(module, connection, declaration.declare, declaration.connection_lost)
-
-
-def _look(app: DelayingCelery) -> Callable[[Sequence[Arrival]], list[Decision]]:
-    """Return what asks the registry for distribution, which never waits long for it."""
-    breaker, registry = Breaker(), app.rabbitdelay.registry
-    return lambda arrivals: breaker.call(lambda: registry.look(arrivals))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from celery.utils.log import get_logger
 from kombu import Message
@@ -29,7 +29,6 @@ from celery_rabbitdelay.worker.celery_internals import (
     shown,
 )
 from celery_rabbitdelay.worker.celery_requests import is_ours
-from celery_rabbitdelay.worker.decisions import Decisions
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 from celery_rabbitdelay.worker.lateness import Arrivals, lateness, may_run_since
 
@@ -105,6 +104,18 @@ SENTRY_ENQUEUED: Final = "sentry-task-enqueued-time"
 Strategy: TypeAlias = Callable[..., Any]
 
 
+class Decisions(Protocol):
+    """Decides about tasks that are due, in a thread; set by the bootstep of an addition."""
+
+    def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
+        """Run a task, discard it or put it back, now or later, in the event loop.
+
+        Args:
+            delivery: The task's message, restored, as Celery has passed it.
+            waited: What its headers have said.
+        """
+
+
 class RestoringStrategies(dict[str, Strategy]):
     """The execution strategies of a worker's consumer; each receives restored messages.
 
@@ -117,8 +128,7 @@ class RestoringStrategies(dict[str, Strategy]):
 
     Attributes:
         early_tasks: Takes the tasks that are not due yet; None between two connections.
-        decisions: Asks the registry about the tasks that are due; None without a registry, and
-            between two connections.
+        decisions: Decides about the tasks that are due; None: all of them run.
         arrivals: How late the delayed tasks arrive.
     """
 
@@ -168,11 +178,6 @@ class RestoringStrategies(dict[str, Strategy]):
                 "tasks that a worker holds until they are due would keep all others away.",
                 task_name,
             )
-
-    @property
-    def threads(self) -> list[Decisions | EarlyTasks]:
-        """The threads of a connection; decisions first, which hand tasks to the other one."""
-        return [each for each in (self.decisions, self.early_tasks) if each is not None]
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""

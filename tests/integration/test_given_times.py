@@ -16,8 +16,8 @@ import pytest
 from celery import chord
 
 from celery_rabbitdelay import InvalidDelay, InvalidDelayType
-from celery_rabbitdelay.app.sending.task_messages import restored
 from celery_rabbitdelay.kombu import DelayedProducer, Due, Topology, clock, custom, resolve
+from celery_rabbitdelay.registry.stored_message import restored
 from celery_rabbitdelay.testing import recorded
 from tests.given_times import KINDS, PLAIN, Kind
 from tests.integration.conftest import delete_what_it_declared, small_configuration
@@ -117,7 +117,7 @@ def _in_canvas(app: Any, kind: Kind) -> Any:
         whole.apply_async(link=follows, link_error=note.s("z").set(**times))
         chord([note.s("x")], note.s("y").set(delay=kind.length(MINUTE))).apply_async(delay=HOUR)
         note.signature(("x",), eta=kind.at(NOW + HOUR)).apply_async()
-        bodies = [each.body[2] for each in sent.recorded]
+        bodies = [each.message.decode()[2] for each in sent.recorded]
         return [each.due for each in sent.all()], [
             _options(body[name]) for body in bodies for name in ("callbacks", "errbacks", "chord")
         ]

@@ -18,8 +18,8 @@ from celery.exceptions import TaskRevokedError
 from celery.states import REVOKED
 
 from celery_rabbitdelay import InvalidDelay, JobClosed, Row, UnknownOption, signals
-from celery_rabbitdelay.app import waiting_tasks
 from celery_rabbitdelay.levels import headers
+from celery_rabbitdelay.registry import waiting as waiting_tasks
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.testing import wait_for

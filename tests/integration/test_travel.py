@@ -12,6 +12,7 @@ from celery import chain, group
 from celery_rabbitdelay import JobClosed, Row
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.testing import DidNotSettle, Travel, wait_for
 from celery_rabbitdelay.testing.session import name_of
 from tests.given_times import KINDS
@@ -138,7 +139,7 @@ def test_what_is_over_after_some_time_is_over_for_the_traveller(trip: Travel) ->
     trip(minutes=1)
     assert lease(leased, "another's", 60_000)
     assert first() != own
-    trip(seconds=delays.settings.registry_keep)
+    trip(seconds=delays.settings_of(RegistrySettings).registry_keep)
     assert delays.show(own) is None
 
 

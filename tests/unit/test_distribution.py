@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import amqp
 import pytest
 
-from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMessage
+from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DELAY
-from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
+from celery_rabbitdelay.levels.headers import COMMITTED, ENVELOPE, JOB
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from tests.unit.clock import frozen
 from tests.unit.waiting import waiting
 
@@ -98,113 +96,52 @@ def test_without_exchange_key_or_valid_headers_it_is_refused(headers: Any, why: 
         list(distributed(waited(headers)))
 
 
-def distributed_by(
-    look: Callable[[Sequence[Arrival]], Sequence[Decision]], message: amqp.Message
-) -> list[Outgoing]:
-    """Distribute a message as a registry decides."""
-    return list(Distribution(TOPOLOGY, look=look).receive(message))
-
-
-RUN = Decision(Verdict.RUN)
-EXPIRED = Decision(Verdict.EXPIRED)
-CANCELLED = Decision(Verdict.CANCELLED)
-ITS_JOB_IS_OPEN = Decision(Verdict.LATER, DUE + 60_000)
-POSTPONED = Decision(Verdict.LATER, DUE + 60_000, is_new_due=True)
-
-
 def tasks(number: int) -> amqp.Message:
     """An envelope with tasks whose ids are numbers from 0."""
     return letter(*(Item(b"", {"id": str(each)}) for each in range(number)), **QUEUE)
 
 
-def ids(outgoing: Sequence[Outgoing]) -> list[str]:
-    """The ids of tasks that go to their queue."""
-    assert {(each.exchange, each.routing_key) for each in outgoing} <= {("", "queue")}
-    return [each.message.headers.to_headers()["id"] for each in outgoing]
+class Asked:
+    """Answers in place of an addition.
 
+    Args:
+        answer: What becomes of envelopes.
+    """
 
-def test_the_registry_is_asked_once_for_all_tasks_of_an_envelope_and_they_go_on_without_it() -> (
-    None
-):
-    asked: list[Sequence[Arrival]] = []
+    def __init__(self, answer: int | list[bool] | None) -> None:
+        self.answer = answer
 
-    def look(arrivals: Sequence[Arrival]) -> Sequence[Decision]:
-        asked.append(arrivals)
-        raise RegistryUnavailable("it is down")
+    def envelope_arrived(self, inner: Any, due_ms: int) -> int | list[bool] | None:
+        assert [each.others["id"] for each in inner] == ["0", "1"]
+        assert due_ms == DUE
+        return self.answer
 
-    own = {"id": "1", JOB: "june", COPY: "c", ONCE: True, "retries": 2}
-    message = letter(Item(b"", {"id": "0"}), Item(b"", own), **QUEUE)
-    assert ids(distributed_by(look, message)) == ["0", "1"]
-    # Nothing is a duplicate here: which of two messages arrives first, their worker finds out. So
-    # each counts as one that has arrived before.
-    tasks = [
-        Arrival("0", DUE, redelivered=True),
-        Arrival("1", DUE, "2.0", copy="c", job="june", once="-", redelivered=True),
-    ]
-    assert asked == [tasks]
+    def note_arrived(self, note: WaitingMessage) -> None:
+        assert note.headers.registry[JOB] == "june"
 
 
 @pytest.mark.parametrize(
-    ("decisions", "expected"),
-    [
-        # Only the tasks of an aborted job end here.
-        ([EXPIRED, RUN, EXPIRED], ["1"]),
-        ([EXPIRED, CANCELLED], ["1"]),
-        ([POSTPONED, POSTPONED], ["0", "1"]),
-        # It is opened if one need not wait, and the workers ask again.
-        ([ITS_JOB_IS_OPEN, POSTPONED], ["0", "1"]),
-        ([], []),
-    ],
+    ("answer", "expected"), [(None, ["0", "1"]), ([False, True], ["1"]), ([False, False], [])]
 )
-def test_the_messages_of_an_envelope_go_on_as_the_registry_says(
-    decisions: list[Decision], expected: list[str]
-) -> None:
-    found = distributed_by(lambda arrivals: decisions, tasks(len(decisions)))
-    assert ids(found) == expected
+def test_the_messages_of_an_envelope_go_on_as_an_addition_says(answer: Any, expected: Any) -> None:
+    found = Distribution(TOPOLOGY, asked=Asked(answer)).receive(tasks(2))
+    assert [each.message.headers.to_headers()["id"] for each in found] == expected
 
 
 @frozen(DUE / 1000)
-def test_an_envelope_whose_tasks_all_wait_goes_back_whole() -> None:
-    message = tasks(3)
-    message.properties["application_headers"]["x-death"] = []
-    soon = ITS_JOB_IS_OPEN._replace(until_ms=DUE + 30_000)
-    (later,) = distributed_by(lambda arrivals: [CANCELLED, ITS_JOB_IS_OPEN, soon], message)
-    route = TOPOLOGY.route(30, DISTRIBUTION, WaitingMessage.unopened(message).task_id)
-    assert (later.exchange, later.routing_key) == (route.exchange, route.routing_key)
-    # While the levels do not take it, its route is computed anew.
-    assert later.reroute is not None
-    assert (later.message.body, later.message.properties["content_type"]) == (
-        message.body,
-        ENVELOPE,
-    )
-    assert later.message.headers.to_headers() == {header_names.DUE: DUE, **QUEUE}
+def test_an_envelope_that_waits_goes_back_whole() -> None:
+    message = tasks(2)
+    (later,) = Distribution(TOPOLOGY, asked=Asked(DUE + 30_000)).receive(message)
+    assert later.exchange == TOPOLOGY.route(30, DISTRIBUTION).exchange
+    assert later.message.body == message.body
 
 
-def note(**changed: Any) -> amqp.Message:
-    """Return a message that says that a job was committed."""
-    headers = {header_names.DUE: DUE, JOB: "june", JOB_ID: "1", COMMITTED: True, **changed}
-    return amqp.Message(b"", application_headers=headers, message_id="1")
-
-
-@frozen(DUE / 1000)
-def test_the_registry_is_told_of_a_job_that_was_committed_and_without_it_the_note_waits() -> None:
-    told: list[tuple[str, str]] = []
-    distribution = Distribution(TOPOLOGY, confirm=lambda *job: told.append(job))
-    assert (list(distribution.receive(note())), told) == ([], [("june", "1")])
-    # Nobody has signed the name of the job, but its id.
-    for wrong in ({JOB_ID: "2"}, {JOB: 7}, {JOB_ID: None}):
-        with pytest.raises(UnprocessableMessage, match=r"it names no job|job is 7, not a text"):
-            list(distribution.receive(note(**wrong)))
-    assert len(told) == 1
-    with pytest.raises(UnprocessableMessage, match="there is no registry"):
-        list(Distribution(TOPOLOGY).receive(note()))
-
-    def away(*job: str) -> None:
-        raise RegistryUnavailable("away")
-
-    (later,) = Distribution(TOPOLOGY, confirm=away).receive(note())
-    assert later.exchange == TOPOLOGY.route(5, DISTRIBUTION).exchange
-    assert later.message.headers.to_headers()[COMMITTED] is True
+def test_a_note_is_given_to_the_addition_and_refused_where_there_is_none() -> None:
+    headers = {header_names.DUE: DUE, JOB: "june", COMMITTED: True}
+    note = amqp.Message(b"", application_headers=headers)
+    assert list(Distribution(TOPOLOGY, asked=Asked(None)).receive(note)) == []
+    with pytest.raises(UnprocessableMessage, match="there is none"):
+        list(distributed(note))
 
 
 def test_an_early_envelope_goes_back_unopened() -> None:

@@ -15,8 +15,10 @@ import celery_rabbitdelay
 import celery_rabbitdelay.exceptions
 import celery_rabbitdelay.kombu
 import celery_rabbitdelay.testing
+from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.kombu import Topology
+from celery_rabbitdelay.metrics.settings import MetricsSettings
 from tests.acceptance.django_project import BEAT, MIGRATE, SOURCE, WORKER
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -60,8 +62,13 @@ def test_the_reference_has_every_queue_and_its_arguments() -> None:
 def test_the_reference_has_every_setting() -> None:
     rows = re.findall(r"^\| `(rabbitdelay_\w+)` \| `(.+?)` \|", SETTINGS.read_text(), re.MULTILINE)
     defaults = {key.removeprefix("rabbitdelay_"): ast.literal_eval(value) for key, value in rows}
-    assert Settings(**defaults) == Settings()
-    assert defaults.keys() == {setting.name for setting in fields(Settings)}
+    groups = [Settings, *map(additions.load, dict.fromkeys(additions.settings.values()))]
+    documented: set[str] = set()
+    for group in groups:
+        names = {setting.name for setting in fields(group)}
+        assert group(**{name: defaults[name] for name in names}) == group()
+        documented |= names
+    assert defaults.keys() == documented
 
 
 def test_the_page_of_the_api_has_every_public_name() -> None:
@@ -109,7 +116,7 @@ def test_a_page_on_the_code_names_files_that_exist(page: str) -> None:
 def test_the_containers_of_the_page_ask_for_what_a_worker_serves() -> None:
     page = (DOCS / "how-to" / "deployment.md").read_text()
     [given] = re.findall(r'rabbitdelay_metrics_port = "(.+)"', page)
-    port = f"{Settings(metrics_port=given).metrics_port}".partition(":")[2]
+    port = f"{MetricsSettings(metrics_port=given).metrics_port}".partition(":")[2]
     compose, deployment = map(
         yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)[:2]
     )

@@ -18,6 +18,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.metrics import bootstep, collector, instruments
 from celery_rabbitdelay.metrics.collector import MAX_BYTES, OTHER, ChildCounts, Metrics
 from celery_rabbitdelay.metrics.instruments import INSTRUMENTS, PENDING
+from celery_rabbitdelay.registry.addition import RegistryAddition
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "metrics.md"
 
@@ -200,7 +201,11 @@ def test_a_worker_is_alive_as_long_as_it_answers_and_ready_if_it_takes_and_sends
     monkeypatch.setattr(bootstep, "why_not_consuming", lambda worker: consuming)
     worker = mock.Mock()
     worker.app.rabbitdelay.is_blocked.return_value = is_blocked
-    worker.app.rabbitdelay.registry.store.commands.side_effect = registry
+    registry_of_app = mock.Mock()
+    registry_of_app.store.commands.side_effect = registry
+    delays = mock.Mock()
+    delays.part.return_value = registry_of_app
+    worker.app.rabbitdelay.part.return_value = [RegistryAddition(delays)]
     application = bootstep.with_health(lambda *_: [b"metrics"], worker)
 
     def ask(path: str) -> tuple[str, str | None]:

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from celery_rabbitdelay.worker import plain_arrivals
-from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
+from celery_rabbitdelay.registry import plain_arrivals
+from celery_rabbitdelay.registry.plain_arrivals import PlainArrivals
 
 TIMEOUT = 5.0
 

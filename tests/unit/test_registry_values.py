@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from celery_rabbitdelay.app.pausing import _one
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, MAX_FORMER, ONCE, ORDER, Mark
 from celery_rabbitdelay.registry import pauses
@@ -18,6 +17,7 @@ from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import Arrival, Ticket
 from celery_rabbitdelay.registry.index import SHARDS, Kind, Names, shard_of
 from celery_rabbitdelay.registry.pauses import Pauses, Questions, paused_since
+from celery_rabbitdelay.registry.pausing import _one
 from tests.unit.clock import Clock
 from tests.unit.waiting import said
 

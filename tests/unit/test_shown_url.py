@@ -13,6 +13,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidOption, InvalidSetting
 from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.publishing.management import ManagementAPI
+from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.spark.options import ApplicationOptions
 from tests.told import told
 
@@ -142,6 +143,8 @@ def test_settings_lose_the_passwords_that_are_deep_in_them() -> None:
 
 def test_the_settings_are_shown_without_passwords() -> None:
     options = {"password": PLANTED, "sentinel_kwargs": {"password": PLANTED}}
-    shown = repr(Settings(registry_url=f"redis://:{PLANTED}@host/0", registry_options=options))
+    shown = repr(
+        RegistrySettings(registry_url=f"redis://:{PLANTED}@host/0", registry_options=options)
+    )
     assert PLANTED not in shown
     assert "registry_url='redis://:**@host/0', registry_options='**'" in shown

@@ -19,19 +19,14 @@ from kombu import Connection
 from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import instruments
+from celery_rabbitdelay.app import additions, instruments
 from celery_rabbitdelay.app.celery_internals import argument_check, is_publishing_watched
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
-from celery_rabbitdelay.app.options import (
-    REGISTRY_OPTIONS,
-    RegistryOptions,
-    checked_registry_options,
-    without_stamps,
-)
+from celery_rabbitdelay.app.options import without_stamps
+from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
 from celery_rabbitdelay.app.sending.grouping import Group, Grouper
 from celery_rabbitdelay.app.sending.message_template import CeleryWriter
-from celery_rabbitdelay.app.sending.row_registration import RowRegistration
 from celery_rabbitdelay.app.sending.rows import (
     Given,
     Report,
@@ -105,16 +100,13 @@ class RowSender(Sending):
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
         own, stamps = without_stamps(options)
-        #: None without a registry.
-        self._registration: RowRegistration | None = None
-        if self._settings.registry_url is not None:
-            known = self._app.tasks.get(task) if isinstance(task, str) else task
-            given = checked_registry_options(own, self._app)
-            wanted = RegistryOptions.of(self._settings, known, given, {})
-            self._registration = RowRegistration(delays, wanted, self._name, self.fail)
+        known = self._app.tasks.get(task) if isinstance(task, str) else task
+        added = checked_added_options(own, delays)
+        rows = (each.to_rows(self._name, known, added, self.fail) for each in additions_of(delays))
+        self._added: list[AddedToRows] = [each for each in rows if each is not None]
         self._options = options
         self._celerys_options = {
-            name: each for name, each in own.items() if name not in REGISTRY_OPTIONS
+            name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
         self._check_arguments = None if isinstance(task, str) else argument_check(task)
@@ -131,15 +123,19 @@ class RowSender(Sending):
             with self._delays.publisher(self._connection) as publisher:
                 self._send(publisher, self._calls(rows))
         finally:
-            if self._registration is not None:
-                self._registration.close()
+            for each in self._added:
+                each.close()
             self._count(is_end=True)
         return self.end()
 
-    def _send(self, publisher: Publisher, work: Iterator[tuple[int, Work]]) -> None:
-        registration = self._registration
-        if registration is not None:
-            work = registration.asked(work)
+    def _asked(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield rows with the headers that additions give them."""
+        for each in self._added:
+            work = each.asked(work)
+        return work
+
+    def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
+        work = self._asked(rows)
         for number, given in work:
             first = given if isinstance(given, Call) else next(self._read(given))[0]
             try:
@@ -178,14 +174,14 @@ class RowSender(Sending):
             kept = self._templates.of_rows(self._task, first, self._options)
             if kept is not None:
                 return kept
-        registration = self._registration
+        shared = (each.shared_headers.items() for each in self._added)
         capture = partial(
             capture_message,
             self._app,
             publisher,
             self._task,
             options=self._celerys_options,
-            headers=NO_HEADERS if registration is None else registration.shared_headers,
+            headers=dict(chain.from_iterable(shared)),
         )
         producer = capture(first)
         template = Template.of(producer, first, self._celerys_options)
@@ -211,8 +207,8 @@ class RowSender(Sending):
         """Note that rows are due; who has written them has checked each."""
         due = written.due
         self._settings.check_delay(due)
-        if self._registration is not None:
-            self._registration.join_job(due)
+        for each in self._added:
+            each.take(due)
         return written
 
     def _read(self, written: WrittenRows) -> Iterator[tuple[Call, bytes]]:
@@ -239,9 +235,9 @@ class RowSender(Sending):
         if self._check_arguments is not None:
             self._check_arguments(*args, **kwargs)
         if row.key is not None:
-            checked_registry_options({"key": row.key}, self._app)
-        if self._registration is not None:
-            self._registration.join_job(due)
+            checked_added_options({"key": row.key}, self._delays)
+        for each in self._added:
+            each.take(due)
         headers = NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = given_id is not None
         return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
@@ -257,8 +253,7 @@ class RowSender(Sending):
                 yield group
             else:
                 calls = enumerate((call for call, _ in self._read(given)), number)
-                asked = calls if self._registration is None else self._registration.asked(calls)
-                for each, call in asked:
+                for each, call in self._asked(calls):
                     yield from self._add(grouper, each, call)
         yield from grouper.flush()
 
@@ -271,7 +266,7 @@ class RowSender(Sending):
         writer = self._template.writer
         if not self._envelopes or not writer.can_write_again:
             return None
-        if self._registration is not None and self._registration.tracks:
+        if any(each.needs_each for each in self._added):
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
@@ -292,10 +287,10 @@ class RowSender(Sending):
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail([number], error)
             return []
-        if self._registration is not None:
-            writer = self._template.writer
-            content = partial(writer.content, call) if writer.can_write_again else None
-            self._registration.sent(number, call, content, self._template.producer.delayed)
+        writer = self._template.writer
+        content = partial(writer.content, call) if writer.can_write_again else None
+        for each in self._added:
+            each.sent(number, call, content, self._template.producer.delayed)
         return ready
 
     def _publication(self, group: Group) -> Publication | None:
@@ -320,16 +315,17 @@ class RowSender(Sending):
             return None
         publication.context = rows
         self.report.sent += len(rows)
-        if is_alone and self._registration is not None:
-            self._registration.sent(rows[0], first, lambda: publication.content, producer.delayed)
+        if is_alone:
+            for each in self._added:
+                each.sent(rows[0], first, lambda: publication.content, producer.delayed)
         return publication
 
     def _done(self, publication: Publication) -> None:
         report = self.report
         report.resent += publication.resent
         rows = publication.context
-        if self._registration is not None:
-            self._registration.ended(rows, publication.error is None)
+        for each in self._added:
+            each.ended(rows, publication.error is None)
         if publication.error is not None:
             self.fail(rows, publication.error)
         else:

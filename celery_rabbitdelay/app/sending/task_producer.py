@@ -14,7 +14,7 @@ from kombu import Exchange, Producer, Queue
 
 from celery_rabbitdelay.app.celery_internals import sends_a_callback
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.settings import checked
+from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.destination import Destination, resolve
@@ -130,7 +130,7 @@ class DelayedTaskProducer(DelayedProducer):
         retry, retry_policy = options.pop("retry", False), options.pop("retry_policy", None)
         policy = publish_policy(self._app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)
-        timeout = self.timeout if given is None else checked("confirm_timeout", given)
+        timeout = self.timeout if given is None else Settings.checked("confirm_timeout", given)
         policy = policy._replace(timeout=max(timeout - self._waited, MIN_TIMEOUT))
         options.pop("timeout", None)
         began = time.monotonic()

@@ -30,7 +30,7 @@ from celery_rabbitdelay.app.celery_internals import (
 )
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
-from celery_rabbitdelay.app.options import RegistryOptions
+from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.sending.message_template import Writer
 from celery_rabbitdelay.app.sending.pipelines import Sent, current_pipeline
 from celery_rabbitdelay.app.sending.task_messages import (
@@ -269,7 +269,7 @@ class Templates:
         return (
             getattr(known, "rabbitdelay", True)
             and (delays.settings.takeover or not is_countdown)
-            and not any(RegistryOptions.of(delays.settings, known, {}, {}))
+            and not any(each.shapes(known) for each in additions_of(delays))
             and makes_messages_alone(delays.app, known, DelayingTask)
         )
 

@@ -17,16 +17,18 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry import instruments
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
+from celery_rabbitdelay.registry.plain_arrivals import PlainArrivals
+from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 from celery_rabbitdelay.worker.lateness import lateness, may_run_since
-from celery_rabbitdelay.worker.plain_arrivals import PlainArrivals
 
 logger = get_logger(__name__)
 
@@ -133,8 +135,8 @@ class Decisions(BatchThread[_Due]):
         self.takers: dict[str, Callable[[Arrived], None]] = {}
         self._early_tasks = early_tasks
         delays = consumer.app.rabbitdelay
-        self._registry = delays.registry
-        self._runs_without = delays.settings.registry_down == "run"
+        self._registry = registry_of(delays)
+        self._runs_without = delays.settings_of(RegistrySettings).registry_down == "run"
         self._breaker = Breaker()
         delays.recorder.gauges[instruments.BREAKER_OPEN] = lambda: self._breaker.is_open
         self._down_since: float | None = None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from celery_rabbitdelay.app.sending.task_messages import restored, tolerance_of
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.layout import Layout
@@ -15,6 +14,7 @@ from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import Backlog
 from celery_rabbitdelay.registry.record import Record, TaskState, record_of
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.stored_message import restored, tolerance_of
 
 #: Celery's headers that say how a task is shown.
 SHOWN: Final = ("shadow", "argsrepr", "kwargsrepr")

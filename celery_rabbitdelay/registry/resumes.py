@@ -23,6 +23,7 @@ from celery_rabbitdelay.publishing.declaration import opened_channel
 from celery_rabbitdelay.publishing.kombu_internals import connect, find_queues
 from celery_rabbitdelay.publishing.message import headers_of
 from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
+from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.pauses import paused_since
 
 logger = get_logger(__name__)
@@ -69,7 +70,7 @@ class Resumes:
         until = 0.0
         while not self._stopping.wait(EVERY):
             try:
-                paused: Mapping[str, int] = self._delays.registry.pauses.known()
+                paused: Mapping[str, int] = registry_of(self._delays).pauses.known()
                 # At first: the last pause may have ended while no worker was there.
                 if not paused if before is None else before.keys() - paused.keys():
                     until = time.monotonic() + AFTERWARDS
@@ -105,7 +106,7 @@ class Resumes:
 
     def _is_paused(self, message: amqp.Message) -> bool:
         """Return whether a message is, or may be, of a task that is paused."""
-        paused, headers = self._delays.registry.pauses.known(), headers_of(message)
+        paused, headers = registry_of(self._delays).pauses.known(), headers_of(message)
         task, word = headers.get("task"), message.delivery_info["routing_key"].split(".")[-1]
         if not isinstance(task, str):  # Celery's message protocol 1
             return bool(paused)

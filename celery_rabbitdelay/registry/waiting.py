@@ -10,17 +10,13 @@ from itertools import islice
 from typing import Any, Final, TypeAlias
 from uuid import UUID
 
-from celery import states
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import AsyncResult, ResultBase
 from kombu.utils.functional import maybe_list
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
-from celery_rabbitdelay.app.jobs import Jobs
-from celery_rabbitdelay.app.known_task import KnownTask, known_task
-from celery_rabbitdelay.app.sending.task_messages import restored
-from celery_rabbitdelay.app.sending.task_sending import register_sent
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import JobClosed, NotRecorded, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
@@ -32,11 +28,15 @@ from celery_rabbitdelay.levels.delay import (
 )
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
-from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing, connect
+from celery_rabbitdelay.publishing.kombu_internals import closing, connect
+from celery_rabbitdelay.registry.application import has_registry, register_sent, registry_of
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
 from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.registry import Earlier, Registration, unless_unreadable
+from celery_rabbitdelay.registry.known_task import KnownTask, known_task
+from celery_rabbitdelay.registry.open_jobs import OpenJobs, publish_signed
+from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry, unless_unreadable
+from celery_rabbitdelay.registry.stored_message import restored
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,34 @@ Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
 REASON: Final = "cancelled"
 
 
-class WaitingTasks(Jobs):
-    """What the registry can do about tasks that wait: a part of :class:`.RabbitDelay`.
+class Waiting:
+    """What the registry can do about tasks that wait: a part of ``app.rabbitdelay``.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
+
+    Args:
+        delays: The application's delay levels.
     """
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+        self._breaker = Breaker()
+
+    @property
+    def registry(self) -> Registry:
+        """The registry of this process, which connects when it is first used.
+
+        Raises:
+            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
+            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
+        """
+        return registry_of(self._delays)
+
+    @property
+    def has_registry(self) -> bool:
+        """Whether there is a registry, and the broker has levels."""
+        return has_registry(self._delays)
 
     def cancel(
         self,
@@ -113,7 +135,7 @@ class WaitingTasks(Jobs):
             if task is not None or key is not None:
                 raise TypeError(_one_of(task, key, job))
             with suppress(JobClosed):
-                self.abort_job(job)
+                self._delays.part(OpenJobs).abort_job(job)
                 return Outcome.DONE
             return self._cancel([each.task_id for each in self.pending(job=job)])
         return self._cancel(self._meant(task, key), also_future)
@@ -126,17 +148,19 @@ class WaitingTasks(Jobs):
         try:
             for task_id, outcome in found:
                 if outcome is Outcome.DONE:
-                    self.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
+                    self._delays.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - the tasks are cancelled, whatever a backend says
             logger.warning("Results become REVOKED only when their tasks are due: %s", error)
         for task_id, outcome in found:
             if outcome in _DECIDED:
-                signals.send(signals.cancelled, self.app, task_id, None)
+                signals.send(signals.cancelled, self._delays.app, task_id, None)
         # No worker has a task that waits: it asks the registry when the task arrives.
         nobodys = (Outcome.DONE, Outcome.UNKNOWN)
-        revoke_by_celery(self.app, [task_id for task_id, each in found if each not in nobodys])
+        revoke_by_celery(
+            self._delays.app, [task_id for task_id, each in found if each not in nobodys]
+        )
         return min(outcomes, key=LEAST_CERTAIN.index)
 
     def cancel_pending(
@@ -186,9 +210,10 @@ class WaitingTasks(Jobs):
                 found = list(zip(ids, outcomes, strict=True))
                 done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
                 for task_id in done:
-                    signals.send(signals.cancelled, self.app, task_id, None)
+                    signals.send(signals.cancelled, self._delays.app, task_id, None)
                 revoke_by_celery(
-                    self.app, [task_id for task_id, outcome in found if outcome is Outcome.RELEASED]
+                    self._delays.app,
+                    [task_id for task_id, outcome in found if outcome is Outcome.RELEASED],
                 )
                 yield len(done)
                 for task_id, outcome in found:
@@ -232,10 +257,6 @@ class WaitingTasks(Jobs):
         except RegistryUnavailable:
             return False
 
-    @cached_property
-    def _breaker(self) -> Breaker:
-        return Breaker()
-
     def postpone(
         self,
         task: Meant | None = None,
@@ -265,7 +286,7 @@ class WaitingTasks(Jobs):
         """
         if delay is None and eta is None:
             raise TypeError("takes a delay or an eta, such as delay=60; neither was given")
-        due = self.due(delay, None, eta)
+        due = self._delays.due(delay, None, eta)
         check_max_delay(due)
         ids = self._meant(task, key)
         outcomes = [self._postpone(task_id, due, also_future) for task_id in ids]
@@ -284,7 +305,7 @@ class WaitingTasks(Jobs):
                 raise NotTracked(task_id)
             outcome = self._send_earlier(task_id, outcome, due)
         if outcome in _DECIDED:
-            signals.send(signals.postponed, self.app, task_id, due.at_ms)
+            signals.send(signals.postponed, self._delays.app, task_id, due.at_ms)
         return outcome
 
     def _send_earlier(self, task_id: str, waiting: Earlier, due: Due) -> Outcome:
@@ -293,8 +314,14 @@ class WaitingTasks(Jobs):
         message = delayed.message.saying(
             due_ms=due.at_ms, registry={**delayed.message.headers.registry, COPY: copy}
         )
-        queue = self.app.amqp.queues.get(delayed.queue.name) if delayed.queue is not None else None
-        self._publish(delayed._replace(message=message, queue=queue or delayed.queue), due)
+        queue = (
+            self._delays.app.amqp.queues.get(delayed.queue.name)
+            if delayed.queue is not None
+            else None
+        )
+        publish_signed(
+            self._delays, delayed._replace(message=message, queue=queue or delayed.queue), due
+        )
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
         sent = Registration(
             task_id,
@@ -331,12 +358,12 @@ class WaitingTasks(Jobs):
         """
         own = task.id if isinstance(task, AsyncResult) else task
         ids = self._meant(own, key)
-        topology = self.settings.topology
+        topology = self._delays.settings.topology
 
         def backlog() -> Backlog:
-            if self.stand_in is not None:
+            if self._delays.stand_in is not None:
                 raise NotRecorded("show(), which asks the broker where a task waits")
-            with closing(self.app.connection_for_write()) as connection:
+            with closing(self._delays.app.connection_for_write()) as connection:
                 connect(connection)
                 return backlog_of(connection, topology)
 
@@ -446,27 +473,3 @@ def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
 
 def _ms(instant: datetime | None) -> int | None:
     return None if instant is None else milliseconds_of(instant)
-
-
-#: The state of a tracked task that waits in the levels; one of Celery's custom states.
-DELAYED: Final = "DELAYED"
-
-
-class WaitingResult(AsyncResult):  # type: ignore[type-arg]
-    """The result of a task, in the state ``DELAYED`` while a tracked task waits.
-
-    Celery's state ``PENDING`` means that nothing is known about a task. With a registry, one round
-    trip to Redis then says whether it is tracked and waits. If it is not, or if Redis does not
-    answer, the state is ``PENDING``.
-    """
-
-    @property
-    def state(self) -> Any:
-        """The state of the task."""
-        state = super().state
-        if state != states.PENDING:
-            return state
-        app: Any = self.app
-        return DELAYED if app.rabbitdelay.is_waiting(self.id) else state
-
-    status = state

@@ -9,17 +9,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.options import RegistryOptions
-from celery_rabbitdelay.app.sending.task_messages import Call, stored
-from celery_rabbitdelay.app.sending.task_sending import register_sent
+from celery_rabbitdelay.app.sending.task_messages import Call
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY
 from celery_rabbitdelay.publishing.message import Content
 from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import Ticket, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.options import RegistryOptions
 from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.stored_message import stored
 
 #: Rows that are registered in one round trip.
 BATCH: Final = 500
@@ -70,11 +71,11 @@ class RowRegistration:
         return self._wanted._replace(key="").headers("", job_id=self._job_id)
 
     @property
-    def tracks(self) -> bool:
-        """Whether all rows are tracked."""
+    def needs_each(self) -> bool:
+        """Whether all rows are tracked: the message of each is stored."""
         return self._wanted.track
 
-    def join_job(self, due: Due) -> None:
+    def take(self, due: Due) -> None:
         """Note that a task of the rows' job, if they have one, is due at a time.
 
         Raises:
@@ -83,7 +84,7 @@ class RowRegistration:
         """
         job = self._wanted.job
         if job and due.at_ms > self._joined_until_ms:
-            state, self._job_id = self._delays.registry.jobs.join(job, due.at_ms + MORE_MS)
+            state, self._job_id = registry_of(self._delays).jobs.join(job, due.at_ms + MORE_MS)
             if state is not JobState.OPEN:
                 raise JobClosed(job, "unknown" if state is None else state.value)
             self._joined_until_ms = due.at_ms + MORE_MS
@@ -117,7 +118,7 @@ class RowRegistration:
         calls = [call for _, call in batch]
         once = self._wanted.once
         try:
-            tickets = self._delays.registry.ask(
+            tickets = registry_of(self._delays).ask(
                 [
                     (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
                     for call in calls
@@ -182,7 +183,7 @@ class RowRegistration:
             return
         self.wait()
         self._registering = self._thread.submit(
-            register_sent, self._delays.registry, list(batch.values())
+            register_sent, registry_of(self._delays), list(batch.values())
         )
 
     def wait(self) -> None:

@@ -17,7 +17,8 @@ from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
-from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.application import registry_of
+from celery_rabbitdelay.registry.jobs import Jobs, JobState
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,19 @@ NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
 
-class Jobs(Delays):
-    """Open, commit and abort jobs: a part of :class:`.RabbitDelay`."""
+class OpenJobs:
+    """Open, commit and abort jobs: a part of ``app.rabbitdelay``.
+
+    Args:
+        delays: The application's delay levels.
+    """
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    @property
+    def _jobs(self) -> Jobs:
+        return registry_of(self._delays).jobs
 
     def open_job(self, job: str, *, expires: Delay) -> None:
         """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
@@ -41,7 +53,7 @@ class Jobs(Delays):
             JobClosed: There is such a job already.
             InvalidDelay: ``expires`` is invalid.
         """
-        self.registry.jobs.open(job, milliseconds(expires))
+        self._jobs.open(job, milliseconds(expires))
 
     def commit_job(self, job: str) -> None:
         """Let all tasks of a job run, when they are due. To do so again changes nothing.
@@ -52,15 +64,15 @@ class Jobs(Delays):
         Raises:
             JobClosed: The job was aborted, has expired, or does not exist.
         """
-        job_id, expires_ms = self.registry.jobs.end(job, JobState.COMMITTED)
+        job_id, expires_ms = self._jobs.end(job, JobState.COMMITTED)
         left_ms = expires_ms - wall_clock.ms()
-        if left_ms <= 0 or DISTRIBUTE not in self.settings.modules:
+        if left_ms <= 0 or DISTRIBUTE not in self._delays.settings.modules:
             return
         due = Due.after((left_ms - min(left_ms * NOTE_SHARE, NOTE_MS)) / 1000)
         words: dict[str, str | bool] = {COMMITTED: True, JOB: job, JOB_ID: job_id}
         note = WaitingMessage(b"", {"message_id": job_id}, DelayHeaders(due.at_ms, registry=words))
         try:
-            self._publish(Delayed(note, DISTRIBUTION, job_id, None), due)
+            publish_signed(self._delays, Delayed(note, DISTRIBUTION, job_id, None), due)
         except PublishError as error:
             logger.warning(
                 "Job %r is committed. If Redis loses that before it would have expired, its tasks "
@@ -75,7 +87,7 @@ class Jobs(Delays):
         Raises:
             JobClosed: The job was committed, or does not exist.
         """
-        self.registry.jobs.end(job, JobState.ABORTED)
+        self._jobs.end(job, JobState.ABORTED)
 
     @contextmanager
     def job(self, job: str, *, expires: Delay) -> Iterator[None]:
@@ -96,10 +108,17 @@ class Jobs(Delays):
             raise
         self.commit_job(job)
 
-    def _publish(self, delayed: Delayed, due: Due) -> None:
-        """Publish a message, signed."""
-        with self.publisher() as publisher:
-            producer = DelayedProducer(publisher, **self.settings.for_producer)
-            signed = producer.sign(delayed.message)
-            policy = PublishPolicy(producer.timeout)
-            producer.publish_message(delayed._replace(message=signed), due, policy)
+
+def publish_signed(delays: Delays, delayed: Delayed, due: Due) -> None:
+    """Publish a message into the levels, signed, and confirmed.
+
+    Args:
+        delays: The application's delay levels.
+        delayed: The message, and where it goes.
+        due: When it is due.
+    """
+    with delays.publisher() as publisher:
+        producer = DelayedProducer(publisher, **delays.settings.for_producer)
+        signed = producer.sign(delayed.message)
+        policy = PublishPolicy(producer.timeout)
+        producer.publish_message(delayed._replace(message=signed), due, policy)

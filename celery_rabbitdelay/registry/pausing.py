@@ -5,15 +5,26 @@ from __future__ import annotations
 from datetime import datetime
 
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.application import registry_of
+from celery_rabbitdelay.registry.pauses import Paused, Pauses
 
 
-class Pausing(Delays):
-    """Pause and resume due tasks: a part of :class:`.RabbitDelay`.
+class Pausing:
+    """Pause and resume due tasks: a part of ``app.rabbitdelay``.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
+
+    Args:
+        delays: The application's delay levels.
     """
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    @property
+    def _pauses(self) -> Pauses:
+        return registry_of(self._delays).pauses
 
     def pause(self, *, task: str | None = None, queue: str | None = None) -> datetime:
         """Hold back the delayed tasks of a name, or for a queue, until they are resumed.
@@ -33,7 +44,7 @@ class Pausing(Delays):
         Raises:
             TypeError: Not exactly one of a task's name and a queue's name, or it is no text.
         """
-        return self.registry.pauses.pause(*_one(task, queue))
+        return self._pauses.pause(*_one(task, queue))
 
     def resume(self, *, task: str | None = None, queue: str | None = None) -> bool:
         """Let paused tasks run: workers return them to their queues at once.
@@ -48,11 +59,11 @@ class Pausing(Delays):
         Raises:
             TypeError: As for :meth:`pause`.
         """
-        return self.registry.pauses.resume(*_one(task, queue))
+        return self._pauses.resume(*_one(task, queue))
 
     def paused(self) -> list[Paused]:
         """Return what is paused: each with ``task`` or ``queue``, and ``since``; oldest first."""
-        return self.registry.pauses.all()
+        return self._pauses.all()
 
 
 def _one(task: object, queue: object) -> tuple[str | None, str | None]:

@@ -1,0 +1,170 @@
+"""The additions to the kernel, as text: the kernel imports one of them where it is first used.
+
+An addition is a folder of this package, or a module of an application. What it brings stands in an
+:class:`Entry`; what it does where the kernel asks it, in an :class:`.Addition`. A folder that was
+deleted is an addition that is missing, and what needs it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple
+
+from celery_rabbitdelay.exceptions import AdditionMissing
+
+
+class Entry(NamedTuple):
+    """What an addition brings. Classes are written ``"module:Class"``.
+
+    Attributes:
+        name: The name of the addition: that of its folder.
+        hooks: A subclass of :class:`.Addition`, which the kernel asks.
+        switch: The setting that turns the hooks on; empty if they are always on.
+        group: A :class:`.SettingsGroup`, for the addition's settings.
+        settings: The names of these settings, without ``rabbitdelay_``.
+        options: The names of the options of ``apply_async`` that it brings.
+        methods: The attributes that it adds to ``app.rabbitdelay``, by the class that has them. An
+            instance is made for each application, with its :class:`.Delays`.
+        consumer_steps: Bootsteps of a worker's consumer.
+        worker_steps: Bootsteps of a worker.
+        worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
+    """
+
+    name: str
+    hooks: str = ""
+    switch: str = ""
+    group: str = ""
+    settings: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    methods: Mapping[str, tuple[str, ...]] = {}
+    consumer_steps: tuple[str, ...] = ()
+    worker_steps: tuple[str, ...] = ()
+    worker_options: Mapping[str, str] = {}
+
+
+_PACKAGE: Final = "celery_rabbitdelay"
+
+_REGISTRY: Final = f"{_PACKAGE}.registry"
+
+#: The additions of this package that the kernel has to know by name. The others (operations,
+#: testing, Spark) are imported by their users.
+BUILT_IN: Final = (
+    Entry(
+        "registry",
+        hooks=f"{_REGISTRY}.addition:RegistryAddition",
+        switch="registry_url",
+        group=f"{_REGISTRY}.settings:RegistrySettings",
+        settings=(
+            "registry_url",
+            "registry_options",
+            "registry_prefix",
+            "registry_down",
+            "registry_keep",
+            "registry_durability",
+            "track",
+        ),
+        options=("key", "unique", "unique_for", "job", "once", "track"),
+        methods={
+            f"{_REGISTRY}.waiting:Waiting": (
+                *("registry", "has_registry", "cancel", "cancel_pending", "cancel_batches"),
+                *("cancel_stamped", "is_waiting", "postpone", "show", "pending", "count"),
+                *("forecast", "pending_since"),
+            ),
+            f"{_REGISTRY}.open_jobs:OpenJobs": ("open_job", "commit_job", "abort_job", "job"),
+            f"{_REGISTRY}.pausing:Pausing": ("pause", "resume", "paused"),
+        },
+        consumer_steps=(f"{_REGISTRY}.bootsteps:DecideOnArrival",),
+        worker_steps=(f"{_REGISTRY}.bootsteps:ReturnPaused",),
+    ),
+    Entry(
+        "schedules",
+        hooks=f"{_PACKAGE}.schedules.addition:SchedulesAddition",
+        switch="beat",
+        group=f"{_PACKAGE}.schedules.addition:ScheduleSettings",
+        settings=("beat",),
+        methods={f"{_PACKAGE}.schedules.addition:HasSchedules": ("schedules",)},
+        consumer_steps=(f"{_PACKAGE}.schedules.arrivals:ScheduleStep",),
+    ),
+    Entry(
+        "metrics",
+        group=f"{_PACKAGE}.metrics.settings:MetricsSettings",
+        settings=("metrics_port",),
+        worker_steps=(f"{_PACKAGE}.metrics.bootstep:ServeMetrics",),
+        worker_options={
+            "--rabbitdelay-metrics-port": "The port on which the worker serves metrics to "
+            "Prometheus, or an address with a port; instead of the setting "
+            "rabbitdelay_metrics_port. Empty for none.",
+        },
+        methods={f"{_PACKAGE}.metrics.collector:HasMetrics": ("metrics",)},
+    ),
+    Entry("web", group=f"{_PACKAGE}.web.settings:WebSettings", settings=("web",)),
+)
+
+#: All additions: those of this package, and those of applications.
+entries: Final[list[Entry]] = []
+
+#: The groups of settings, by the names of the settings.
+settings: Final[dict[str, str]] = {}
+
+#: The additions by the names of the options that they bring.
+options: Final[dict[str, Entry]] = {}
+
+#: The classes that have the attributes of ``app.rabbitdelay``, by the names of these.
+methods: Final[dict[str, str]] = {}
+
+
+def add(entry: Entry) -> None:
+    """Add an addition, for applications that are made from now on.
+
+    Args:
+        entry: What it brings.
+
+    Raises:
+        ValueError: Another addition has a setting, an option or an attribute of that name.
+    """
+    attributes = [name for names in entry.methods.values() for name in names]
+    _refuse_taken(entry.settings, settings)
+    _refuse_taken(entry.options, options)
+    _refuse_taken(attributes, methods)
+    entries.append(entry)
+    settings.update(dict.fromkeys(entry.settings, entry.group))
+    options.update(dict.fromkeys(entry.options, entry))
+    for where, names in entry.methods.items():
+        methods.update(dict.fromkeys(names, where))
+
+
+def _refuse_taken(names: Iterable[str], taken: Container[str]) -> None:
+    for name in names:
+        if name in taken:
+            raise ValueError(f"another addition has the name {name!r}")
+
+
+def exists(entry: Entry) -> bool:
+    """Return whether an addition can be imported; the folder of one may have been deleted."""
+    is_ours = any(entry is each for each in BUILT_IN)
+    return not is_ours or find_spec(f"{_PACKAGE}.{entry.name}") is not None
+
+
+def load(where: str) -> Any:
+    """Import what an entry names.
+
+    Args:
+        where: As ``"module:name"``.
+
+    Raises:
+        AdditionMissing: The folder of the addition does not exist.
+    """
+    module, _, name = where.partition(":")
+    package = module.removeprefix(f"{_PACKAGE}.").partition(".")[0]
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != f"{_PACKAGE}.{package}":
+            raise
+        raise AdditionMissing(where, package) from error
+
+
+for _each in BUILT_IN:
+    add(_each)

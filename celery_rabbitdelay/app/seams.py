@@ -1,0 +1,235 @@
+"""The seams: what the kernel asks the additions that are turned on.
+
+A subclass of :class:`Addition` overrides what it needs, and :mod:`.app.additions` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from celery.result import AsyncResult
+
+from celery_rabbitdelay.app import additions
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.levels.headers import DelayHeaders
+from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.producer import Delayed
+
+if TYPE_CHECKING:
+    from celery_rabbitdelay.app.sending.task_messages import Call
+    from celery_rabbitdelay.publishing.message import Content
+
+
+@dataclass
+class Send:
+    """One call of ``Celery.send_task``, whose options and delay are checked.
+
+    Attributes:
+        delays: The application's delay levels.
+        name: The task's name.
+        task: The task; None if the application knows only its name.
+        options: Celery's options that the caller has given; with ``task_id``, from when an addition
+            is asked.
+        added: The options that additions have brought.
+        former: The headers of this package that the task had which this one retries or replaces.
+        has_id: Whether the caller has given the task's id.
+    """
+
+    delays: Delays
+    name: str
+    task: Any
+    options: dict[str, Any]
+    added: Mapping[str, Any]
+    former: Mapping[str, Any]
+    has_id: bool
+
+
+class AddedToSend:
+    """What an addition does with one send; by default nothing."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the send is confirmed by itself, and not at the end of a block."""
+        return False
+
+    def around(self, due: Due, send: Callable[[], AsyncResult[Any]]) -> AsyncResult[Any]:
+        """Send the task, or return the result of another one instead."""
+        return send()
+
+    def headers(self, due: Due) -> Mapping[str, Any]:
+        """Return the headers that the message gets; called just before it is made."""
+        return {}
+
+    def confirmed(self, task_id: str, due: Due, delayed: Delayed) -> None:
+        """Note that the broker has confirmed the message."""
+
+
+class AddedToRows(Protocol):
+    """What an addition does with the rows of a ``send_many``, which it knows by their numbers."""
+
+    @property
+    def shared_headers(self) -> Mapping[str, Any]:
+        """The headers that the messages of all rows have."""
+
+    @property
+    def needs_each(self) -> bool:
+        """Whether the message of each row has to be known: rows that are written already do not."""
+
+    def take(self, due: Due) -> None:
+        """Note that a row is due; raise if it cannot be sent."""
+
+    def asked(self, work: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield rows; a :class:`.Call` among them gets headers of its own, where it needs some."""
+
+    def sent(
+        self, row: int, call: Call, content: Callable[[], Content] | None, delayed: Delayed
+    ) -> None:
+        """Note that a row is sent; ``content`` is None if its message cannot be written again."""
+
+    def ended(self, rows: Iterable[int], is_confirmed: bool) -> None:
+        """Note that the broker has confirmed rows, or has not."""
+
+    def close(self) -> None:
+        """Finish; no further row comes."""
+
+
+class Addition:
+    """What an addition does where the kernel asks it; by default nothing.
+
+    Args:
+        delays: The application's delay levels.
+    """
+
+    #: The headers by which a retry goes on with what the addition has begun with a task.
+    headers: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, delays: Delays) -> None:
+        self.delays = delays
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuse options of ``apply_async`` that the addition does not take.
+
+        Asked also if the addition is not turned on.
+
+        Raises:
+            UnknownOption: One of them has a value that it does not take.
+        """
+
+    def to_send(self, send: Send) -> AddedToSend | None:
+        """Return what the addition does with a send; None for nothing."""
+
+    def to_rows(
+        self,
+        name: str,
+        task: Any,
+        options: Mapping[str, Any],
+        fail: Callable[[Sequence[int], Exception], None],
+    ) -> AddedToRows | None:
+        """Return what the addition does with the rows of a ``send_many``; None for nothing.
+
+        Args:
+            name: The task's name.
+            task: The task; None if the application knows only its name.
+            options: The options that the addition has brought, for all rows.
+            fail: Called with the numbers of rows that cannot be sent, and the error.
+        """
+
+    def shapes(self, task: Any) -> bool:
+        """Return whether a send of a task without options has something from the addition."""
+        return False
+
+    #: Whether distribution asks the addition; it asks only one.
+    is_asked_by_distribution = False
+
+    def envelope_arrived(
+        self, inner: Sequence[DelayHeaders], due_ms: int
+    ) -> int | Sequence[bool] | None:
+        """Say what becomes of an envelope that is due, before distribution publishes its messages.
+
+        The workers ask again about each of them.
+
+        Args:
+            inner: The headers of each message in it.
+            due_ms: When it was due.
+
+        Returns:
+            Until when the whole envelope waits, in milliseconds since 1970-01-01 UTC; or for each
+            message whether it goes on; None if all of them do.
+        """
+
+    def note_arrived(self, note: WaitingMessage) -> Due | None:
+        """Take a due message that is for the addition itself; return until when it waits again.
+
+        Raises:
+            UnprocessableMessage: It is none that the addition has sent.
+        """
+        raise NotImplementedError
+
+    def revoked(self, task_ids: Sequence[str]) -> None:
+        """Note that Celery's ``revoke`` is called."""
+
+    def revoked_by_stamps(self, headers: Any) -> None:
+        """Note that Celery's ``revoke_by_stamped_headers`` is called."""
+
+    def purged(self) -> int:
+        """Note that Celery's ``purge`` is called; return how many tasks were discarded."""
+        return 0
+
+    def is_waiting(self, task_id: str) -> bool:
+        """Return whether a task that Celery does not know is known to wait."""
+        return False
+
+    def why_not_ready(self) -> str:
+        """Return why a worker cannot do its work; empty if it can."""
+        return ""
+
+    def beat_starts(self, service: Any) -> None:
+        """Do something to the service of ``celery beat`` before it runs."""
+
+
+def additions_of(delays: Delays) -> Sequence[Addition]:
+    """Return the additions of an application that are turned on."""
+    return delays.part(_turned_on)
+
+
+def addition_of_option(delays: Delays, option: str) -> Addition:
+    """Return the addition that has brought an option of ``apply_async``.
+
+    Raises:
+        AdditionMissing: Its folder was deleted.
+    """
+    made: Addition = delays.part(additions.load(additions.options[option].hooks))
+    return made
+
+
+def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[str, Any]:
+    """Return those of a send's options that additions have brought, checked by them.
+
+    Celery drops an option that it does not know in silence. A user who gives one of these relies on
+    it, so it is an error where it does nothing, with a delay and without one.
+
+    Args:
+        options: What ``apply_async`` takes, without stamps of such names.
+        delays: The application's delay levels, whose settings are only read if
+            there is such an option.
+
+    Raises:
+        RabbitDelayError: What the addition raises: :class:`.UnknownOption` for a value that it does
+            not take, :class:`.RegistryRequired` where there is no registry.
+        AdditionMissing: Its folder was deleted.
+    """
+    given = {name: options[name] for name in additions.options if options.get(name) is not None}
+    for addition in {addition_of_option(delays, name) for name in given}:
+        addition.check(given)
+    return given
+
+
+def _turned_on(delays: Delays) -> Sequence[Addition]:
+    return [
+        delays.part(additions.load(each.hooks))
+        for each in additions.entries
+        if each.hooks and (not each.switch or delays.uses(each.switch))
+    ]

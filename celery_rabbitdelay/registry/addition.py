@@ -1,0 +1,267 @@
+"""What the registry does where the kernel asks the additions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final
+
+from celery.result import AsyncResult
+
+from celery_rabbitdelay.app.celery_internals import is_sent_by_celery
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.seams import AddedToSend, Addition, Send
+from celery_rabbitdelay.exceptions import (
+    JobClosed,
+    RegistryUnavailable,
+    UnknownOption,
+    UnprocessableMessage,
+)
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import Due, milliseconds
+from celery_rabbitdelay.levels.headers import (
+    COMMITTED,
+    JOB,
+    JOB_ID,
+    KEY,
+    UNKNOWN_LIFE,
+    DelayHeaders,
+)
+from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.producer import Delayed
+from celery_rabbitdelay.registry.application import register_sent, registry_of
+from celery_rabbitdelay.registry.connection import Breaker
+from celery_rabbitdelay.registry.decision import Arrival, Ticket, Verdict, attempt_of, new_copy
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.options import RegistryOptions, check_options
+from celery_rabbitdelay.registry.record import holder_of
+from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.rows import RowRegistration
+from celery_rabbitdelay.registry.settings import RegistrySettings
+from celery_rabbitdelay.registry.stored_message import stored
+from celery_rabbitdelay.registry.waiting import Waiting
+
+logger = logging.getLogger(__name__)
+
+NS_PER_US: Final = 1000
+
+#: Seconds after which a job is confirmed again, if Redis was away.
+CONFIRM_AGAIN: Final = 5.0
+
+
+class RegistryAddition(Addition):
+    """The registry at the kernel's seams.
+
+    Args:
+        delays: The application's delay levels.
+    """
+
+    is_asked_by_distribution = True
+
+    def __init__(self, delays: Delays) -> None:
+        super().__init__(delays)
+        self._breaker = Breaker()
+
+    @property
+    def _settings(self) -> RegistrySettings:
+        return self.delays.settings_of(RegistrySettings)
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuse wrong options, and all of them without a registry."""
+        check_options(options, self._settings)
+
+    def to_send(self, send: Send) -> AddedToSend | None:
+        """Return how a task with options, or a tracked one, is sent."""
+        wanted = RegistryOptions.of(self._settings, send.task, send.added, send.former)
+        return RegisteredSend(send, wanted) if any(wanted) else None
+
+    def to_rows(
+        self,
+        name: str,
+        task: Any,
+        options: Mapping[str, Any],
+        fail: Callable[[Sequence[int], Exception], None],
+    ) -> RowRegistration:
+        """Return what registers the rows of a ``send_many``; each of them may have a key."""
+        wanted = RegistryOptions.of(self._settings, task, options, {})
+        return RowRegistration(self.delays, wanted, name, fail)
+
+    def shapes(self, task: Any) -> bool:
+        """Return whether the registry knows of all sends of a task."""
+        return any(RegistryOptions.of(self._settings, task, {}, {}))
+
+    def envelope_arrived(
+        self, inner: Sequence[DelayHeaders], due_ms: int
+    ) -> int | Sequence[bool] | None:
+        """Let an envelope wait if no task in it may run before its job is committed.
+
+        The tasks of an aborted job do not go on. For all others, the workers find out.
+        """
+        registry = registry_of(self.delays)
+        arrivals = [Arrival.of(each, due_ms, "", redelivered=True) for each in inner]
+        try:
+            decisions = self._breaker.call(lambda: registry.look(arrivals))
+        except RegistryUnavailable:
+            return None
+        waits = [each for each in decisions if each.verdict is Verdict.LATER]
+        goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
+        if waits and not goes_on:
+            return min(each.until_ms for each in waits)
+        return [each.verdict is not Verdict.EXPIRED for each in decisions]
+
+    def note_arrived(self, note: WaitingMessage) -> Due | None:
+        """Commit a job again that was committed; while Redis is away, the note waits again."""
+        words = note.headers.registry
+        job, job_id = words.get(JOB), words.get(JOB_ID)
+        if COMMITTED not in words or job is None or note.properties.get("message_id") != job_id:
+            raise UnprocessableMessage("it says that a job was committed, and it names no job")
+        try:
+            registry_of(self.delays).jobs.confirm(str(job), str(job_id))
+        except RegistryUnavailable:
+            return Due.after(CONFIRM_AGAIN)
+        return None
+
+    def revoked(self, task_ids: Sequence[str]) -> None:
+        """Cancel the tasks that wait: the revoke lasts until they are due."""
+        registry_of(self.delays).cancel(task_ids)
+
+    def revoked_by_stamps(self, headers: Any) -> None:
+        """Cancel the tracked tasks that wait and have one of these stamps."""
+        self.delays.part(Waiting).cancel_stamped(headers)
+
+    def purged(self) -> int:
+        """Cancel the tracked tasks that wait; return how many."""
+        return self.delays.part(Waiting).cancel_pending()
+
+    def is_waiting(self, task_id: str) -> bool:
+        """Return whether a task is tracked and waits."""
+        return self.delays.part(Waiting).is_waiting(task_id)
+
+    def why_not_ready(self) -> str:
+        """Return why Redis cannot be asked; empty if it can."""
+        registry = registry_of(self.delays)
+        try:
+            registry.store.commands(lambda pipe: pipe.exists(registry.names.only("complete-since")))
+        except RegistryUnavailable as error:
+            return " ".join(str(error).split())
+        return ""
+
+
+class RegisteredSend(AddedToSend):
+    """The registry and one send.
+
+    Args:
+        send: The send.
+        wanted: The options of the registry that it has.
+    """
+
+    def __init__(self, send: Send, wanted: RegistryOptions) -> None:
+        self._send = send
+        self._wanted = wanted
+        self._registry = registry_of(send.delays)
+        self._copy = ""
+        self._ticket = Ticket()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the registry is asked before the send, or told of it afterwards."""
+        return bool(self._wanted.job) or self._wanted.is_registered
+
+    def around(self, due: Due, send: Callable[[], AsyncResult[Any]]) -> AsyncResult[Any]:
+        """Send the task, unless it has ``unique="first"`` and another one waits under its key."""
+        wanted, options = self._wanted, self._send.options
+        if wanted.unique_ms is None:
+            return send()
+        self._refuse_unique(wanted.unique_ms)
+        holder = None
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._registry.alone_under(wanted.key))
+                holder = holder_of(self._registry, wanted.key, wanted.unique_ms)
+            except RegistryUnavailable as error:
+                self._sent_although(error)
+            if holder is None:
+                return send()
+        task_id = options["task_id"]
+        logger.info("Task %s is left out: %s has its key %r.", task_id, holder, wanted.key)
+        result_of = options.get("result_cls") or self._send.delays.app.AsyncResult
+        result: AsyncResult[Any] = result_of(holder)
+        result.ignored = bool(options.get("ignore_result"))
+        return result
+
+    def _refuse_unique(self, unique_ms: int) -> None:
+        """Refuse ``unique="first"`` where something would wait for a task that is left out.
+
+        Raises:
+            UnknownOption: So it is.
+        """
+        settings = self._send.delays.settings_of(RegistrySettings)
+        followed = ("group_id", "chord", "chain", "retries", "replaced_task_nesting")
+        why = ""
+        if any(map(self._send.options.get, followed)):
+            why = "not in a canvas or for a retry: others would wait for what is left out"
+        elif self._wanted.job:
+            why = "cannot be combined with job: the first task may never run"
+        elif unique_ms > milliseconds(settings.registry_keep):
+            why = "unique_for is longer than rabbitdelay_registry_keep"
+        if why:
+            raise UnknownOption("unique", "first", why)
+
+    def headers(self, due: Due) -> Mapping[str, Any]:
+        """Ask the registry what the message has to carry: its ticket, and the id of its job.
+
+        A retry, or a task that replaces another one, is of the same life as that one, and has its
+        order and its job.
+
+        Raises:
+            JobClosed: The job is not open, and it is not Celery that sends what follows a task.
+            RegistryUnavailable: Redis does not answer, likewise.
+        """
+        wanted, former = self._wanted, self._send.former
+        if not self.is_alone:
+            return wanted.headers("")
+        self._copy = new_copy() if wanted.is_registered else ""
+        life, order = Ticket.of(former)
+        if former.get(KEY, "") != wanted.key:
+            order = 0
+        job_id = former.get(JOB_ID, "") if former.get(JOB) == wanted.job else ""
+        try:
+            if wanted.job and not job_id:
+                state, job_id = self._registry.jobs.join(wanted.job, due.at_ms)
+                if state is not JobState.OPEN and not is_sent_by_celery():
+                    raise JobClosed(wanted.job, "unknown" if state is None else state.value)
+            if wanted.is_registered and (not former or (wanted.key and not order)):
+                known = self._send.options["task_id"] if self._send.has_id and not former else ""
+                (ticket,) = self._registry.ask([(known, wanted.key)])
+                life, order = life if former else ticket.life, ticket.order
+        except RegistryUnavailable as error:
+            self._sent_although(error)
+            life = life if former else UNKNOWN_LIFE
+            order = order or wall_clock.ns() // NS_PER_US
+        # A task that runs once has one life.
+        self._ticket = Ticket(0 if wanted.once else life, order if wanted.key else 0)
+        return wanted.headers(self._copy, self._ticket, job_id)
+
+    def _sent_although(self, error: RegistryUnavailable) -> None:
+        """Let Celery send what follows a task without the registry; all others get the error."""
+        if not self._send.former and not is_sent_by_celery():
+            raise error
+        logger.warning("Task %s is sent although %s.", self._send.options["task_id"], error)
+
+    def confirmed(self, task_id: str, due: Due, delayed: Delayed) -> None:
+        """Register the message."""
+        if not self._copy:
+            return
+        wanted, options = self._wanted, self._send.options
+        attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
+        registration = Registration(
+            task_id, self._copy, due.at_ms, attempt, self._ticket, wanted.key
+        )
+        if wanted.track:
+            registration = registration._replace(
+                name=self._send.name,
+                job=wanted.job,
+                message=stored(delayed, tolerance_ms=due.tolerance_ms),
+            )
+        register_sent(self._registry, [registration])

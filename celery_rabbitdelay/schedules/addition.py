@@ -1,0 +1,51 @@
+"""What schedules add to an application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.seams import Addition
+from celery_rabbitdelay.app.setting_types import PREFIX, Groups, SettingsGroup
+from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.schedules.beat import idle_beat
+from celery_rabbitdelay.schedules.schedules import Schedules
+
+
+@dataclass(frozen=True, repr=False)
+class ScheduleSettings(SettingsGroup):
+    """The setting of the schedules."""
+
+    #: Whether workers take over Celery's ``beat_schedule`` and ``add_periodic_task``: its entries
+    #: are schedules then, and ``celery beat`` is not needed.
+    beat: bool = False
+
+    def check_beside(self, groups: Groups) -> None:
+        """Refuse the schedules of beat without a registry, which keeps them."""
+        if self.beat and not any(getattr(each, "registry_url", None) for each in groups.values()):
+            raise InvalidSetting(f"{PREFIX}beat", True, f"True needs {PREFIX}registry_url")
+
+
+class HasSchedules:
+    """The attribute of ``app.rabbitdelay``.
+
+    Args:
+        delays: The application's delay levels.
+    """
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    @property
+    def schedules(self) -> Schedules:
+        """Tasks that run again and again: ``put``, ``get``, ``all``, ``delete`` and more."""
+        return Schedules(self._delays.app)
+
+
+class SchedulesAddition(Addition):
+    """Lets ``celery beat`` do nothing where workers take its schedules over."""
+
+    def beat_starts(self, service: Any) -> None:
+        """Take the entries from a service of beat."""
+        idle_beat(service)
