@@ -139,9 +139,7 @@ def _target() -> Place:
 def _check_registry(delays: Delays, prefix: str) -> None:
     if not delays.uses("registry_url"):
         return
-    from celery_rabbitdelay.registry.application import how_kept
-
-    known, *_ = how_kept(delays)
+    known = delays.setting("registry_prefix") or delays.settings.prefix
     if known != prefix:
         raise click.UsageError(
             f"the registry of this application has the prefix {known!r}, and knows nothing of the "

@@ -20,10 +20,9 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.findings import (
     FoundRow,
@@ -63,7 +62,8 @@ def verify_application(
         OSError: The broker cannot be reached, or does not answer.
     """
     api = management_api(connection, management)
-    rows, is_blocked = list(check_schedules(delays, wall_clock.ms())), delays.is_blocked()
+    rows: list[FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
+    is_blocked = delays.is_blocked()
     if not is_blocked:  # the workers are asked by messages
         workers: Mapping[str, Mapping[str, Any]] = {}
         # The user may lack the rights for remote control, or a queue for the answers be too many.
@@ -137,35 +137,6 @@ def verify_broker(
     common = {"prefix": settings.prefix, "vhost": virtual_host, "user": user}
     quoted = {name: shlex.quote(value) for name, value in common.items()}
     return Verification(inventory.version, findings_of(rows, **quoted))
-
-
-def check_schedules(delays: RabbitDelay, now_ms: int) -> Iterator[FoundRow]:
-    """Find schedules whose next occurrence does not come, or could not be sent again.
-
-    This is the only place where operations ask for another addition.
-    """
-    if not delays.has_registry:
-        return
-    try:
-        from celery_rabbitdelay.schedules import record
-    except ModuleNotFoundError:  # the addition is not installed
-        return
-    schedules = record.Records(delays.registry)
-    try:
-        names = schedules.all()
-        late = schedules.overdue(now_ms - record.HEAL_AFTER_MS - record.HEALING_MS)
-        found = schedules.get(names)
-    except (RegistryUnavailable, OSError) as error:
-        yield "registry-unavailable", "Redis", {"error": error}
-        return
-    for name, noted in zip(names, found, strict=True):
-        if noted is None or noted.ahead_ms is None:
-            continue  # a put that has not got further, or an end that has
-        subject = f"schedule {name}"
-        if name in late:
-            yield "schedule-overdue", subject, {}
-        if not noted.message:
-            yield "schedule-lost", subject, {}
 
 
 @shared.command()

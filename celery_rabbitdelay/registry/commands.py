@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 import click
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
@@ -48,6 +50,19 @@ _due_after: Final = click.option(
 )
 
 
+@contextmanager
+def with_registry() -> Iterator[RabbitDelay]:
+    """Yield the delays of the application, which have a registry.
+
+    Raises:
+        click.UsageError: They have none, or a setting is wrong.
+    """
+    found = shared.delays()
+    with shared.usage_errors(exceptions.RegistryRequired):
+        found.registry  # noqa: B018 - raises if there is none
+    yield found
+
+
 @shared.command()
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
@@ -62,7 +77,7 @@ _due_after: Final = click.option(
 )
 def pending(limit: int, **filters: Any) -> None:
     """List the tracked tasks that wait, the next one first."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
@@ -88,7 +103,7 @@ def show(task: str | None, key: str | None) -> None:
     """Show what is known of one task, by its id or by its key."""
     if (task is None) == (key is None):
         raise click.UsageError("give the id of a task, or --key")
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         found = delays.show(task, key=key)
     if found is None:
         shared.answer({"task": None}, [f"{task or key}: unknown"])
@@ -130,7 +145,7 @@ def _facts(found: KnownTask) -> Iterator[str]:
 )
 def forecast(step: float, **filters: Any) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         steps = list(delays.forecast(step, **filters))
     told = [{"start": at, "tasks": count} for at, count in steps]
     total = sum(count for _, count in steps)
@@ -184,7 +199,7 @@ def _decide(
     """
     if bool(tasks) == (key is not None):
         raise click.UsageError("give the ids of tasks, or --key")
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         if key is not None:
             outcomes = {key: decide(delays, key=key)}
         else:
@@ -223,7 +238,7 @@ def cancel(
         raise click.UsageError("a filter takes neither ids nor --key or --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         sent_before = instant_of(delays.registry.after_all_sent_ms())
         count = delays.count(**filters)
         if count and not (yes or dry_run):
@@ -276,7 +291,7 @@ def postpone(
 )
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         if action == "open":
             delays.open_job(name, expires=expires)
         elif action == "commit":
@@ -301,7 +316,7 @@ _names: Final = shared.options(
 def pause(task: str | None, queue: str | None) -> None:
     """Hold back the due tasks of a name, or for a queue."""
     _check(task, queue)
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue))
     shared.answer(paused._asdict(), [shared.paused_line(*paused)])
 
@@ -311,7 +326,7 @@ def pause(task: str | None, queue: str | None) -> None:
 def resume(task: str | None, queue: str | None) -> None:
     """Let the tasks of a name, or for a queue, run again."""
     _check(task, queue)
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         was_paused = delays.resume(task=task, queue=queue)
     told = "resumed" if was_paused else "was not paused"
     answer = {"task": task, "queue": queue, "was_paused": was_paused}
