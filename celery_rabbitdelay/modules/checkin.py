@@ -182,7 +182,7 @@ def _check_taken_over(headers: object) -> None:
         headers = headers.get(NESTED_HEADERS)
 
 
-def _check_version_2(body: bytes, headers: Mapping[str, Any], content_type: object) -> None:
+def _check_version_2(body: bytes, headers: Mapping[str, object], content_type: object) -> None:
     _check_name(headers[_TASK])
     _check_canvas(headers)
     if content_type != _JSON:
@@ -227,7 +227,7 @@ def _check_name(name: object) -> None:
         )
 
 
-def _check_canvas(told: Mapping[str, Any]) -> None:
+def _check_canvas(told: Mapping[str, object]) -> None:
     for name in CANVAS:
         if told.get(name) is not None:
             raise UnprocessableMessage(

@@ -40,8 +40,8 @@ MAX_HELD_BYTES: Final = 64 * 2**20
 #: (measured with tracemalloc: a table of names of two characters, without values, takes 22 times).
 HEADER_EXPANSION: Final = 25
 
-#: Messages over which the largest one is remembered.
-SEEN_TOGETHER: Final = 100
+#: The messages of which the largest one says how many are taken ahead.
+LATEST: Final = 200
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,11 @@ class HeldBytes:
     def __init__(self, budget: int = MAX_HELD_BYTES) -> None:
         self.held = 0
         self._budget = budget
-        self._seen = 0
-        self._largest = self._largest_before = 0
+        self._latest = deque([1], maxlen=LATEST)
 
     def take(self, cost: int) -> bool:
         """Return whether a message that has arrived is held; a single one always is."""
-        self._largest = max(self._largest, cost)
-        self._seen += 1
-        if self._seen == SEEN_TOGETHER:
-            self._largest_before, self._largest, self._seen = self._largest, 0, 0
+        self._latest.append(cost)
         has_room = not self.held or self.held + cost <= self._budget
         if has_room:
             self.held += cost
@@ -164,8 +160,7 @@ class HeldBytes:
     @property
     def fitting(self) -> int:
         """How many messages of the largest size lately seen fit into half of the budget."""
-        largest = max(self._largest, self._largest_before, 1)
-        return max(self._budget // 2 // largest, 1)
+        return max(self._budget // 2 // max(*self._latest, 1), 1)
 
 
 class Deliveries:

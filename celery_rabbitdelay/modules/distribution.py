@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import amqp
 
@@ -283,7 +283,7 @@ def _under(outer: DelayHeaders, inner: DelayHeaders) -> DelayHeaders:
     )
 
 
-def _refuse_other_than_key(word: str, named: Any) -> None:
+def _refuse_other_than_key(word: str, named: object) -> None:
     """Refuse a message whose headers lead past the queue in its routing key.
 
     The broker checks the key of each message against its sender's topic permissions, and cannot
@@ -307,7 +307,7 @@ def _refuse_other_than_key(word: str, named: Any) -> None:
     )
 
 
-def _named_by(headers: DelayHeaders) -> Any:
+def _named_by(headers: DelayHeaders) -> str | tuple[str, str | None] | None:
     """Return what a message's headers say it is for: a queue, or an exchange and a routing key.
 
     None if they say nothing. With a queue, exchange and key only say where a retry of the task

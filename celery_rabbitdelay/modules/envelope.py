@@ -79,8 +79,8 @@ class Item(NamedTuple):
     """
 
     body: bytes
-    headers: Mapping[str, Any] = {}
-    properties: Mapping[str, Any] = {}
+    headers: Mapping[str, object] = {}
+    properties: Mapping[str, object] = {}
 
     def length_prefixed(self) -> bytes:
         """Return the two blocks of the message.
@@ -88,9 +88,10 @@ class Item(NamedTuple):
         Raises:
             InvalidEnvelope: A header cannot be written as JSON.
         """
-        return length_prefixed(_to_json(self.headers, self.properties)) + length_prefixed(self.body)
+        own = _to_json(headers=self.headers, properties=self.properties)
+        return length_prefixed(own) + length_prefixed(self.body)
 
-    def properties_with(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+    def properties_with(self, shared: Mapping[str, object]) -> dict[str, Any]:
         """Return its AMQP properties, with those that all share; names that AMQP lacks are left."""
         both = {**shared, **self.properties}
         return {name: both[name] for name in _PROPERTIES if name in both}
@@ -106,8 +107,8 @@ class Envelope(NamedTuple):
     """
 
     items: tuple[Item, ...]
-    headers: Mapping[str, Any] = {}
-    properties: Mapping[str, Any] = {}
+    headers: Mapping[str, object] = {}
+    properties: Mapping[str, object] = {}
 
     def pack(self) -> bytes:
         """Return the body of a message that holds all of these.
@@ -228,8 +229,8 @@ def length_prefixed(block: bytes) -> bytes:
 
 
 def shared_block(
-    headers: Mapping[str, Any],
-    properties: Mapping[str, Any],
+    headers: Mapping[str, object],
+    properties: Mapping[str, object],
     copied_headers: Mapping[str, str] = {},
     copied_properties: Mapping[str, str] = {},
 ) -> bytes:
@@ -244,8 +245,8 @@ def shared_block(
     Raises:
         InvalidEnvelope: A value cannot be written as JSON.
     """
-    copies = _written(copied_headers, copied_properties)
-    return length_prefixed(_to_json(headers, properties, copies=copies))
+    copies = _without_empty(headers=copied_headers, properties=copied_properties)
+    return length_prefixed(_to_json(headers=headers, properties=properties, copies=copies))
 
 
 def compressed(blocks: bytes) -> bytes:
@@ -299,17 +300,12 @@ def _decompressed(body: bytes) -> Iterator[bytes]:
         raise InvalidEnvelope("it ends before its compressed stream does")
 
 
-def _written(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
-    parts = {"headers": headers, "properties": properties}
+def _without_empty(**parts: Mapping[str, object]) -> dict[str, dict[str, object]]:
     return {name: dict(part) for name, part in parts.items() if part}
 
 
-def _to_json(
-    headers: Mapping[str, Any], properties: Mapping[str, Any], copies: Mapping[str, Any] = {}
-) -> bytes:
-    written = _written(headers, properties)
-    if copies:
-        written["copies"] = copies
+def _to_json(**parts: Mapping[str, object]) -> bytes:
+    written = _without_empty(**parts)
     try:
         return json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -354,7 +350,7 @@ def _parts(read: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return headers, properties
 
 
-def _copied(copies: Mapping[str, Any], headers: Mapping[str, Any]) -> dict[str, Any]:
+def _copied(copies: Mapping[str, object], headers: Mapping[str, object]) -> dict[str, Any]:
     return {
         name: headers[source]
         for name, source in copies.items()

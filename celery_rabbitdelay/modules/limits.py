@@ -157,7 +157,7 @@ def check_delay(what: str, value: object, delay_ms: int) -> None:
         )
 
 
-def check_depth(headers: Mapping[str, Any]) -> None:
+def check_depth(headers: Mapping[str, object]) -> None:
     """Refuse headers that are nested too deep.
 
     Raises:

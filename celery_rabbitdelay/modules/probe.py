@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from threading import Event
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 from uuid import uuid4
 
 import amqp
 from kombu import Connection
+from kombu.transport.pyamqp import Channel
 
 from celery_rabbitdelay.levels.routing_key import PROBES
 from celery_rabbitdelay.levels.topology import PROBE, Route, Topology
@@ -115,7 +116,7 @@ class ProbeService(Service):
 
     def _serve_on(self, connection: Connection) -> bool:
         logger.info("%s: serving the queue %s.", self.name, self.topology.probe.name)
-        channel: Any = connection.channel()
+        channel = cast(Channel, connection.channel())
         with permissions_named(), Wire(connection).answers_within(self.timeout):
             channel.basic_qos(0, PREFETCH, False)
             channel.basic_consume(self.topology.probe.name, callback=self._received)
@@ -128,8 +129,8 @@ class ProbeService(Service):
                 self._token, self._is_active, self.late = None, False, {}
         return True
 
-    def _send_and_receive(self, connection: Connection, channel: Any) -> None:
-        asking = connection.channel()
+    def _send_and_receive(self, connection: Connection, channel: Channel) -> None:
+        asking = cast(Channel, connection.channel())
         next_at = 0.0
         while not self.stopping.is_set():
             if self._is_active and time.monotonic() >= next_at:
@@ -142,7 +143,7 @@ class ProbeService(Service):
                 self._find_missing(asking)
             connection.heartbeat_check()
 
-    def _send_round(self, channel: Any, asking: Any) -> None:
+    def _send_round(self, channel: Channel, asking: Channel) -> None:
         layout = self.topology.layout
         self._publish(channel, "", self.topology.probe.name, TOKEN_TYPE)
         # It passes all exchanges, and waits for a second, or else for the highest digit.
@@ -168,14 +169,14 @@ class ProbeService(Service):
             for digit in range(1, layout.bases[index])
         ]
 
-    def _empty(self, routes: list[Route], asking: Any) -> list[Route]:
+    def _empty(self, routes: list[Route], asking: Channel) -> list[Route]:
         """Return those whose first queue is empty: a probe leaves none before what was there."""
         found = find_queues(asking, [route.stops[0] for route in routes])
         pairs = zip(routes, found, strict=True)
         return [route for route, counts in pairs if counts is not None and not counts[0]]
 
     def _send(
-        self, channel: Any, level: str, route: Route, wait_ms: int, behind: str | None = None
+        self, channel: Channel, level: str, route: Route, wait_ms: int, behind: str | None = None
     ) -> None:
         # A stranger cannot guess it.
         probe_id = str(uuid4())
@@ -185,7 +186,7 @@ class ProbeService(Service):
         self._publish(channel, *route[:2], PROBE_TYPE, message_id=probe_id, **expires)
 
     def _publish(
-        self, channel: Any, exchange: str, routing_key: str, kind: str, **properties: str
+        self, channel: Channel, exchange: str, routing_key: str, kind: str, **properties: str
     ) -> None:
         message = amqp.Message("", type=kind, delivery_mode=1, **properties)
         channel.basic_publish(message, exchange, routing_key)
@@ -202,7 +203,7 @@ class ProbeService(Service):
         if probe is not None:
             self.late[probe.level] = time.monotonic() - probe.due
 
-    def _find_missing(self, asking: Any) -> None:
+    def _find_missing(self, asking: Channel) -> None:
         now = time.monotonic()
         for probe_id, (level, due, behind) in list(self._sent.items()):
             if now - due < self.missing_after:

@@ -49,7 +49,7 @@ class Undeliverable:
 
 
 def examine(
-    headers: Mapping[str, Any], topology: Topology, routing_key: str | None = None
+    headers: Mapping[str, object], topology: Topology, routing_key: str | None = None
 ) -> Undeliverable:
     """Say what a message in ``undeliverable`` is and why it is there.
 
@@ -101,7 +101,7 @@ def _printable(text: str | None) -> str | None:
     return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
-def _text(headers: Mapping[str, Any], name: str, problems: dict[str, str]) -> str | None:
+def _text(headers: Mapping[str, object], name: str, problems: dict[str, str]) -> str | None:
     """Return a header that should be a text; None if it is missing or something else."""
     value = headers.get(name)
     if value is None or isinstance(value, str):

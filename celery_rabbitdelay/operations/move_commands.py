@@ -13,7 +13,6 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
@@ -137,10 +136,8 @@ def _target() -> Place:
 
 
 def _check_registry(delays: Delays, prefix: str) -> None:
-    if not delays.uses("registry_url"):
-        return
     known = delays.setting("registry_prefix") or delays.settings.prefix
-    if known != prefix:
+    if delays.uses("registry_url") and known != prefix:
         raise click.UsageError(
             f"the registry of this application has the prefix {known!r}, and knows nothing of the "
             f"tasks that were sent under {prefix!r}: those that are cancelled would run. Set "

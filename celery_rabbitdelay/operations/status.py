@@ -1,4 +1,7 @@
-"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do."""
+"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do.
+
+Only here do operations ask other additions, where the settings name a registry.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.findings import blocked, lines_of
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
+from celery_rabbitdelay.publishing.management import Json
 
 
 class Status(NamedTuple):
@@ -39,7 +43,7 @@ class Status(NamedTuple):
 
     taken_at: float
     backlog: Backlog
-    workers: Mapping[str, Mapping[str, Any]]
+    workers: Mapping[str, Json]
     due_within_ms: int | None = None
     next_due: datetime | None = None
     registry_error: str | None = None
@@ -162,7 +166,7 @@ def status(timeout: float, with_digits: bool) -> None:
         raise SystemExit(shared.FAILED)
 
 
-def _as_json(found: Status) -> dict[str, Any]:
+def _as_json(found: Status) -> dict[str, object]:
     others = {name: counts._asdict() for name, counts in found.backlog.others.items()}
     return {
         **found.backlog._asdict(),
@@ -210,7 +214,7 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
         yield from _worker_lines(worker, modules)
 
 
-def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
+def _worker_lines(worker: str, modules: Json) -> Iterator[str]:
     if "error" in modules:
         yield f"{worker}: cannot answer: {modules['error']}"
         return

@@ -12,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import click
 from amqp.exceptions import ChannelError
@@ -33,10 +33,9 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.permissions import check_permissions
-from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
-from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
+from celery_rabbitdelay.publishing.management import Json, ManagementAPI, management_api
 from celery_rabbitdelay.publishing.wire import Wire
 
 #: Seconds that an answer of the broker may take.
@@ -65,7 +64,7 @@ def verify_application(
     rows: list[FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
     is_blocked = delays.is_blocked()
     if not is_blocked:  # the workers are asked by messages
-        workers: Mapping[str, Mapping[str, Any]] = {}
+        workers: Mapping[str, Json] = {}
         # The user may lack the rights for remote control, or a queue for the answers be too many.
         with suppress(ChannelError):
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
@@ -110,13 +109,6 @@ def verify_broker(
     def refuses(name: str) -> bool:
         return may_refuse(known.get(name, Queue(name)), settings.may_refuse, connection)
 
-    def count(name: str) -> int | None:
-        try:
-            counts = queue_counts(connection, [Queue(name)])[name]
-        except ChannelError:
-            return None
-        return None if counts is None else counts.messages
-
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         rows = [
             *checks.check_broker(settings, inventory),
@@ -129,7 +121,7 @@ def verify_broker(
             *checks.check_destinations(settings, lasting, inventory),
             *checks.check_bounds(inventory, names, refuses),
             *checks.check_replicas(inventory, [*(each.name for each in topology.queues), *names]),
-            *checks.check_orphans(topology, inventory, count),
+            *checks.check_orphans(topology, inventory),
             *check_permissions(connection, settings, lasting, inventory, has_registry),
             *others,
         ]

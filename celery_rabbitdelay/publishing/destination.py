@@ -50,15 +50,24 @@ def resolve(
             queues match, and one of these, the retry goes back to it.
         came_from: The name of the queue that a retried message came from, if known.
     """
-    matching = {queue.name: queue for queue in candidates if _reaches(queue, exchange, routing_key)}
+    # Each worker declares its own queue of a broadcast.
+    candidates = [each for each in candidates if not isinstance(each, Broadcast)]
     if not exchange:
-        queue = matching.get(routing_key) or Queue(routing_key, no_declare=True)
+        named = (each for each in candidates if each.name == routing_key)
+        queue = next(named, None) or Queue(routing_key, no_declare=True)
         return Destination(queue, exchange, routing_key)
-    found = (
-        []
-        if any(_is_fanout_or_headers(queue, exchange) for queue in matching.values())
-        else list(matching)
-    )
+    matching: dict[str, Queue] = {}
+    types: set[str] = set()
+    for queue in candidates:
+        through = [
+            source.type
+            for source, pattern in _bindings(queue)
+            if source.name == exchange and _matches(source, pattern, routing_key)
+        ]
+        if through:
+            matching[queue.name] = queue
+            types.update(through)
+    found = list(matching) if types <= {"direct", "topic"} else []
     for choice in ([came_from], found, list(consumed)):
         names = [name for name in choice if name in matching]
         if len(names) == 1:
@@ -92,25 +101,6 @@ def may_refuse(
     if refuses and any(bound is not None for bound in bounds):
         return True
     return any(fnmatchcase(queue.name, pattern) for pattern in patterns)
-
-
-def _is_fanout_or_headers(queue: Queue, exchange: str) -> bool:
-    """Return whether it is a fanout or headers exchange, by the queue's bindings."""
-    return any(
-        source.name == exchange and source.type not in ("direct", "topic")
-        for source, _ in _bindings(queue)
-    )
-
-
-def _reaches(queue: Queue, exchange: str, routing_key: str) -> bool:
-    if isinstance(queue, Broadcast):
-        return False
-    if not exchange:
-        return bool(queue.name == routing_key)
-    return any(
-        source.name == exchange and _matches(source, pattern, routing_key)
-        for source, pattern in _bindings(queue)
-    )
 
 
 def _bindings(queue: Queue) -> Iterator[tuple[Exchange, str]]:

@@ -48,21 +48,14 @@ BLOCKED: Final = (
 #: Returns the next message; None if there is none now.
 NextPublication: TypeAlias = Callable[[], Publication | None]
 
-
-#: Default timeout of one message in seconds, from connecting to the confirm.
-TIMEOUT: Final = 30.0
-
 #: Default maximum of resends: none, so the timeout alone ends them.
 RESENDS: Final = None
 
 #: Default seconds before the first resend, the step by which they grow, and their maximum.
 BACKOFF: Final = (0.0, 0.2, 1.0)
 
-#: Default maximum of messages in flight.
-WINDOW: Final = 1000
-
-#: Default part of a pause that is random, so that the producers that lost the same node do not all
-#: come back at the same instant.
+#: The part of a pause that is random, so that the producers that lost the same node do not all come
+#: back at the same instant.
 JITTER: Final = 0.25
 
 #: Minimum seconds before the second resend and later ones, whatever the backoff: a port that
@@ -80,24 +73,22 @@ class PublishPolicy(NamedTuple):
             connections. None: no limit but the timeout.
         backoff: Seconds before the first resend, the step by which they grow, and their maximum.
         window: How many messages may be in flight.
-        jitter: The part of a pause, from 0 to 1, that is random: it may be shorter by so much.
         reconnects: Maximum further attempts to connect after one that failed; all of them together
             then take no longer than the connection's ``connect_timeout``. None: no limit but
             ``resends`` and the timeout.
     """
 
-    timeout: float = TIMEOUT
+    timeout: float = 30.0
     resends: int | None = RESENDS
     backoff: tuple[float, float, float] = BACKOFF
-    window: int = WINDOW
-    jitter: float = JITTER
+    window: int = 1000
     reconnects: int | None = None
 
     def pause(self, attempt: int) -> float:
         """Return the seconds to wait before a resend, counted from 1."""
         first, step, longest = self.backoff
         seconds = first if attempt == 1 else min(first + step * (attempt - 1), longest)
-        seconds *= 1 - self.jitter * random.random()  # noqa: S311 - jitter is no secret
+        seconds *= 1 - JITTER * random.random()  # noqa: S311 - jitter is no secret
         return seconds if attempt == 1 else max(seconds, MIN_PAUSE)
 
     def is_over(self, attempt: int) -> bool:

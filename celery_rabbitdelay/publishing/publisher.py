@@ -251,7 +251,7 @@ class Run:
         self.loop = PublishLoop(
             source,
             policy,
-            done or _ignore,
+            done or (lambda _: None),
             None if redeclare is None else self._declare_again,
             self._declare_for if declares_each else None,
         )
@@ -430,10 +430,6 @@ def _declaration_refused(address: tuple[str, str], refused: BaseException) -> De
     if permission is None:
         return DeclarationRefused(*address, reason_of(refused))
     return DeclarationNotPermitted(permission, *address, str(permission))
-
-
-def _ignore(publication: Publication) -> None:
-    """The default ``done``: does nothing."""
 
 
 class PublisherPool:

@@ -187,23 +187,25 @@ _meant: Final = shared.options(
 
 
 def _decide(
-    tasks: Sequence[str], key: str | None, decide: Callable[..., Outcome], hint: str = HINT
+    tasks: Sequence[str], key: str | None, method: str, hint: str = HINT, **options: Any
 ) -> None:
     """Decide about tasks, by their ids or by their key, and print the outcomes.
 
     Args:
         tasks: The ids.
         key: The key, instead of ids.
-        decide: A method of the application's delays.
+        method: The method of the application's delays that decides.
         hint: What follows the outcome of an unknown id.
+        **options: The arguments of the method.
     """
     if bool(tasks) == (key is not None):
         raise click.UsageError("give the ids of tasks, or --key")
     with with_registry() as delays:
+        decide: Callable[..., Outcome] = partial(getattr(delays, method), **options)
         if key is not None:
-            outcomes = {key: decide(delays, key=key)}
+            outcomes = {key: decide(key=key)}
         else:
-            outcomes = {task: decide(delays, task) for task in tasks}
+            outcomes = {task: decide(task) for task in tasks}
     hints = {Outcome.UNKNOWN: hint if key is None else ""}
     shared.answer(
         {"outcomes": {name: each.value for name, each in outcomes.items()}},
@@ -232,7 +234,7 @@ def cancel(
     if not any(filters.values()):
         if dry_run:
             raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
-        _decide(tasks, key, partial(RabbitDelay.cancel, also_future=also_future))
+        _decide(tasks, key, "cancel", also_future=also_future)
         return
     if tasks or key is not None or also_future:
         raise click.UsageError("a filter takes neither ids nor --key or --also-future")
@@ -256,8 +258,7 @@ def cancel(
 @_meant
 def run_now(tasks: tuple[str, ...], key: str | None) -> None:
     """Let tracked tasks that wait run now, by their ids or by their key."""
-    postponed = partial(RabbitDelay.postpone, delay=0, also_future=False)
-    _decide(tasks, key, postponed, hint="")
+    _decide(tasks, key, "postpone", hint="", delay=0, also_future=False)
 
 
 @shared.command()
@@ -276,7 +277,7 @@ def postpone(
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
     given: Any = {"delay": delay, "eta": eta, "also_future": also_future}
-    _decide(tasks, key, partial(RabbitDelay.postpone, **given))
+    _decide(tasks, key, "postpone", **given)
 
 
 @shared.command()
@@ -292,12 +293,13 @@ def postpone(
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
     with with_registry() as delays:
-        if action == "open":
-            delays.open_job(name, expires=expires)
-        elif action == "commit":
-            delays.commit_job(name)
-        elif action == "abort":
-            delays.abort_job(name)
+        change: dict[str, Callable[[str], object]] = {
+            "open": partial(delays.open_job, expires=expires),
+            "commit": delays.commit_job,
+            "abort": delays.abort_job,
+        }
+        if action in change:
+            change[action](name)
         state = delays.registry.jobs.state(name)
     told = state.value if state is not None else "unknown"
     shared.answer({"job": name, "state": told}, [f"{name}: {told}"])

@@ -24,6 +24,9 @@ logger = get_logger(__name__)
 #: Something that only the worker's event loop may run.
 Action: TypeAlias = Callable[[], None]
 
+#: Acknowledges a message: the function that Celery passes to a strategy.
+Ack: TypeAlias = Callable[..., object]
+
 #: Items of one batch, at most.
 MAX_BATCH: Final = 200
 
@@ -101,7 +104,7 @@ class BatchThread(ABC, Generic[ItemT]):
             with suppress(BlockingIOError):  # the pipe is full, so the loop wakes anyway
                 os.write(self._wake_writer, b"\0")
 
-    def acknowledge(self, ack: Callable[..., Any]) -> None:
+    def acknowledge(self, ack: Ack) -> None:
         """Acknowledge a message with the function that Celery passes to a strategy: an action."""
         ack(logger, self._consumer.connection_errors)
         celery_internals.write_pending_acknowledgements(self._consumer)

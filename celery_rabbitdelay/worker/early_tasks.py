@@ -8,7 +8,7 @@ Celery would start it at once. And the registry may say that a task waits on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.worker import celery_internals, republishing
-from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
+from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
 
@@ -66,7 +66,7 @@ class Early:
     """
 
     message: Message
-    ack: Callable[..., Any]
+    ack: Ack
     destination: Destination
     until: Due
     due_ms: int = 0
@@ -219,7 +219,7 @@ class EarlyTasks(BatchThread[Early]):
         given = delivery.message, delivery.ack, destination, until, due_ms, waited, otherwise
         self.give(Early(*given, place=place))
 
-    def refuse(self, message: Message, ack: Callable[..., Any], why: str) -> None:
+    def refuse(self, message: Message, ack: Ack, why: str) -> None:
         """Put a task into ``undeliverable``; while that does not take it, try again.
 
         Args:
@@ -262,7 +262,7 @@ class EarlyTasks(BatchThread[Early]):
         warn_undeliverable(message, why)
         self.refuse(message, message.ack_log_error, why)
 
-    def leave_to_later_version(self, message: Message, ack: Callable[..., Any], why: str) -> None:
+    def leave_to_later_version(self, message: Message, ack: Ack, why: str) -> None:
         """Put a task back into the levels that only a worker of a later version can read.
 
         It stays as it is. If the levels do not take it, they are tried again after some seconds.
@@ -283,7 +283,7 @@ class EarlyTasks(BatchThread[Early]):
         destination = Destination(queue, "", queue.name)
         self.give(Early(message, ack, destination, Due.after(0), why=why))
 
-    def _due_by_eta(self, message: Message, body: Any) -> Due | None:
+    def _due_by_eta(self, message: Message, body: object) -> Due | None:
         """Return when a task is due that has an ``eta`` in more than a tick; None otherwise."""
         eta = message.headers.get("eta")
         if eta is None:

@@ -9,7 +9,7 @@ from typing import Any
 import amqp
 
 from celery_rabbitdelay.levels.headers import UNREADABLE, UNREADABLE_PROPERTIES
-from celery_rabbitdelay.modules.deliveries import SEEN_TOGETHER, HeldBytes
+from celery_rabbitdelay.modules.deliveries import LATEST, HeldBytes
 from celery_rabbitdelay.publishing.message import Content
 from celery_rabbitdelay.publishing.wire import Seen, _frame_handler
 
@@ -112,7 +112,7 @@ def test_as_many_of_the_largest_of_late_fit_as_take_half_of_the_budget() -> None
     assert found == [50, 10, 1, 1]
     # The largest is forgotten after two hundred smaller ones.
     fitting = []
-    for _ in range(2 * SEEN_TOGETHER):
+    for _ in range(LATEST + 1):
         held.take(1)
         fitting.append(held.fitting)
-    assert fitting == [1] * 198 + [50] * 2
+    assert fitting == [1] * 199 + [50] * 2
