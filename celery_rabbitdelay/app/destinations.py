@@ -102,8 +102,8 @@ def _never(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinat
     to Celery's remote control, its replies and its events, as the application's settings name them.
     """
     conf, topology = app.conf, app.rabbitdelay.settings.topology
-    exchanges = (*topology.exchanges, topology.identity.guard, topology.identity.marker)
-    names = {conf.event_exchange, conf.result_exchange, *(each.name for each in exchanges)}
+    names = {conf.event_exchange, conf.result_exchange}
+    names.update(exchange.name for exchange in topology.all_exchanges)
     names.update(queue.name for queue in (*topology.queues, topology.probe))
     # So Celery names the queue of each receiver of events; the application may have others of the
     # same prefix.

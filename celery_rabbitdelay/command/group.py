@@ -74,7 +74,8 @@ class LazyCommands(shared.Commands):
             return None
         module, _, name = where.partition(":")
         if not _exists(where):
-            ctx.fail(f"the command {cmd_name!r} needs {module}, which is not installed")
+            addition = module.rpartition(".")[0]
+            ctx.fail(f"the command {cmd_name!r} needs {addition}, which is not installed")
         command: click.Command = getattr(import_module(module), name)
         return command
 

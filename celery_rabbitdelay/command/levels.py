@@ -33,7 +33,7 @@ IDENTITY: Final = 2
     "--dry-run", is_flag=True, help="Only say what is missing; exit with 1 if anything is."
 )
 @shared.topology_options
-def declare(with_queues: bool, dry_run: bool, **options: Any) -> None:
+def declare(with_queues: bool, dry_run: bool, **options: object) -> None:
     """Declare the levels on the broker, and say what was missing."""
     topology = shared.topology(options)
     # Each worker has its own exclusive queues, and a queue of its own for a broadcast.
@@ -87,7 +87,9 @@ def declare(with_queues: bool, dry_run: bool, **options: Any) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @shared.management_option
 @shared.topology_options
-def delete(force: bool, yes: bool, dry_run: bool, management: str | None, **options: Any) -> None:
+def delete(
+    force: bool, yes: bool, dry_run: bool, management: str | None, **options: object
+) -> None:
     """Delete the levels from the broker; the queues of tasks stay.
 
     Stop producers and workers first: a message that is published meanwhile is lost, and so is one
@@ -184,7 +186,7 @@ def _ask(prefix: str, messages: int) -> None:
 @click.option("--task-id", default="", help="With several shards, it determines the shard.")
 @shared.topology_options
 def route(
-    delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: Any
+    delay: Fraction, queue: str | None, tolerance: timedelta, task_id: str, **options: object
 ) -> None:
     """Show in which queues a task waits that is sent with a DELAY. No broker is asked."""
     topology = shared.topology(options)

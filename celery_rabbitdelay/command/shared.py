@@ -83,7 +83,7 @@ class Commands(click.Group):
         add: Callable[[_Function], click.Command] = super().command(*args, **attributes)
         return lambda function: add(_json_option(function))
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         """Run the command that is named."""
         try:
             return super().invoke(ctx)
@@ -133,11 +133,13 @@ class ParameterType(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
             :class:`ValueError` that says what is wrong.
     """
 
-    def __init__(self, name: str, read: Callable[[str, str], Any]) -> None:
+    def __init__(self, name: str, read: Callable[[str, str], object]) -> None:
         self.name = name
         self._read = read
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> object:
         """Return the value; click also asks about values that are read already."""
         if not isinstance(value, str):
             return value
@@ -158,7 +160,7 @@ BROKER_ERRORS: Final = (OperationalError, amqp.AMQPError, OSError)
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
-def answer(found: Mapping[str, Any], lines: Iterable[str]) -> None:
+def answer(found: Mapping[str, object], lines: Iterable[str]) -> None:
     """Print an object as JSON where it is asked for, or lines of text, if there are any.
 
     Args:
@@ -170,7 +172,7 @@ def answer(found: Mapping[str, Any], lines: Iterable[str]) -> None:
         click.echo(text)
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     return value.isoformat() if isinstance(value, date) else str(value)
 
 
@@ -285,14 +287,13 @@ def broker() -> Iterator[Connection]:
         fail(error, message, EX_UNAVAILABLE)
 
 
-def _ssl_elsewhere(broker_use_ssl: Any) -> Any:
+def _ssl_elsewhere(broker_use_ssl: Any) -> object:
     """Return the TLS settings for another broker than the one that they are meant for."""
     if not isinstance(broker_use_ssl, Mapping):
         return broker_use_ssl or True
     # A copy: instead of None, kombu writes the host of the connection into the dict.
-    own = dict(broker_use_ssl)
-    if "server_hostname" in own:
-        own["server_hostname"] = None
+    is_of_host = "server_hostname"
+    own = {name: None if name == is_of_host else each for name, each in broker_use_ssl.items()}
     return own or True
 
 
@@ -416,7 +417,7 @@ def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
     raise CeleryCommandException(line, exit_status) from error
 
 
-def _layout(text: str, what: str) -> Any:
+def _layout(text: str, what: str) -> object:
     """Read the name of a layout, or as JSON what ``rabbitdelay_layout`` takes."""
     if not text.lstrip().startswith(("[", "{", '"')):
         return text
@@ -443,7 +444,7 @@ topology_options: Final = options(
 )
 
 
-def topology(options: Mapping[str, Any], of: str = "") -> Topology:
+def topology(options: Mapping[str, object], of: str = "") -> Topology:
     """Return the application's topology, with what the options replace.
 
     Args:
@@ -455,7 +456,7 @@ def topology(options: Mapping[str, Any], of: str = "") -> Topology:
         click.UsageError: The application's delays do not wait in RabbitMQ, or a value is wrong.
     """
     settings = delays().settings
-    given = {
+    given: dict[str, Any] = {
         name.removeprefix("from_"): value for name, value in options.items() if value is not None
     }
     with usage_errors(exceptions.InvalidSetting, of=of):

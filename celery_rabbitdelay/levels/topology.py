@@ -279,6 +279,11 @@ class Topology:
         return (first, *self.level_exchanges, self.delivery, *others)
 
     @cached_property
+    def all_exchanges(self) -> tuple[Exchange, ...]:
+        """All exchanges, from the guard to the marker."""
+        return (self.identity.guard, *self.exchanges, self.identity.marker)
+
+    @cached_property
     def level_exchanges(self) -> tuple[Exchange, ...]:
         """The exchange of each level, the highest first."""
         return tuple(self._exchange(level.name, "topic") for level in self.layout.levels)

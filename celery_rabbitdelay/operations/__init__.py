@@ -9,5 +9,6 @@
 * ``undeliverable`` reads, redrives and deletes what could not be delivered; ``redriving`` decides
   what may go where.
 
-It stands on the kernel alone; ``verify`` asks for schedules where the settings name a registry.
+It stands on the kernel alone; only ``status`` asks other additions, where the settings name a
+registry.
 """

@@ -206,9 +206,7 @@ def check_destinations(
             yield "destination-classic", f"queue {name}", {}
 
 
-def check_probes(
-    settings: Settings, workers: Mapping[str, Mapping[str, Any]]
-) -> Iterator[FoundRow]:
+def check_probes(settings: Settings, workers: Mapping[str, Json]) -> Iterator[FoundRow]:
     """Find levels through which the last probe did not come in time; others' workers answer too."""
     earliest, latest = PROBE_IN_TIME
     told = [answer.get(PROBE, {}) for answer in workers.values()]
@@ -251,19 +249,10 @@ def check_replicas(inventory: Inventory, names: Iterable[str]) -> Iterator[Found
             yield "replicas-few", subject, told
 
 
-def check_orphans(
-    topology: Topology, inventory: Inventory, count: Callable[[str], int | None]
-) -> Iterator[FoundRow]:
-    """Find queues and exchanges of other levels under the prefix.
-
-    Args:
-        topology: The topology.
-        inventory: The broker's queues and exchanges.
-        count: Returns how many messages a queue has now; None if that is unknown.
-    """
+def check_orphans(topology: Topology, inventory: Inventory) -> Iterator[FoundRow]:
+    """Find queues and exchanges of other levels under the prefix."""
     start = f"{topology.prefix}."
-    identity = topology.identity
-    exchanges = {each.name for each in (identity.guard, *topology.exchanges, identity.marker)}
+    exchanges = {each.name for each in topology.all_exchanges}
     queues = {queue.name for queue in topology.queues}
     for name, queue in inventory.queues.items():
         arguments = queue["arguments"]
@@ -275,13 +264,10 @@ def check_orphans(
             and _QUEUE.fullmatch(name.removeprefix(start))
         )
         if is_level and name not in queues:
-            messages = count(name)
-            told = "an unknown number of" if messages is None else messages
-            code = "orphan-empty" if messages == 0 else "orphan"
-            yield code, f"queue {name}", {"messages": told}
+            yield "orphan", f"queue {name}", {}
     for name in inventory.exchanges:
         if _is_level(topology, name) and name not in exchanges:
-            yield "orphan-empty", f"exchange {name}", {}
+            yield "orphan", f"exchange {name}", {}
 
 
 def _is_level(topology: Topology, name: str) -> bool:
@@ -332,7 +318,7 @@ def _difference_of_queue(queue: Queue, inventory: Inventory) -> str:
     return _difference({**wanted, **arguments}, found, wanted)
 
 
-def _difference(wanted: Mapping[str, Any], found: Json | None, flags: Iterable[str]) -> str:
+def _difference(wanted: Mapping[str, object], found: Json | None, flags: Iterable[str]) -> str:
     """Return as text how an exchange or queue differs; empty if not, or if it does not exist."""
     if found is None:
         return ""
@@ -409,7 +395,7 @@ def check_bounds(
                 yield "destination-refuses", f"queue {name}", told
 
 
-def _harms_levels(queue: Json, values: Mapping[str, Any], is_checkin: bool) -> Iterator[str]:
+def _harms_levels(queue: Json, values: Json, is_checkin: bool) -> Iterator[str]:
     """Yield the keys of policies that harm a queue of the levels or of a module."""
     arguments, is_quorum = queue["arguments"], queue["type"] == "quorum"
     if "expires" in values:
@@ -431,7 +417,7 @@ def _harms_levels(queue: Json, values: Mapping[str, Any], is_checkin: bool) -> I
         yield "delivery-limit"
 
 
-def _harms_tasks(queue: Json, values: Mapping[str, Any]) -> Iterator[str]:
+def _harms_tasks(queue: Json, values: Json) -> Iterator[str]:
     """Yield the keys of policies that harm a task's queue."""
     yield from (key for key in ("expires", "message-ttl") if key in values)
     if queue["type"] == "quorum" and values.get("delivery-limit", -1) >= 0:

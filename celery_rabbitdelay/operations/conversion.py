@@ -418,7 +418,7 @@ def nservicebus_chain(
     return convert
 
 
-def _nservicebus_due(headers: Mapping[str, Any]) -> Due | None:
+def _nservicebus_due(headers: Mapping[str, object]) -> Due | None:
     """Return the due time that the headers of a message give; None if they give none."""
     sent, delay = headers.get(NSB_SENT), headers.get(NSB_DELAY)
     try:

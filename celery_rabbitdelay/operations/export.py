@@ -25,7 +25,7 @@ from celery_rabbitdelay.levels.topology import Topology
 _LAYOUTS: Final = {**NAMED, "custom": custom}
 
 
-def as_setting(layout: Layout) -> dict[str, Any] | None:
+def as_setting(layout: Layout) -> dict[str, object] | None:
     """Return the value of ``rabbitdelay_layout`` that makes a layout, as JSON can express it.
 
     Returns:
@@ -83,7 +83,7 @@ def definitions(topology: Topology, vhost: str = "/") -> dict[str, list[dict[str
                 **common,
                 "internal": False,
             }
-            for each in (topology.identity.guard, *topology.exchanges, topology.identity.marker)
+            for each in topology.all_exchanges
         ],
         "queues": [
             {"name": each.name, "arguments": dict(each.queue_arguments or {}), **common}

@@ -245,14 +245,9 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "its next occurrence brings them back; if that is lost, it is not sent again",
         _PUT,
     ),
-    "orphan": _danger(
-        "{messages} messages wait in a queue that does not belong to this layout",
-        "nothing serves these tasks: when they are due, their keys fit no binding of this layout",
-        _MIGRATE_ORPHANS,
-    ),
-    "orphan-empty": _note(
-        "it is empty, and does not belong to this layout",
-        "it costs the broker memory",
+    "orphan": _warning(
+        "it does not belong to this layout",
+        "nothing serves tasks that wait there: when they are due, their keys fit no binding",
         _MIGRATE_ORPHANS,
     ),
     # Policies and operator policies.

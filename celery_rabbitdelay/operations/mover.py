@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from threading import Event
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -215,10 +215,11 @@ def counted_as(reason: str, known: Collection[str]) -> str:
     return reason if reason in known or len(known) < MOST_REASONS else OTHER_REASONS
 
 
+@dataclass
 class Mover:
     """Empties queues, in one call of :meth:`move`.
 
-    Args:
+    Attributes:
         source: The broker that the queues are on; another connection like it is opened.
         queues: The names of the queues; missing ones are skipped.
         target: Where the messages go.
@@ -232,42 +233,31 @@ class Mover:
         declare: Called with each new connection to the target; None: declares what is missing, if
             the target may be declared.
         redeclare: Called if the target does not take a message, which is then published once more.
-
-    Attributes:
         result: The counts of the messages moved so far.
         stopping: Set to end the move; messages in flight are confirmed first.
     """
 
-    def __init__(
-        self,
-        source: Connection,
-        queues: Sequence[str],
-        target: Place,
-        convert: Convert,
-        *,
-        timeout: float = 30.0,
-        rate: float | None = None,
-        limit: int | None = None,
-        is_once: bool = False,
-        dry_run: bool = False,
-        declare: Declaration | None = None,
-        redeclare: Declaration | None = None,
-    ) -> None:
-        self.result = Moved()
-        self.stopping = Event()
-        self._like = source
-        self._queues = list(queues)
-        self._publisher = Publisher(target.connection.clone(heartbeat=0))
-        self._target = target
-        self._timeout = timeout
-        self._convert = convert
-        self._interval = 0.0 if rate is None else 1 / rate
-        self._ahead = TAKEN_AHEAD if rate is None else min(max(int(rate), 1), TAKEN_AHEAD)
-        self._limit = math.inf if limit is None else limit
-        self._is_once = is_once
-        self._dry_run = dry_run
-        self._declare = declare or target.declare
-        self._redeclare = redeclare
+    source: Connection
+    queues: Sequence[str]
+    target: Place
+    convert: Convert
+    _: KW_ONLY
+    timeout: float = 30.0
+    rate: float | None = None
+    limit: int | None = None
+    is_once: bool = False
+    dry_run: bool = False
+    declare: Declaration | None = None
+    redeclare: Declaration | None = None
+    result: Moved = field(default_factory=Moved, init=False)
+    stopping: Event = field(default_factory=Event, init=False)
+
+    def __post_init__(self) -> None:
+        self._publisher = Publisher(self.target.connection.clone(heartbeat=0))
+        self._ahead = TAKEN_AHEAD
+        if self.rate is not None:
+            self._ahead = min(max(int(self.rate), 1), TAKEN_AHEAD)
+        self._limit = math.inf if self.limit is None else self.limit
         self._next_at = 0.0
         #: Why the connection to the source was lost while messages are in flight.
         self._lost: SourceLost | None = None
@@ -283,8 +273,8 @@ class Mover:
         Raises:
             OSError: The broker cannot be reached.
         """
-        with self._like.clone(heartbeat=0) as own:
-            return waiting(own, self._queues)
+        with self.source.clone(heartbeat=0) as own:
+            return waiting(own, self.queues)
 
     def move(self, *, follow: bool = False) -> Moved:
         """Move messages until all queues are empty, or ``stopping`` is set.
@@ -300,7 +290,7 @@ class Mover:
             amqp.AMQPError: A broker refuses the connection or a declaration.
         """
         began = time.monotonic()
-        self._source = Source(self._like, self._timeout)
+        self._source = Source(self.source, self.timeout)
         try:
             self.result.finished = self._move_until_empty(follow) or follow
         finally:
@@ -313,12 +303,12 @@ class Mover:
 
     def _move_until_empty(self, follow: bool) -> bool:
         """Move messages in rounds; return whether the queues were empty twice in a row."""
-        was_empty, idle_rounds = self._is_once, 0
+        was_empty, idle_rounds = self.is_once, 0
         while not self.stopping.is_set() and not self._is_full:
             taken_before = self._taken
             try:
-                ready = self._source.ready(self._queues)
-                if self._is_once and self._end == math.inf:
+                ready = self._source.ready(self.queues)
+                if self.is_once and self._end == math.inf:
                     self._end = self._taken + sum(ready.values())
                 if self._taken >= self._end:
                     return True
@@ -369,7 +359,7 @@ class Mover:
 
     def _publish(self) -> None:
         """Publish in batches, until no message has come for a while."""
-        policy = PublishPolicy(self._timeout)
+        policy = PublishPolicy(self.timeout)
         taken = -1
         while self._taken > taken:
             taken, batch = self._taken, self._batch()
@@ -378,8 +368,8 @@ class Mover:
                 self._publisher.publish_all(
                     chain([first], batch),
                     policy,
-                    declare=self._declare,
-                    redeclare=self._redeclare,
+                    declare=self.declare or self.target.declare,
+                    redeclare=self.redeclare,
                     done=self._done,
                 )
             if self._lost is not None:
@@ -415,7 +405,7 @@ class Mover:
             self._leave(str(stay))
             return None
         self._tried += 1
-        if self._dry_run:
+        if self.dry_run:
             self.result.moved += 1
             return None
         if outgoing is None or content is None:
@@ -428,12 +418,12 @@ class Mover:
         """Return what to publish for a message, and why it is undeliverable; empty if it is not."""
         info: Any = message.delivery_info
         try:
-            return self._convert(message, info["queue"]), ""
+            return self.convert(message, info["queue"]), ""
         except (Stay, OSError, amqp.AMQPError):
             raise
         except UnprocessableMessage as error:
             outgoing = Outgoing("", "", WaitingMessage.unopened(message))
-            undeliverable = self._target.topology.module_queues.undeliverable.exchange.name
+            undeliverable = self.target.topology.module_queues.undeliverable.exchange.name
             return to_undeliverable(undeliverable, outgoing, str(error)), str(error)
         except Exception as error:
             # A single message, which anybody may have published, does not end the move.
@@ -442,7 +432,8 @@ class Mover:
     def _keep_to_the_rate(self) -> None:
         now = time.monotonic()
         # After a pause, a little of the lost time is made up for.
-        self._next_at = max(self._next_at, now - CATCH_UP) + self._interval
+        interval = 0.0 if self.rate is None else 1 / self.rate
+        self._next_at = max(self._next_at, now - CATCH_UP) + interval
         if self._next_at > now:
             self.stopping.wait(self._next_at - now)
 
@@ -467,14 +458,14 @@ class Mover:
 
     def _connect_again(self, lost: Exception) -> None:
         """Connect to the source again, once a second until the time-out is over."""
-        until, moved = time.monotonic() + self._timeout, self.result.moved
+        until, moved = time.monotonic() + self.timeout, self.result.moved
         self._losses = self._losses + 1 if moved == self._moved_before else 1
         self._moved_before = moved
         while self._losses <= MOST_LOSSES and time.monotonic() < until:
             if self.stopping.wait(RECONNECT_EVERY):
                 break
             try:
-                former, self._source = self._source, Source(self._like, self._timeout)
+                former, self._source = self._source, Source(self.source, self.timeout)
             except (OSError, amqp.AMQPError) as again:
                 lost = again
                 continue
@@ -484,6 +475,6 @@ class Mover:
             self.result.left.clear()
             self._lost = None
             # It is not known any more which of them were there at the start.
-            self._is_once, self._end = False, math.inf
+            self.is_once, self._end = False, math.inf
             return
         raise OSError(f"the connection to the source is lost: {lost}") from lost

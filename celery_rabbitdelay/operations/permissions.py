@@ -14,6 +14,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 import click
 from amqp.exceptions import AccessRefused, ChannelError
+from celery.app.utils import Settings as Configuration
 from kombu import Connection, Exchange, Queue
 from kombu.common import Broadcast
 
@@ -53,7 +54,7 @@ def rights(
     role: Role,
     topology: Topology,
     queues: Sequence[Queue],
-    conf: Any,
+    conf: Configuration,
     *,
     may_declare: bool,
     modules: Sequence[str] = MODULES,
@@ -179,7 +180,7 @@ def _to_declare(queues: Sequence[Queue], *, binds: bool) -> Iterator[Right]:
         yield Right("write", others)
 
 
-def _celerys_own(conf: Any) -> str:
+def _celerys_own(conf: Configuration) -> str:
     """Return the expression for the queues and exchanges of remote control and events."""
     control = _remote_control(conf)
     exchange, queues = re.escape(conf.event_exchange), re.escape(conf.event_queue_prefix)
@@ -188,7 +189,7 @@ def _celerys_own(conf: Any) -> str:
     return rf"{control}|{exchange}|{queues}\..*"
 
 
-def _remote_control(conf: Any) -> str:
+def _remote_control(conf: Configuration) -> str:
     return rf"(.*\.)?{re.escape(conf.control_exchange)}\.pidbox"
 
 
@@ -305,7 +306,7 @@ def _questions(
     delivery = topology.delivery.name
     if settings.declare == "auto":
         declared = [queue for queue in queues if not getattr(queue, "no_declare", False)]
-        for exchange in (topology.identity.guard, *topology.exchanges, topology.identity.marker):
+        for exchange in topology.all_exchanges:
             yield "configure", "exchange", exchange.name, _declaring(exchange)
         for queue in (*topology.queues, *declared):
             yield "configure", "queue", queue.name, _declaring(queue)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import amqp
 from kombu import Queue
@@ -24,14 +24,10 @@ from celery_rabbitdelay.exceptions import (
     UnprocessableMessage,
 )
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import routing_key as routing_keys
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import MAX_DUE_MS, NS_PER_MS, Delay, Due, milliseconds
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, EarlyHeader, shortened
-from celery_rabbitdelay.levels.routing_key import (
-    DISTRIBUTION,
-    decode_destination,
-    encode_destination,
-)
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
 from celery_rabbitdelay.modules.checkin import checked_task
 from celery_rabbitdelay.modules.envelope import Envelope
@@ -46,6 +42,9 @@ from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED, SigningKeys
+
+#: The headers of a message, whoever has written them.
+Headers: TypeAlias = Mapping[str, object]
 
 
 class Intended(NamedTuple):
@@ -67,7 +66,7 @@ class Intended(NamedTuple):
         return cls("", queue, queue)
 
 
-def intended(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> Intended:
+def intended(headers: Headers, topology: Topology, routing_key: str) -> Intended:
     """Return where an undeliverable message was meant to go.
 
     Args:
@@ -103,7 +102,7 @@ def intended(headers: Mapping[str, Any], topology: Topology, routing_key: str) -
     return Intended(exchange, key, queue)
 
 
-def never_accepted(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> bool:
+def never_accepted(headers: Headers, topology: Topology, routing_key: str) -> bool:
     """Return whether a message of a client comes from check-in, which has not accepted it.
 
     Check-in gives each message that it accepts a due time.
@@ -123,16 +122,18 @@ def never_accepted(headers: Mapping[str, Any], topology: Topology, routing_key: 
     )
 
 
-def _queue_in_key(headers: Mapping[str, Any], topology: Topology, routing_key: str) -> str | None:
+def _queue_in_key(headers: Headers, topology: Topology, routing_key: str) -> str | None:
     """Return the queue that a message's routing key names; None if it names none."""
     stop = examine(headers, topology, routing_key).last_stop
     if stop == topology.module_queues.meditation.name:
         # There, the routing key is the bare destination; see Topology.route.
         return routing_key
     word = routing_key.split(".")[-1]
-    if topology.keys.digits(routing_key) is None or word == encode_destination(DISTRIBUTION):
+    if topology.keys.digits(routing_key) is None or word == routing_keys.encode_destination(
+        routing_keys.DISTRIBUTION
+    ):
         return None
-    return decode_destination(word)
+    return routing_keys.decode_destination(word)
 
 
 #: How often a message is redriven at most, unless the caller says otherwise.
@@ -235,10 +236,10 @@ class Redriving:
             redriven = keys.sign(redriven)
         queue = None if needs or destination is None else destination.queue
         if queue is None or (DISTRIBUTE in self.modules and self.refuses(queue)):
-            queue = DISTRIBUTION
+            queue = routing_keys.DISTRIBUTION
         return into_levels(self.topology, redriven, due, queue)
 
-    def _count(self, headers: Mapping[str, Any]) -> int:
+    def _count(self, headers: Headers) -> int:
         """Return how often the message was already redriven.
 
         A client may publish a message anew without the header, which cannot be detected. A value
@@ -254,7 +255,7 @@ class Redriving:
             raise UnprocessableMessage(f"it was redriven {times} already")
         return count
 
-    def _due(self, said: DelayHeaders, headers: Mapping[str, Any], is_new: bool) -> tuple[int, Due]:
+    def _due(self, said: DelayHeaders, headers: Headers, is_new: bool) -> tuple[int, Due]:
         """Return the due time in milliseconds for the header, and the end of the new delay.
 
         If the due time has passed, the header keeps it, unless the message waits again.
@@ -269,7 +270,7 @@ class Redriving:
         due = Due(until_ms * NS_PER_MS, until_ms - now_ms, is_instant=True)
         return (until_ms if until_ms > now_ms or was_due_ms is None else was_due_ms), due
 
-    def _delay_of_client(self, headers: Mapping[str, Any]) -> int:
+    def _delay_of_client(self, headers: Headers) -> int:
         try:
             return header_names.client_delay_ms(headers)
         except UnprocessableMessage as invalid:
@@ -277,7 +278,7 @@ class Redriving:
                 raise UnprocessableMessage(f"{invalid.reason}: give a delay") from invalid
             return self.delay_ms
 
-    def _checked(self, headers: Mapping[str, Any], routing_key: str, is_new: bool) -> Intended:
+    def _checked(self, headers: Headers, routing_key: str, is_new: bool) -> Intended:
         """Return the destination of a message, after checking that it is allowed."""
         if self.to is not None:
             destination = Intended.straight_to(self.to)
@@ -359,7 +360,7 @@ def _needs_distribution(destination: Intended | None, own: DelayHeaders) -> str 
     return None if own.priority is None else f"its priority is above {header_names.MAX_PRIORITY}"
 
 
-def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
+def _as_checked_in(headers: Headers) -> dict[str, object]:
     """Return the headers of a message that check-in has not accepted, as far as they are believed.
 
     Of ours, those that a client may set, and the key that check-in has noted. If the broker took
@@ -372,7 +373,7 @@ def _as_checked_in(headers: Mapping[str, Any]) -> dict[str, Any]:
     return {**header_names.of_client(headers), **noted}
 
 
-def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> None:
+def _refuse_unreadable(message: amqp.Message, headers: Headers) -> None:
     """Refuse a message that this version cannot read, or that has sender-selected queues."""
     if UNREADABLE in headers:
         raise UnprocessableMessage(f"it cannot be read: {shortened(headers[UNREADABLE])}")
@@ -382,7 +383,7 @@ def _refuse_unreadable(message: amqp.Message, headers: Mapping[str, Any]) -> Non
     header_names.refuse_sender_selected(headers)
 
 
-def _destination_of(given: Mapping[str, Any], outer: DelayHeaders) -> Intended:
+def _destination_of(given: Headers, outer: DelayHeaders) -> Intended:
     """Return the destination to which distribution publishes a message of an envelope."""
     header_names.refuse_sender_selected(given)
     inner, problems = header_names.parse(given)
@@ -400,7 +401,7 @@ def _redirected(envelope: Envelope) -> Envelope:
     """Return an envelope whose messages name no destination of their own."""
     names = (header_names.EXCHANGE, header_names.ROUTING_KEY)
 
-    def without(given: Mapping[str, Any]) -> dict[str, Any]:
+    def without(given: Headers) -> dict[str, object]:
         return {name: value for name, value in given.items() if name not in names}
 
     items = tuple(item._replace(headers=without(item.headers)) for item in envelope.items)
@@ -416,11 +417,9 @@ def redriving_for(
     app: DelayingCelery,
     *,
     delay: Delay | None = None,
-    to: str | None = None,
     allow: Iterable[str] = (),
-    max_attempts: int = MAX_ATTEMPTS,
-    ensure: Callable[[str], None] = lambda queue: None,
     vouches: bool = False,
+    **options: Any,
 ) -> Redriving:
     """Return what decides how the undeliverable messages of an application are redriven.
 
@@ -428,47 +427,40 @@ def redriving_for(
         app: The application.
         delay: Seconds, or a timedelta, that each message waits at least. None: not longer than
             until it is due.
-        to: The queue that gets all messages instead of their own.
         allow: Names of further queues and exchanges that messages may go to; ``*`` and ``?`` stand
             for any characters and for one.
-        max_attempts: How often a message may be redriven, this time included.
-        ensure: Binds a queue to the levels; see :meth:`.Destinations.ensure`.
         vouches: Whether messages without a valid signature are redriven, and signed.
+        **options: ``to``, ``max_attempts`` and ``ensure`` of :class:`Redriving`.
 
     Raises:
         InvalidDestination: Nothing is published to the queue ``to``.
         InvalidDelay: The delay has no meaning.
         DelayTooLong: It is above the layout's capacity, and workers do not serve check-in.
     """
-    settings = app.rabbitdelay.settings
-    connection = app.connection_for_write()
-    topology: Topology = settings.topology
+    settings, connection = app.rabbitdelay.settings, app.connection_for_write()
     delay_ms = None if delay is None else milliseconds(delay)
     if delay_ms is not None and CHECK_IN not in settings.modules:
-        topology.layout.check_capacity(delay_ms)
-    queues = destinations.configured_queues(app)
-    allow = tuple(allow)
-    allowed = redrive_destinations(app, allow)
-    checkin = destinations.checkin_destinations(app)
-    if to is not None:
+        settings.topology.layout.check_capacity(delay_ms)
+    queues, allow = destinations.configured_queues(app), tuple(allow)
+    allowed, checkin = redrive_destinations(app, allow), destinations.checkin_destinations(app)
+    if (to := options.get("to")) is not None:
         _check_name(to, allowed)
+
+    @cache
+    def refuses(name: str) -> bool:
+        return may_refuse(queues.get(name) or Queue(name), settings.may_refuse, connection)
+
     return Redriving(
-        topology,
+        settings.topology,
         allowed,
         checkin_allowed=replace(checkin, patterns=(*checkin.patterns, *allow)),
         trusts_clients=settings.checkin_trusted,
         modules=settings.modules,
-        refuses=cache(
-            lambda name: may_refuse(
-                queues.get(name) or Queue(name), settings.may_refuse, connection
-            )
-        ),
+        refuses=refuses,
         delay_ms=delay_ms,
-        to=to,
-        max_attempts=max_attempts,
-        ensure=ensure,
         signing_keys=settings.signing_keys,
         vouches=vouches or not settings.signing_required,
+        **options,
     )
 
 

@@ -1,4 +1,7 @@
-"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do."""
+"""``celery rabbitdelay status``: what waits, what is due next, and what the workers' modules do.
+
+Only here do operations ask other additions, where the settings name a registry.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import starmap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 from kombu import Connection
 
 from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
-from celery_rabbitdelay.operations.findings import blocked, lines_of
+from celery_rabbitdelay.operations.findings import FoundRow, blocked, lines_of
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
+from celery_rabbitdelay.publishing.management import Json
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.registry.pauses import Paused
@@ -44,7 +49,7 @@ class Status(NamedTuple):
 
     taken_at: float
     backlog: Backlog
-    workers: Mapping[str, Mapping[str, Any]]
+    workers: Mapping[str, Json]
     due_within_ms: int | None = None
     next_due: datetime | None = None
     registry_error: str | None = None
@@ -88,6 +93,42 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
         paused,
         is_blocked,
     )
+
+
+def registry_prefix(delays: Delays) -> str | None:
+    """Return the prefix of the application's registry; None if it has none."""
+    if not delays.uses("registry_url"):
+        return None
+    from celery_rabbitdelay.registry.application import how_kept
+
+    prefix, *_ = how_kept(delays)
+    return prefix
+
+
+def check_schedules(delays: RabbitDelay, now_ms: int) -> Iterator[FoundRow]:
+    """Find schedules whose next occurrence does not come, or could not be sent again."""
+    if not delays.has_registry:
+        return
+    try:
+        from celery_rabbitdelay.schedules import record
+    except ModuleNotFoundError:  # the addition is not installed
+        return
+    schedules = record.Records(delays.registry)
+    try:
+        names = schedules.all()
+        late = schedules.overdue(now_ms - record.HEAL_AFTER_MS - record.HEALING_MS)
+        found = schedules.get(names)
+    except (RegistryUnavailable, OSError) as error:
+        yield "registry-unavailable", "Redis", {"error": error}
+        return
+    for name, noted in zip(names, found, strict=True):
+        if noted is None or noted.ahead_ms is None:
+            continue  # a put that has not got further, or an end that has
+        subject = f"schedule {name}"
+        if name in late:
+            yield "schedule-overdue", subject, {}
+        if not noted.message:
+            yield "schedule-lost", subject, {}
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:
@@ -172,7 +213,7 @@ def status(timeout: float, with_digits: bool) -> None:
         raise SystemExit(shared.FAILED)
 
 
-def _as_json(found: Status) -> dict[str, Any]:
+def _as_json(found: Status) -> dict[str, object]:
     others = {name: counts._asdict() for name, counts in found.backlog.others.items()}
     return {
         **found.backlog._asdict(),
@@ -220,7 +261,7 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
         yield from _worker_lines(worker, modules)
 
 
-def _worker_lines(worker: str, modules: Mapping[str, Any]) -> Iterator[str]:
+def _worker_lines(worker: str, modules: Json) -> Iterator[str]:
     if "error" in modules:
         yield f"{worker}: cannot answer: {modules['error']}"
         return

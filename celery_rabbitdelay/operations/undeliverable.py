@@ -53,11 +53,11 @@ class UndeliverableMessage(NamedTuple):
     """
 
     found: Undeliverable
-    headers: Mapping[str, Any]
+    headers: Mapping[str, object]
     body: bytes
     exchange: str
     routing_key: str
-    properties: Mapping[str, Any] = MappingProxyType({})
+    properties: Mapping[str, object] = MappingProxyType({})
 
 
 def undeliverable_messages(
@@ -92,7 +92,7 @@ def copy_of(message: amqp.Message, topology: Topology) -> UndeliverableMessage:
     return UndeliverableMessage(found, headers, body_of(message), exchange, key, others)
 
 
-def headers_as_json(headers: Mapping[str, Any]) -> str:
+def headers_as_json(headers: Mapping[str, object]) -> str:
     """Return headers as the text of a JSON object, whatever they hold.
 
     Instants are written as in ISO 8601, bytes as text with escapes, and what JSON cannot express
@@ -101,13 +101,13 @@ def headers_as_json(headers: Mapping[str, Any]) -> str:
     return json.dumps(as_json(headers))
 
 
-def as_json(headers: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(headers: Mapping[str, object]) -> dict[str, object]:
     """Return headers, or properties, as :func:`headers_as_json` writes them.
 
     It nests its calls deeper than JSON's encoder does, which can therefore write what it returns.
     """
     try:
-        plain: dict[str, Any] = _plain(headers)
+        plain: dict[str, object] = _plain(headers)
     except RecursionError:
         return {str(name): shortened(type(value)) for name, value in headers.items()}
     return plain
@@ -208,10 +208,8 @@ class UndeliverableFilter:
             return True
         if since is None:
             return False
-        age = wall_clock.now() - since
-        return (self.older_than is None or age >= self.older_than) and (
-            self.newer_than is None or age <= self.newer_than
-        )
+        newer_than = timedelta.max if self.newer_than is None else self.newer_than
+        return (self.older_than or timedelta.min) <= wall_clock.now() - since <= newer_than
 
 
 def _texts(*values: object) -> frozenset[str]:
@@ -277,7 +275,7 @@ class UndeliverableSummary:
         return sorted(self.reasons.items(), key=lambda each: -each[1].count)
 
 
-def summary_of(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+def summary_of(number: int, message: UndeliverableMessage) -> dict[str, object]:
     """Return what a list of messages says about one.
 
     Args:
@@ -317,7 +315,7 @@ def as_record(number: int, message: UndeliverableMessage) -> dict[str, Any]:
     }
 
 
-def _described(number: int, message: UndeliverableMessage) -> dict[str, Any]:
+def _described(number: int, message: UndeliverableMessage) -> dict[str, object]:
     found = message.found
     return {
         "number": number,
@@ -339,7 +337,7 @@ def _encoded_properties(message: UndeliverableMessage) -> bytes:
     return Content.of(amqp.Message(b"", application_headers=headers, **properties)).properties
 
 
-def shown_body(body: bytes, most: int) -> dict[str, Any]:
+def shown_body(body: bytes, most: int) -> dict[str, object]:
     """Return the beginning of a body: ``size``, ``is_cut_off``, and ``text`` or ``base64``.
 
     Args:

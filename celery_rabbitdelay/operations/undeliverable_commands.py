@@ -116,7 +116,7 @@ def undeliverable() -> None:
 def list_messages(most: int | None, **filters: Any) -> None:
     """Count the messages by the reason why they could not be delivered."""
     wanted, summary = read.UndeliverableFilter(**filters), read.UndeliverableSummary()
-    examined, shown = 0, list[dict[str, Any]]()
+    examined, shown = 0, list[dict[str, object]]()
     with _broker() as (connection, topology):
         messages = read.undeliverable_messages(connection, topology)
         for examined, message in enumerate(messages, start=1):
@@ -137,7 +137,7 @@ def _reasons(summary: read.UndeliverableSummary) -> Iterator[str]:
         yield f"{group.count:>9,}  {_printable(reason)}{since}"
 
 
-def _lines(shown: list[dict[str, Any]]) -> Iterator[str]:
+def _lines(shown: list[dict[str, object]]) -> Iterator[str]:
     for each in shown:
         what = each["task"] or "no task"
         if each["envelope"]:

@@ -12,7 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final, get_args
+from typing import Final, get_args
 
 import click
 from amqp.exceptions import ChannelError
@@ -22,7 +22,6 @@ from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.findings import (
@@ -34,10 +33,10 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.permissions import check_permissions
-from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.operations.status import check_schedules
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
-from celery_rabbitdelay.publishing.management import ManagementAPI, management_api
+from celery_rabbitdelay.publishing.management import Json, ManagementAPI, management_api
 from celery_rabbitdelay.publishing.wire import Wire
 
 #: Seconds that an answer of the broker may take.
@@ -65,7 +64,7 @@ def verify_application(
     api = management_api(connection, management)
     rows, is_blocked = list(check_schedules(delays, wall_clock.ms())), delays.is_blocked()
     if not is_blocked:  # the workers are asked by messages
-        workers: Mapping[str, Mapping[str, Any]] = {}
+        workers: Mapping[str, Json] = {}
         # The user may lack the rights for remote control, or a queue for the answers be too many.
         with suppress(ChannelError):
             workers = status_of_workers(delays.app, connection, WORKERS_TIMEOUT)
@@ -110,13 +109,6 @@ def verify_broker(
     def refuses(name: str) -> bool:
         return may_refuse(known.get(name, Queue(name)), settings.may_refuse, connection)
 
-    def count(name: str) -> int | None:
-        try:
-            counts = queue_counts(connection, [Queue(name)])[name]
-        except ChannelError:
-            return None
-        return None if counts is None else counts.messages
-
     with Wire(connection).answers_within(ANSWER_TIMEOUT):
         rows = [
             *checks.check_broker(settings, inventory),
@@ -129,7 +121,7 @@ def verify_broker(
             *checks.check_destinations(settings, lasting, inventory),
             *checks.check_bounds(inventory, names, refuses),
             *checks.check_replicas(inventory, [*(each.name for each in topology.queues), *names]),
-            *checks.check_orphans(topology, inventory, count),
+            *checks.check_orphans(topology, inventory),
             *check_permissions(connection, settings, lasting, inventory, has_registry),
             *others,
         ]
@@ -137,35 +129,6 @@ def verify_broker(
     common = {"prefix": settings.prefix, "vhost": virtual_host, "user": user}
     quoted = {name: shlex.quote(value) for name, value in common.items()}
     return Verification(inventory.version, findings_of(rows, **quoted))
-
-
-def check_schedules(delays: RabbitDelay, now_ms: int) -> Iterator[FoundRow]:
-    """Find schedules whose next occurrence does not come, or could not be sent again.
-
-    This is the only place where operations ask for another addition.
-    """
-    if not delays.has_registry:
-        return
-    try:
-        from celery_rabbitdelay.schedules import record
-    except ModuleNotFoundError:  # the addition is not installed
-        return
-    schedules = record.Records(delays.registry)
-    try:
-        names = schedules.all()
-        late = schedules.overdue(now_ms - record.HEAL_AFTER_MS - record.HEALING_MS)
-        found = schedules.get(names)
-    except (RegistryUnavailable, OSError) as error:
-        yield "registry-unavailable", "Redis", {"error": error}
-        return
-    for name, noted in zip(names, found, strict=True):
-        if noted is None or noted.ahead_ms is None:
-            continue  # a put that has not got further, or an end that has
-        subject = f"schedule {name}"
-        if name in late:
-            yield "schedule-overdue", subject, {}
-        if not noted.message:
-            yield "schedule-lost", subject, {}
 
 
 @shared.command()

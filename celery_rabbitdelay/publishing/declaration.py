@@ -179,11 +179,10 @@ def is_complete(connection: Connection, topology: Topology) -> bool:
     crash of a node. Here the broker only looks whether the queue exists, except for one in
     :data:`METHODS_PER_ANSWER`. AMQP has no method that says whether a binding exists.
     """
-    exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
     with opened_channel(connection) as channel:
         try:
             _pipeline(
-                *(partial(each(channel).declare, passive=True) for each in exchanges),
+                *(partial(each(channel).declare, passive=True) for each in topology.all_exchanges),
                 *(partial(each(channel).queue_declare, passive=True) for each in topology.queues),
             )
         except NotFound as absent:
@@ -205,8 +204,7 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
 
 def missing_exchanges(connection: Connection, topology: Topology) -> tuple[str, ...]:
     """Return the names of the topology's exchanges that are not on the broker."""
-    exchanges = [topology.identity.guard, *topology.exchanges, topology.identity.marker]
-    names = [exchange.name for exchange in exchanges]
+    names = [exchange.name for exchange in topology.all_exchanges]
     with opened_channel(connection) as channel:
         exist = find_exchanges(channel, names)
     return tuple(name for name, exists in zip(names, exist, strict=True) if not exists)

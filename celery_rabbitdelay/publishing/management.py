@@ -61,7 +61,7 @@ class ManagementAPI:
         InvalidManagementURL: It is not such a URL.
     """
 
-    def __init__(self, url: str, tls: Mapping[str, Any] = NOTHING) -> None:
+    def __init__(self, url: str, tls: Mapping[str, str] = NOTHING) -> None:
         parts = parts_of_url(url)
         if parts is None:
             raise InvalidManagementURL(without_password(url))
@@ -166,7 +166,7 @@ def management_api_of(connection: Connection) -> ManagementAPI:
     )
 
 
-def tls_files_of(connection: Connection) -> Mapping[str, Any]:
+def tls_files_of(connection: Connection) -> Mapping[str, str]:
     """Return the TLS files that the application gives for its broker."""
     return connection.ssl if isinstance(connection.ssl, dict) else NOTHING
 

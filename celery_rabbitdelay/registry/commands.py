@@ -277,12 +277,13 @@ def postpone(
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
     with shared.with_registry() as delays:
-        if action == "open":
-            delays.open_job(name, expires=expires)
-        elif action == "commit":
-            delays.commit_job(name)
-        elif action == "abort":
-            delays.abort_job(name)
+        change: dict[str, Callable[[str], object]] = {
+            "open": partial(delays.open_job, expires=expires),
+            "commit": delays.commit_job,
+            "abort": delays.abort_job,
+        }
+        if action in change:
+            change[action](name)
         state = delays.registry.jobs.state(name)
     told = state.value if state is not None else "unknown"
     shared.answer({"job": name, "state": told}, [f"{name}: {told}"])

@@ -34,12 +34,18 @@ from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.registry.stored_message import stored
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
-from celery_rabbitdelay.schedules.messages import says_of, send_each, with_id
-from celery_rabbitdelay.schedules.record import Arriving, Decided, Fate, Records
+from celery_rabbitdelay.schedules.record import (
+    Arriving,
+    Decided,
+    Fate,
+    Records,
+    says_of,
+    send_each,
+    with_id,
+)
 from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDUE, Occurrence
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
 from celery_rabbitdelay.worker.lateness import lateness
 
@@ -130,6 +136,7 @@ class Arrivals(BatchThread[_Came]):
         self._look_at = time.monotonic() + LOOK_EVERY * random.uniform(0, 0.5)  # noqa: S311 - jitter
         self._skew_ms = 0
         self.overdue = 0.0
+        self._delays.recorder.gauges[OVERDUE] = lambda: self.overdue
         runs.forget_what_has_not_begun()
 
     def take(self, arrived: Arrived) -> None:
@@ -166,7 +173,7 @@ class Arrivals(BatchThread[_Came]):
             try:
                 self._look_after_schedules()
             except Exception as error:  # noqa: BLE001 - the next look may succeed
-                logger.warning("Nobody has looked after the schedules: %s", error)
+                logger.warning("Looking after the schedules failed: %s", error)
 
     def _work_on(self, batch: list[_Came]) -> None:
         asked: list[_Came] = []
@@ -261,16 +268,13 @@ class Arrivals(BatchThread[_Came]):
         waiting: list[_Came] = []
         for came in decided:
             (published if came.following is None else waiting).append(came)
-
-        def settled(came: _Came, outcome: Delayed | Exception) -> None:
+        for came, outcome in send_each(self._delays, waiting, self._message, self._skew_ms):
             if isinstance(outcome, Exception):
                 came.went_on = came.decided.goes_on
                 self._failed(came, outcome)
             else:
                 came.sent = outcome
                 published.append(came)
-
-        send_each(self._delays, waiting, self._message, settled, self._skew_ms)
         return published
 
     def _failed(self, came: _Came, error: Exception) -> None:
@@ -285,11 +289,8 @@ class Arrivals(BatchThread[_Came]):
 
     def _message(self, producer: DelayedProducer, came: _Came) -> Delayed:
         """Return the message of the occurrence that follows one, made of the message of that."""
-        former, waited, following = (
-            came.arrived.delivery.message,
-            came.arrived.waited,
-            came.following,
-        )
+        former, waited = came.arrived.delivery.message, came.arrived.waited
+        following = came.following
         assert following is not None
         destination = self._early_tasks.destination(former, waited)
         if destination is None:
@@ -307,7 +308,12 @@ class Arrivals(BatchThread[_Came]):
         """Return what becomes of an occurrence; None if it waits for a run's end, or is dropped."""
         occurrence, registry = came.occurrence, self._registry
         if not came.decided.goes_on:
-            self._drop(came)
+            logger.info(
+                "A message of occurrence %s is dropped: another one has come first, or its "
+                "schedule was edited or deleted.",
+                occurrence.task_id,
+            )
+            self._leave_out(came)
             return None
         if came.arrived.is_cancelled:
             return "cancelled"
@@ -329,19 +335,12 @@ class Arrivals(BatchThread[_Came]):
         self._put_back(came, pause, is_followed=True)
         return None
 
-    def _drop(self, came: _Came) -> None:
-        """Acknowledge an occurrence that was edited or deleted, or of which another message ran."""
-        occurrence = came.occurrence
-        if occurrence.turns:
-            runs.queue(self._registry, occurrence, 0)
-        logger.info(
-            "A message of occurrence %s is dropped: another one has come first, or its schedule "
-            "was edited or deleted.",
-            occurrence.task_id,
-        )
-        self._acknowledge(came)
-
-    def _acknowledge(self, came: _Came) -> None:
+    def _leave_out(self, came: _Came) -> None:
+        """Acknowledge an occurrence that does not run."""
+        # Another message of the same occurrence may be the one that waits for the end of a run.
+        is_own = came.decided.goes_on or came.occurrence.turns
+        if is_own and came.occurrence.overlap == "queue-one":
+            runs.queue(self._registry, came.occurrence, 0)
         ack = came.arrived.delivery.ack
         self.act(partial(self.acknowledge, ack), is_acknowledgement=True)
 
@@ -376,12 +375,10 @@ class Arrivals(BatchThread[_Came]):
         if fate in ("ran", "cancelled"):
             self.act(partial(self._let_run, arrived))
             return
-        if occurrence.overlap == "queue-one":
-            runs.queue(self._registry, occurrence, 0)
         logger.info("Occurrence %s does not run: %s.", occurrence.task_id, fate)
         skipped = partial(signals.send, signals.skipped, self._consumer.app)
         self.act(partial(skipped, occurrence.task_id, occurrence.due_ms))
-        self._acknowledge(came)
+        self._leave_out(came)
 
     def _let_run(self, arrived: Arrived) -> None:
         """Let an occurrence go on, in the event loop; its retries are no occurrences."""
@@ -398,10 +395,6 @@ class Arrivals(BatchThread[_Came]):
             runs.given(task_id, waits)
 
     def _look_after_schedules(self) -> None:
-        try:
-            self.begin()
-        except Exception as error:  # noqa: BLE001 - the schedules are looked after all the same
-            logger.warning("The entries of beat are put later: %s", error)
         now_ms, remembered = wall_clock.ms(), self._remembered
         overdue = self._records.overdue(now_ms)
         self.overdue = max((now_ms - min(overdue.values(), default=now_ms)) / 1000, 0.0)
@@ -410,9 +403,10 @@ class Arrivals(BatchThread[_Came]):
         self._records.decide(known, notes_again=True)
         if self._records.may_heal():
             self._delays.schedules.heal()
+        self.begin()
 
 
-class ScheduleStep(RabbitMQStep):
+class ScheduleStep(celery_internals.RabbitMQStep):
     """Takes occurrences of schedules before they run, on every connection of the consumer."""
 
     requires = (DecideOnArrival,)
@@ -425,10 +419,9 @@ class ScheduleStep(RabbitMQStep):
         """Begin to take occurrences, and to look for those that do not come."""
         strategies = consumer.strategies
         if strategies.decisions is not None:
-            arrivals = self._arrivals = Arrivals(consumer, strategies.early_tasks)
-            arrivals.start()
-            strategies.decisions.takers[SCHEDULE] = arrivals.take
-            consumer.app.rabbitdelay.recorder.gauges[OVERDUE] = lambda: arrivals.overdue
+            self._arrivals = Arrivals(consumer, strategies.early_tasks)
+            self._arrivals.start()
+            strategies.decisions.takers[SCHEDULE] = self._arrivals.take
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Let the event loop run what the thread needs from the worker's own thread."""
@@ -439,5 +432,4 @@ class ScheduleStep(RabbitMQStep):
         """Take no more occurrences of the connection that is lost or closed."""
         arrivals, self._arrivals = self._arrivals, None
         if arrivals is not None:
-            consumer.app.rabbitdelay.recorder.gauges.pop(OVERDUE, None)
             arrivals.stop()

@@ -17,7 +17,8 @@ from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.schedules.record import Records
-from celery_rabbitdelay.schedules.schedules import OPTIONS, Put, Schedules
+from celery_rabbitdelay.schedules.recurrence import Occurrence
+from celery_rabbitdelay.schedules.schedules import OPTIONS, Schedules
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +38,16 @@ class _Plan(Schedules):
     """Schedules that stay as they are.
 
     Attributes:
-        puts: What would be put, by the names of the schedules.
+        puts: What would be put, by the names of the schedules: their first occurrences, what they
+            send, and whether they are paused.
     """
 
     def __init__(self, app: DelayingCelery) -> None:
         super().__init__(app)
-        self.puts: dict[str, Put] = {}
+        self.puts: dict[str, tuple[Occurrence, str, bool | None]] = {}
 
-    def _put(self, put: Put) -> None:
-        self.puts[put.occurrence.name] = put
+    def _put(self, made: Occurrence, message: str, paused: bool | None) -> None:
+        self.puts[made.name] = made, message, paused
 
 
 class BeatEntries:
@@ -78,7 +80,7 @@ class BeatEntries:
         for name, entry in scheduler.schedule.items():
             _plan_entry(plan, f"{self._prefix}{name}", entry)
         self.puts = plan.puts
-        said = sorted((name, p.occurrence.revision, str(p.paused)) for name, p in self.puts.items())
+        said = sorted((name, made.revision, str(p)) for name, (made, _, p) in self.puts.items())
         self.digest = hashlib.sha256(repr(said).encode()).hexdigest()[:24]
 
     def put(self, *, is_forced: bool = False) -> bool:
@@ -103,7 +105,7 @@ class BeatEntries:
                 self._records.take_over(self._application, found.get("current"), self.digest)
             for name, put in self.puts.items():
                 with _logged(name):
-                    self._schedules._put(put)
+                    self._schedules._put(*put)
             self.end(self.puts)
         return True
 

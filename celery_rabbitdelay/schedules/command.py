@@ -97,24 +97,21 @@ def import_all(file: TextIO) -> None:
 
     FILE is what export has printed; - is standard input. To import again changes nothing.
     """
-    imported: list[dict[str, str]] = []
+    errors: dict[str, str] = {}
     wrong = LookupError, TypeError, ValueError
     with shared.with_registry() as delays:
         with shared.usage_errors(*wrong, of="the file cannot be read: "):
             found = {each["name"]: each for each in kombu_json.loads(file.read())["schedules"]}
         for name, each in found.items():
-            error = ""
+            errors[name] = ""
             try:
                 delays.schedules.put_exported(each)
-            except wrong as invalid:  # so are the errors of what cannot be a schedule
-                error = str(invalid)
-            imported.append({"name": name, "error": error})
-    lines = [
-        f"{each['name']}: " + (f"not imported: {each['error']}" if each["error"] else "imported")
-        for each in imported
-    ]
+            except wrong as error:  # so are the errors of what cannot be a schedule
+                errors[name] = f"not imported: {error}"
+    imported = [{"name": name, "error": error} for name, error in errors.items()]
+    lines = [f"{name}: {error or 'imported'}" for name, error in errors.items()]
     shared.answer({"imported": imported}, lines)
-    if any(each["error"] for each in imported):
+    if any(errors.values()):
         raise SystemExit(shared.FAILED)
 
 

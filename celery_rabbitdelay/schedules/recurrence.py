@@ -44,7 +44,6 @@ MAX_RULES: Final = 20
 MAX_EXCLUDED: Final = 100
 
 _MINUTE_MS: Final = 60_000
-_TOO_MUCH_EXCLUDED: Final = "so much is excluded that the next instant is not found"
 
 _SECOND, _MINUTE = timedelta(seconds=1), timedelta(minutes=1)
 
@@ -143,7 +142,8 @@ class Recurrence(NamedTuple):
         Raises:
             InvalidSchedule: One of these is wrong, or nothing is ever due. Nothing is due any more
                 after an end that is over, which is no error.
-            InvalidDelay: ``start`` or ``end`` is naive, or no instant.
+            InvalidDelay: ``start`` or ``end`` is naive.
+            ValueError: The text of one of them is no instant.
         """
         made = cls(
             tuple(map(_rule, _as_list(when))),
@@ -222,7 +222,7 @@ class Recurrence(NamedTuple):
             instant_ms = behind_ms - 1
             if instant_ms - begin_ms > _CENTURY_MS:
                 break
-        raise ValueError(_TOO_MUCH_EXCLUDED)
+        raise ValueError("so much is excluded that the next instant is not found")
 
     def all_after(self, instant_ms: int) -> Iterator[int]:
         """Yield when it is due after an instant; raise as :meth:`after`."""

@@ -28,8 +28,8 @@ from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.stored_message import restored, stored
-from celery_rabbitdelay.schedules import messages
-from celery_rabbitdelay.schedules.record import HEAL_AFTER_MS, MAX_RAN, Fate, NotedSchedule, Records
+from celery_rabbitdelay.schedules import record
+from celery_rabbitdelay.schedules.record import Fate, NotedSchedule, Records
 from celery_rabbitdelay.schedules.recurrence import (
     ALL,
     LAST,
@@ -64,8 +64,8 @@ CatchUp = Literal["last", "all"]
 _CATCH_UPS: Final[Mapping[int, CatchUp]] = {LAST: "last", ALL: "all"}
 
 _TAKES: Final = (
-    f"takes a name of 1 to {MAX_NAME} bytes, times from 1970 on, a jitter of at most a day, and "
-    f"the overlap {' or '.join(get_args(Overlap))}"
+    f"takes a name of 1 to {MAX_NAME} bytes, times from 1970 on, a jitter of at most a day, the "
+    f"overlap {' or '.join(get_args(Overlap))}, and to catch up last, all or seconds"
 )
 
 
@@ -114,13 +114,9 @@ class Schedule(NamedTuple):
         """
         occurrence = noted.occurrence
         assert occurrence is not None
-        last: tuple[datetime, datetime, Fate] | None = None
-        if noted.last is not None:
-            due_ms, came_ms, fate = noted.last
-            last = instant_of(due_ms), instant_of(came_ms), fate
         return cls(
             occurrence.name,
-            *messages.read(noted.message, accept),
+            *record.read(noted.message, accept),
             dict(occurrence.options),
             instant_of(occurrence.due_ms),
             occurrence.task_id,
@@ -129,7 +125,7 @@ class Schedule(NamedTuple):
             occurrence.overlap,
             _CATCH_UPS.get(occurrence.catch_up_ms, occurrence.catch_up_ms / 1000),
             occurrence.jitter_ms / 1000,
-            last,
+            noted.last,
         )
 
     def exported(self) -> dict[str, Any]:
@@ -156,20 +152,6 @@ class Schedule(NamedTuple):
         }
 
 
-class Put(NamedTuple):
-    """What is put.
-
-    Attributes:
-        occurrence: Its first occurrence, without an order.
-        message: What it sends.
-        paused: Whether it is paused; None for as it is.
-    """
-
-    occurrence: Occurrence
-    message: str
-    paused: bool | None
-
-
 class Schedules:
     """The schedules of an application; they need a registry.
 
@@ -190,7 +172,7 @@ class Schedules:
     def put(
         self,
         name: str,
-        task: messages.AnyTask,
+        task: record.AnyTask,
         when: object,
         args: Iterable[object] = (),
         kwargs: Mapping[str, object] | None = None,
@@ -251,11 +233,11 @@ class Schedules:
         # As with beat, a crontab may bring its own, such as one of django-celery-beat.
         zone = getattr(when, "__dict__", {}).get("tz", self.app.timezone)
         recurrence = Recurrence.of(when, timezone or _zone_of(zone), start, end, exclude)
-        by_word = {word: ms for ms, word in _CATCH_UPS.items()}
-        if isinstance(catch_up, str) and catch_up in by_word:
-            catch_up_ms = by_word[catch_up]
+        words: dict[str, int] = {word: ms for ms, word in _CATCH_UPS.items()}
+        if isinstance(catch_up, str):
+            catch_up_ms = words.get(catch_up, ALL - 1)
         else:
-            catch_up_ms = milliseconds(catch_up)  # type: ignore[arg-type]  # it refuses other words
+            catch_up_ms = milliseconds(catch_up)
         if overlap is None:
             is_last = isinstance(when, timedelta) and catch_up_ms == LAST
             overlap = "skip" if is_last else "allow"
@@ -278,8 +260,8 @@ class Schedules:
             if gaps_ms and jitter_ms > (gap_ms := min(gaps_ms)):
                 takes = f"takes a jitter of at most {gap_ms / 1000:g} s: its gaps"
                 raise InvalidSchedule(jitter, takes)
-        delayed, revision = messages.captured(self.app, made, task, args or (), kwargs or {})
-        return self._put(Put(made._replace(revision=revision), stored(delayed), paused))
+        delayed, revision = record.captured(self.app, made, task, args or (), kwargs or {})
+        return self._put(made._replace(revision=revision), stored(delayed), paused)
 
     def put_exported(self, exported: Mapping[str, Any], **changes: Any) -> Schedule | None:
         """Put a schedule as :meth:`.Schedule.exported` has returned it, with changes.
@@ -294,15 +276,16 @@ class Schedules:
         options = given.pop("options", None) or {}
         return self.put(**given, **options)
 
-    def _put(self, put: Put) -> Schedule | None:
+    def _put(self, made: Occurrence, message: str, paused: bool | None) -> Schedule | None:
         """Note a schedule, and send its first occurrence, unless nothing has changed."""
-        made, short, records = put.occurrence, None, self._records
-        while True:
+        records = self._records
+        is_noted, short = False, None
+        while not is_noted:
             (before,) = records.get([made.name])
             known = before and before.occurrence
             if before and known and known.revision == made.revision and before.message:
-                if put.paused not in (None, before.is_paused):
-                    records.note(made.name, paused=int(bool(put.paused)))
+                if paused not in (None, before.is_paused):
+                    records.note(made.name, paused=int(bool(paused)))
                 if before.is_sent:
                     return self.get(made.name)
                 made = known
@@ -314,15 +297,15 @@ class Schedules:
                 return None
             made = made._replace(instant_ms=first_ms, order=self._next_order(before))
             try:
-                if not records.edit(before, made, put.message, put.paused):
-                    continue  # another program was faster, or an occurrence has come
+                # False if another program was faster, or an occurrence has come.
+                is_noted = records.edit(before, made, message, paused)
             except RegistryUnavailable as error:
                 if not error.may_have_arrived:
                     raise
-                short = error  # it has too few copies, and is put
-            self._unlist(before)
-            break
-        messages.send_all(self.app.rabbitdelay, [messages.of(made, put.message)])
+                is_noted, short = True, error  # it has too few copies, and is put
+            if is_noted:
+                self._unlist(before)
+        record.send_all(self.app.rabbitdelay, [record.message_of(made, message)])
         records.note(made.name, unsent="")
         if short is not None:
             raise short
@@ -343,7 +326,8 @@ class Schedules:
 
     def next(self, name: str, number: int = 5) -> list[datetime]:
         """Return when a schedule is due next; empty if no schedule has that name."""
-        if (occurrence := self._occurrence(name)) is None:
+        (noted,) = self._records.get([name])
+        if noted is None or (occurrence := noted.occurrence) is None:
             return []
         instants = occurrence.recurrence.all_after(occurrence.instant_ms - 1)
         return [instant_of(each) for each in islice(instants, number)]
@@ -357,7 +341,7 @@ class Schedules:
         return self._pause(name, is_paused=False)
 
     def _pause(self, name: str, *, is_paused: bool) -> bool:
-        is_known = self._occurrence(name) is not None
+        is_known = self.get(name) is not None
         if is_known:
             self._records.note(name, paused=int(is_paused))
         return is_known
@@ -396,9 +380,8 @@ class Schedules:
         occurrence, begin_ms = noted.occurrence, milliseconds_of(since)
         end_ms = min(milliseconds_of(until), wall_clock.ms(), occurrence.instant_ms - 1)
         instants = occurrence.recurrence.all_after(begin_ms - 1)
-        over = set(
-            islice(takewhile(lambda each: each <= end_ms, instants), MAX_BACKFILL + MAX_RAN + 1)
-        )
+        most = MAX_BACKFILL + record.MAX_RAN + 1
+        over = set(islice(takewhile(lambda each: each <= end_ms, instants), most))
         missed = sorted(over - self._records.ran(name, begin_ms, end_ms))
         if len(missed) > MAX_BACKFILL:
             raise InvalidSchedule(name, f"has more than {MAX_BACKFILL} instants in that time")
@@ -411,10 +394,10 @@ class Schedules:
     ) -> None:
         """Send tasks beside the occurrences: the registry is asked about them as about any."""
         pattern, due_ms = restored(message, ""), wall_clock.ms() + AT_ONCE_MS
-        tracked = {COPY: new_copy(), TRACKED: True} if messages.is_tracked(pattern) else {}
+        tracked = {COPY: new_copy(), TRACKED: True} if record.is_tracked(pattern) else {}
         says = {**tracked, **(says or {})}
-        sends = [messages.filled(pattern, each, due_ms, says) for each in task_ids]
-        messages.send_all(self.app.rabbitdelay, sends)
+        sends = [record.filled(pattern, each, due_ms, says) for each in task_ids]
+        record.send_all(self.app.rabbitdelay, sends)
 
     def delete(self, name: str) -> bool:
         """End a schedule: nothing that waits of it runs. Return whether there was one."""
@@ -434,7 +417,7 @@ class Schedules:
         arrives first decides, and the other one is dropped.
         """
         now_ms, records = wall_clock.ms(), self._records
-        names = list(records.overdue(now_ms - HEAL_AFTER_MS))
+        names = list(records.overdue(now_ms - record.HEAL_AFTER_MS))
         paused = self._registry.pauses.known() if names else {}
         healed: dict[str, Delayed] = {}
         listed: dict[str, int | None] = {}
@@ -443,13 +426,13 @@ class Schedules:
                 listed[name] = None
             elif noted.occurrence is None or not noted.message:
                 logger.warning("The schedule %r has to be put again: Redis has lost it.", name)
-            elif noted.occurrence.due_ms > now_ms - HEAL_AFTER_MS:
+            elif noted.occurrence.due_ms > now_ms - record.HEAL_AFTER_MS:
                 listed[name] = noted.occurrence.due_ms
             elif (when := noted.heals(now_ms)) == "soon":
                 records.note(name, missed=now_ms)
             elif when == "now":
-                message = messages.of(noted.occurrence, noted.message)
-                task, queue = messages.task_of(message), message.queue
+                message = record.message_of(noted.occurrence, noted.message)
+                task, queue = record.task_of(message), message.queue
                 # What waits for a resume is not missed.
                 if not paused_since(paused, task, queue.name if queue else ""):
                     records.note(name, healed=now_ms)
@@ -458,22 +441,18 @@ class Schedules:
         records.note_due(listed)
         if healed:
             logger.warning("Occurrences of schedules are sent again: %s", ", ".join(healed))
-        messages.send_all(self.app.rabbitdelay, list(healed.values()))
+        record.send_all(self.app.rabbitdelay, list(healed.values()))
         return list(healed)
 
     def _unlist(self, before: NotedSchedule | None) -> None:
         """Take a tracked occurrence from the list of what waits, which will not run."""
         known = before and before.message and before.occurrence
-        if before and known and messages.is_tracked(restored(before.message, "")):
+        if before and known and record.is_tracked(restored(before.message, "")):
             self._registry.cancel_each([known.task_id], also_future=False)
 
     def _next_order(self, before: NotedSchedule | None) -> int:
         (ticket,) = self._registry.ask([("", "schedules")])
         return max(ticket.order, before.order + 1 if before else 0)
-
-    def _occurrence(self, name: str) -> Occurrence | None:
-        (noted,) = self._records.get([name])
-        return noted and noted.occurrence
 
 
 def _zone_of(zone: object) -> str:

@@ -228,7 +228,7 @@ FAULTS: Final[dict[Plant, set[str]]] = {
     forgotten_where_nobody_helps: {"destination-cut-off", "destination-missing"},
     classic_destination: {"destination-classic", "destination-differs"},
     may_not_send: {"permission-missing"},
-    older_layout: {"orphan", "orphan-empty"},
+    older_layout: {"orphan"},
     limited: {"queue-limit"},
     classic_levels: {"classic-levels"},
     neglected_schedules: {"schedule-overdue", "schedule-lost"},
@@ -237,6 +237,7 @@ FAULTS: Final[dict[Plant, set[str]]] = {
 
 #: What the findings name besides.
 NAMED: Final[dict[Plant, tuple[str, ...]]] = {
+    older_layout: ("queue shop.hours.1", "exchange shop."),
     damaged: ("queue shop.", "binding shop.", "exchange shop.layout"),
     bad_policies: (
         *("expires", "message-ttl", "max-length", "overflow", "dead-letter-routing-key"),

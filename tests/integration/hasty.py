@@ -5,8 +5,7 @@ Celery's setting ``imports`` names it. A test's own process does not import it.
 
 from __future__ import annotations
 
-from celery_rabbitdelay.schedules import arrivals, record, schedules
+from celery_rabbitdelay.schedules import arrivals, record
 
 vars(arrivals)["LOOK_EVERY"] = 0.5
 vars(record).update(HEALING_MS=3_000, HEAL_AFTER_MS=2_000)
-vars(schedules)["HEAL_AFTER_MS"] = 2_000

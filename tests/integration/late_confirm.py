@@ -11,14 +11,13 @@ from typing import Any
 
 from celery_rabbitdelay.exceptions import ConfirmTimeout
 from celery_rabbitdelay.registry.application import registry_of
-from celery_rabbitdelay.schedules import messages
-from celery_rabbitdelay.schedules.record import Records
+from celery_rabbitdelay.schedules import record
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.shop import PATIENCE
 
 AHEAD_MS = 10_000
 
-publish_each = vars(messages)["publish_each"]
+publish_each = vars(record)["publish_each"]
 
 
 def publish_late(
@@ -29,9 +28,9 @@ def publish_late(
     resends: int | None,
 ) -> None:
     """Publish what follows, and say later that it was not confirmed."""
-    vars(messages)["publish_each"] = publish_each
+    vars(record)["publish_each"] = publish_each
     publish_each(delays, items, made, lambda *_: None, resends)
-    records, (came,) = Records(registry_of(delays)), items
+    records, (came,) = record.Records(registry_of(delays)), items
 
     def is_far_behind() -> bool:
         (noted,) = records.get([came.occurrence.name])
@@ -41,4 +40,4 @@ def publish_late(
     settled(came, ConfirmTimeout("", "", "the broker did not confirm in time"))
 
 
-vars(messages)["publish_each"] = publish_late
+vars(record)["publish_each"] = publish_late

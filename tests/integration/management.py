@@ -20,7 +20,8 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations.findings import Verification
-from celery_rabbitdelay.operations.verify import check_schedules, verify_broker
+from celery_rabbitdelay.operations.status import check_schedules
+from celery_rabbitdelay.operations.verify import verify_broker
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.publishing.management import ManagementAPI
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for

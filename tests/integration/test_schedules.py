@@ -30,7 +30,7 @@ from celery_rabbitdelay import (
     RegistryRequired,
 )
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.operations.verify import check_schedules
+from celery_rabbitdelay.operations.status import check_schedules
 from celery_rabbitdelay.schedules import record, schedules
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import Records

@@ -116,7 +116,7 @@ MENDED_BY_SETTINGS = {
 #: What is still there once the commands were run as they are printed.
 NOT_MENDED = {
     *MENDED_BY_SETTINGS,
-    *("classic-levels", "differs", "layout-conflict", "level-consumed", "orphan", "orphan-empty"),
+    *("classic-levels", "differs", "layout-conflict", "level-consumed", "orphan"),
 }
 
 

@@ -158,7 +158,7 @@ def test_a_command_is_named_by_text_and_a_missing_addition_is_said(
     assert "gone" not in listed
     told = offline("gone")
     assert told.exit_code == 2
-    assert "needs celery_rabbitdelay.gone.commands, which is not installed" in told.stderr
+    assert "needs celery_rabbitdelay.gone, which is not installed" in told.stderr
 
 
 def test_the_group_imports_no_addition() -> None:

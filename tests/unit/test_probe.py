@@ -37,7 +37,7 @@ class Probing:
 
     def send_round(self) -> list[tuple[str, str, Any]]:
         """Return where the probes of a round go, and their expiration."""
-        self.service._send_round(self.channel, None)
+        self.service._send_round(self.channel, mock.Mock())
         calls = [each.args for each in self.channel.basic_publish.mock_calls]
         assert calls[0][0].properties["type"] == TOKEN_TYPE
         return [(where, key, sent.properties.get("expiration")) for sent, where, key in calls[1:]]
@@ -87,7 +87,7 @@ def test_a_probe_is_missing_a_minute_after_its_time_unless_another_message_is_in
     probing.waiting["p.long.2"] = waiting
     for now in (60.9, 61.0, 62.0):
         probing.clock.now = now
-        probing.service._find_missing(None)
+        probing.service._find_missing(mock.Mock())
     missing = {ROUTE, "seconds.x1", *["long.x1"] * (waiting == 1)}
     assert probing.service.late == dict.fromkeys(missing, 60.0)
     assert {level for level, count in probing.service.missing.items() if count == 1} == missing

@@ -23,9 +23,8 @@ from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.registry.stored_message import stored
-from celery_rabbitdelay.schedules import messages
 from celery_rabbitdelay.schedules.beat import BeatEntries
-from celery_rabbitdelay.schedules.messages import canonical, captured, read
+from celery_rabbitdelay.schedules.record import canonical, captured, message_of, read
 from celery_rabbitdelay.schedules.recurrence import LAST, Occurrence, Recurrence
 
 NOWHERE = "amqp://guest:guest@127.0.0.1:1//"
@@ -55,7 +54,7 @@ def app() -> Iterator[Any]:
         yield app
 
 
-def message_of(app: Any, task: Any = "remind", args: Any = (), **options: Any) -> str:
+def stored_of(app: Any, task: Any = "remind", args: Any = (), **options: Any) -> str:
     return stored(captured(app, MADE._replace(options=options), task, args, {})[0])
 
 
@@ -87,12 +86,12 @@ def test_what_cannot_be_written_or_goes_to_no_known_queue_is_refused(app: Any) -
     with pytest.raises(InvalidSchedule, match="arguments that can be written"):
         captured(app, MADE, "remind", [object()], {})
     with pytest.raises(InvalidSchedule, match="one known queue"):
-        message_of(app, exchange=Exchange("news", type="topic"), routing_key="a.b")
+        stored_of(app, exchange=Exchange("news", type="topic"), routing_key="a.b")
 
 
 def test_messages_of_an_occurrence_are_those_of_one_task_and_differ_in_their_name(app: Any) -> None:
     occurrence = MADE._replace(order=7, revision="0a")
-    sent = [messages.of(occurrence, message_of(app, "tracked")) for _ in range(2)]
+    sent = [message_of(occurrence, stored_of(app, "tracked")) for _ in range(2)]
     headers = [each.message.headers for each in sent]
     for each, says in zip(sent, headers, strict=True):
         assert (each.task_id, says.others["id"], says.due_ms) == (
@@ -104,7 +103,7 @@ def test_messages_of_an_occurrence_are_those_of_one_task_and_differ_in_their_nam
     assert [each and each._replace(message="") for each in said] == [occurrence] * 2
     assert len({each and each.message for each in said}) == 2
     # What is not tracked is not listed.
-    assert {*messages.of(occurrence, message_of(app)).message.headers.registry} == {SCHEDULE}
+    assert {*message_of(occurrence, stored_of(app)).message.headers.registry} == {SCHEDULE}
 
 
 def test_the_same_put_again_has_the_same_revision_and_any_other_has_another(app: Any) -> None:
@@ -135,7 +134,7 @@ def test_the_same_put_again_has_the_same_revision_and_any_other_has_another(app:
 
 
 PROGRAM = """
-from celery_rabbitdelay.schedules.messages import canonical
+from celery_rabbitdelay.schedules.record import canonical
 
 class Sent:
     def __init__(self, tags):
