@@ -26,17 +26,26 @@ import amqp
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import DUE, DelayHeaders, Failures, is_expiration, shortened
+from celery_rabbitdelay.levels.headers import (
+    DUE,
+    DelayHeaders,
+    Failures,
+    is_expiration,
+    parse,
+    shortened,
+)
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules.limits import check_delay
+from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.message import (
     MAX_SHORTSTR_BYTES,
     PERSISTENT,
     Address,
     Content,
     WaitingMessage,
+    headers_of,
 )
 from celery_rabbitdelay.publishing.message import encoded as encoded_properties
 from celery_rabbitdelay.publishing.signature import SigningKeys
@@ -131,6 +140,26 @@ def with_destination(outgoing: Outgoing, **changes: Any) -> WaitingMessage:
         **changes,
     )
     return WaitingMessage(body, {**properties, "expiration": None}, told)
+
+
+def delayed_task(message: amqp.Message, destination: Destination, due_ms: int) -> WaitingMessage:
+    """Return a task that was received, as its sender would have delayed it.
+
+    Args:
+        message: Its message, restored if it was delayed before.
+        destination: The exchange and the routing key that its consumer sees.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+    """
+    headers, _ = parse(headers_of(message))
+    others = {**headers.others, **({"eta": None} if "eta" in headers.others else {})}
+    said = DelayHeaders(
+        due_ms,
+        destination.exchange,
+        destination.routing_key,
+        registry=headers.registry,
+        others=others,
+    )
+    return WaitingMessage.of(message, said).having(expiration=None)
 
 
 def for_distribution(

@@ -31,14 +31,18 @@ from celery_rabbitdelay.app.celery_internals import eta_of
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
-from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, parse, shortened
+from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, shortened
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import Outgoing, for_distribution, into_levels
+from celery_rabbitdelay.modules.forwarding import (
+    Outgoing,
+    delayed_task,
+    for_distribution,
+    into_levels,
+)
 from celery_rabbitdelay.modules.probe import PROBE_TYPE
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.mover import Place, Stay
 from celery_rabbitdelay.publishing import declaration
-from celery_rabbitdelay.publishing import message as messages
 from celery_rabbitdelay.publishing.destination import Destination, topic_matches
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import WaitingMessage, headers_of
@@ -316,21 +320,9 @@ class TaskMessages:
         """
         if self.keeps_own(str(headers_of(message).get("task"))):
             raise Stay(KEEPS_OWN)
-        headers = headers_of(message)
-        if "eta" in headers:
-            headers["eta"] = None
-        said, _ = parse(headers)
-        self.producer.says = {"registry": said.registry}
+        task = delayed_task(message, destination, due.at_ms)
         try:
-            delayed = self.producer.delayed_message(
-                messages.body_of(message),
-                destination,
-                due,
-                headers=headers,
-                content_type=message.properties.get("content_type", "application/data"),
-                content_encoding=message.properties.get("content_encoding", "binary"),
-                **messages.kept_properties(message.properties),
-            )
+            delayed = self.producer.routed(task, destination.queue, due)
         except (exceptions.NeedsDistribution, exceptions.DelayTooLong) as error:
             raise Stay(str(error)) from error
         if delayed.queue is not None:

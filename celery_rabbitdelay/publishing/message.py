@@ -33,17 +33,6 @@ MAX_SHORTSTR_BYTES: Final = 255
 #: (https://www.rabbitmq.com/docs/validated-user-id), and ``cluster_id`` is deprecated.
 DROPPED_PROPERTIES: Final = ("user_id", "cluster_id", "application_headers")
 
-#: The properties of a task's message that are kept when a producer publishes it again.
-KEPT_PROPERTIES: Final = (
-    "priority",
-    "correlation_id",
-    "reply_to",
-    "message_id",
-    "timestamp",
-    "type",
-    "app_id",
-)
-
 #: The properties of a message, in AMQP's order.
 MESSAGE_PROPERTIES: Final = tuple(name for name, _ in amqp.Message.PROPERTIES)
 
@@ -125,18 +114,6 @@ def body_of(message: amqp.Message) -> bytes:
 def headers_of(message: amqp.Message) -> dict[str, Any]:
     """Return a message's headers; empty if it has none."""
     return dict(message.properties.get("application_headers") or {})
-
-
-def kept_properties(properties: Mapping[str, object]) -> dict[str, object]:
-    """Return the properties with which a producer publishes a task's message again.
-
-    ``priority`` is always among them: a task without a priority would get 0 otherwise.
-
-    Args:
-        properties: Those of the message that was received.
-    """
-    kept = {name: properties[name] for name in KEPT_PROPERTIES if properties.get(name) is not None}
-    return {"priority": None, **kept}
 
 
 class Content(NamedTuple):

@@ -296,10 +296,11 @@ class Arrivals(BatchThread[_Came]):
         if destination is None:
             raise LookupError("its queue is unknown")
         says = says_of(following, TRACKED in waited.registry)
-        again = waiting_task(former, destination, self._delays.settings.max_message_bytes)
+        most = self._delays.settings.max_message_bytes
+        again = waiting_task(former, destination, following.due_ms, most)
         others = {**with_id(again.headers.others, following.task_id), "expires": None}
         again = again.having(correlation_id=following.task_id)
-        again = again.saying(due_ms=following.due_ms, registry=says, others=others)
+        again = again.saying(registry=says, others=others)
         due = Due.at(instant_of(following.due_ms - self._skew_ms))
         return producer.routed(again, destination.queue, due)
 

@@ -77,33 +77,25 @@ class Early:
     is_held: bool = False
 
 
-def waiting_task(message: Message, destination: Destination, most: int) -> WaitingMessage:
+def waiting_task(
+    message: Message, destination: Destination, due_ms: int, most: int
+) -> WaitingMessage:
     """Return a task that was received and restored, to be published again.
 
     Args:
         message: Its message.
         destination: The exchange and the routing key that its consumer sees.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
         most: The bytes of a compressed body that a worker decompresses.
 
     Raises:
         MessageTooLarge: Its body is compressed, and has more.
     """
-    headers, _ = header_names.parse(message.headers)
-    others = dict(headers.others)
     size = len(message.body or "")
-    if others.get("compression") and size > most:
+    if message.headers.get("compression") and size > most:
         raise exceptions.MessageTooLarge(size, most)
-    if "eta" in others:
-        others["eta"] = None
-    said = DelayHeaders(
-        headers.due_ms,
-        destination.exchange,
-        destination.routing_key,
-        registry=headers.registry,
-        others=others,
-    )
     received = celery_internals.as_received(message)
-    return WaitingMessage.of(received, said).having(expiration=None)
+    return forwarding.delayed_task(received, destination, due_ms)
 
 
 def warn_undeliverable(message: Message, why: str) -> None:
@@ -352,7 +344,7 @@ class EarlyTasks(BatchThread[Early]):
         waited, until, queue = early.waited, early.until, early.destination.queue
         assert queue is not None
         most = self._delays.settings.max_message_bytes
-        message = waiting_task(early.message, early.destination, most).saying(due_ms=early.due_ms)
+        message = waiting_task(early.message, early.destination, early.due_ms, most)
         registry = dict(message.headers.registry)
         if header_names.ONCE in registry:
             mark = header_names.Mark.of(registry[header_names.ONCE])
