@@ -16,9 +16,8 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.registry import instruments
-from celery_rabbitdelay.registry.application import registry_of
-from celery_rabbitdelay.registry.connection import Breaker
+from celery_rabbitdelay.registry import application
+from celery_rabbitdelay.registry.application import Breaker, registry_of
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
 from celery_rabbitdelay.registry.plain_arrivals import PlainArrivals
@@ -61,14 +60,14 @@ DISCARDED: Final = {
 
 #: What counts tasks that do not run, or not now.
 COUNTED: Final = {
-    Verdict.CANCELLED: instruments.CANCELLED,
-    Verdict.SUPERSEDED: instruments.SUPERSEDED,
-    Verdict.EXPIRED: instruments.EXPIRED,
-    Verdict.REPLACED: instruments.DUPLICATES,
-    Verdict.DUPLICATE: instruments.DUPLICATES,
-    Verdict.LATER: instruments.RETURNED,
-    Verdict.UNREADABLE: instruments.RETURNED,
-    Verdict.FORGOTTEN: instruments.EXPIRED,
+    Verdict.CANCELLED: application.CANCELLED,
+    Verdict.SUPERSEDED: application.SUPERSEDED,
+    Verdict.EXPIRED: application.EXPIRED,
+    Verdict.REPLACED: application.DUPLICATES,
+    Verdict.DUPLICATE: application.DUPLICATES,
+    Verdict.LATER: application.RETURNED,
+    Verdict.UNREADABLE: application.RETURNED,
+    Verdict.FORGOTTEN: application.EXPIRED,
 }
 
 
@@ -138,7 +137,7 @@ class Decisions(BatchThread[_Due]):
         self._registry = registry_of(delays)
         self._runs_without = delays.settings_of(RegistrySettings).registry_down == "run"
         self._breaker = Breaker()
-        delays.recorder.gauges[instruments.BREAKER_OPEN] = lambda: self._breaker.is_open
+        delays.recorder.gauges[application.BREAKER_OPEN] = lambda: self._breaker.is_open
         self._down_since: float | None = None
         self._failures = WarningLimit(logger, "Questions to the registry without an answer")
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")

@@ -30,8 +30,8 @@ from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
+from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.registry.settings import RegistrySettings
-from celery_rabbitdelay.registry.stored_message import stored
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import (

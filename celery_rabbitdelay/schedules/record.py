@@ -28,9 +28,9 @@ from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.options import is_tracked as is_tracked_by_default
+from celery_rabbitdelay.registry.record import restored, stored
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registration, Registry
-from celery_rabbitdelay.registry.stored_message import restored, stored
+from celery_rabbitdelay.registry.settings import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
 
@@ -550,9 +550,9 @@ class Records:
         gone = [field for field, value in fields.items() if value == ""]
         kept = {field: value for field, value in fields.items() if value != ""}
         if kept:
-            self._store.write((record, lambda client: client.hset(record, mapping=kept)))
+            self._store.write(record, lambda client: client.hset(record, mapping=kept))
         if gone:
-            self._store.write((record, lambda client: client.hdel(record, *gone)))
+            self._store.write(record, lambda client: client.hdel(record, *gone))
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""
