@@ -13,7 +13,8 @@ from celery_rabbitdelay.app.instruments import Instrument, counter, gauge
 from celery_rabbitdelay.exceptions import RegistryRequired, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.registry.connection import connect
-from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.registry.decision import Registration
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.registry.settings import RegistrySettings
 
 RETURNED: Final = counter(

@@ -12,7 +12,14 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.registry.connection import ScriptCall, Store
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
+from celery_rabbitdelay.registry.decision import (
+    Arrival,
+    Decision,
+    Outcome,
+    Registration,
+    Ticket,
+    Verdict,
+)
 from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names, shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
@@ -46,32 +53,6 @@ _PAUSED: Final = "paused"
 _VERDICTS: Final = frozenset(each.value for each in Verdict)
 
 logger = logging.getLogger(__name__)
-
-
-class Registration(NamedTuple):
-    """A message that was sent, to be registered.
-
-    Attributes:
-        task_id: The task's id.
-        copy: The message's name; see :data:`~celery_rabbitdelay.registry.decision.COPY`.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
-        attempt: Which attempt it is; see :func:`.attempt_of`.
-        ticket: What was asked before it was sent.
-        key: The key that it was sent with; empty if it has none.
-        name: The task's name, if the task is tracked; otherwise empty.
-        job: The job that it was sent with, likewise.
-        message: What it takes to send the task anew, likewise.
-    """
-
-    task_id: str
-    copy: str
-    due_ms: int
-    attempt: str = "0.0"
-    ticket: Ticket = Ticket()
-    key: str = ""
-    name: str = ""
-    job: str = ""
-    message: str = ""
 
 
 class Earlier(NamedTuple):

@@ -36,11 +36,11 @@ from celery_rabbitdelay.registry.application import (
     register_sent,
     registry_of,
 )
-from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
+from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import OpenJobs, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.record import KnownTask, known_task, restored
-from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry, unless_unreadable
+from celery_rabbitdelay.registry.registry import Earlier, Registry, unless_unreadable
 
 logger = logging.getLogger(__name__)
 

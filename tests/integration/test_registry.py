@@ -12,15 +12,9 @@ import pytest
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import Mark
-from celery_rabbitdelay.registry.decision import Arrival, Outcome, Ticket, Verdict
+from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import (
-    NOTE_MS,
-    TASKS_PER_CALL,
-    Earlier,
-    Registration,
-    Registry,
-)
+from celery_rabbitdelay.registry.registry import NOTE_MS, TASKS_PER_CALL, Earlier, Registry
 from tests.integration.registering import (
     KEEP_MS,
     MINUTE_MS,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.registry.decision import Verdict
+from celery_rabbitdelay.registry.decision import Registration, Verdict
 from celery_rabbitdelay.registry.index import Filter, Index, Pending, shard_of
-from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import wait_for
 from tests.integration.registering import (
     KEEP_MS,
