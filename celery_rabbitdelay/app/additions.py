@@ -55,7 +55,7 @@ BUILT_IN: Final = (
         "registry",
         hooks=f"{_REGISTRY}.addition:RegistryAddition",
         switch="registry_url",
-        group=f"{_REGISTRY}.settings:RegistrySettings",
+        group=f"{_REGISTRY}.application:RegistrySettings",
         settings=(
             "registry_url",
             "registry_options",

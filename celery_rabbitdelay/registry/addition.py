@@ -30,7 +30,14 @@ from celery_rabbitdelay.levels.headers import (
 )
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.registry.application import Breaker, register_sent, registry_of
+from celery_rabbitdelay.registry.application import (
+    Breaker,
+    RegistryOptions,
+    RegistrySettings,
+    check_options,
+    register_sent,
+    registry_of,
+)
 from celery_rabbitdelay.registry.decision import (
     Arrival,
     Registration,
@@ -43,7 +50,6 @@ from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.record import holder_of, stored
 from celery_rabbitdelay.registry.rows import RowRegistration
-from celery_rabbitdelay.registry.settings import RegistryOptions, RegistrySettings, check_options
 from celery_rabbitdelay.registry.waiting import Waiting
 
 logger = logging.getLogger(__name__)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from json import JSONEncoder, loads
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
@@ -51,6 +52,9 @@ TAKES_URL: Final = (
 SETTING: Final = "rabbitdelay_registry_url"
 OPTIONS: Final = "rabbitdelay_registry_options"
 
+#: How many keys a script is about: Redis serves nobody else meanwhile.
+KEYS_PER_CALL: Final = 100
+
 #: Seconds for connecting, and for each answer, by default.
 TIMEOUT: Final = 0.5
 
@@ -82,7 +86,7 @@ class ScriptCall(NamedTuple):
 
     Attributes:
         script: Its name, that of a file in ``lua``; that of another room has the room before it.
-        keys: The keys that it changes, all on one server.
+        keys: The keys that it changes: all on one server, unless :meth:`Store.of_each` runs it.
         arguments: Further arguments, for each key.
         keep_ms: For how many milliseconds what it notes is kept.
         shared: Further arguments, for all keys.
@@ -100,6 +104,11 @@ class ScriptCall(NamedTuple):
         own_us = wall_clock.own_us()
         keep = self.keep_ms if own_us is None else f"{self.keep_ms} {own_us}"
         return (keep, _json(self.arguments), *self.shared)
+
+    def about(self, numbers: Sequence[int]) -> Self:
+        """Return the call about the keys at these positions."""
+        keys, arguments = [self.keys[n] for n in numbers], [self.arguments[n] for n in numbers]
+        return self._replace(keys=keys, arguments=arguments)
 
     @property
     def by_text(self) -> Sequence[str | int]:
@@ -154,6 +163,35 @@ class Store:
                 lambda pipe: [pipe.execute_command(*each.by_text) for each in calls]
             )
         return [loads(answer) for answer in answers]
+
+    def of_each(self, *calls: ScriptCall, is_durable: bool = False) -> list[list[Any]]:
+        """Run scripts about many keys; return for each of them what it says of each of its keys.
+
+        Args:
+            *calls: What is to be run, each with any number of keys on any servers.
+            is_durable: Whether to wait for the copies; see :meth:`call_durably`.
+
+        Raises:
+            RegistryUnavailable: As there.
+        """
+        parts = [
+            (number, group) for number, each in enumerate(calls) for group in self._parts(each)
+        ]
+        run = self.call_durably if is_durable else self.call_each
+        answers = run([calls[number].about(group) for number, group in parts])
+        said: list[dict[int, Any]] = [{} for _ in calls]
+        for (number, group), answer in zip(parts, answers, strict=True):
+            said[number].update(zip(group, answer, strict=True))
+        return [[each[key] for key in range(len(each))] for each in said]
+
+    def _parts(self, call: ScriptCall) -> Iterator[Sequence[int]]:
+        """Yield the positions of the keys that one call may have."""
+        tags: dict[str, list[int]] = defaultdict(list)
+        for number, key in enumerate(call.keys):
+            tags[key.partition("}")[0] if self.is_cluster else ""].append(number)
+        for group in tags.values():
+            for start in range(0, len(group), KEYS_PER_CALL):
+                yield group[start : start + KEYS_PER_CALL]
 
     def _by_hash(self, call: ScriptCall, client: Client) -> str:
         """Run a script by its hash; redis-py sends its text if the server does not know it."""
@@ -272,26 +310,6 @@ class Store:
             with suppress(RegistryUnavailable):  # it ends by itself
                 self.lease(name, token, 0)
 
-    def asker(self) -> Asker | None:
-        """Connect, for the caller alone, to ask whether keys are there.
-
-        None if the connection is encrypted, or the server may become another one: a cluster's, or
-        one behind Sentinel.
-        """
-        if self.scheme not in ("redis", "unix", "redis+socket"):
-            return None
-
-        def connect(client: Client) -> Any:
-            connection = client.connection_pool.make_connection()
-            try:
-                connection.connect()
-            except BaseException:
-                connection.disconnect()
-                raise
-            return connection
-
-        return Asker(self._try(connect), self)
-
     def close(self) -> None:
         """Close all connections that are not in use."""
         while self._free:
@@ -341,35 +359,23 @@ class Store:
             each.connection_pool.disconnect()
 
 
-class Asker:
-    """Asks whether keys are there, on a connection of its own: for an event loop.
+#: What a script answers about a key that it cannot read begins with this.
+UNREADABLE: Final = "!"
+
+
+def readable(what: str, answer: Any) -> Any:
+    """Return what a script says of a key.
 
     Args:
-        connection: A connection of redis-py, which is open.
-        store: Where the keys are kept.
+        what: What the key is about, for the error.
+        answer: What the script says.
+
+    Raises:
+        RegistryUnavailable: The script cannot read it.
     """
-
-    def __init__(self, connection: Any, store: Store) -> None:
-        self._connection = connection
-        self._store = store
-        self._began = 0.0
-        self.file_descriptor: int = connection._sock.fileno()
-
-    def ask(self, keys: Sequence[str]) -> None:
-        """Ask whether at least one of the keys is there."""
-        self._began = time.monotonic()
-        self._connection.send_command("EXISTS", *keys)
-
-    def answer(self) -> bool:
-        """Read the answer; called once the file descriptor can be read."""
-        is_there = bool(self._connection.read_response())
-        if self._store.on_call is not None:
-            self._store.on_call(time.monotonic() - self._began, True)
-        return is_there
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.disconnect()
+    if isinstance(answer, str) and answer.startswith(UNREADABLE):
+        raise RegistryUnavailable(f"{what} cannot be read: {answer}")
+    return answer
 
 
 def is_redis_url(url: object) -> bool:
@@ -498,13 +504,10 @@ def _unavailable(error: Exception) -> RegistryUnavailable:
     """Return what is raised for an error of redis-py, without the password.
 
     redis-py's own texts name host and port alone. But a server that does not know ``HELLO``, such
-    as Redis before 6.0, repeats its arguments, and the password is one of them.
+    as Redis before 6.0, repeats its arguments, and the password is one of them: also in the errors
+    that have led to this one, so it has no cause.
     """
-    told, is_quoting, _ = f"{type(error).__name__}: {error}".partition(ARGUMENTS)
-    unavailable = RegistryUnavailable(told)
-    if not is_quoting and not any(ARGUMENTS in str(each) for each in _chain(error)):
-        unavailable.__cause__ = error
-    return unavailable
+    return RegistryUnavailable(f"{type(error).__name__}: {error}".partition(ARGUMENTS)[0])
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -513,13 +516,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and what has led to it."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 @cache

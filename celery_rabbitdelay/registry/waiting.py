@@ -36,11 +36,12 @@ from celery_rabbitdelay.registry.application import (
     register_sent,
     registry_of,
 )
+from celery_rabbitdelay.registry.connection import readable
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import OpenJobs, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.record import KnownTask, known_task, restored
-from celery_rabbitdelay.registry.registry import Earlier, Registry, unless_unreadable
+from celery_rabbitdelay.registry.registry import Earlier, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +224,7 @@ class Waiting:
                 )
                 yield len(done)
                 for task_id, outcome in found:
-                    unless_unreadable(task_id, outcome)
+                    readable(f"the record of task {task_id}", outcome)
                 has_found = has_found or bool(done)
                 if left is not None:
                     left -= len(done)
