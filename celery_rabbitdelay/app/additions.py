@@ -81,7 +81,7 @@ BUILT_IN: Final = (
     Entry(
         "schedules",
         hooks=f"{_PACKAGE}.schedules.addition:SchedulesAddition",
-        switch="beat",
+        switch="registry_url",
         group=f"{_PACKAGE}.schedules.addition:ScheduleSettings",
         settings=("beat",),
         methods={f"{_PACKAGE}.schedules.addition:HasSchedules": ("schedules",)},

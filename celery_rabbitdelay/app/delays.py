@@ -131,7 +131,16 @@ class Delays:
         Args:
             setting: Its name without ``rabbitdelay_``.
         """
-        return any(getattr(each, setting, None) for each in self.groups.values())
+        return bool(self.setting(setting))
+
+    def setting(self, name: str) -> Any:
+        """Return the value of a setting, also one of an addition; None if it is not configured.
+
+        Args:
+            name: Its name without ``rabbitdelay_``.
+        """
+        groups = (each for each in self.groups.values() if hasattr(each, name))
+        return getattr(next(groups, None), name, None)
 
     def part(self, make: Callable[[Delays], PartT]) -> PartT:
         """Return what is kept for this application, in this process; made when it is first needed.

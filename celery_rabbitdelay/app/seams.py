@@ -186,6 +186,23 @@ class Addition:
         """Return why a worker cannot do its work; empty if it can."""
         return ""
 
+    def status(self) -> Mapping[str, Any]:
+        """Return what ``celery rabbitdelay status`` shows beside what waits.
+
+        Returns:
+            Of these: ``next_due``, a :class:`datetime.datetime`; ``paused``, mappings of ``task``,
+            ``queue`` and ``since``; and ``error``, why this is not known.
+        """
+        return {}
+
+    def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
+        """Yield what ``celery rabbitdelay verify`` tells.
+
+        Each is the code of a finding (:mod:`celery_rabbitdelay.operations.findings`), what it is
+        about, and the values that its text names.
+        """
+        yield from ()
+
     def beat_starts(self, service: Any) -> None:
         """Do something to the service of ``celery beat`` before it runs."""
 

@@ -231,8 +231,7 @@ def delays() -> RabbitDelay:
     with usage_errors(OSError, TypeError, ValueError, of=f"the broker_use_ssl of {app()!r}: "):
         check_tls(connection)
     with usage_errors(exceptions.InvalidSetting):
-        if found.has_registry:  # the settings are read, and so checked
-            found.registry  # noqa: B018 - made, and so its own are checked
+        found.settings  # noqa: B018 - read, and so checked
     return found
 
 
@@ -381,19 +380,6 @@ duration_type: Final = ParameterType("duration", delay.parse_duration)
 
 #: A duration above 0, in seconds.
 seconds_type: Final = ParameterType("duration", _seconds)
-
-
-@contextmanager
-def with_registry() -> Iterator[RabbitDelay]:
-    """Yield the delays of the application, which have a registry.
-
-    Raises:
-        click.UsageError: They have none, or a setting is wrong.
-    """
-    found = delays()
-    with usage_errors(exceptions.RegistryRequired):
-        found.registry  # noqa: B018 - raises if there is none
-    yield found
 
 
 def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:

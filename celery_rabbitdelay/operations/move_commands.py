@@ -13,13 +13,13 @@ from celery.platforms import EX_UNAVAILABLE
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.operations import conversion
 from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
-from celery_rabbitdelay.operations.status import registry_prefix
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -109,7 +109,7 @@ def _migrate(
     source, target = Place(there, topology), _target()
     settings = shared.delays().settings
     if not ignore_registry:
-        _check_registry(registry_prefix(shared.delays()), topology.prefix)
+        _check_registry(shared.delays(), topology.prefix)
     app = cast(Celery, shared.app())  # it has delays
     app.loader.import_default_modules()
     named = configured_destinations(app)
@@ -136,8 +136,9 @@ def _target() -> Place:
     return Place(shared.app().connection_for_write(), delays.topology, may_declare)
 
 
-def _check_registry(known: str | None, prefix: str) -> None:
-    if known not in (None, prefix):
+def _check_registry(delays: Delays, prefix: str) -> None:
+    known = delays.setting("registry_prefix") or delays.settings.prefix
+    if delays.uses("registry_url") and known != prefix:
         raise click.UsageError(
             f"the registry of this application has the prefix {known!r}, and knows nothing of the "
             f"tasks that were sent under {prefix!r}: those that are cancelled would run. Set "

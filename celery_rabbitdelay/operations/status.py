@@ -8,26 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from itertools import starmap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 from kombu import Connection
 
 from celery_rabbitdelay.app.control import ARRIVALS, status_of_workers
-from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
-from celery_rabbitdelay.operations.findings import FoundRow, blocked, lines_of
+from celery_rabbitdelay.operations.findings import blocked, lines_of
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 from celery_rabbitdelay.publishing.management import Json
-
-if TYPE_CHECKING:
-    from celery_rabbitdelay.registry.pauses import Paused
 
 
 class Status(NamedTuple):
@@ -40,10 +35,9 @@ class Status(NamedTuple):
         due_within_ms: Some message comes due within this many milliseconds, as the depths of the
             queues show; None if nothing waits. It may be much earlier: a queue does not show how
             long its first message has waited.
-        next_due: The due time of the next task that the registry tracks; None if there is none, or
-            no registry.
+        next_due: The due time of the next task that is tracked; None if there is none.
         paused: The due tasks that wait until they are resumed.
-        registry_error: Why the registry could not be asked; None if it could, or there is none.
+        registry_error: Why it is not known what is tracked and paused; None if it is.
         is_blocked: Whether the broker blocks publishers; then the workers are not asked.
     """
 
@@ -53,7 +47,7 @@ class Status(NamedTuple):
     due_within_ms: int | None = None
     next_due: datetime | None = None
     registry_error: str | None = None
-    paused: Sequence[Paused] = ()
+    paused: Sequence[Mapping[str, Any]] = ()
     is_blocked: bool = False
 
 
@@ -75,60 +69,19 @@ def status_of(delays: RabbitDelay, connection: Connection, timeout: float = 1.0)
     is_blocked, workers = delays.is_blocked(), {}
     if timeout and not is_blocked:  # they are asked by messages
         workers = status_of_workers(delays.app, connection, timeout)
-    next_due, registry_error, paused = None, None, []
-    if delays.has_registry:
-        try:
-            # An overdue task in the list has lost its message, or is about to arrive.
-            first = next(delays.pending(due_after=wall_clock.now()), None)
-            next_due, paused = first and first.due, delays.paused()
-        except (RegistryUnavailable, OSError) as error:
-            registry_error = str(error)
+    told: dict[str, Any] = {}
+    for each in additions_of(delays) if delays.available else ():
+        told.update(each.status())
     return Status(
         taken_at,
         backlog,
         workers,
         due_within(topology, backlog),
-        next_due,
-        registry_error,
-        paused,
+        told.get("next_due"),
+        told.get("error"),
+        told.get("paused", ()),
         is_blocked,
     )
-
-
-def registry_prefix(delays: Delays) -> str | None:
-    """Return the prefix of the application's registry; None if it has none."""
-    if not delays.uses("registry_url"):
-        return None
-    from celery_rabbitdelay.registry.application import how_kept
-
-    prefix, *_ = how_kept(delays)
-    return prefix
-
-
-def check_schedules(delays: RabbitDelay, now_ms: int) -> Iterator[FoundRow]:
-    """Find schedules whose next occurrence does not come, or could not be sent again."""
-    if not delays.has_registry:
-        return
-    try:
-        from celery_rabbitdelay.schedules import record
-    except ModuleNotFoundError:  # the addition is not installed
-        return
-    schedules = record.Records(delays.registry)
-    try:
-        names = schedules.all()
-        late = schedules.overdue(now_ms - record.HEAL_AFTER_MS - record.HEALING_MS)
-        found = schedules.get(names)
-    except (RegistryUnavailable, OSError) as error:
-        yield "registry-unavailable", "Redis", {"error": error}
-        return
-    for name, noted in zip(names, found, strict=True):
-        if noted is None or noted.ahead_ms is None:
-            continue  # a put that has not got further, or an end that has
-        subject = f"schedule {name}"
-        if name in late:
-            yield "schedule-overdue", subject, {}
-        if not noted.message:
-            yield "schedule-lost", subject, {}
 
 
 def due_within(topology: Topology, backlog: Backlog) -> int | None:
@@ -223,7 +176,7 @@ def _as_json(found: Status) -> dict[str, object]:
             "within_ms": found.due_within_ms,
             "registry_error": found.registry_error,
         },
-        "paused": [each._asdict() for each in found.paused],
+        "paused": found.paused,
         "publishers_blocked": found.is_blocked,
         "workers": found.workers,
     }
@@ -248,7 +201,7 @@ def status_lines(topology: Topology, status: Status, with_digits: bool = False) 
         yield f"  {len(backlog.missing)} queues are missing: {shared.first_of(backlog.missing)}"
     if status.registry_error is not None:
         yield f"next due: the registry cannot be asked: {status.registry_error}"
-    yield from starmap(shared.paused_line, status.paused)
+    yield from (shared.paused_line(**each) for each in status.paused)
     if status.next_due is not None:
         left_ms = max(round((status.next_due - wall_clock.now()).total_seconds()), 0) * 1000
         local = shared.local(status.next_due)

@@ -20,9 +20,9 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
+from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.findings import (
     FoundRow,
@@ -33,7 +33,6 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
 from celery_rabbitdelay.operations.permissions import check_permissions
-from celery_rabbitdelay.operations.status import check_schedules
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.management import Json, ManagementAPI, management_api
@@ -62,7 +61,8 @@ def verify_application(
         OSError: The broker cannot be reached, or does not answer.
     """
     api = management_api(connection, management)
-    rows, is_blocked = list(check_schedules(delays, wall_clock.ms())), delays.is_blocked()
+    rows: list[FoundRow] = [row for each in additions_of(delays) for row in each.problems()]
+    is_blocked = delays.is_blocked()
     if not is_blocked:  # the workers are asked by messages
         workers: Mapping[str, Json] = {}
         # The user may lack the rights for remote control, or a queue for the answers be too many.

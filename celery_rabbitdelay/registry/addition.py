@@ -33,6 +33,7 @@ from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.connection import Breaker
 from celery_rabbitdelay.registry.decision import Arrival, Ticket, Verdict, attempt_of, new_copy
+from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.options import RegistryOptions, check_options
 from celery_rabbitdelay.registry.record import holder_of
@@ -137,6 +138,17 @@ class RegistryAddition(Addition):
     def is_waiting(self, task_id: str) -> bool:
         """Return whether a task is tracked and waits."""
         return self.delays.part(Waiting).is_waiting(task_id)
+
+    def status(self) -> Mapping[str, Any]:
+        """Return when the next tracked task is due, and what is paused."""
+        registry = registry_of(self.delays)
+        try:
+            # An overdue task in the list has lost its message, or is about to arrive.
+            first = next(registry.index.pending(Filter(due_after_ms=wall_clock.ms())), None)
+            paused = [each._asdict() for each in registry.pauses.all()]
+        except (RegistryUnavailable, OSError) as error:
+            return {"error": str(error)}
+        return {"next_due": first and first.due, "paused": paused}
 
     def why_not_ready(self) -> str:
         """Return why Redis cannot be asked; empty if it can."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 import click
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
@@ -48,6 +50,19 @@ _due_after: Final = click.option(
 )
 
 
+@contextmanager
+def with_registry() -> Iterator[RabbitDelay]:
+    """Yield the delays of the application, which have a registry.
+
+    Raises:
+        click.UsageError: They have none, or a setting is wrong.
+    """
+    found = shared.delays()
+    with shared.usage_errors(exceptions.RegistryRequired):
+        found.registry  # noqa: B018 - raises if there is none
+    yield found
+
+
 @shared.command()
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
@@ -62,7 +77,7 @@ _due_after: Final = click.option(
 )
 def pending(limit: int, **filters: Any) -> None:
     """List the tracked tasks that wait, the next one first."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         count = delays.count(**filters)
         shown = list(islice(delays.pending(**filters), limit))
         since = delays.pending_since()
@@ -88,7 +103,7 @@ def show(task: str | None, key: str | None) -> None:
     """Show what is known of one task, by its id or by its key."""
     if (task is None) == (key is None):
         raise click.UsageError("give the id of a task, or --key")
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         found = delays.show(task, key=key)
     if found is None:
         shared.answer({"task": None}, [f"{task or key}: unknown"])
@@ -130,7 +145,7 @@ def _facts(found: KnownTask) -> Iterator[str]:
 )
 def forecast(step: float, **filters: Any) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         steps = list(delays.forecast(step, **filters))
     told = [{"start": at, "tasks": count} for at, count in steps]
     total = sum(count for _, count in steps)
@@ -172,23 +187,25 @@ _meant: Final = shared.options(
 
 
 def _decide(
-    tasks: Sequence[str], key: str | None, decide: Callable[..., Outcome], hint: str = HINT
+    tasks: Sequence[str], key: str | None, method: str, hint: str = HINT, **options: Any
 ) -> None:
     """Decide about tasks, by their ids or by their key, and print the outcomes.
 
     Args:
         tasks: The ids.
         key: The key, instead of ids.
-        decide: A method of the application's delays.
+        method: The method of the application's delays that decides.
         hint: What follows the outcome of an unknown id.
+        **options: The arguments of the method.
     """
     if bool(tasks) == (key is not None):
         raise click.UsageError("give the ids of tasks, or --key")
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
+        decide: Callable[..., Outcome] = partial(getattr(delays, method), **options)
         if key is not None:
-            outcomes = {key: decide(delays, key=key)}
+            outcomes = {key: decide(key=key)}
         else:
-            outcomes = {task: decide(delays, task) for task in tasks}
+            outcomes = {task: decide(task) for task in tasks}
     hints = {Outcome.UNKNOWN: hint if key is None else ""}
     shared.answer(
         {"outcomes": {name: each.value for name, each in outcomes.items()}},
@@ -217,13 +234,13 @@ def cancel(
     if not any(filters.values()):
         if dry_run:
             raise click.UsageError("--dry-run takes --task, --job, --due-before or --due-after")
-        _decide(tasks, key, partial(RabbitDelay.cancel, also_future=also_future))
+        _decide(tasks, key, "cancel", also_future=also_future)
         return
     if tasks or key is not None or also_future:
         raise click.UsageError("a filter takes neither ids nor --key or --also-future")
     if shared.as_json() and not (yes or dry_run):
         raise click.UsageError("--json does not ask: give --yes or --dry-run")
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         sent_before = instant_of(delays.registry.after_all_sent_ms())
         count = delays.count(**filters)
         if count and not (yes or dry_run):
@@ -241,8 +258,7 @@ def cancel(
 @_meant
 def run_now(tasks: tuple[str, ...], key: str | None) -> None:
     """Let tracked tasks that wait run now, by their ids or by their key."""
-    postponed = partial(RabbitDelay.postpone, delay=0, also_future=False)
-    _decide(tasks, key, postponed, hint="")
+    _decide(tasks, key, "postpone", hint="", delay=0, also_future=False)
 
 
 @shared.command()
@@ -261,7 +277,7 @@ def postpone(
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
     given: Any = {"delay": delay, "eta": eta, "also_future": also_future}
-    _decide(tasks, key, partial(RabbitDelay.postpone, **given))
+    _decide(tasks, key, "postpone", **given)
 
 
 @shared.command()
@@ -276,7 +292,7 @@ def postpone(
 )
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         change: dict[str, Callable[[str], object]] = {
             "open": partial(delays.open_job, expires=expires),
             "commit": delays.commit_job,
@@ -302,7 +318,7 @@ _names: Final = shared.options(
 def pause(task: str | None, queue: str | None) -> None:
     """Hold back the due tasks of a name, or for a queue."""
     _check(task, queue)
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         paused = Paused(task, queue, delays.pause(task=task, queue=queue))
     shared.answer(paused._asdict(), [shared.paused_line(*paused)])
 
@@ -312,7 +328,7 @@ def pause(task: str | None, queue: str | None) -> None:
 def resume(task: str | None, queue: str | None) -> None:
     """Let the tasks of a name, or for a queue, run again."""
     _check(task, queue)
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         was_paused = delays.resume(task=task, queue=queue)
     told = "resumed" if was_paused else "was not paused"
     answer = {"task": task, "queue": queue, "was_paused": was_paused}

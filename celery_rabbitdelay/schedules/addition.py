@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.seams import Addition
 from celery_rabbitdelay.app.setting_types import PREFIX, Groups, SettingsGroup
-from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.registry.application import registry_of
+from celery_rabbitdelay.schedules import record
 from celery_rabbitdelay.schedules.beat import idle_beat
 from celery_rabbitdelay.schedules.schedules import Schedules
 
@@ -44,8 +48,28 @@ class HasSchedules:
 
 
 class SchedulesAddition(Addition):
-    """Lets ``celery beat`` do nothing where workers take its schedules over."""
+    """Lets ``celery beat`` do nothing where workers take its schedules over; verifies schedules."""
+
+    def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
+        """Yield schedules whose next occurrence does not come, or could not be sent again."""
+        schedules, now_ms = record.Records(registry_of(self.delays)), wall_clock.ms()
+        try:
+            names = schedules.all()
+            late = schedules.overdue(now_ms - record.HEAL_AFTER_MS - record.HEALING_MS)
+            found = schedules.get(names)
+        except (RegistryUnavailable, OSError) as error:
+            yield "registry-unavailable", "Redis", {"error": error}
+            return
+        for name, noted in zip(names, found, strict=True):
+            if noted is None or noted.ahead_ms is None:
+                continue  # a put that has not got further, or an end that has
+            subject = f"schedule {name}"
+            if name in late:
+                yield "schedule-overdue", subject, {}
+            if not noted.message:
+                yield "schedule-lost", subject, {}
 
     def beat_starts(self, service: Any) -> None:
         """Take the entries from a service of beat."""
-        idle_beat(service)
+        if self.delays.uses("beat"):
+            idle_beat(service)

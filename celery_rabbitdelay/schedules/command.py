@@ -12,6 +12,7 @@ from kombu.utils import json as kombu_json
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.registry.commands import with_registry
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.schedules import Schedule, Schedules
 
@@ -29,7 +30,7 @@ def schedules() -> None:
 @schedules.command("list")
 def list_all() -> None:
     """List all schedules, and when they are due next."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         found = delays.schedules.all()
     _list(found, ["there are no schedules"])
 
@@ -39,7 +40,7 @@ def list_all() -> None:
 @click.option("--number", default=5, show_default=True, help="How many instants.")
 def show_next(name: str, number: int) -> None:
     """Show when a schedule is due next."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         instants = delays.schedules.next(name, number)
     _answer({"name": name, "next": instants}, name, [shared.local(each) for each in instants])
 
@@ -48,7 +49,7 @@ def show_next(name: str, number: int) -> None:
 @_name
 def show(name: str) -> None:
     """Show a schedule, and what became of its last occurrence."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         found = delays.schedules.get(name)
     shown = None if found is None else _as_json(found)
     facts = [f"  {fact}: {value}" for fact, value in (shown or {}).items() if fact != "name"]
@@ -69,7 +70,7 @@ def backfill(name: str, since: datetime, until: datetime | None) -> None:
         each if each.tzinfo else each.replace(tzinfo=shared.app().timezone)
         for each in (since, until or wall_clock.now())
     )
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         number = delays.schedules.backfill(name, begin, end)
     shared.answer({"name": name, "sent": number}, [f"{name}: {number} occurrences sent"])
 
@@ -77,7 +78,7 @@ def backfill(name: str, since: datetime, until: datetime | None) -> None:
 @schedules.command("export")
 def export_all() -> None:
     """Print all schedules as JSON, for import."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         found = delays.schedules.all()
     exported = []
     for each in found:
@@ -99,7 +100,7 @@ def import_all(file: TextIO) -> None:
     """
     errors: dict[str, str] = {}
     wrong = LookupError, TypeError, ValueError
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         with shared.usage_errors(*wrong, of="the file cannot be read: "):
             found = {each["name"]: each for each in kombu_json.loads(file.read())["schedules"]}
         for name, each in found.items():
@@ -133,7 +134,7 @@ def resume(name: str) -> None:
 @_name
 def trigger(name: str) -> None:
     """Send the task of a schedule now."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         sent = delays.schedules.trigger(name)
     lines = [] if sent is None else [f"{name}: sent as {sent.id}"]
     _answer({"name": name, "task_id": sent and sent.id}, name, lines)
@@ -150,7 +151,7 @@ def delete(name: str) -> None:
 @click.option("--end", is_flag=True, help="End what was put, because beat runs it again.")
 def put_beat(end: bool) -> None:
     """Put Celery's beat_schedule, also if later code has put another one."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         entries = BeatEntries(delays.schedules)
         if end:
             entries.end()
@@ -162,7 +163,7 @@ def put_beat(end: bool) -> None:
 
 def _change(name: str, change: Callable[[Schedules, str], bool], word: str) -> None:
     """Change a schedule, and say in a word what became of it."""
-    with shared.with_registry() as delays:
+    with with_registry() as delays:
         is_known = change(delays.schedules, name)
     _answer({"name": name, word: is_known}, name, [f"{name}: {word}"] * is_known)
 

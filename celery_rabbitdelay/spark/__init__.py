@@ -5,10 +5,9 @@ read, Spark makes a ``data_source.RabbitDelayDataSource`` in a Python process of
 pickles what that returns for the executors. Read ``options`` (what a user may say), ``columns``
 (the schema, rows of Arrow batches, ids), ``partition`` (one partition goes through ``send_many``),
 ``write`` (a whole write, which is one job of the registry, and ``dispatch``, which sends from a
-driver) and ``read`` (what waits, and what could not be delivered) with ``filters``. Then
-``grouped``, by which Spark's own engine writes the rows, with ``expressions`` (values as text) and
-``grouped_columns`` (cutting the result into envelopes). ``application`` gives each Python process
-its Celery application.
+driver) and ``data_source`` (what Spark finds, and the readers). Then ``grouped``, by which Spark's
+own engine writes the rows, with ``expressions`` (values as text). ``application`` gives each Python
+process its Celery application.
 """
 
 from __future__ import annotations

@@ -1,68 +1,55 @@
-"""The Celery application of a Python process of Spark, and what PySpark 4.0 lacks."""
+"""The Celery application of a Python process of Spark, its tasks, and how Spark shows errors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from difflib import get_close_matches
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, wraps
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
-import kombu
+import celery
+from amqp.exceptions import AMQPError
 from celery.app.utils import find_app
-from pyspark.sql import datasource
+from pyspark import TaskContext
+from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
+from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.registry.options import is_tracked
-from celery_rabbitdelay.spark.options import ApplicationOptions
+from celery_rabbitdelay.spark.columns import TYPES
+from celery_rabbitdelay.spark.options import ApplicationOptions, WriteOptions, suggestion
 
-#: Whether the writer of a stream gets Arrow batches, and not rows (PySpark 4.1).
-STREAMS_BATCHES: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
-
-#: Whether a reader may take filters (PySpark 4.1).
-HAS_FILTERS: Final = hasattr(datasource, "EqualTo")
-
-if TYPE_CHECKING or STREAMS_BATCHES:
-    StreamWriterBase = datasource.DataSourceStreamArrowWriter
-else:
-    StreamWriterBase = datasource.DataSourceStreamWriter
-
-
-SelfT = TypeVar("SelfT")
 ReturnT = TypeVar("ReturnT")
 ParametersT = ParamSpec("ParametersT")
+
+CeleryTask: TypeAlias = "celery.Task[Any, Any]"
 
 #: The name of an application that is made of a URL.
 MADE: Final = "celery_rabbitdelay.spark"
 
-#: The applications of this process, which Spark uses for many partitions.
-_applications: dict[ApplicationOptions, Any] = {}
+#: The most positional arguments that a task is asked about.
+MAX_ARGUMENTS: Final = 100
 
 
-def application_of(options: ApplicationOptions) -> Any:
-    """Return the application, and keep it for the next partition.
+@cache
+def application_of(options: ApplicationOptions) -> Celery:
+    """Return the application, which a process keeps for further partitions.
 
     Raises:
         InvalidOption: There is no such application, or it does not delay by this package.
     """
-    found = _applications.get(options)
-    if found is None:
-        made = _made(options) if options.app is None else _imported(options.app)
-        found = _applications[options] = made
-    return found
+    return _made(options) if options.app is None else _imported(options.app)
 
 
-def _imported(path: str) -> Any:
+def _imported(path: str) -> Celery:
     if re.fullmatch(r"[\w.]+(:[\w.]+)?", path) is None:
-        takes = (
-            "takes the import path of a Celery application, such as shop:app; a broker's URL is "
-            "the option broker"
-        )
+        takes = "takes an import path, such as shop:app; a broker's URL is the option broker"
         raise exceptions.InvalidOption("app", without_password(path), takes)
     try:
-        app: Any = find_app(path)
+        app: object = find_app(path)
     except (ImportError, AttributeError, ValueError) as missing:
         takes = f"cannot be imported here, on {_where()}: {missing}"
         raise exceptions.InvalidOption("app", path, takes) from missing
@@ -73,91 +60,53 @@ def _imported(path: str) -> Any:
 
 
 def _made(options: ApplicationOptions) -> Celery:
-    app = Celery(MADE, broker=options.broker_url, set_as_current=False)
+    app = Celery(MADE, broker=options.broker, set_as_current=False)
     settings = {
-        "rabbitdelay_registry_url": options.registry_url,
+        "rabbitdelay_registry_url": options.registry,
         "rabbitdelay_prefix": options.prefix,
         "rabbitdelay_layout": options.layout,
         "broker_use_ssl": options.broker_use_ssl,
     }
     app.conf.update({name: value for name, value in settings.items() if value is not None})
-    know_queue(app, None)
     return app
 
 
-def know_queue(app: Any, name: str | None) -> None:
-    """Let an application that is made of a URL send to a queue as it is on the broker.
-
-    It does not know whether it is a quorum queue, for example, so it cannot declare it.
-
-    Args:
-        app: The application.
-        name: The queue's name; None for Celery's default.
-    """
-    name = name or str(app.conf.task_default_queue)
-    known = app.amqp.queues.get(name)
-    if app.main == MADE and (known is None or not known.no_declare):
-        app.amqp.queues.add(kombu.Queue(name, no_declare=True))
-
-
-def explained(
-    method: Callable[Concatenate[SelfT, ParametersT], ReturnT],
-) -> Callable[Concatenate[SelfT, ParametersT], ReturnT]:
-    """Let a method that Spark calls raise errors as :func:`explain` makes them.
-
-    Its object's attribute ``application`` is the application, if that is known already.
-    """
+def briefly(method: Callable[ParametersT, ReturnT]) -> Callable[ParametersT, ReturnT]:
+    """Let a method that Spark calls raise errors as :func:`brief` returns them."""
 
     @wraps(method)
-    def called(self: SelfT, /, *args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
+    def called(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
         try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            explain(error, getattr(self, "application", None))
-            raise error from None
+            return method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - raised again
+            raise brief(error) from None
 
     return called
 
 
-def explain(error: Exception, options: ApplicationOptions | None, *raw: type[Exception]) -> None:
-    """Add to the error of a connection what to check, and drop its traceback.
+def brief(error: Exception) -> Exception:
+    """Return an error; one of this package or of a connection without its traceback.
 
-    Spark shows a driver the traceback first. It says no more than the text, if the error is one of
-    this package or of a connection.
-
-    Args:
-        error: The error.
-        options: The application, if it is known.
-        *raw: Further errors of connections to the broker.
+    Spark shows a driver the traceback first, and it says no more than the text.
     """
-    registry = isinstance(error, exceptions.RegistryUnavailable)
-    causes = error.errors.values() if isinstance(error, exceptions.RowsNotConfirmed) else (error,)
-    if registry or any(isinstance(each, (exceptions.ConnectionLost, *raw)) for each in causes):
-        server, setting, option = (
-            ("Redis", "rabbitdelay_registry_url", "registry")
-            if registry
-            else ("RabbitMQ", "broker_url", "broker")
-        )
-        given = f"the options {option} and {option}Password"
-        app = None if options is None else options.app
-        place = given if app is None else f"{setting} of the application {app}"
-        error.add_note(f"Check that {server} runs and can be reached from {_where()}, and {place}.")
-    elif not isinstance(error, exceptions.RabbitDelayError):
-        return
-    error.__traceback__ = None
+    if isinstance(error, (exceptions.RabbitDelayError, OSError, AMQPError)):
+        error.__traceback__ = None
+    return error
 
 
-def find_task(app: Any, name: str, allows_unknown: bool) -> Any:
+def find_task(app: Celery, name: str | None, allows_unknown: bool) -> CeleryTask | None:
     """Return a task of the application; None if it may be sent by its name alone.
 
     Args:
         app: The application; one that is made of a URL knows no tasks.
-        name: The task's name.
+        name: The task's name; None if it is in a column.
         allows_unknown: Whether the application need not know it.
 
     Raises:
         InvalidOption: The application does not know it.
     """
+    if name is None:
+        return None
     if name in app.tasks or allows_unknown or app.main == MADE:
         return app.tasks.get(name)
     try:
@@ -168,24 +117,55 @@ def find_task(app: Any, name: str, allows_unknown: bool) -> Any:
     else:
         if name in app.tasks:
             return app.tasks[name]
-        (meant, *_) = (*get_close_matches(name, list(app.tasks), 1), "")
-        problem = "is unknown to the application" + (f"; did you mean {meant}?" if meant else "")
+        problem = f"is unknown to the application{suggestion(name, app.tasks)}"
     takes = f"{problem}; set allowUnknownTasks to send a task by its name alone"
     raise exceptions.InvalidOption("task", name, takes)
 
 
-def tracks(app: Any) -> bool:
+def numbers_taken(
+    task: CeleryTask | None, types: Mapping[str, T.DataType], options: WriteOptions
+) -> Sequence[int]:
+    """Return how many positional arguments a task takes with the keyword arguments of a write.
+
+    Args:
+        task: The task; None for one that takes any.
+        types: The types of the columns.
+        options: The options of the write.
+
+    Raises:
+        InvalidOption: The task does not take these columns as arguments, whatever a row holds.
+    """
+    args, kwargs = types.get("args"), types.get("kwargs")
+    names = kwargs.names if isinstance(kwargs, T.StructType) else []
+    if options.kwargs_from_columns:
+        names = [name for name in types if name not in TYPES]
+    numbers: Sequence[int] = [0] if args is None else range(MAX_ARGUMENTS)
+    if isinstance(args, T.StructType):
+        numbers = [len(args)]
+    check = None if task is None else argument_check(task)
+    if task is None or check is None or isinstance(kwargs, T.MapType | T.StringType):
+        return numbers
+    taken, refused = [], ""
+    for number in numbers:
+        try:
+            check(*[None] * number, **dict.fromkeys(names))
+            taken.append(number)
+        except TypeError as error:
+            refused = refused or str(error)
+    if not taken:
+        takes = f"does not take these columns as its arguments: {refused}"
+        raise exceptions.InvalidOption("task", str(task.name), takes)
+    return taken
+
+
+def tracks(app: Celery) -> bool:
     """Return whether tasks may be tracked; an application that is made of a URL does not know."""
     if app.main == MADE:
         return True
-    try:
+    with suppress(Exception):  # importing runs code of the user's
         app.loader.import_default_modules()
-    except Exception:  # noqa: BLE001 - importing runs code of the user's
-        return True
     return any(is_tracked(app.rabbitdelay, each) for each in (None, *app.tasks.values()))
 
 
 def _where() -> str:
-    from pyspark import TaskContext
-
     return "the driver" if TaskContext.get() is None else "an executor"

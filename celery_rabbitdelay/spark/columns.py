@@ -6,24 +6,36 @@ Opens no connection.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
-from typing import Any, Final, NamedTuple
+from types import UnionType
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 from uuid import UUID, uuid5
 
-import celery
+import pyarrow as pa
+import pyarrow.compute as pc
 from kombu.utils.json import JSONEncoder
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql import Row as SparkRow
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
-from celery_rabbitdelay.app.celery_internals import argument_check
-from celery_rabbitdelay.app.sending.rows import Row
+from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
+from celery_rabbitdelay.app.sending.rows import Row, WrittenRows
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, InvalidRow
+from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.spark.options import WriteOptions
+
+#: Rows that Spark hands on together; a stream of PySpark 4.0 has no batches of Arrow.
+Batch: TypeAlias = "pa.RecordBatch | list[SparkRow]"
+
+#: The columns of a grouped DataFrame: when a task is due, in milliseconds since 1970-01-01 UTC; its
+#: bytes in an envelope; and its row, if Python has to write it.
+DUE: Final = "rabbitdelay_due_ms"
+ITEM: Final = "rabbitdelay_item"
+ROW: Final = "rabbitdelay_row"
 
 #: The namespace of all ids (RFC 9562, version 5); it must never change.
 NAMESPACE: Final = UUID("f1688d47-a47a-58e1-bbdf-0044bf1c5a41")
@@ -32,7 +44,7 @@ EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND: Final = timedelta(microseconds=1)
 
 
-def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
+def task_id(job_id: str, values: Mapping[str, object] | Sequence[object]) -> str:
     """Return the id of the task that a write sends for a row.
 
     Use it to find the task again: to cancel it, or to look for its result. It opens no connection
@@ -47,66 +59,17 @@ def task_id(job_id: str, values: Mapping[str, Any] | Sequence[Any]) -> str:
             timestamp an aware datetime in any time zone.
 
     Raises:
-        InvalidOption: ``job_id`` is not a string, or there are no values.
+        InvalidOption: There are no values.
         TypeError: JSON cannot express one of the values.
     """
-    if not isinstance(job_id, str):
-        raise InvalidOption("jobId", repr(job_id), "takes a string: the jobId of the write")
     if isinstance(values, str | bytes) or not isinstance(values, Mapping | Sequence) or not values:
         takes = "takes the row's values in these columns: a mapping, or a list of one or more"
         raise InvalidOption("idColumn", repr(values), takes)
-    plain = _plain(values)
-    if isinstance(plain, dict):
+    given = values if isinstance(values, Mapping | SparkRow) else list(values)
+    plain = SparkRow(values=given).asDict(recursive=True)["values"]
+    if isinstance(plain, Mapping):
         plain = [plain[name] for name in alphabetical(plain)]
     return TaskIds(job_id).of(plain)
-
-
-#: The most positional arguments that a task is asked about.
-MAX_ARGUMENTS: Final = 100
-
-
-def numbers_taken(
-    task: celery.Task[Any, Any], types: Mapping[str, T.DataType], kwargs_from_columns: bool
-) -> Sequence[int]:
-    """Return how many positional arguments a task takes with the keyword arguments of a write.
-
-    Args:
-        task: The task.
-        types: The types of the columns.
-        kwargs_from_columns: As for :class:`.WriteOptions`.
-
-    Raises:
-        InvalidOption: The task does not take these columns as arguments, whatever a row holds.
-    """
-    check = argument_check(task)
-    names: Sequence[str] = ()
-    if kwargs_from_columns:
-        names = [name for name in types if name not in TYPES]
-    elif isinstance(kwargs := types.get("kwargs"), T.StructType):
-        names = kwargs.names
-    elif kwargs is not None:
-        check = None
-    match types.get("args"):
-        case None:
-            numbers = range(1)
-        case T.StructType(names=fields):
-            numbers = range(len(fields), len(fields) + 1)
-        case _:
-            numbers = range(MAX_ARGUMENTS)
-    if check is None:
-        return numbers
-    taken, refusals = [], []
-    for number in numbers:
-        try:
-            check(*[None] * number, **dict.fromkeys(names))
-        except TypeError as refused:
-            refusals.append(str(refused))
-        else:
-            taken.append(number)
-    if not taken:
-        takes = f"does not take these columns as its arguments: {refusals[0]}"
-        raise InvalidOption("task", task.name, takes)
-    return taken
 
 
 class TaskIds:
@@ -124,7 +87,7 @@ class TaskIds:
         # kombu's dumps makes an encoder for each call.
         self._encode = _IdEncoder(sort_keys=True, separators=(",", ":")).encode
 
-    def of(self, values: Sequence[Any]) -> str:
+    def of(self, values: Sequence[object]) -> str:
         """Return the id of the row with these values, in the order of the columns' names.
 
         Raises:
@@ -147,33 +110,21 @@ def alphabetical(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (name.lower(), name))
 
 
-def _plain(value: Any) -> Any:
-    """Return a value with mappings for Spark's rows, at any depth."""
-    if isinstance(value, SparkRow):
-        value = value.asDict()
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
 LENGTHS: Final = "a number of seconds, or an interval of days to seconds"
-JSON: Final = "JSON text"
 
 #: The types of the columns that have a meaning of their own, and what they take, in words.
 TYPES: Final[Mapping[str, tuple[tuple[type[T.DataType], ...], str]]] = {
     "delay": ((T.NumericType, T.DayTimeIntervalType), LENGTHS),
     "eta": ((T.TimestampType,), "a timestamp; cast others to timestamp"),
-    "args": ((T.ArrayType, T.StructType, T.StringType), f"an array, a struct, or {JSON}"),
-    "kwargs": ((T.StructType, T.MapType, T.StringType), f"a struct, a map, or {JSON}"),
+    "args": ((T.ArrayType, T.StructType, T.StringType), "an array, a struct, or JSON text"),
+    "kwargs": ((T.StructType, T.MapType, T.StringType), "a struct, a map, or JSON text"),
     "task": ((T.StringType,), "a string, the task's name"),
     "queue": ((T.StringType,), "a string"),
     "task_id": ((T.StringType,), "a string"),
     "key": ((T.StringType,), "a string"),
     "tolerance": ((T.NumericType, T.DayTimeIntervalType), LENGTHS),
     "priority": ((T.IntegralType,), "a whole number"),
-    "headers": ((T.StructType, T.MapType, T.StringType), f"a struct, a map, or {JSON}"),
+    "headers": ((T.StructType, T.MapType, T.StringType), "a struct, a map, or JSON text"),
 }
 
 #: The types that JSON cannot express, at any depth, and those that it takes as the keys of a map.
@@ -181,7 +132,7 @@ INEXPRESSIBLE: Final = (T.AnsiIntervalType, T.CalendarIntervalType, T.VariantTyp
 KEYS: Final = (T.StringType, T.IntegralType, T.FloatType, T.DoubleType, T.BooleanType)
 
 #: The columns in which rows may differ that ``send_many`` takes once for all rows.
-SHARED: Final = ("task", "queue", "tolerance", "priority", "headers")
+SHARED: Final = frozenset(("task", "queue", "tolerance", "priority", "headers"))
 
 
 class Shared(NamedTuple):
@@ -189,46 +140,32 @@ class Shared(NamedTuple):
 
     Attributes:
         task: The task's name.
-        queue: The queue; None for what the application's routes say.
         tolerance: Seconds that a task may start later.
-        priority: The priority; None for Celery's default.
-        headers: The headers as JSON text; empty for none.
+        options: The options of ``apply_async`` as JSON text: queue, priority and headers.
     """
 
     task: str
-    queue: str | None = None
-    tolerance: float = 0.0
-    priority: int | None = None
-    headers: str = ""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of ``apply_async``."""
-        headers = json.loads(self.headers) if self.headers else None
-        given = {"queue": self.queue, "priority": self.priority, "headers": headers}
-        return {name: value for name, value in given.items() if value is not None}
+    tolerance: float
+    options: str
 
 
 class Taken(NamedTuple):
-    """A row of the DataFrame.
+    """A row of the DataFrame, or several that are in one envelope.
 
     Attributes:
-        shared: The options that it shares with other rows.
-        row: The row of ``send_many``; None if the row is invalid.
-        error: Why it is invalid; None if it is valid.
-        identity: The values that the task's id is derived from.
+        shared: What it shares with other rows; without a meaning if it is invalid.
+        row: The row of ``send_many``, with its id, or why it is invalid; or rows that Spark has
+            written.
         given: All its values, by the names of the columns in :attr:`Columns.types`.
     """
 
     shared: Shared
-    row: Row | None
-    error: Exception | None
-    identity: Sequence[Any]
-    given: Mapping[str, Any]
+    row: Row | WrittenRows | TypeError | ValueError
+    given: Mapping[str, object]
 
 
 class Columns:
-    """Reads rows of one schema.
+    """Reads rows of one schema, which may be that of a grouped DataFrame.
 
     Args:
         schema: The schema.
@@ -236,12 +173,12 @@ class Columns:
         is_case_sensitive: Whether names of columns are, for Spark's session.
 
     Attributes:
-        schema: The schema.
+        schema: The schema; of a grouped DataFrame, that of the rows as they were.
         types: The type of each column. A column with a meaning of its own has its usual name here,
             if names of columns are case-insensitive.
         identity: The names of the columns that ids are derived from, in their order.
         are_shared: Whether all rows have the same :class:`Shared`.
-        shared: The options of all rows, if they are shared; otherwise those of the write alone.
+        shared: What rows share by the options alone.
 
     Raises:
         InvalidColumn: A column is missing, unknown, twice there, or of a wrong type.
@@ -251,6 +188,9 @@ class Columns:
         self, schema: T.StructType, options: WriteOptions, is_case_sensitive: bool = False
     ) -> None:
         self._options = options
+        self._is_grouped = schema.names == [DUE, ITEM, ROW]
+        if self._is_grouped and isinstance(row := schema[ROW].dataType, T.StructType):
+            schema = row
         self.schema = schema
         fold = str if is_case_sensitive else str.lower
         self.types: dict[str, T.DataType] = {}
@@ -269,76 +209,104 @@ class Columns:
         self.identity = alphabetical(identity)
         _check(self.types, options)
         self._kwargs = [name for name in self.types if name not in TYPES]
-        #: The columns with maps, which PyArrow gives as lists of pairs.
-        self._with_maps = {
-            name
-            for name, kind in self.types.items()
-            if any(isinstance(part, T.MapType) for part in _parts(kind))
-        }
-        self.are_shared = not any(name in self.types for name in SHARED)
-        self.shared = Shared(options.task or "", options.queue, options.tolerance)
+        self.are_shared = not self.types.keys() & SHARED
+        self.shared = self._shared_of({})
 
-    def taken(self, given: Iterable[Any], in_batches: bool = True) -> Iterator[Taken]:
-        """Yield the rows.
+    @classmethod
+    def planned(cls, schema: T.StructType, options: WriteOptions) -> Self:
+        """Return the columns where Spark plans a write: it tells executors alone of the session.
+
+        Raises:
+            InvalidColumn: The schema fits neither if names are case-insensitive nor if they are
+                not.
+        """
+        try:
+            return cls(schema, options)
+        except InvalidColumn:
+            with suppress(InvalidColumn):
+                return cls(schema, options, is_case_sensitive=True)
+            raise
+
+    def taken(self, batches: Iterable[Batch], ids: TaskIds) -> Iterator[Taken]:
+        """Yield the rows; those that Spark has written by the envelope.
 
         Args:
-            given: Batches, each a :class:`pyarrow.RecordBatch`, or Spark's rows.
-            in_batches: Which of them.
+            batches: The rows; of a grouped DataFrame, sorted by due time.
+            ids: Derives the tasks' ids.
         """
-        kinds = self.types.items()
-        if not in_batches:
-            for row in given:
-                values = zip(kinds, row, strict=True)
-                yield self._taken({name: _plain_of(value, kind) for (name, kind), value in values})
-            return
-        for batch in given:
-            columns = {}
-            for (name, kind), array in zip(kinds, batch.columns, strict=True):
-                column = array.to_pylist()
-                if name in self._with_maps:
-                    column = [_plain_of(value, kind) for value in column]
-                columns[name] = column
-            for position in range(batch.num_rows):
-                yield self._taken({name: column[position] for name, column in columns.items()})
+        due_ms, items, size = 0, list[bytes](), 0
+        for batch in batches:
+            if isinstance(batch, list) or not self._is_grouped:
+                yield from self._rows(batch, ids)
+                continue
+            written = batch.column(ITEM)
+            if written.null_count:
+                left = batch.column(ROW).filter(pc.is_null(written))
+                yield from self._rows(pa.RecordBatch.from_struct_array(left), ids)
+            due_times = batch.column(DUE).to_pylist()
+            for due, item in zip(due_times, written.to_pylist(), strict=True):
+                if item is None:
+                    continue
+                is_full = len(items) == MAX_GROUP_MESSAGES or size + len(item) > MAX_GROUP_BYTES
+                if items and (is_full or due != due_ms):
+                    yield self._written(items, due_ms)
+                    items, size = [], 0
+                due_ms = due
+                items.append(item)
+                size += len(item)
+        if items:
+            yield self._written(items, due_ms)
 
-    def _taken(self, given: Mapping[str, Any]) -> Taken:
-        identity = [given[name] for name in self.identity]
-        try:
-            shared = self.shared if self.are_shared else self._shared_of(given)
-            delay, eta = given.get("delay"), given.get("eta")
-            if delay is None and eta is None:
-                name = "delay" if "delay" in given else "eta"
-                raise InvalidRow(_shown(given), f"its {name} is null")
-            if self._options.kwargs_from_columns:
-                kwargs: Any = {name: given[name] for name in self._kwargs}
-            else:
-                kwargs = self._parsed(given, "kwargs", dict) or {}
-            args = self._parsed(given, "args", list | tuple) or ()
-            if isinstance(args, dict):  # a struct
-                args = tuple(args.values())
-            delay = float(delay) if isinstance(delay, Decimal) else delay
-            row = Row(args, kwargs, delay, eta, given.get("task_id"), given.get("key"))
-            return Taken(shared, row, None, identity, given)
-        except (TypeError, ValueError) as wrong:
-            return Taken(self.shared, None, wrong, identity, given)
+    def _written(self, items: list[bytes], due_ms: int) -> Taken:
+        return Taken(self.shared, WrittenRows(b"".join(items), len(items), due_ms), {})
+
+    def _rows(self, batch: Batch, ids: TaskIds) -> Iterator[Taken]:
+        found: Iterable[Sequence[object]]
+        differing: type[T.DataType] = T.MapType
+        if isinstance(batch, list):
+            # A stream of PySpark 4.0 has Spark's rows, whose structs and times differ as well.
+            found, differing = zip(*batch, strict=True), T.DataType
+        else:
+            found = (each.to_pylist() for each in batch.columns)
+        columns = [
+            [_plain_of(each, kind) for each in column] if _has(kind, differing) else column
+            for kind, column in zip(self.types.values(), found, strict=True)
+        ]
+        for values in zip(*columns, strict=True):
+            given = dict(zip(self.types, values, strict=True))
+            try:
+                yield Taken(*self._row(given, ids), given)
+            except (TypeError, ValueError) as wrong:
+                yield Taken(self.shared, wrong, given)
+
+    def _row(self, given: Mapping[str, Any], ids: TaskIds) -> tuple[Shared, Row]:
+        shared = self.shared if self.are_shared else self._shared_of(given)
+        if not shared.task:
+            raise InvalidRow(shown(given), "its task is null")
+        delay, eta = given.get("delay"), given.get("eta")
+        if delay is None and eta is None:
+            raise InvalidRow(shown(given), f"its {'delay' if 'delay' in given else 'eta'} is null")
+        kwargs = {name: given[name] for name in self._kwargs}
+        kwargs = kwargs or self._parsed(given, "kwargs", dict) or {}
+        args = self._parsed(given, "args", list | tuple) or ()
+        if isinstance(args, dict):  # a struct
+            args = tuple(args.values())
+        delay = float(delay) if isinstance(delay, Decimal) else delay
+        task_id = given.get("task_id")
+        if task_id is None:
+            task_id = ids.of([given[name] for name in self.identity])
+        return shared, Row(args, kwargs, delay, eta, task_id, given.get("key"))
 
     def _shared_of(self, given: Mapping[str, Any]) -> Shared:
-        options, headers = self._options, given.get("headers")
-        if headers is not None:
-            headers = self._parsed(given, "headers", dict)
-        task = given.get("task") or options.task
-        if not task:
-            raise InvalidRow(_shown(given), "its task is null")
-        tolerance = given.get("tolerance")
-        return Shared(
-            task,
-            given.get("queue") or options.queue,
-            options.tolerance if tolerance is None else _seconds(tolerance),
-            given.get("priority"),
-            json.dumps(headers, sort_keys=True) if headers else "",
-        )
+        task, tolerance = given.get("task") or self._options.task, given.get("tolerance")
+        headers = self._parsed(given, "headers", dict)
+        queue = given.get("queue") or self._options.queue
+        named = {"queue": queue, "priority": given.get("priority"), "headers": headers or None}
+        options = {name: value for name, value in named.items() if value is not None}
+        tolerance = self._options.tolerance if tolerance is None else seconds(tolerance)
+        return Shared(task or "", tolerance, json.dumps(options, sort_keys=True))
 
-    def _parsed(self, given: Mapping[str, Any], name: str, kind: Any) -> Any:
+    def _parsed(self, given: Mapping[str, Any], name: str, kind: type | UnionType) -> Any:
         """Return a column that may be JSON text."""
         value = given.get(name)
         if value is None or not isinstance(self.types[name], T.StringType):
@@ -346,10 +314,10 @@ class Columns:
         try:
             parsed = json.loads(value)
         except ValueError as wrong:
-            raise InvalidRow(_shown(given), f"its {name} is no JSON: {wrong}") from wrong
+            raise InvalidRow(shown(given), f"its {name} is no JSON: {wrong}") from wrong
         if not isinstance(parsed, kind):
             what = "an object" if kind is dict else "a list"
-            raise InvalidRow(_shown(given), f"the JSON of its {name} is not {what}")
+            raise InvalidRow(shown(given), f"the JSON of its {name} is not {what}")
         return parsed
 
 
@@ -366,36 +334,42 @@ def is_case_sensitive(frame: DataFrame | None = None) -> bool:
     return context is not None and context.getLocalProperty(setting) == "true"
 
 
-def _check(columns: Mapping[str, T.DataType], options: WriteOptions) -> None:
-    for name, found in columns.items():
-        if name in TYPES:
-            kinds, takes = TYPES[name]
-            if not isinstance(found, kinds):
-                raise InvalidColumn(name, found.simpleString(), f"takes {takes}")
-            if isinstance(found, T.MapType) and not isinstance(found.keyType, T.StringType):
-                raise InvalidColumn(name, found.simpleString(), "takes a map with string keys")
-        elif not options.kwargs_from_columns:
-            takes = (
+def _check(types: Mapping[str, T.DataType], options: WriteOptions) -> None:
+    for name, kind in types.items():
+        kinds, takes = TYPES.get(name, ((T.DataType,), ""))
+        wrong = [part for part in _parts(kind) if _is_inexpressible(part)]
+        if not isinstance(kind, kinds):
+            problem = f"takes {takes}"
+        elif takes and isinstance(kind, T.MapType) and not isinstance(kind.keyType, T.StringType):
+            problem = "takes a map with string keys"
+        elif not takes and not options.kwargs_from_columns:
+            problem = (
                 f"is unknown; known are {', '.join(TYPES)}. Drop it, or set kwargsFromColumns to "
                 "make all further columns keyword arguments"
             )
-            raise InvalidColumn(name, found.simpleString(), takes)
-        for part in () if name in ("delay", "tolerance") else _parts(found):
-            has_wrong_keys = isinstance(part, T.MapType) and not isinstance(part.keyType, KEYS)
-            if has_wrong_keys or isinstance(part, INEXPRESSIBLE):
-                takes = (
-                    f"JSON cannot express {part.simpleString()}; cast it, to a string for example"
-                )
-                raise InvalidColumn(name, found.simpleString(), takes)
-    both = "delay" in columns and "eta" in columns
-    if both or not ("delay" in columns or "eta" in columns):
-        what = "there are both" if both else "there is neither"
+        elif wrong and takes != LENGTHS:
+            part = wrong[0].simpleString()
+            problem = f"JSON cannot express {part}; cast it, to a string for example"
+        elif name == "kwargs" and options.kwargs_from_columns:
+            problem = "cannot be combined with kwargsFromColumns"
+        else:
+            continue
+        raise InvalidColumn(name, kind.simpleString(), problem)
+    if ("delay" in types) == ("eta" in types):
+        what = "there are both" if "eta" in types else "there is neither"
         raise InvalidColumn("delay", None, f"takes one of the columns delay and eta; {what}")
-    if options.kwargs_from_columns and "kwargs" in columns:
-        takes = "cannot be combined with kwargsFromColumns"
-        raise InvalidColumn("kwargs", columns["kwargs"].simpleString(), takes)
-    if "task" not in columns and not options.task:
+    if "task" not in types and not options.task:
         raise InvalidColumn("task", None, "takes a column of tasks' names, or the option task")
+
+
+def _is_inexpressible(kind: T.DataType) -> bool:
+    return isinstance(kind, INEXPRESSIBLE) or (
+        isinstance(kind, T.MapType) and not isinstance(kind.keyType, KEYS)
+    )
+
+
+def _has(kind: T.DataType, types: type[T.DataType]) -> bool:
+    return any(isinstance(part, types) for part in _parts(kind))
 
 
 def _parts(kind: T.DataType) -> Iterator[T.DataType]:
@@ -430,17 +404,15 @@ def _plain_of(value: Any, kind: T.DataType) -> Any:
     return value
 
 
-def _seconds(length: Any) -> float:
+def seconds(length: Delay) -> float:
+    """Return a length of time in seconds."""
     return length.total_seconds() if isinstance(length, timedelta) else float(length)
 
 
-def _shown(given: Mapping[str, Any]) -> dict[str, Any]:
+def shown(given: Mapping[str, object]) -> dict[str, object]:
     """Return a row as an error shows it: texts and lists may be long."""
-    return {name: _short(value) for name, value in given.items()}
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float) and math.isnan(value):
-        return value
-    text = repr(value)
-    return value if len(text) <= 100 else f"{text[:100]}..."
+    texts = {name: repr(value) for name, value in given.items()}
+    return {
+        name: given[name] if len(text) <= 100 else f"{text[:100]}..."
+        for name, text in texts.items()
+    }

@@ -1,17 +1,41 @@
-"""The format ``rabbitdelay`` of Spark: ``df.write.format("rabbitdelay")`` and ``spark.read``."""
+"""The format ``rabbitdelay`` of Spark: ``df.write.format("rabbitdelay")`` and ``spark.read``.
+
+A read has the registry's tracked tasks, the levels' queues, or the undeliverable messages as rows.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import ClassVar, Final, TypeAlias
 
-from pyspark.sql.datasource import DataSource, DataSourceReader
+import pyarrow as pa
+from pyspark.sql import datasource
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
+from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import InvalidOption
-from celery_rabbitdelay.spark import read
-from celery_rabbitdelay.spark.application import HAS_FILTERS, explained
+from celery_rabbitdelay.levels.delay import milliseconds_of
+from celery_rabbitdelay.operations import undeliverable as messages
+from celery_rabbitdelay.publishing import kombu_internals
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.registry.index import Filter, Index
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.spark.application import application_of, brief, briefly, tracks
 from celery_rabbitdelay.spark.options import ReadOptions, WriteOptions
 from celery_rabbitdelay.spark.write import BatchWriter, StreamWriter
+
+#: What readers yield.
+Rows: TypeAlias = "Iterator[tuple[object, ...] | pa.RecordBatch]"
+
+#: A filter of a query, which PySpark 4.0 lacks.
+Pushed: TypeAlias = "datasource.Filter"
 
 
 class RabbitDelayDataSource(DataSource):
@@ -25,30 +49,21 @@ class RabbitDelayDataSource(DataSource):
         """Return the name of the format."""
         return "rabbitdelay"
 
-    @explained
+    @briefly
     def schema(self) -> str:
         """Return the columns of a read."""
-        what = ReadOptions.of(self.options).what
-        return {"levels": read.LEVELS, "undeliverable": read.UNDELIVERABLE}.get(what, read.PENDING)
+        return READERS[ReadOptions.of(self.options).what].columns
 
-    @explained
+    @briefly
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return what reads."""
         options = ReadOptions.of(self.options)
-        if options.what == "levels":
-            return read.LevelsReader(options)
-        if options.what == "undeliverable":
-            return read.UndeliverableReader(options)
-        if not options.filter_pushdown:
-            return read.PendingReader(options)
-        if not HAS_FILTERS:
-            raise InvalidOption("filterPushdown", "true", "takes PySpark 4.1 or newer")
-        from celery_rabbitdelay.spark.filters import FilteringReader  # cannot be imported in 4.0
+        return (
+            FilteringReader(options) if options.filter_pushdown else READERS[options.what](options)
+        )
 
-        return FilteringReader(options)
-
-    @explained
-    def writer(self, schema: StructType, overwrite: bool) -> Any:
+    @briefly
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Return what writes a DataFrame.
 
         Raises:
@@ -56,12 +71,11 @@ class RabbitDelayDataSource(DataSource):
             InvalidColumn: The schema does not fit.
         """
         if overwrite:
-            takes = "takes append: tasks that wait are not overwritten"
-            raise InvalidOption("mode", "overwrite", takes)
+            raise InvalidOption("mode", "overwrite", "takes append: no task is overwritten")
         return BatchWriter(schema, WriteOptions.of(self.options))
 
-    @explained
-    def streamWriter(self, schema: StructType, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
+    @briefly
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         """Return what writes a stream.
 
         Raises:
@@ -69,6 +83,199 @@ class RabbitDelayDataSource(DataSource):
             InvalidColumn: The schema does not fit.
         """
         if overwrite:
-            takes = "takes append or update: tasks that wait are not overwritten"
-            raise InvalidOption("outputMode", "complete", takes)
+            raise InvalidOption("outputMode", "complete", "takes append or update")
         return StreamWriter(schema, WriteOptions.of(self.options))
+
+
+class _Reader(DataSourceReader):
+    """Reads one kind of rows.
+
+    Args:
+        options: The options.
+
+    Attributes:
+        columns: The columns, as Spark's DDL.
+    """
+
+    columns: ClassVar[str]
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+
+    def read(self, partition: InputPartition) -> Rows:
+        """Yield the rows of a partition, or batches of Arrow."""
+        try:
+            app = application_of(self._options.application)
+            with closing(app.rabbitdelay):
+                yield from self._rows(app, partition)
+        except Exception as error:  # noqa: BLE001 - raised again
+            raise brief(error) from None
+
+    @abstractmethod
+    def _rows(self, app: Celery, partition: InputPartition) -> Rows: ...
+
+
+#: How closely the bounds of the partitions are looked for: to a second.
+BOUND_MS: Final = 1000
+
+#: No task is due later than this after the first one, in milliseconds: a hundred years.
+MAX_SPAN_MS: Final = 100 * 366 * 86_400_000
+
+
+class PendingReader(_Reader):
+    """Reads the tracked tasks that wait."""
+
+    columns = "task_id string, task string, due timestamp, key string, job string, job_state string"
+
+    def __init__(self, options: ReadOptions) -> None:
+        super().__init__(options)
+        self._wanted = Filter(options.task, options.key, options.job)
+
+    @briefly
+    def partitions(self) -> Sequence[InputPartition]:
+        """Divide the tasks by their due times into parts of about the same number."""
+        app, wanted = application_of(self._options.application), self._wanted
+        with closing(app.rabbitdelay):
+            index = app.rabbitdelay.registry.index
+            if not (tracks(app) or index.count(Filter())):
+                takes = "lists tracked tasks, and none is tracked: set rabbitdelay_track"
+                raise InvalidOption("what", "pending", takes)
+            bounds = _bounds(index, wanted, self._options.partitions)
+        edges = [wanted.due_after_ms, *bounds, wanted.due_before_ms]
+        return [
+            InputPartition(wanted._replace(due_after_ms=after, due_before_ms=before))
+            for after, before in pairwise(edges)
+        ]
+
+    def _rows(self, app: Celery, partition: InputPartition) -> Rows:
+        """Yield the tasks of a part in the order in which they are due."""
+        registry = app.rabbitdelay.registry
+        for part in registry.index.parts(partition.value):
+            states = registry.jobs.states({(each.job, "") for each in part.tasks if each.job})
+            for each in part.tasks:
+                state = states.get((each.job or "", ""))
+                shown = state.value if isinstance(state, JobState) else None
+                yield (each.task_id, each.task, each.due, each.key, each.job, shown)
+
+
+def _bounds(index: Index, wanted: Filter, parts: int) -> list[int]:
+    """Return the due times between the parts, found by counting."""
+    total = index.count(wanted)
+    if total < parts or parts == 1:
+        return []
+    first = wanted.due_after_ms or milliseconds_of(next(index.pending(wanted)).due)
+    instants = range(first, wanted.due_before_ms or first + MAX_SPAN_MS, BOUND_MS)
+
+    def due_before(instant_ms: int) -> int:
+        return index.count(wanted._replace(due_before_ms=instant_ms))
+
+    shares = (total * part // parts for part in range(1, parts))
+    found = {bisect_left(instants, share, key=due_before) for share in shares}
+    return [instants[number] for number in sorted(found) if number < len(instants)]
+
+
+class FilteringReader(PendingReader):
+    """Reads the tracked tasks that a query's filters let through. PySpark 4.0 tells none."""
+
+    def pushFilters(self, filters: list[Pushed]) -> list[Pushed]:  # noqa: N802 - Spark's name
+        """Take the filters that the registry has an index for; return the others to Spark."""
+        return [each for each in filters if not self._takes(each)]
+
+    def _takes(self, given: Pushed) -> bool:
+        wanted = self._wanted
+        match given:
+            case datasource.EqualTo(("task" | "key" | "job" as name,), str() as value):
+                if getattr(wanted, name) is not None:
+                    return False
+                self._wanted = Filter(**{**wanted._asdict(), name: value})
+            case datasource.GreaterThanOrEqual(("due",), datetime() as instant):
+                after = max(_to_ms(instant), wanted.due_after_ms or 0)
+                self._wanted = wanted._replace(due_after_ms=after)
+            case datasource.LessThan(("due",), datetime() as instant):
+                before = min(_to_ms(instant), wanted.due_before_ms or _to_ms(instant))
+                self._wanted = wanted._replace(due_before_ms=before)
+            case _:
+                return False
+        return True
+
+
+def _to_ms(instant: datetime) -> int:
+    """Return the milliseconds since 1970-01-01 UTC of an instant; a naive one is UTC."""
+    return milliseconds_of(instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC))
+
+
+class LevelsReader(_Reader):
+    """Reads how many messages wait in each queue of the levels."""
+
+    columns = "level string, queue string, wait_ms bigint, messages bigint"
+
+    def _rows(self, app: Celery, partition: InputPartition) -> Rows:
+        """Yield the queues from the longest wait to the shortest."""
+        queues = app.rabbitdelay.topology.digit_queues
+        with kombu_internals.closing(app.connection_for_write()) as connection:
+            counts = queue_counts(connection, queues)
+        for queue in queues:
+            found = counts[queue.name]
+            level, _, _ = queue.name.rpartition(".")
+            wait_ms = (queue.queue_arguments or {})["x-message-ttl"]
+            yield (level, queue.name, wait_ms, None if found is None else found.messages)
+
+
+#: The columns of the undeliverable messages, and their types for Arrow.
+UNDELIVERABLE: Final = (
+    "task_id string, task string, queue string, due timestamp, reason string, last_stop string, "
+    "since timestamp, headers string, body binary, size bigint"
+)
+ARROW: Final = {
+    "string": pa.string(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "binary": pa.binary(),
+    "bigint": pa.int64(),
+}
+
+#: The size of a batch for Spark: its rows, and the bytes of their bodies, which may be large.
+BATCH_ROWS: Final = 1000
+BATCH_BYTES: Final = 8_000_000
+
+
+class UndeliverableReader(_Reader):
+    """Reads the undeliverable messages, in one partition, as a queue has only one end."""
+
+    columns = UNDELIVERABLE
+
+    def _rows(self, app: Celery, partition: InputPartition) -> Rows:
+        """Yield the messages in batches of Arrow."""
+        limit, topology = self._options.limit or messages.LIMIT, app.rabbitdelay.topology
+        with kombu_internals.closing(app.connection_for_read()) as connection:
+            yield from batches(messages.undeliverable_messages(connection, topology, limit))
+
+
+def batches(found: Iterable[messages.UndeliverableMessage]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of messages in batches of Arrow."""
+    columns = [each.split() for each in UNDELIVERABLE.split(", ")]
+    schema = pa.schema([(name, ARROW[kind]) for name, kind in columns])
+    rows, size = list[dict[str, object]](), 0
+    for message in found:
+        rows.append(_row(message))
+        size += len(message.body)
+        if len(rows) == BATCH_ROWS or size >= BATCH_BYTES:
+            yield pa.RecordBatch.from_pylist(rows, schema)
+            rows, size = [], 0
+    if rows:
+        yield pa.RecordBatch.from_pylist(rows, schema)
+
+
+def _row(message: messages.UndeliverableMessage) -> dict[str, object]:
+    found, encoding = asdict(message.found), ("utf-8", "backslashreplace")
+    # UTF-8 cannot express half a character, which py-amqp reads.
+    texts = {name: text for name, text in found.items() if isinstance(text, str)}
+    found |= {name: text.encode(*encoding).decode() for name, text in texts.items()}
+    headers = messages.headers_as_json(message.headers)
+    return {**found, "headers": headers, "body": message.body, "size": len(message.body)}
+
+
+READERS: Final[dict[str, type[_Reader]]] = {
+    "pending": PendingReader,
+    "levels": LevelsReader,
+    "undeliverable": UndeliverableReader,
+}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from datetime import timedelta
-from operator import itemgetter
+from functools import reduce
+from operator import and_, itemgetter
 from typing import Final, NamedTuple
 
 from pyspark.sql import Column
@@ -20,7 +21,7 @@ from pyspark.sql import types as T  # noqa: N812 - likewise
 #: Strings that JSON and Python both write as they are, and ``saferepr`` of Celery as ``repr``.
 PLAIN: Final = r"""\A[ -~&&[^"'\\<\[({]]*\z"""
 
-#: The same for names.
+#: Names that both write as they are.
 PLAIN_NAME: Final = r"[A-Za-z0-9_ .-]+"
 
 #: Decimals with more digits after the point may be shown with an exponent.
@@ -66,13 +67,16 @@ COMPACT: Final = Style(",", ":", '"', "null", is_sorted=True)
 SHOWN: Final = Style(", ", ": ", "'", "None")
 
 
-def can_be_written(kind: T.DataType, is_argument: bool) -> bool:
-    """Whether Spark writes values of a type as Python does.
+def can_be_written(name: str, kind: T.DataType, is_argument: bool) -> bool:
+    """Whether Spark writes a column, or a field, as Python does.
 
     Args:
-        kind: The type.
+        name: Its name.
+        kind: Its type.
         is_argument: Whether they are shown as well, and not only derive an id.
     """
+    if re.fullmatch(PLAIN_NAME, name) is None:
+        return False
     match kind:
         case T.DecimalType():
             return kind.scale <= MAX_SCALE
@@ -82,18 +86,11 @@ def can_be_written(kind: T.DataType, is_argument: bool) -> bool:
         case T.ArrayType():
             if isinstance(kind.elementType, T.ArrayType | T.StructType):
                 return False
-            return can_be_written(kind.elementType, is_argument)
+            return can_be_written(name, kind.elementType, is_argument)
         case T.StructType():
-            return all(
-                has_plain_name(field.name) and can_be_written(field.dataType, is_argument)
-                for field in kind.fields
-            )
+            fields = [(each.name, each.dataType) for each in kind.fields]
+            return all(can_be_written(*each, is_argument) for each in fields)
     return isinstance(kind, SIMPLE)
-
-
-def has_plain_name(name: str) -> bool:
-    """Whether JSON and Python both write a name as it is."""
-    return re.fullmatch(PLAIN_NAME, name) is not None
 
 
 def text(value: Column, kind: T.DataType, style: Style) -> Column:
@@ -107,18 +104,17 @@ def _text(value: Column, kind: T.DataType, style: Style) -> Column:
         case T.BooleanType() if style is SHOWN:
             return F.initcap(plain)
         case T.DoubleType():
-            return _double(value)
+            # "12.500" is shown as "12.5", and "12.000" as "12.0".
+            digits = F.rtrim(_rounded(value).cast("string"), F.lit("0"))
+            return joined(digits, F.when(digits.endswith("."), "0").otherwise(""))
         case T.StringType():
-            return joined(style.quote, value, style.quote)
+            return joined(style.quote, plain, style.quote)
         case T.DecimalType() if style is SHOWN:
             return joined("Decimal('", plain, "')")
         case T.DecimalType():
             return _tagged("decimal", plain, style)
         case T.DateType() if style is SHOWN:
-            year, month, day = (
-                part(value).cast("string") for part in (F.year, F.month, F.dayofmonth)
-            )
-            return joined("datetime.date(", year, ", ", month, ", ", day, ")")
+            return F.date_format(value, "'datetime.date('y, M, d')'")
         case T.DateType():
             return _tagged("date", plain, style)
         case T.TimestampType():
@@ -140,35 +136,30 @@ def is_exact(value: Column, kind: T.DataType) -> Column:
 def _is_exact(value: Column, kind: T.DataType) -> Column:
     match kind:
         case T.DoubleType():
-            is_exact_number = _rounded(value).cast("double") == value
             # -0.0 equals 0.0.
             is_no_negative_zero = (value != 0) | (value.cast("string") == "0.0")
-            return is_exact_number & (F.abs(value) < DOUBLE_BOUND) & is_no_negative_zero
+            is_same = _rounded(value).cast("double") == value
+            return is_same & (F.abs(value) < DOUBLE_BOUND) & is_no_negative_zero
         case T.StringType():
-            return value.rlike(PLAIN)
+            # Without a collation, which regular expressions do not take.
+            return value.cast("string").rlike(PLAIN)
         case T.DateType():
             return F.year(value).between(1, 9999)
         case T.DayTimeIntervalType():
             return interval_micros(value).isNotNull()
         case T.ArrayType(elementType=T.StringType() | T.IntegralType()):
             has_no_nulls = F.size(F.array_compact(value)) == F.size(value)
-            if isinstance(kind.elementType, T.IntegralType):
-                return has_no_nulls
-            return has_no_nulls & F.array_join(value, " ").rlike(PLAIN)
+            return has_no_nulls & F.array_join(value.cast("array<string>"), " ").rlike(PLAIN)
         case T.ArrayType():
             return F.forall(value, lambda each: is_exact(each, kind.elementType))
         case T.StructType():
-            fields = ((value.getField(field.name), field.dataType) for field in kind.fields)
-            return all_of([is_exact(each, found) for each, found in fields])
+            return all_of([is_exact(value[each.name], each.dataType) for each in kind.fields])
     return F.lit(True)
 
 
 def members(value: Column, kind: T.StructType, style: Style) -> list[tuple[str, Column]]:
     """Return the names of a struct's fields, and their values as text."""
-    return [
-        (field.name, text(value.getField(field.name), field.dataType, style))
-        for field in kind.fields
-    ]
+    return [(each.name, text(value[each.name], each.dataType, style)) for each in kind.fields]
 
 
 def object_text(named: Sequence[tuple[str, Column]], style: Style) -> Column:
@@ -182,10 +173,7 @@ def object_text(named: Sequence[tuple[str, Column]], style: Style) -> Column:
 
 def all_of(conditions: Sequence[Column]) -> Column:
     """Return whether all conditions are true; a null is not."""
-    condition = F.lit(True)
-    for each in conditions:
-        condition = condition & F.coalesce(each, F.lit(False))
-    return condition
+    return reduce(and_, (F.coalesce(each, F.lit(False)) for each in conditions), F.lit(True))
 
 
 def joined(*parts: str | Column) -> Column:
@@ -210,12 +198,6 @@ def _rounded(value: Column) -> Column:
     return value.try_cast(f"decimal(18,{DOUBLE_SCALE})")
 
 
-def _double(value: Column) -> Column:
-    # "12.500" is shown as "12.5", and "12.000" as "12.0".
-    digits = F.rtrim(_rounded(value).cast("string"), F.lit("0"))
-    return joined(digits, F.when(digits.endswith("."), "0").otherwise(""))
-
-
 def interval_micros(value: Column) -> Column:
     """Return the microseconds of an interval of days to seconds; null if it is huge."""
     most = timedelta(microseconds=MAX_INTERVAL_US)
@@ -225,11 +207,8 @@ def interval_micros(value: Column) -> Column:
 
 def _elements(value: Column, kind: T.DataType, style: Style) -> Column:
     """Return the elements of an array; those of most arrays in a faster way, without nulls."""
-    match kind:
-        case T.StringType():
-            between = f"{style.quote}{style.comma}{style.quote}"
-            strings = joined(style.quote, F.array_join(value, between), style.quote)
-            return F.when(F.size(value) == 0, "").otherwise(strings)
-        case T.IntegralType():
-            return F.array_join(value.cast("array<string>"), style.comma)
+    if isinstance(kind, T.StringType | T.IntegralType):
+        quote = style.quote if isinstance(kind, T.StringType) else ""
+        listed = F.array_join(value.cast("array<string>"), f"{quote}{style.comma}{quote}")
+        return F.when(F.size(value) == 0, "").otherwise(joined(quote, listed, quote))
     return F.array_join(F.transform(value, lambda each: text(each, kind, style)), style.comma)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, NamedTuple, Self, get_type_hints
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -17,14 +17,8 @@ from celery_rabbitdelay.exceptions import InvalidOption
 from celery_rabbitdelay.levels.delay import TAKES_DURATION, parse_duration, plain
 from celery_rabbitdelay.levels.shown_url import without_password
 
-#: Spark's own options, which it passes on to every streaming sink.
-SPARKS_OWN: Final = ("checkpointLocation", "path")
-
 #: The prefix of the options that ``CREATE TABLE ... OPTIONS`` states.
 OF_TABLE: Final = "option."
-
-#: Seconds after which the tasks of a write that was neither committed nor aborted are dropped.
-JOB_EXPIRES: Final = 86_400.0
 
 
 class Option(NamedTuple):
@@ -39,32 +33,26 @@ class Option(NamedTuple):
     """
 
     takes: str = ""
-    read: Callable[[str], Any] = str
+    read: Callable[[str], object] = str
     only_with: str = ""
 
-    def only_for(self, word: str) -> Option:
-        """Return the same for one value of ``what``, or one protocol."""
-        return self._replace(only_with=word)
 
-
-def _bounded(text: str, least: float, most: float) -> float:
-    number = float(text)
-    if not least <= number <= most:
-        raise ValueError
-    return number
-
-
-def _whole(most: int) -> Option:
-    def whole(text: str) -> int:
-        number = _bounded(text, 1, most)
-        if number != int(number):
+def _number(kind: type[float], most: int, only_with: str = "") -> Option:
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 0 < number <= most:
             raise ValueError
-        return int(number)
+        return number
 
-    return Option(f"takes a whole number from 1 to {most}", whole)
+    what = "a whole number" if kind is int else "a number"
+    return Option(f"takes {what} above 0, up to {most}", read, only_with)
 
 
-def _with_short_units(text: str) -> str:
+def _one_of(*words: str) -> Option:
+    return Option(f"takes {' or '.join(words)}", lambda text: words[words.index(text)])
+
+
+def _as_ours(text: str) -> str:
     """Return one of Spark's durations, such as "interval '1' minute", as this package writes it."""
     text = re.sub(r"^\s*interval\b|'", "", text.lower())
     text = re.sub(r"(?<=[\d\s])(?:millisecond|milli|msec)s?\b", "ms", text)
@@ -72,26 +60,17 @@ def _with_short_units(text: str) -> str:
     return re.sub(long, lambda found: found[1][0], text)
 
 
-def _one_of(*words: str) -> Option:
-    *others, last = map(repr, words)
-    return Option(f"takes {', '.join(others)} or {last}", lambda text: words[words.index(text)])
-
-
 TEXT: Final = Option()
 FLAG: Final = Option("takes true or false", lambda text: ["false", "true"].index(text.lower()) == 1)
 SECONDS: Final = Option(
     f"{TAKES_DURATION}, or as Spark has it, such as '1 minute' or 'interval 10 seconds'",
-    lambda text: parse_duration(_with_short_units(text)).total_seconds(),
-)
-RATE: Final = Option(
-    "takes a number of tasks a second above 0",
-    lambda text: _bounded(text, sys.float_info.min, sys.float_info.max),
+    lambda text: parse_duration(_as_ours(text)).total_seconds(),
 )
 COLUMNS: Final = Option(
     "takes names of columns", lambda text: tuple(each.strip() for each in text.split(","))
 )
-OF_PENDING: Final = TEXT.only_for("pending")
-OF_TLS: Final = TEXT.only_for("amqps")
+OF_PENDING: Final = Option(only_with="pending")
+OF_TLS: Final = Option(only_with="amqps://")
 
 
 class ApplicationOptions(NamedTuple):
@@ -99,10 +78,10 @@ class ApplicationOptions(NamedTuple):
 
     Attributes:
         app: Its import path, as for ``celery -A``; None if the other options describe it.
-        broker: The URL of RabbitMQ, without a password.
-        broker_password: Its password. Spark hides options of such a name in plans and logs
+        broker: The URL of RabbitMQ; given without its password, which is put in.
+        broker_password: The password. Spark hides options of such a name in plans and logs
             (``spark.redaction.regex``).
-        registry: The URL of the registry's Redis, without a password.
+        registry: The URL of the registry's Redis, likewise.
         registry_password: Its password.
         prefix: ``rabbitdelay_prefix``.
         layout: ``rabbitdelay_layout``, by name.
@@ -135,36 +114,26 @@ class ApplicationOptions(NamedTuple):
         app, broker = given.get("app"), given.get("broker")
         if (app is None) == (broker is None):
             takes = "takes the import path of a Celery application; set either app or broker"
-            if not given:
-                takes += (
-                    ". Spark passes on no options of a table: say with (app '...') in the query"
-                )
+            takes += (
+                "" if given else ". Spark passes on no options of a table: say with (app '...')"
+            )
             raise InvalidOption("app", None if app is None else without_password(app), takes)
+        for name in _OPTIONS[cls]:
+            if app is not None and name != "app" and name.lower() in given:
+                raise InvalidOption(name, None, "is a setting of the application; leave it out")
         for name in ("broker", "registry"):
             url = given.get(name, "")
             if (hidden := without_password(url)) != url:
                 takes = f"takes a URL without a password, since Spark shows it; use {name}Password"
                 raise InvalidOption(name, hidden, takes)
-        for name, (_, option) in _OPTIONS[cls].items():
-            value = given.get(name.lower())
-            if value is None or name in ("app", "broker"):
-                continue
-            shown = None if "Password" in name else value
-            if app is not None:
-                takes = "is a setting of the application; leave it out"
-                raise InvalidOption(name, shown, takes)
-            if option.only_with == "amqps" and not str(broker).startswith("amqps:"):
-                takes = "is for TLS; write the broker's URL with amqps://"
-                raise InvalidOption(name, shown, takes)
-        return cls(**_read(cls, given))
+        found = cls(**_read(cls, given, f"{str(broker).partition('//')[0]}//"))
+        return found._replace(
+            broker=_with_password(found.broker, found.broker_password),
+            registry=_with_password(found.registry, found.registry_password),
+        )
 
     @property
-    def broker_url(self) -> str | None:
-        """The broker's URL with its password."""
-        return _with_password(self.broker, self.broker_password)
-
-    @property
-    def broker_use_ssl(self) -> dict[str, Any] | None:
+    def broker_use_ssl(self) -> Mapping[str, object] | None:
         """Celery's ``broker_use_ssl``; None without TLS. The broker's name is checked."""
         if not str(self.broker).startswith("amqps:"):
             return None
@@ -174,16 +143,11 @@ class ApplicationOptions(NamedTuple):
             "keyfile": self.broker_key_file,
         }
         # kombu puts in the host of the URL.
-        told: dict[str, Any] = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": None}
-        return {**told, **{name: file for name, file in files.items() if file is not None}}
-
-    @property
-    def registry_url(self) -> str | None:
-        """The registry's URL with its password."""
-        return _with_password(self.registry, self.registry_password)
+        checks = {"cert_reqs": ssl.CERT_REQUIRED, "server_hostname": None}
+        return checks | {name: file for name, file in files.items() if file is not None}
 
     def __repr__(self) -> str:
-        return f"ApplicationOptions(app={self.app!r}, broker={self.broker!r})"
+        return f"ApplicationOptions(app={self.app!r})"
 
 
 class WriteOptions(NamedTuple):
@@ -223,8 +187,8 @@ class WriteOptions(NamedTuple):
     job_id: Annotated[str | None, TEXT] = None
     id_column: Annotated[tuple[str, ...] | None, COLUMNS] = None
     job: Annotated[str | None, TEXT] = None
-    job_expires: Annotated[float, SECONDS] = JOB_EXPIRES
-    max_rate: Annotated[float | None, RATE] = None
+    job_expires: Annotated[float, SECONDS] = 86_400.0
+    max_rate: Annotated[float | None, _number(float, 10**9)] = None
     kwargs_from_columns: Annotated[bool, FLAG] = False
     past: Annotated[str, _one_of("send", "refuse", "drop")] = "send"
     on_error: Annotated[str, _one_of("fail", "collect")] = "fail"
@@ -277,12 +241,12 @@ class ReadOptions(NamedTuple):
 
     application: ApplicationOptions
     what: Annotated[str, _one_of("pending", "levels", "undeliverable")] = "pending"
-    partitions: Annotated[int, _whole(10_000).only_for("pending")] = 8
+    partitions: Annotated[int, _number(int, 10_000, "pending")] = 8
     task: Annotated[str | None, OF_PENDING] = None
     key: Annotated[str | None, OF_PENDING] = None
     job: Annotated[str | None, OF_PENDING] = None
-    filter_pushdown: Annotated[bool, FLAG.only_for("pending")] = False
-    limit: Annotated[int | None, _whole(2**31 - 1).only_for("undeliverable")] = None
+    filter_pushdown: Annotated[bool, FLAG._replace(only_with="pending")] = False
+    limit: Annotated[int | None, _number(int, 2**31 - 1, "undeliverable")] = None
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> Self:
@@ -292,16 +256,11 @@ class ReadOptions(NamedTuple):
             InvalidOption: One of them is unknown, or has an invalid value.
         """
         given = _known(options, cls)
-        found = cls(ApplicationOptions.of(given), **_read(cls, given))
-        for name, (_, option) in _OPTIONS[cls].items():
-            if option.only_with not in ("", found.what) and name.lower() in given:
-                takes = f"is an option of what = {option.only_with!r}; leave it out"
-                raise InvalidOption(name, given[name.lower()], takes)
-        return found
+        return cls(ApplicationOptions.of(given), **_read(cls, given, given.get("what", "pending")))
 
 
 #: By class, the attribute of each option, and what it takes, by the option's name.
-_OPTIONS: Final[Mapping[type[tuple[Any, ...]], Mapping[str, tuple[str, Option]]]] = {
+_OPTIONS: Final[Mapping[type[NamedTuple], Mapping[str, tuple[str, Option]]]] = {
     cls: {
         re.sub("_(.)", lambda found: found[1].upper(), attribute): (attribute, hint.__metadata__[0])
         for attribute, hint in get_type_hints(cls, include_extras=True).items()
@@ -311,7 +270,7 @@ _OPTIONS: Final[Mapping[type[tuple[Any, ...]], Mapping[str, tuple[str, Option]]]
 }
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Return a value as Spark's options have it."""
     if isinstance(value, celery.Celery):
         return _import_path(value)
@@ -336,7 +295,7 @@ def _import_path(app: celery.Celery) -> str:
     raise InvalidOption("app", repr(app), takes)
 
 
-def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, str]:
+def _known(options: Mapping[str, str], cls: type[NamedTuple]) -> dict[str, str]:
     """Return the options with names in lower case, as Spark passes them.
 
     Raises:
@@ -347,22 +306,35 @@ def _known(options: Mapping[str, str], cls: type[tuple[Any, ...]]) -> dict[str, 
         # CREATE TABLE: each option twice, among properties of the table and of Spark's own.
         stated = {name: value for name, value in given.items() if name.startswith(OF_TABLE)}
         given = {name.removeprefix(OF_TABLE): value for name, value in stated.items()}
-    names = (*_OPTIONS[ApplicationOptions], *_OPTIONS[cls], *SPARKS_OWN)
-    known = {name.lower(): name for name in names}
-    for name in given.keys() - known.keys():
-        (meant, *_) = (*get_close_matches(name, list(known), 1), "")
-        suggested = f"; did you mean {known[meant]}?" if meant else ""
+    # Spark passes its own two options on to every streaming sink.
+    names = (*_OPTIONS[ApplicationOptions], *_OPTIONS[cls], "checkpointLocation", "path")
+    for name in given.keys() - {each.lower() for each in names}:
         # Without its value, which may be a password.
-        raise InvalidOption(name, None, f"is unknown{suggested}")
+        raise InvalidOption(name, None, f"is unknown{suggestion(name, names)}")
     return given
 
 
-def _read(cls: type[tuple[Any, ...]], given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of the options that are given, by their attributes."""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is closest to an unknown one as a question, if there is one."""
+    close = get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _read(cls: type[NamedTuple], given: Mapping[str, str], kind: str = "") -> dict[str, Any]:
+    """Return the values of the options that are given, by their attributes.
+
+    Args:
+        cls: The class of the options.
+        given: Their texts.
+        kind: The value of ``what``, or the protocol.
+    """
     found = {}
     for name, (attribute, option) in _OPTIONS[cls].items():
         text = given.get(name.lower())
         if text is not None:
+            if option.only_with not in ("", kind):
+                takes = f"is an option for {option.only_with}, not for {kind}; leave it out"
+                raise InvalidOption(name, text, takes)
             try:
                 found[attribute] = option.read(text)
             except ValueError as wrong:
@@ -370,14 +342,13 @@ def _read(cls: type[tuple[Any, ...]], given: Mapping[str, str]) -> dict[str, Any
     return found
 
 
-def _with_password(url: str | None, password: str | None) -> str | None:
-    if url is None or password is None:
-        return url
-    # A fail-over list has a URL for each server.
-    return ";".join(_server_with_password(each, password) for each in url.split(";"))
-
-
-def _server_with_password(url: str, password: str) -> str:
-    parts = urlsplit(url)
-    user, _, server = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{server}"))
+def _with_password(urls: str | None, password: str | None) -> str | None:
+    """Return a URL, or a fail-over list of them, with a password."""
+    if urls is None or password is None:
+        return urls
+    found = []
+    for url in map(urlsplit, urls.split(";")):
+        user, _, server = url.netloc.rpartition("@")
+        location = f"{user}:{quote(password, safe='')}@{server}"
+        found.append(urlunsplit(url._replace(netloc=location)))
+    return ";".join(found)

@@ -8,7 +8,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from starlette.responses import Response
 
-from celery_rabbitdelay.registry.open_jobs import OpenJobs
 from celery_rabbitdelay.schedules.schedules import Schedules
 from celery_rabbitdelay.web import deciding, now, schedules, undeliverable, waiting
 from celery_rabbitdelay.web.asked import Asked
@@ -61,8 +60,8 @@ PAGES: Final = (
     _action("undeliverable/decide-all", undeliverable.decide),
     _in_menu("jobs", waiting.jobs, "Jobs", "jobs"),
     _action("jobs/open", waiting.open_job),
-    _action("jobs/commit", partial(waiting.change_job, OpenJobs.commit_job, "committed")),
-    _action("jobs/abort", partial(waiting.change_job, OpenJobs.abort_job, "aborted")),
+    _action("jobs/commit", partial(waiting.change_job, "commit_job", "committed")),
+    _action("jobs/abort", partial(waiting.change_job, "abort_job", "aborted")),
     _in_menu("schedules", schedules.schedules, "Schedules", "schedules", refresh=30),
     Page("schedules/one", schedules.schedule, "Schedule", "schedule"),
     _action("schedules/edit", schedules.edit),

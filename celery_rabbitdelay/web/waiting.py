@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -16,7 +16,6 @@ from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.publishing.declaration import Backlog, Counts, queue_counts
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.known_task import KnownTask, known_task
-from celery_rabbitdelay.registry.open_jobs import OpenJobs
 from celery_rabbitdelay.registry.record import TaskState
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked, Wrong
@@ -263,16 +262,14 @@ def open_job(asked: Asked) -> dict[str, object]:
     expires = asked.duration("expires")
     if not expires:
         raise Wrong("expires", "takes the time until it is aborted unless it is committed: 1h30m")
-    return change_job(lambda own, name: own.open_job(name, expires=expires), "opened", asked)
+    return change_job("open_job", "opened", asked, expires=expires)
 
 
-def change_job(
-    change: Callable[[OpenJobs, str], object], what: str, asked: Asked
-) -> dict[str, object]:
+def change_job(method: str, what: str, asked: Asked, **options: object) -> dict[str, object]:
     """Change the job of a name: open, commit or abort it."""
     name = asked.fields.needed("name")
     try:
-        change(asked.with_registry, name)
+        getattr(asked.with_registry, method)(name, **options)
     except JobClosed as closed:
         raise HTTPException(409, str(closed)) from closed
     log_action(asked.user, f"{what} the job", 1, name)

@@ -18,12 +18,11 @@ from kombu import Connection, Queue
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
-from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.operations.findings import Verification
-from celery_rabbitdelay.operations.status import check_schedules
 from celery_rabbitdelay.operations.verify import verify_broker
 from celery_rabbitdelay.publishing.declaration import declare_destination
 from celery_rabbitdelay.publishing.management import ManagementAPI
+from celery_rabbitdelay.schedules.addition import SchedulesAddition
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.integration.conftest import SHORT
 
@@ -117,7 +116,7 @@ class Place:
     def verify(self) -> Verification:
         """Look for faults."""
         with self.connection.clone() as connection:
-            rows = check_schedules(self.delays, wall_clock.ms()) if self.delays else ()
+            rows = SchedulesAddition(self.delays).problems() if self.delays else ()
             given = (self.settings, self.destinations, self.api, self.is_blocked(), rows)
             return verify_broker(connection, *given)
 

@@ -30,8 +30,8 @@ from celery_rabbitdelay import (
     RegistryRequired,
 )
 from celery_rabbitdelay.levels.delay import milliseconds_of
-from celery_rabbitdelay.operations.status import check_schedules
 from celery_rabbitdelay.schedules import record, schedules
+from celery_rabbitdelay.schedules.addition import SchedulesAddition
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import Records
 from celery_rabbitdelay.testing import wait_for
@@ -221,7 +221,8 @@ def test_verify_finds_schedules_that_stand_still_and_those_that_cannot_be_sent_a
     known = Records(stage.shop.rabbitdelay.registry)
 
     def found(now_ms: int) -> list[tuple[str, str]]:
-        rows = check_schedules(stage.shop.rabbitdelay, now_ms)
+        with frozen(now_ms / 1000):
+            rows = [*SchedulesAddition(stage.shop.rabbitdelay).problems()]
         return [(code, subject) for code, subject, _ in rows]
 
     # Until then, a worker may send it again.

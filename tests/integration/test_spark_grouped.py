@@ -13,7 +13,7 @@ from kombu import Connection
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
-from celery_rabbitdelay import InvalidColumn, InvalidOption
+from celery_rabbitdelay import InvalidColumn, InvalidOption, Row
 from celery_rabbitdelay.app.sending.message_template import Writer
 from celery_rabbitdelay.app.sending.rows import WrittenRows
 from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
@@ -21,9 +21,7 @@ from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.spark import grouped
 from celery_rabbitdelay.spark.application import application_of
-from celery_rabbitdelay.spark.columns import Columns, TaskIds
-from celery_rabbitdelay.spark.grouped import DUE, ITEM, ROW
-from celery_rabbitdelay.spark.grouped_columns import GroupedColumns
+from celery_rabbitdelay.spark.columns import DUE, ITEM, ROW, Columns, TaskIds
 from celery_rabbitdelay.spark.options import WriteOptions
 
 #: A port that nothing listens on: grouping opens no connection.
@@ -67,9 +65,9 @@ def by_python(frame: DataFrame, given: WriteOptions) -> dict[str, bytes]:
     first = Call("first", (), {}, Due.after(60))
     made = capture_message(app, Publisher(Connection(NOWHERE)), "remind", first, {})
     write, found = Writer(made, first, {}), {}
-    for each in Columns(frame.schema, given).taken(frame.toArrow().to_batches()):
-        assert each.row is not None, each.error
-        task_id = each.row.task_id or ids.of(each.identity)
+    for each in Columns(frame.schema, given).taken(frame.toArrow().to_batches(), ids):
+        assert isinstance(each.row, Row), each.row
+        task_id = str(each.row.task_id)
         call = Call(task_id, each.row.args, each.row.kwargs, Due.after(60))
         found[task_id] = write.item(call)
     return found
@@ -187,8 +185,9 @@ def test_tasks_that_are_due_in_the_same_tick_come_together(spark: SparkSession) 
     given = {**GIVEN, "tolerance": "60"}
     began_ms = time.time_ns() // 1_000_000
     rows = grouped(frame, **given)
+    columns = Columns(rows.schema, options(tolerance="60"))
     batches = rows.select(DUE, ITEM).toArrow().to_batches()
-    found = list(GroupedColumns(rows.schema, options(tolerance="60")).taken(batches))
+    found = [each.row for each in columns.taken(batches, TaskIds("the job"))]
     groups = [each for each in found if isinstance(each, WrittenRows)]
     assert found == groups
     # Whole minutes from 60 to 62.

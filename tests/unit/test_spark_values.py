@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from itertools import pairwise
@@ -21,15 +21,17 @@ from pyspark.sql.types import StructType
 from celery_rabbitdelay import Celery, InvalidColumn, InvalidOption, InvalidRow, Row
 from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
 from celery_rabbitdelay.app.sending.rows import WrittenRows
+from celery_rabbitdelay.spark.application import numbers_taken
 from celery_rabbitdelay.spark.columns import (
+    DUE,
+    ITEM,
+    ROW,
     Columns,
     Shared,
     Taken,
     TaskIds,
-    numbers_taken,
     task_id,
 )
-from celery_rabbitdelay.spark.grouped_columns import Cutter
 from celery_rabbitdelay.spark.options import ApplicationOptions, ReadOptions, WriteOptions
 from tests.given_times import KINDS
 
@@ -49,13 +51,16 @@ def taken(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> l
     """Return the rows of columns: for each its type in Spark, and its values."""
     read = Columns(schema(**{name: kind for name, (kind, _) in columns.items()}), options(**more))
     batch = pa.RecordBatch.from_pydict({name: values for name, (_, values) in columns.items()})
-    return list(read.taken([batch]))
+    return list(read.taken([batch], JUNE))
 
 
-def rows(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> list[Row | None]:
-    return [each.row for each in taken(columns, **more)]
+def rows(columns: Mapping[str, tuple[T.DataType, list[Any]]], **more: str) -> list[Any]:
+    """Return them as ``send_many`` takes them, without the ids that are derived."""
+    found: list[Any] = [each.row for each in taken(columns, **more)]
+    return [row if row.task_id == "mine" else row._replace(task_id=None) for row in found]
 
 
+JUNE = TaskIds("june")
 LONG, TEXT, DAYS = T.LongType(), T.StringType(), T.DayTimeIntervalType()
 DELAY: tuple[T.DataType, list[Any]] = (T.DoubleType(), [1.5])
 
@@ -94,9 +99,8 @@ def test_a_row_has_the_arguments_and_the_delay_of_its_columns() -> None:
 )
 def test_a_row_that_is_no_task_is_its_own_error(columns: dict[str, Any], reason: str) -> None:
     (found,) = taken({"delay": DELAY, **columns})
-    assert found.row is None
-    assert isinstance(found.error, InvalidRow)
-    assert reason in str(found.error)
+    assert isinstance(found.row, InvalidRow)
+    assert reason in str(found.row)
 
 
 def test_rows_may_differ_in_what_send_many_takes_once() -> None:
@@ -109,13 +113,13 @@ def test_rows_may_differ_in_what_send_many_takes_once() -> None:
         "headers": (T.StringType(), ['{"b": 1, "a": 2}', None]),
     }
     one, other = taken(columns, queue="mails", tolerance="5")
-    assert one.shared == Shared("other", "q", 60.0, 3, '{"a": 2, "b": 1}')
-    assert other.shared == Shared("remind", "mails", 5.0)
-    assert one.shared.options == {"queue": "q", "priority": 3, "headers": {"a": 2, "b": 1}}
-    assert other.shared.options == {"queue": "mails"}
+    own = '{"headers": {"a": 2, "b": 1}, "priority": 3, "queue": "q"}'
+    assert one.shared == Shared("other", 60.0, own)
+    assert other.shared == Shared("remind", 5.0, '{"queue": "mails"}')
     read = Columns(schema(delay=LONG, task=TEXT), WriteOptions.of({"app": "shop"}))
-    (bad,) = read.taken([pa.RecordBatch.from_pydict({"delay": [1], "task": pa.array([None])})])
-    assert "its task is null" in str(bad.error)
+    batch = pa.RecordBatch.from_pydict({"delay": [1], "task": pa.array([None])})
+    (bad,) = read.taken([batch], JUNE)
+    assert "its task is null" in str(bad.row)
 
 
 OWN = {"kwargsFromColumns": "true"}
@@ -147,7 +151,7 @@ def test_an_unfit_schema_is_refused(columns: Any, more: Any, text: str) -> None:
     ("given", "text"),
     [
         ({"task": "t"}, "option app: takes the import path"),
-        ({"app": "shop", "prefix": "x"}, "option prefix = 'x': is a setting of the application"),
+        ({"app": "shop", "prefix": "x"}, "option prefix: is a setting of the application"),
         ({"broker": "amqp://h", "brokercafile": "/ca.pem"}, "amqps://"),
         ({"broker": "amqp://me:opensesame@h/"}, "option broker = 'amqp://me:**@h/': takes a URL"),
         ({**LEAST, "jobbid": "x"}, "option jobbid: is unknown; did you mean jobId?"),
@@ -211,18 +215,19 @@ def test_a_task_an_application_and_a_queue_stand_for_themselves() -> None:
 def test_columns_that_no_row_can_make_the_tasks_arguments_are_refused(
     columns: dict[str, T.DataType], from_columns: bool, taken: list[int] | str
 ) -> None:
+    given = options(**OWN) if from_columns else options()
     if isinstance(taken, str):
         with pytest.raises(InvalidOption, match=f"option task = 'remind'.*{taken}"):
-            numbers_taken(remind, columns, from_columns)
+            numbers_taken(remind, columns, given)
     else:
-        assert [*numbers_taken(remind, columns, from_columns)] == taken
+        assert [*numbers_taken(remind, columns, given)] == taken
 
 
 def test_a_password_is_put_into_the_url_and_stays_out_of_the_text() -> None:
     given = {"broker": "amqp://me@host:5672/shop", "brokerpassword": "open/sesame"}
     found = ApplicationOptions.of({**given, "registry": "redis://host/1", "registrypassword": "p"})
-    assert found.broker_url == "amqp://me:open%2Fsesame@host:5672/shop"
-    assert found.registry_url == "redis://:p@host/1"
+    assert found.broker == "amqp://me:open%2Fsesame@host:5672/shop"
+    assert found.registry == "redis://:p@host/1"
     assert "sesame" not in repr(found)
 
 
@@ -264,8 +269,6 @@ def test_the_id_of_a_row_depends_on_the_row_and_on_the_job_alone() -> None:
     for wrong in no_values:
         with pytest.raises(InvalidOption, match=r"idColumn.*takes the row's values"):
             task_id("june", wrong)
-    with pytest.raises(InvalidOption, match=r"jobId.*takes a string"):
-        task_id(7, [7])  # type: ignore[arg-type]
 
 
 def test_the_id_of_a_row_depends_on_its_instants_and_not_on_their_time_zone() -> None:
@@ -279,15 +282,15 @@ def test_the_id_of_a_row_depends_on_its_instants_and_not_on_their_time_zone() ->
     assert task_id("june", [first]) != task_id("june", [first.replace(fold=1)])
 
 
-def test_the_identity_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_names() -> None:
+def test_the_id_of_a_row_is_that_of_its_id_columns_in_the_order_of_their_names() -> None:
     columns = {"key": (T.StringType(), ["k"]), "delay": DELAY, "args": (T.StringType(), ["[1]"])}
     (every,) = taken(columns)
-    assert every.identity == ["[1]", 1.5, "k"]
+    assert every.row == Row([1], {}, 1.5, task_id=JUNE.of(["[1]", 1.5, "k"]), key="k")
     otherwise = {"KEY": columns["key"], "Delay": DELAY, "Args": columns["args"]}
-    assert taken(otherwise)[0][:4] == every[:4]
+    assert taken(otherwise) == [every]
     (some,) = taken(otherwise, idColumn="Key, ARGS")
-    assert some.identity == ["[1]", "k"]
-    assert task_id("june", {"KEY": "k", "Args": "[1]"}) == TaskIds("june").of(some.identity)
+    assert some.row == Row([1], {}, 1.5, task_id=JUNE.of(["[1]", "k"]), key="k")
+    assert task_id("june", {"KEY": "k", "Args": "[1]"}) == JUNE.of(["[1]", "k"])
 
 
 def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
@@ -297,30 +300,46 @@ def test_spark_s_rows_are_read_where_it_hands_on_no_batches() -> None:
     local = instant.astimezone().replace(tzinfo=None)
     spark_rows = [T.Row(args=[{"a": 1}], eta=local, n=7), T.Row(args=None, eta=local, n=None)]
     read = Columns(kind, options(kwargsFromColumns="true"))
-    found = [each.row for each in read.taken(spark_rows, in_batches=False)]
-    assert found == [Row([{"a": 1}], {"n": 7}, eta=instant), Row((), {"n": None}, eta=instant)]
+    found: list[Any] = [each.row for each in read.taken([spark_rows], JUNE)]
+    assert [row._replace(task_id=None) for row in found] == [
+        Row([{"a": 1}], {"n": 7}, eta=instant),
+        Row((), {"n": None}, eta=instant),
+    ]
 
 
 # Cutting a sorted column of items into groups.
 
-
-def cut(*batches: list[tuple[int, bytes]], kind: Any = None) -> list[tuple[int, int, bytes]]:
-    """The due time, number and bytes of each group."""
-    cutter = Cutter()
-    found: list[WrittenRows] = []
-    for batch in batches:
-        dues, items = ([row[0] for row in batch], [row[1] for row in batch])
-        arrays = pa.array(dues, pa.int64()), pa.array(items, kind or pa.binary())
-        found += cutter.cut(*arrays)
-    found += cutter.rest()
-    return [(each.due_ms, each.count, each.items) for each in found]
+ARROW_ROW = pa.struct({"args": pa.list_(pa.int64()), "delay": pa.float64()})
 
 
-def test_a_slice_of_a_batch_has_its_own_items() -> None:
-    dues, items = pa.array([1, 2, 2, 3]), pa.array([b"a", b"b", b"c", b"d"])
-    cutter = Cutter()
-    found = [*cutter.cut(dues[1:3], items[1:3]), *cutter.rest()]
-    assert [(each.due_ms, each.items) for each in found] == [(2, b"bc")]
+GROUPED = schema(
+    **{DUE: LONG, ITEM: T.BinaryType(), ROW: schema(args=T.ArrayType(LONG), delay=T.DoubleType())}
+)
+
+
+def cut(*batches: Sequence[tuple[int, bytes | None]], kind: Any = None) -> list[Any]:
+    """The due time, number and bytes of each group, and the arguments of other rows."""
+    given = [
+        pa.RecordBatch.from_arrays(
+            [
+                pa.array([due for due, _ in rows], pa.int64()),
+                pa.array([item for _, item in rows], kind or pa.binary()),
+                pa.array([{"args": [due], "delay": 1.0} for due, _ in rows], ARROW_ROW),
+            ],
+            [DUE, ITEM, ROW],
+        )
+        for rows in batches
+    ]
+    found: list[Any] = [each.row for each in Columns(GROUPED, options()).taken(given, JUNE)]
+    return [
+        (each.due_ms, each.count, each.items) if isinstance(each, WrittenRows) else each.args
+        for each in found
+    ]
+
+
+def test_rows_without_an_item_are_written_by_python() -> None:
+    found = cut([(1, b"a"), (2, b"b"), (2, None), (2, b"c"), (3, b"d")])
+    assert found == [[2], (1, 1, b"a"), (2, 2, b"bc"), (3, 1, b"d")]
 
 
 def test_a_group_holds_so_many_messages_and_bytes_and_a_larger_item_is_alone() -> None:

@@ -19,7 +19,7 @@ from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
 from celery_rabbitdelay.operations import mover
 from celery_rabbitdelay.operations import undeliverable as messages
-from celery_rabbitdelay.spark import read
+from celery_rabbitdelay.spark import data_source
 from tests.unit.clock import frozen
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -136,8 +136,9 @@ def test_every_message_is_a_json_object_and_a_row_of_arrow(told: dict[str, Any])
     text = messages.headers_as_json(told)
     assert json.loads(text, parse_constant=no_constant).keys() == told.keys()
     assert text.isascii()
-    batch = read._to_arrow([read.to_row(examined(told, b"x")), read.to_row(examined({"id": HALF}))])
-    assert batch.schema.names == [column.split()[0] for column in read.UNDELIVERABLE.split(", ")]
+    (batch,) = data_source.batches([examined(told, b"x"), examined({"id": HALF})])
+    columns = data_source.UNDELIVERABLE.split(", ")
+    assert batch.schema.names == [column.split()[0] for column in columns]
     first, second = batch.to_pylist()
     assert (first["body"], first["size"], second["task_id"]) == (b"x", 1, "\\ud800")
 
@@ -166,7 +167,8 @@ def test_values_that_json_lacks_are_written_as_text() -> None:
 
 
 def test_a_batch_has_few_rows_and_few_bytes() -> None:
-    small = [read.to_row(examined({}))] * (2 * read.BATCH_ROWS + 1)
-    assert [len(batch) for batch in read._batched(small)] == [read.BATCH_ROWS, read.BATCH_ROWS, 1]
-    large = [read.to_row(examined({}, bytes(read.BATCH_BYTES // 2)))] * 5
-    assert [len(batch) for batch in read._batched(large)] == [2, 2, 1]
+    most = data_source.BATCH_ROWS
+    small = data_source.batches([examined({})] * (2 * most + 1))
+    assert [len(batch) for batch in small] == [most, most, 1]
+    large = data_source.batches([examined({}, bytes(data_source.BATCH_BYTES // 2))] * 5)
+    assert [len(batch) for batch in large] == [2, 2, 1]
