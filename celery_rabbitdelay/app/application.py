@@ -22,17 +22,22 @@ from kombu import Producer
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.app import additions, canvas, celery_internals
 from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
+from celery_rabbitdelay.app.copies import Copies
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
     refuse_two_times,
     without_stamps,
 )
+from celery_rabbitdelay.app.pipelines import group_pipeline
 from celery_rabbitdelay.app.seams import checked_added_options
-from celery_rabbitdelay.app.sending.pipelines import group_pipeline
-from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
-from celery_rabbitdelay.app.sending.task_sending import TaskSending, given_producer
 from celery_rabbitdelay.app.task import DelayingTask, P, ResultT_co
+from celery_rabbitdelay.app.task_sending import (
+    DelayedTaskProducer,
+    EtaProducer,
+    TaskSending,
+    given_producer,
+)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import tolerance_milliseconds
@@ -193,7 +198,7 @@ class Celery(DelayingCelery):
         if more:
             options = celery_internals.positional(super().send_task, more) | options
         elif options.get("producer") is None and options.get("connection") is None:
-            sent = self.rabbitdelay.templates.send(name, args, kwargs, options)
+            sent = self.rabbitdelay.part(Copies).send(name, args, kwargs, options)
             if sent is not None:
                 return sent
         former = header_names.own(celery_internals.headers_of_former(self, options))
@@ -223,7 +228,6 @@ class Celery(DelayingCelery):
             added=added,
             former=former,
             has_id=False,
-            app=self,
             by_celery=by_celery,
             delay=delay,
             tolerance_ms=tolerance_ms,

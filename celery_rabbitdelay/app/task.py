@@ -26,6 +26,7 @@ from celery.result import AsyncResult
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.celery_internals import as_given, retries_by_itself
+from celery_rabbitdelay.app.copies import Copies
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
@@ -140,7 +141,7 @@ class DelayingTask(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type
         """
         passed: dict[str, Any] = {**options}
         if not more:
-            sent = self.app.rabbitdelay.templates.send(self, args, kwargs, passed)
+            sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
             if sent is not None:
                 return sent
         given, stamps = without_stamps(passed)

@@ -16,7 +16,7 @@ import pytest
 from celery import signals
 from kombu import Connection
 
-from celery_rabbitdelay.app.sending.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row
+from celery_rabbitdelay.app.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row
 from celery_rabbitdelay.exceptions import (
     InvalidDelay,
     MessageTooLarge,

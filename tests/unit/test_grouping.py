@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.app.sending import grouping
-from celery_rabbitdelay.app.sending.grouping import Group, Grouper
+from celery_rabbitdelay.app import grouping
+from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
 from celery_rabbitdelay.levels.layout import Layout, clock

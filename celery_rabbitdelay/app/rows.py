@@ -15,8 +15,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.utils.json import loads
 
+from celery_rabbitdelay.app.copies import function_to_send
 from celery_rabbitdelay.app.options import BESIDE_STAMPS
-from celery_rabbitdelay.app.sending.task_messages import function_to_send
 from celery_rabbitdelay.exceptions import InvalidRow, RabbitDelayError, RowsNotConfirmed
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of

@@ -20,14 +20,13 @@ from kombu.exceptions import EncodeError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions, instruments
-from celery_rabbitdelay.app.celery_internals import argument_check, is_publishing_watched
+from celery_rabbitdelay.app.celery_internals import argument_check
+from celery_rabbitdelay.app.copies import NO_HEADERS, Call, Copies, Template, name_of
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.grouping import Group, Grouper
 from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.options import without_stamps
-from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
-from celery_rabbitdelay.app.sending.grouping import Group, Grouper
-from celery_rabbitdelay.app.sending.message_template import CeleryWriter
-from celery_rabbitdelay.app.sending.rows import (
+from celery_rabbitdelay.app.rows import (
     Given,
     Report,
     Row,
@@ -35,12 +34,7 @@ from celery_rabbitdelay.app.sending.rows import (
     WrittenRows,
     row_of,
 )
-from celery_rabbitdelay.app.sending.task_messages import (
-    NO_HEADERS,
-    Call,
-    capture_message,
-)
-from celery_rabbitdelay.app.sending.templates import Template, Templates
+from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -64,7 +58,6 @@ class RowSender(Sending):
 
     Args:
         delays: The application's ``app.rabbitdelay``.
-        templates: The messages of former sends.
         connection: The caller's own connection; None for one of the pool's.
         task: The task, or its name.
         tolerance_ms: How many milliseconds later each may start.
@@ -78,7 +71,6 @@ class RowSender(Sending):
     def __init__(
         self,
         delays: Delays,
-        templates: Templates,
         connection: Connection | None,
         task: celery.Task[Any, Any] | str,
         tolerance_ms: int,
@@ -88,14 +80,13 @@ class RowSender(Sending):
     ) -> None:
         super().__init__(progress)
         self._delays = delays
-        self._templates = templates
         self._app = delays.app
         self._settings = delays.settings
         if envelopes and DISTRIBUTE not in self._settings.modules:
             raise exceptions.NeedsDistribution("an envelope")
         self._connection = connection
         self._task = task
-        self._name = task if isinstance(task, str) else str(task.name)
+        self._name = name_of(task)
         self._tolerance_ms = tolerance_ms
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
@@ -138,8 +129,11 @@ class RowSender(Sending):
         work = self._asked(rows)
         for number, given in work:
             first = given if isinstance(given, Call) else next(self._read(given))[0]
+            headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
             try:
-                self._template = self._template_of(publisher, first)
+                self._template = self._delays.part(Copies).of_rows(
+                    self._task, first, self._celerys_options, dict(headers), self._connection
+                )
             except (EncodeError, exceptions.MessageTooLarge) as error:
                 self.fail([number], error)
             else:
@@ -148,7 +142,7 @@ class RowSender(Sending):
             return
         if self._envelopes:
             try:
-                self._template.writer.envelope(b"", 0)
+                self._template.envelope(b"", 0)
             except exceptions.InvalidEnvelope:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
@@ -167,28 +161,6 @@ class RowSender(Sending):
             for publication in publications:
                 self.report.sent -= len(publication.context)
                 self.fail(publication.context, error.copy(may_have_arrived=False))
-
-    def _template_of(self, publisher: Publisher, first: Call) -> Template:
-        """Return the template of the rows: one that is kept, or one that the first row makes."""
-        if self._connection is None:
-            kept = self._templates.of_rows(self._task, first, self._options)
-            if kept is not None:
-                return kept
-        shared = (each.shared_headers.items() for each in self._added)
-        capture = partial(
-            capture_message,
-            self._app,
-            publisher,
-            self._task,
-            options=self._celerys_options,
-            headers=dict(chain.from_iterable(shared)),
-        )
-        producer = capture(first)
-        template = Template.of(producer, first, self._celerys_options)
-        if not is_publishing_watched(self._app):
-            return template
-        writer = CeleryWriter(producer, first, self._celerys_options, capture)
-        return template._replace(writer=writer)
 
     def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
@@ -245,7 +217,7 @@ class RowSender(Sending):
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
-        grouper = Grouper(layout, self._template.writer.item, max_bytes=max_bytes)
+        grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
             if isinstance(given, Call):
                 yield from self._add(grouper, number, given)
@@ -263,15 +235,15 @@ class RowSender(Sending):
         None if they do not stand in an envelope as this application writes them, which tracked ones
         never do, or if the bound of a message is lower than the bytes of a group.
         """
-        writer = self._template.writer
-        if not self._envelopes or not writer.can_write_again:
+        template = self._template
+        if not self._envelopes or not template.can_write_again:
             return None
         if any(each.needs_each for each in self._added):
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
         first, item = next(self._read(written))
-        if writer.item(first) != item:
+        if template.item(first) != item:
             return None
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
@@ -287,8 +259,8 @@ class RowSender(Sending):
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail([number], error)
             return []
-        writer = self._template.writer
-        content = partial(writer.content, call) if writer.can_write_again else None
+        template = self._template
+        content = partial(template.content, call) if template.can_write_again else None
         for each in self._added:
             each.sent(number, call, content, self._template.producer.delayed)
         return ready
@@ -297,12 +269,12 @@ class RowSender(Sending):
         """Return the message of a group; None if it cannot be made, and its rows have the error."""
         first, rows, due = group.first, group.rows, group.due
         template, producer = self._template, self._template.producer
-        is_alone = not group.items or (len(rows) == 1 and template.writer.can_write_again)
+        is_alone = not group.items or (len(rows) == 1 and template.can_write_again)
         try:
             if is_alone:
                 publication = template.publication(first)
             else:
-                content = template.writer.envelope(bytes(group.items), due.at_ms)
+                content = template.envelope(bytes(group.items), due.at_ms)
                 # If one is in an envelope, the bound applies to it.
                 size = len(content.body if len(rows) > 1 else group.items)
                 producer.check_size(size, DISTRIBUTION, due)
