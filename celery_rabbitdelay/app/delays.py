@@ -23,8 +23,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
 from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
-from celery_rabbitdelay.app.setting_types import Groups, SettingsGroup, read_settings
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import Groups, Settings, SettingsGroup, read_settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit

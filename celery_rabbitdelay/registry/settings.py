@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from celery_rabbitdelay.app.setting_types import (
+from celery_rabbitdelay.app.settings import (
+    NAME_PREFIX,
     PREFIX,
     SECONDS,
     SettingsGroup,
@@ -14,7 +15,6 @@ from celery_rabbitdelay.app.setting_types import (
     hidden,
     whole_number,
 )
-from celery_rabbitdelay.app.settings import NAME_PREFIX
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.registry.connection import TAKES_URL, is_redis_url
