@@ -3,7 +3,7 @@
 Code that only a worker runs is in :mod:`celery_rabbitdelay.worker`.
 
 Read ``settings``; ``application`` (``send_task``, which sees every send) with ``options``;
-``task_sending`` and ``pipelines``, which publish a task; then ``task``, ``canvas``, and ``delays``
+``task_sending`` and ``pipelines``, which publish a task; then ``canvas``, and ``delays``
 with ``extension`` (``app.rabbitdelay``). ``send_many``, ``rows`` and ``copies`` send many tasks
 fast; a reader can skip them. ``destinations`` is what the application names, and where the modules
 may publish. ``control`` is remote control, with revoke and purge; ``instruments`` is what a process

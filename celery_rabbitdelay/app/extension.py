@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import amqp
-import celery
 from celery.result import AsyncResult
 from celery.signals import beat_init
 from kombu import Connection
@@ -22,16 +21,16 @@ from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions
-from celery_rabbitdelay.app.copies import function_to_send
+from celery_rabbitdelay.app.copies import TaskOrName, function_to_send
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     without_stamps,
 )
 from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, current_pipeline, open_pipeline
-from celery_rabbitdelay.app.rows import Given, Report, send_one_by_one
+from celery_rabbitdelay.app.rows import Given, Report
 from celery_rabbitdelay.app.seams import additions_of, checked_added_options
-from celery_rabbitdelay.app.send_many import RowSender
+from celery_rabbitdelay.app.send_many import RowSender, send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
@@ -191,7 +190,7 @@ class RabbitDelay(Added, Delays):
 
     async def send(
         self,
-        task: celery.Task[Any, Any] | str,
+        task: TaskOrName,
         args: Any = None,
         kwargs: Any = None,
         **options: Any,
@@ -241,7 +240,7 @@ class RabbitDelay(Added, Delays):
 
     def send_many(
         self,
-        task: celery.Task[Any, Any] | str,
+        task: TaskOrName,
         rows: Iterable[Given],
         *,
         tolerance: Delay = 0,

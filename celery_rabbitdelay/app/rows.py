@@ -1,34 +1,29 @@
-"""The rows of ``send_many``, the report on what was sent, and sending rows one by one."""
+"""The rows of ``send_many``, the report on what was sent, and grouping rows into envelopes.
+
+Rows that are due in the same tick travel in one envelope. With a tolerance, the delay is rounded up
+to a multiple of the largest place value that has one in [delay, delay + tolerance], so that many
+rows share it. The due time is then an instant, which does not move while rows wait for others.
+Opens no connection.
+"""
 
 from __future__ import annotations
 
 import json
-import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias
 
-import celery
-from celery.exceptions import SoftTimeLimitExceeded
-from kombu.exceptions import EncodeError, OperationalError
 from kombu.utils.json import loads
 
-from celery_rabbitdelay.app.copies import function_to_send
-from celery_rabbitdelay.app.options import BESIDE_STAMPS
-from celery_rabbitdelay.exceptions import InvalidRow, RabbitDelayError, RowsNotConfirmed
+from celery_rabbitdelay.app.copies import Call
+from celery_rabbitdelay.exceptions import InvalidRow
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
+from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
-
-GivenT = TypeVar("GivenT")
-
-#: After this many rows that were not confirmed, no further rows are taken.
-MAX_ERRORS: Final = 1000
-
-#: Seconds between two calls of the caller's ``progress``.
-PROGRESS_INTERVAL: Final = 0.5
 
 
 class Row(NamedTuple):
@@ -145,134 +140,113 @@ def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, Any]]:
             yield given
 
 
-class Sending:
-    """Takes the caller's rows, and says in the end what became of them.
+#: Maximum messages in one group: more would save little, and each waits for those before it.
+MAX_GROUP_MESSAGES: Final = 1000
 
-    If the iterable of rows raises, that error is raised once every row before it is confirmed or
-    has an error of its own; in the latter case its cause is a :class:`.RowsNotConfirmed`.
+#: Maximum bytes in one group.
+MAX_GROUP_BYTES: Final = 2**20
 
-    Args:
-        progress: Called with the report, every half second and at the end.
+#: Maximum bytes in all groups together.
+MAX_TOTAL_BYTES: Final = 80 * 2**20
+
+#: The bytes that a message in a group takes in addition to its own.
+MESSAGE_OVERHEAD: Final = 64
+
+#: A message waits for others for at most this many milliseconds, and at most its delay divided by
+#: this number.
+MAX_WAIT_MS: Final = 10_000
+WAIT_DIVISOR: Final = 10
+
+
+@dataclass(slots=True)
+class Group:
+    """Messages that are due in the same tick.
 
     Attributes:
-        report: The report on what was sent.
-        stops_taking: Whether no further rows are taken.
-        is_reporting: Whether ``progress`` is running, or has raised.
-        next_progress: When :meth:`report_progress` is due, by the monotonic clock.
+        due: When all of them are due.
+        first: The first call.
+        items: The bytes of all messages, as they stand in an envelope.
+        rows: The numbers of their rows.
     """
 
-    def __init__(self, progress: Callable[[Report], None] | None) -> None:
-        self.report = Report()
-        self.stops_taking = False
-        self.is_reporting = False
-        self._progress = progress
-        self._errors: dict[int, Exception] = {}
-        self._taken = 0
-        self._rest: int | None = None
-        self._error_of_rows: Exception | None = None
-        self._began = time.monotonic()
-        self.next_progress = self._began + PROGRESS_INTERVAL
-
-    def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
-        """Yield rows, each with its number, or with that of the first of many."""
-        source = iter(rows)
-        while True:
-            try:
-                given = next(source)
-            except StopIteration:
-                return
-            except SoftTimeLimitExceeded:
-                raise
-            except Exception as error:  # noqa: BLE001 - the rows before it are sent first
-                self._error_of_rows, self._rest = error, self._taken
-                return
-            if self.stops_taking:
-                # Not sent: its existence shows that not all rows were taken.
-                self._rest = self._taken
-                return
-            number = self._taken
-            self._taken += given.count if isinstance(given, WrittenRows) else 1
-            yield number, given
-
-    def fail(self, rows: Sequence[int], error: Exception) -> None:
-        """Note the error of rows, by their numbers; raise it if it is a soft time limit."""
-        if isinstance(error, SoftTimeLimitExceeded):
-            raise error
-        self.report.errors[type(error).__name__] += len(rows)
-        for row in rows:
-            self._errors[row] = error
-        self.stops_taking |= len(self._errors) >= MAX_ERRORS
-
-    def report_progress(self) -> None:
-        """Call the caller's ``progress``."""
-        now = time.monotonic()
-        self.next_progress = now + PROGRESS_INTERVAL
-        self.report.seconds = now - self._began
-        if self._progress is not None:
-            self.is_reporting = True
-            self._progress(self.report)
-            self.is_reporting = False
-
-    def end(self) -> Report:
-        """Return the report, after a last call of ``progress``.
-
-        Raises:
-            RowsNotConfirmed: At least one row is not confirmed.
-        """
-        self.report_progress()
-        not_confirmed = None
-        if self._errors:
-            not_confirmed = RowsNotConfirmed(self.report, self._errors, self._rest)
-        if self._error_of_rows is not None:
-            raise self._error_of_rows from not_confirmed
-        if not_confirmed is not None:
-            raise not_confirmed
-        return self.report
+    due: Due
+    first: Call
+    items: bytearray = field(default_factory=bytearray)
+    rows: MutableSequence[int] = field(default_factory=lambda: array("Q"))
 
 
-#: The errors of one row, which say nothing about the others.
-ROW_ERRORS: Final = (RabbitDelayError, EncodeError, OperationalError, TypeError, ValueError)
-
-
-def send_one_by_one(
-    app: celery.Celery,
-    task: celery.Task[Any, Any] | str,
-    rows: Iterable[Given],
-    progress: Callable[[Report], None] | None,
-    tolerance: Delay,
-    options: Mapping[str, Any],
-) -> Report:
-    """Send a task for each row with Celery's ``apply_async``; its return counts as a confirm.
+class Grouper:
+    """Puts messages into groups.
 
     Args:
-        app: The application.
-        task: The task, or its name.
-        rows: The rows.
-        progress: Called with the report, now and then and at the end.
-        tolerance: How much later each may start.
-        options: Further options of ``apply_async``, for all rows.
-
-    Raises:
-        RowsNotConfirmed: At least one row could not be sent.
+        layout: The levels that they wait in.
+        write: Returns the message of a call as it stands in an envelope.
+        max_bytes: Bytes of messages that complete a group; :data:`MAX_GROUP_BYTES` do in any case.
     """
-    sending, send = Sending(progress), function_to_send(app, task)
-    report = sending.report
-    for number, given in sending.take(one_by_one(rows)):
-        try:
-            row = given if isinstance(given, Row) else row_of(given)
-            given = row._asdict() | {"tolerance": tolerance}
-            ours, celerys = (
-                {name: given[name] for name in names if given[name] is not None}
-                for names in (("delay", "key", "tolerance"), ("eta", "task_id"))
-            )
-            send(row.args, row.kwargs, **celerys, **options, **{BESIDE_STAMPS: ours})
-        except ROW_ERRORS as error:
-            sending.fail([number], error)
-            report.sent += isinstance(error, OperationalError)
-        else:
-            report.sent += 1
-            report.confirmed += 1
-            report.messages += 1
-        if time.monotonic() >= sending.next_progress:
-            sending.report_progress()
-    return sending.end()
+
+    def __init__(
+        self,
+        layout: Layout,
+        write: Callable[[Call], bytes],
+        max_bytes: int = MAX_GROUP_BYTES,
+    ) -> None:
+        self._max_bytes = min(max_bytes, MAX_GROUP_BYTES)
+        self._layout = layout
+        self._tick_ms = layout.tick_ms
+        self._write = write
+        self._groups: dict[int, Group] = {}
+        self._total_bytes = 0
+        self._reference_ns = 0
+        self._until_ns = 0
+
+    def add(self, row: int, call: Call) -> list[Group]:
+        """Put the message of a call into its group; return the groups that wait no longer.
+
+        Args:
+            row: The number of its row.
+            call: The call.
+        """
+        item, due = self._write(call), call.due
+        ready: list[Group] = []
+        now_ns = wall_clock.ns()
+        if now_ns >= self._until_ns or self._total_bytes >= MAX_TOTAL_BYTES:
+            ready = list(self.flush())
+        if not self._groups:
+            self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
+        # Due.remaining_ms leaves a relative delay as it is while little of it has passed. A rounded
+        # due time must be exact, so it is an instant.
+        is_instant = due.is_instant or due.tolerance_ms > 0
+        wait_ms = min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS) if is_instant else 0
+        self._until_ns = min(self._until_ns, now_ns + max(wait_ms, self._tick_ms) * NS_PER_MS)
+        # The group's delay, in ticks from the reference time.
+        ahead_ms = max(-((self._reference_ns - due.at_ns) // NS_PER_MS), 0)
+        shared_ms = self._layout.round_to_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
+        ticks = -(-shared_ms // self._tick_ms)
+        group = self._groups.get(ticks)
+        if group is not None and len(item) >= self._max_bytes:
+            # A message of this size has a group of its own: an envelope may not hold more.
+            ready.append(self._take(ticks))
+            group = None
+        if group is None:
+            delay_ms = ticks * self._tick_ms
+            at_ns = self._reference_ns + delay_ms * NS_PER_MS
+            group = self._groups[ticks] = Group(Due(at_ns, delay_ms, is_instant), call)
+        elif is_instant and not group.due.is_instant:
+            group.due = group.due._replace(is_instant=True)
+        group.rows.append(row)
+        group.items += item
+        self._total_bytes += len(item) + MESSAGE_OVERHEAD
+        if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= self._max_bytes:
+            ready.append(self._take(ticks))
+        return ready
+
+    def _take(self, ticks: int) -> Group:
+        group = self._groups.pop(ticks)
+        self._total_bytes -= len(group.items) + MESSAGE_OVERHEAD * len(group.rows)
+        return group
+
+    def flush(self) -> Iterator[Group]:
+        """Yield all groups, and start with none."""
+        groups, self._groups, self._total_bytes = self._groups, {}, 0
+        while groups:
+            yield groups.popitem()[1]
