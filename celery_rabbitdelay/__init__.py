@@ -24,7 +24,7 @@ from celery_rabbitdelay.exceptions import __all__ as _errors
 if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
     from celery_rabbitdelay.app.application import Celery, Task, install, shared_task
-    from celery_rabbitdelay.app.sending.rows import Report, Row
+    from celery_rabbitdelay.app.rows import Report, Row
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
     from celery_rabbitdelay.registry.pauses import Paused
@@ -53,8 +53,8 @@ _IMPORTED_ON_FIRST_USE: Final = {
     "Celery": "celery_rabbitdelay.app.application",
     "install": "celery_rabbitdelay.app.application",
     "KnownTask": "celery_rabbitdelay.registry.record",
-    "Report": "celery_rabbitdelay.app.sending.rows",
-    "Row": "celery_rabbitdelay.app.sending.rows",
+    "Report": "celery_rabbitdelay.app.rows",
+    "Row": "celery_rabbitdelay.app.rows",
     "Task": "celery_rabbitdelay.app.application",
     "shared_task": "celery_rabbitdelay.app.application",
     "Outcome": "celery_rabbitdelay.registry.decision",

@@ -6,7 +6,6 @@ worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,15 +13,13 @@ from contextvars import ContextVar
 from datetime import datetime, tzinfo
 from inspect import Parameter, signature, unwrap
 from threading import RLock
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 import celery
-from celery import signals
 from celery.app import amqp as celery_amqp
 from celery.app.defaults import SETTING_KEYS
 from celery.app.registry import TaskRegistry
-from celery.app.routes import MapRoute, Router
 from celery.backends.base import Backend
 from celery.canvas import Signature, group
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -76,128 +73,6 @@ def has_quorum_queue(app: celery.Celery) -> bool:
     """
     found, _ = detect_quorum_queues(app, "amqp")
     return found
-
-
-# How Celery makes the message of a task.
-
-#: Celery's functions that make a task's message, or decide about it.
-_MAKERS: Final = (
-    (celery.Celery, "send_task"),
-    (celery.Task, "apply_async"),
-    (celery.Task, "shadow_name"),
-    (celery.Task, "_get_exec_options"),
-    (celery_amqp.AMQP, "as_task_v2"),
-    (celery_amqp.AMQP, "_create_task_sender"),
-)
-
-#: The signals whose receivers see a task's message.
-_SIGNALS_OF_PUBLISHING: Final = (
-    signals.before_task_publish,
-    signals.after_task_publish,
-    signals.task_sent,
-)
-
-#: The attributes of a task that its message depends on.
-_OF_A_TASK: Final = (
-    *("ignore_result", "time_limit", "soft_time_limit", "shadow_name", "_backend"),
-    *("rabbitdelay", "once", "track"),
-)
-
-
-def makers_of_messages(app: Any, task: Any) -> tuple[object, ...]:
-    """Return what differs as soon as Celery might make another message of the same call.
-
-    That takes a few microseconds. Not seen is what is changed within a value of the configuration,
-    which Celery has read already, and what a router or a receiver does: see
-    :func:`makes_messages_alone`.
-
-    Args:
-        app: The application.
-        task: The task; None for one that the application does not know.
-    """
-    conf, amqp = app.conf, app.amqp
-    return (
-        *(os.getpid(), conf, len(conf.maps), dict(conf.changes)),
-        *(
-            amqp,
-            amqp.router,
-            *getattr(amqp.router, "routes", ()),
-            amqp.queues,
-            *amqp.queues.values(),
-        ),
-        *(amqp.send_task_message, amqp.create_task_message, type(app.backend)),
-        *(amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize),
-        *(type(app).send_task, vars(app).get("send_task")),
-        *[getattr(owner, name) for owner, name in _MAKERS],
-        *[bool(signal.receivers) for signal in _SIGNALS_OF_PUBLISHING],
-        None if task is None else task._get_exec_options(),
-        *[getattr(task, name, None) for name in _OF_A_TASK],
-    )
-
-
-def is_publishing_watched(app: celery.Celery) -> bool:
-    """Return whether receivers of signals, or events, get each message that Celery publishes."""
-    receivers = any(signal.receivers for signal in _SIGNALS_OF_PUBLISHING)
-    return receivers or bool(app.conf.task_send_sent_event)
-
-
-def makes_messages_alone(app: Any, task: Any, our_task: type[Any]) -> bool:
-    """Return whether Celery makes a task's messages from data alone.
-
-    Not if a function of somebody else's has a part in it: a router, a receiver of a signal, a
-    subclass, or what a library has wrapped Celery's functions in. Not with an event for each
-    message either, nor in Celery's message protocol 1.
-
-    Args:
-        app: The application.
-        task: The task; None for one that the application does not know.
-        our_task: The class whose ``apply_async`` is called before Celery's.
-    """
-    conf, amqp, router = app.conf, app.amqp, app.amqp.router
-    routes = getattr(router, "routes", ())
-    functions = [getattr(owner, name) for owner, name in _MAKERS]
-    functions += (amqp.send_task_message, type(app.backend).on_task_call)
-    functions.append(getattr(amqp.create_task_message, "__func__", None))
-    return (
-        not is_publishing_watched(app)
-        and not conf.task_always_eager
-        and conf.task_protocol == 2
-        and type(amqp) is DelayingAMQP
-        and type(router) is Router
-        and all(type(route) is MapRoute for route in routes)
-        and all(map(_is_celerys, functions))
-        # That of the results by RPC publishes.
-        and not type(app.backend).__module__.endswith(".rpc")
-        and "send_task" not in vars(app)
-        and _definers(app, "send_task")[1:] == [celery.Celery]
-        and (task is None or _is_plain(task, our_task))
-    )
-
-
-def _is_plain(task: Any, our_task: type[Any]) -> bool:
-    """Return whether a task's class has no part in its messages."""
-    definers = _definers(task, "apply_async")
-    return (
-        task.expires is None
-        and getattr(task, "_dump_pydantic_arguments", None) is None  # since Celery 5.6
-        and not task.__v2_compat__
-        and "shadow_name" not in vars(task)
-        and _definers(task, "shadow_name") == [celery.Task]
-        and definers[-2:] == [our_task, celery.Task]
-    )
-
-
-def _definers(instance: object, name: str) -> list[type[Any]]:
-    """Return the classes of an instance that define a function, in the order of their calls."""
-    return [cls for cls in type(instance).__mro__ if name in vars(cls)]
-
-
-def _is_celerys(function: object) -> bool:
-    """Return whether a function is Celery's own, and not a wrapper that looks like it."""
-    if not isinstance(function, FunctionType) or not function.__module__.startswith("celery."):
-        return False
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
-    return function.__code__.co_filename == file
 
 
 # Combining our classes with those of an application.

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, 
 
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument, counter, gauge
-from celery_rabbitdelay.app.setting_types import (
+from celery_rabbitdelay.app.settings import (
+    NAME_PREFIX,
     PREFIX,
     SECONDS,
     SettingsGroup,
@@ -20,7 +21,6 @@ from celery_rabbitdelay.app.setting_types import (
     hidden,
     whole_number,
 )
-from celery_rabbitdelay.app.settings import NAME_PREFIX
 from celery_rabbitdelay.exceptions import (
     InvalidSetting,
     RegistryRequired,

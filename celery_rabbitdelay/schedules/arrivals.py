@@ -20,7 +20,7 @@ from celery.utils.log import get_logger
 from kombu.utils.functional import LRUCache
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.app.application import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of

@@ -17,15 +17,14 @@ import celery
 from kombu import Message, serialization
 from kombu.exceptions import EncodeError
 
+from celery_rabbitdelay.app.copies import Call, capture
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
-from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.application import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.application import register_sent, registry_of
 from celery_rabbitdelay.registry.connection import ScriptCall
@@ -132,9 +131,8 @@ def captured(
     is_listed = is_tracked_by_default(app.rabbitdelay, known)
     says = {TRACKED: True} if is_listed else {}
     call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
-    publisher = Publisher(app.connection_for_write())
     try:
-        delayed = capture_message(app, publisher, sent, call, options, says).delayed
+        delayed = capture(app.rabbitdelay, sent, call, options, says).delayed
     except EncodeError as error:
         takes = f"takes arguments that can be written: {error}"
         raise InvalidSchedule((*call.args, call.kwargs), takes) from None

@@ -32,8 +32,12 @@ def name(connection: Connection, shop: Any) -> str:
     declare_with(connection, topology, shop.amqp.queues[queue])
 
     def failed(seconds: int, reason: str, **more: Any) -> dict[str, Any]:
-        since = {header_names.FAILED_SINCE: now_ms - seconds * 1000}
-        return straight(queue, **since, **{header_names.REASON: reason}, **more)
+        failures = {
+            header_names.ATTEMPTS: 7,
+            header_names.FAILED_SINCE: now_ms - seconds * 1000,
+            header_names.FIRST_REASON: "gone",
+        }
+        return straight(queue, **failures, **{header_names.REASON: reason}, **more)
 
     tried = "the queue is full ({} attempts since 2026-11-22 10:00:00 UTC; the first time: gone)"
     item = Item(b"[]", {"task": "inner", "id": "id-inner"})
