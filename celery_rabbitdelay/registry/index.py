@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.store import Store
 
 #: How many hash tags there are.
 SHARDS: Final = 32

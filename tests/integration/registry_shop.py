@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from celery_rabbitdelay.kombu import Publisher
-from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.store import Store
 from tests.integration.shop import make_app
 
 
