@@ -49,24 +49,24 @@ class Verdict(Enum):
 
 
 class Outcome(Enum):
-    """The state in which ``cancel`` or ``postpone`` found a task."""
-
-    #: The task was waiting, and will not run, or not before.
-    DONE = "done"
+    """The state in which ``cancel`` or ``postpone`` found a task, the least certain one first."""
 
     #: Too late: the task has arrived at a worker already. A cancel stops its retries, and a worker
     #: that has not started it may still revoke it, as Celery does; a postponement changes nothing.
     RELEASED = "released"
 
+    #: Nothing is known of the task, or no task has the key; nothing was noted.
+    UNKNOWN = "unknown"
+
     #: Nothing is known of the task, and the decision was noted: it will not run, or not before,
     #: unless it has arrived already.
     NOTED = "noted"
 
-    #: Nothing is known of the task, or no task has the key; nothing was noted.
-    UNKNOWN = "unknown"
-
     #: The task was cancelled or superseded before; nothing was changed.
     CANCELLED = "cancelled"
+
+    #: The task was waiting, and will not run, or not before.
+    DONE = "done"
 
 
 class Ticket(NamedTuple):
@@ -215,6 +215,13 @@ class Registration(NamedTuple):
     name: str = ""
     job: str = ""
     message: str = ""
+
+    @classmethod
+    def of(cls, task_id: str, headers: DelayHeaders, name: str = "", message: str = "") -> Self:
+        """Return that of a message by its headers; ``name`` and ``message`` of a tracked task."""
+        sent = Arrival.of(headers, headers.due_ms or 0, "", redelivered=False)
+        of_message = sent.copy, sent.due_ms, sent.attempt, sent.ticket, sent.key
+        return cls(task_id, *of_message, name, sent.job if name else "", message)
 
 
 class Decision(NamedTuple):

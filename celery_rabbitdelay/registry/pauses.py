@@ -85,14 +85,12 @@ class Pauses:
     def all(self) -> list[Paused]:
         """Return what is paused, the longest first."""
         found = sorted((since, field) for field, since in _read(self._look()).items())
-        return [
-            Paused(
-                field.removeprefix(_TASK) if field.startswith(_TASK) else None,
-                field.removeprefix(_QUEUE) if field.startswith(_QUEUE) else None,
-                instant_of(since),
-            )
-            for since, field in found
-        ]
+        paused = []
+        for since, field in found:
+            kind, _, name = field.partition(":")
+            task, queue = (name, None) if kind == "task" else (None, name)
+            paused.append(Paused(task, queue, instant_of(since)))
+        return paused
 
     def known(self) -> Mapping[str, int]:
         """Return what is paused, or was a second ago; for :func:`paused_since`.

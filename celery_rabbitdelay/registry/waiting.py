@@ -34,7 +34,7 @@ from celery_rabbitdelay.registry.application import (
     has_registry,
     register_sent,
 )
-from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, new_copy
+from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
 from celery_rabbitdelay.registry.holding import Holding, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.record import KnownTask, known_task, restored
@@ -43,14 +43,8 @@ from celery_rabbitdelay.registry.store import readable
 
 logger = logging.getLogger(__name__)
 
-#: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.
-LEAST_CERTAIN: Final = (
-    Outcome.RELEASED,
-    Outcome.UNKNOWN,
-    Outcome.NOTED,
-    Outcome.CANCELLED,
-    Outcome.DONE,
-)
+#: Several tasks have the least certain of their outcomes.
+LEAST_CERTAIN: Final = tuple(Outcome)
 
 #: The outcomes by which a task will not run, or not before.
 _DECIDED: Final = (Outcome.DONE, Outcome.NOTED)
@@ -305,10 +299,7 @@ class Waiting(Holding):
         if queue is not None:
             queue = self._delays.app.amqp.queues.get(queue.name) or queue
         publish_signed(self._delays, delayed._replace(message=message, queue=queue), due)
-        arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
-        of_attempt = arrival.attempt, arrival.ticket, arrival.key
-        of_task = waiting.name, arrival.job, waiting.message
-        sent = Registration(task_id, copy, due.at_ms, *of_attempt, *of_task)
+        sent = Registration.of(task_id, message.headers, waiting.name, waiting.message)
         states = register_sent(self.registry, [sent])
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
 
