@@ -43,6 +43,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     DelayOptions,
+    Result,
     SendOptions,
     own_options,
     refuse_two_times,
@@ -187,10 +188,11 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
         passed: dict[str, Any] = {**options}
-        if not more:
-            sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
-            if sent is not None:
-                return sent
+        if more:
+            passed |= celery_internals.named(celery.Task.apply_async, 3, more)
+        sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
+        if sent is not None:
+            return sent
         given, stamps = without_stamps(passed)
         checked_added_options(given, self.app.rabbitdelay)
         delay: Delay | None = given.get("delay")
@@ -201,9 +203,8 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             if countdown > 0:
                 why = "with task_always_eager, the task runs at once"
                 self.app.rabbitdelay.warn_treated_as_countdown(why)
-        its_args, its_kwargs = celery_internals.as_given(args, kwargs, *more)
         apply_async: Callable[..., AsyncResult[ResultT_co]] = super().apply_async
-        return apply_async(*its_args, **its_kwargs, **passed)
+        return apply_async(**_if_given(args=args, kwargs=kwargs), **passed)
 
     def retry(
         self,
@@ -305,6 +306,25 @@ _shared_task: Any = celery.shared_task
 shared_task: TaskDecorator = _shared_task
 
 
+def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[Any]:
+    """Return an attribute of an application that Celery caches, with a class of ours mixed in.
+
+    Celery, or the application's own class, makes the value when it is first needed. What is
+    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
+
+    Args:
+        name: The attribute's name.
+        mix: Mixes our class into a value, once.
+    """
+    made = cached_property(lambda app: mix(getattr(super(Celery, app), name)))
+    return made.setter(lambda _, value: mix(value))  # type: ignore[attr-defined,no-any-return]
+
+
+def _if_given(**arguments: object) -> dict[str, Any]:
+    """Return arguments that are not None: an application's override may have other defaults."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 class Celery(DelayingCelery):
     """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
 
@@ -315,10 +335,10 @@ class Celery(DelayingCelery):
     task: TaskDecorator  # type: ignore[assignment]
 
     if not TYPE_CHECKING:
-        amqp = celery_internals.Mixed(celery_internals.DelayingAMQP.mixed_into)
-        control = celery_internals.Mixed(partial(celery_internals.mixed, DelayingControl))
-        AsyncResult = celery_internals.Mixed(partial(celery_internals.mixed, WaitingResult))
-        Task = celery_internals.Mixed(partial(celery_internals.mixed, Task))
+        amqp = _mixed("amqp", celery_internals.DelayingAMQP.mixed_into)
+        control = _mixed("control", partial(celery_internals.mixed, DelayingControl))
+        AsyncResult = _mixed("AsyncResult", partial(celery_internals.mixed, WaitingResult))
+        Task = _mixed("Task", partial(celery_internals.mixed, Task))
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -350,7 +370,7 @@ class Celery(DelayingCelery):
 
     def send_task(
         self, name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
-    ) -> AsyncResult[Any]:
+    ) -> Result:
         """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
 
         Args:
@@ -377,11 +397,10 @@ class Celery(DelayingCelery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
-        its_args, its_kwargs = celery_internals.as_given(args, kwargs)
-        by_celery = partial(super().send_task, name, *its_args, **its_kwargs)
+        by_celery = partial(super().send_task, name, **_if_given(args=args, kwargs=kwargs))
         if more:
-            options = celery_internals.positional(super().send_task, more) | options
-        elif options.get("producer") is None and options.get("connection") is None:
+            options |= celery_internals.named(celery.Celery.send_task, 4, more)
+        if options.get("producer") is None and options.get("connection") is None:
             sent = self.rabbitdelay.part(Copies).send(name, args, kwargs, options)
             if sent is not None:
                 return sent
@@ -420,9 +439,9 @@ class Celery(DelayingCelery):
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
         """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""
-        given = given_producer.get()
-        if producer is None and given and given.task_id == celery_internals.task_that_is_sent():
-            producer = given.producer
+        task_id, given = given_producer.get() or ("", None)
+        if producer is None and given and task_id == celery_internals.task_that_is_sent():
+            producer = given
         stand_in = self.rabbitdelay.stand_in
         if stand_in is not None and not isinstance(producer, DelayedTaskProducer | EtaProducer):
             return nullcontext(stand_in.producer)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
-from inspect import Parameter, signature, unwrap
-from threading import RLock
+from inspect import signature, unwrap
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
@@ -100,42 +99,6 @@ def installed_on(cls: type[Any]) -> type[Any]:
     """Return the other class of :func:`combined_class`: only it can be imported by name."""
     base: type[Any] = getattr(cls, "_installed_on", cls)
     return base
-
-
-class Mixed:
-    """An attribute of an application that Celery caches, with a class of ours mixed in.
-
-    Celery, or the application's own class, makes the value when it is first needed. What is
-    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
-
-    Args:
-        mix: Mixes our class into a value, once.
-    """
-
-    def __init__(self, mix: Callable[[Any], Any]) -> None:
-        self._mix = mix
-        self._lock = RLock()
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __get__(self, app: Any, owner: type[Any] | None = None) -> Any:
-        if app is None:
-            return self
-        # As in Celery, all threads get the same value.
-        with self._lock:
-            if self._name not in vars(app):
-                made = getattr(super(self._owner, app), self._name)
-                vars(app)[self._name] = self._mix(made)
-            return vars(app)[self._name]
-
-    def __set__(self, app: Any, value: Any) -> None:
-        with self._lock:
-            vars(app)[self._name] = self._mix(value)
-
-    def __delete__(self, app: Any) -> None:
-        with self._lock:
-            vars(app).pop(self._name, None)
 
 
 class MixingTasks(TaskRegistry):
@@ -301,39 +264,19 @@ def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping
     return (is_retry and options.get("headers")) or {}
 
 
-def as_given(args: Any, kwargs: Any, *more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call without the task's own ones that the caller has left out.
-
-    An override of the application's may have other defaults for them than None.
+def named(method: Callable[..., Any], first: int, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return positional arguments of a method of Celery's by their names.
 
     Args:
-        args: The task's positional arguments.
-        kwargs: Its keyword arguments.
-        *more: Further positional arguments of the call.
-    """
-    if more or (args is not None and kwargs is not None):
-        return (args, kwargs, *more), {}
-    if kwargs is not None:
-        return (), {"kwargs": kwargs}
-    return () if args is None else (args,), {}
-
-
-def positional(function: Callable[..., Any], values: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the fourth and later positional arguments of ``send_task`` by their names.
-
-    Args:
-        function: The method that takes them.
+        method: The method.
+        first: The place of the first one, counted from 0.
         values: The arguments.
+
+    Raises:
+        TypeError: They are too many.
     """
-    for each in (function, celery.Celery.send_task.__get__(object())):
-        names = [
-            name
-            for name, parameter in signature(each).parameters.items()
-            if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
-        ][3:]
-        if len(names) >= len(values):
-            return dict(zip(names, values, strict=False))
-    raise TypeError(f"send_task() takes at most {len(names) + 3} arguments by position")
+    bound = signature(method).bind_partial(*[None] * first, *values)
+    return dict(zip(list(bound.arguments)[first:], values, strict=True))
 
 
 def celerys_repr(value: Any, size: int, depth: int | None) -> str:

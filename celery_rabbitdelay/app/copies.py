@@ -15,20 +15,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
 from json.encoder import encode_basestring_ascii as quoted
 from types import FunctionType, NoneType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import celery
 from celery import signals as celery_signals
 from celery.app import amqp as celery_amqp
 from celery.app.routes import MapRoute, Router
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.result import AsyncResult
 from kombu import Connection
 from kombu.utils.json import JSONEncoder
 from kombu.utils.uuid import uuid
@@ -43,6 +41,7 @@ from celery_rabbitdelay.app.celery_internals import (
 )
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
+from celery_rabbitdelay.app.options import Options, Result, TaskOrName
 from celery_rabbitdelay.app.pipelines import Sent, TaskPipeline, current_pipeline, publish_task
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
@@ -60,9 +59,6 @@ from celery_rabbitdelay.publishing.message import (
     WaitingMessage,
     encoded,
 )
-
-#: A task, or its name.
-TaskOrName: TypeAlias = "celery.Task[Any, Any] | str"
 
 #: A message without headers of its own for the registry.
 NO_HEADERS: Final[Mapping[str, str]] = {}
@@ -135,7 +131,7 @@ def capture(
     delays: Delays,
     task: TaskOrName,
     call: Call,
-    options: Mapping[str, Any],
+    options: Options,
     headers: Mapping[str, Any] = NO_HEADERS,
     connection: Connection | None = None,
 ) -> CapturingProducer:
@@ -184,7 +180,7 @@ class Template:
 
     can_write_again = True
 
-    def __init__(self, first: CapturingProducer, call: Call, options: Mapping[str, Any]) -> None:
+    def __init__(self, first: CapturingProducer, call: Call, options: Options) -> None:
         self.producer = first
         self.label = queue_label(first.delayed)
         self.ignores_result = bool(first.delayed.message.headers.others.get("ignore_result"))
@@ -343,7 +339,7 @@ class TemplateByCelery(Template):
         self,
         first: CapturingProducer,
         call: Call,
-        options: Mapping[str, Any],
+        options: Options,
         capture: Callable[[Call], CapturingProducer],
     ) -> None:
         super().__init__(first, call, options)
@@ -396,9 +392,7 @@ class Copies:
         #: With what each was made from. None: such messages are made by Celery.
         self._templates: dict[object, tuple[object, Template | None]] = {}
 
-    def send(
-        self, task: TaskOrName, args: Any, kwargs: Any, options: Mapping[str, Any]
-    ) -> AsyncResult[Any] | None:
+    def send(self, task: TaskOrName, args: Any, kwargs: Any, options: Options) -> Result | None:
         """Send a task as a copy; return None if it has to go through Celery.
 
         Args:
@@ -411,7 +405,7 @@ class Copies:
             TypeError: The task does not take these arguments.
             RabbitDelayError: As :meth:`.Celery.send_task`.
         """
-        began, delays, app = time.monotonic(), self._delays, self._delays.app
+        delays, app = self._delays, self._delays.app
         try:
             template, publication, pipeline = self._copy(task, args, kwargs, options)
         except _NotACopy:
@@ -423,14 +417,13 @@ class Copies:
         publish_task(delays, publication, producer.policy, producer.declares, pipeline)
         if pipeline is None:
             signals.send(signals.delayed, app, sent.task_id, sent.due_ms)
-        delays.warn_blocked_loop(time.monotonic() - began)
         make = app.AsyncResult if isinstance(task, str) else task.AsyncResult
-        result: AsyncResult[Any] = make(sent.task_id)
+        result: Result = make(sent.task_id)
         result.ignored = template.ignores_result
         return result
 
     def _copy(
-        self, task: TaskOrName, args: Any, kwargs: Any, options: Mapping[str, Any]
+        self, task: TaskOrName, args: Any, kwargs: Any, options: Options
     ) -> tuple[Template, Publication, TaskPipeline | None]:
         """Return the message of a call, what it is a copy of, and the block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
@@ -477,14 +470,14 @@ class Copies:
             raise
         except Exception as error:  # Celery tries once more, and raises its own error
             raise _NotACopy from error
-        publication.context = Sent(name_of(task), task_id, due.at_ms, template.label)
+        publication.context = Sent(template.producer.name, task_id, due.at_ms, template.label)
         return template, publication, pipeline
 
     def of_rows(
         self,
         task: TaskOrName,
         first: Call,
-        options: Mapping[str, Any],
+        options: Options,
         headers: Mapping[str, Any],
         connection: Connection | None,
     ) -> Template:

@@ -6,12 +6,11 @@ call, stands on top.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -79,7 +78,6 @@ class Delays:
         self._parts: dict[Callable[[Any], Any], Any] = {}
         self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
-        self._blocked_loops = WarningLimit(logger, "Sends that block an event loop", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
@@ -253,21 +251,6 @@ class Delays:
         """
         if self._countdowns.allows(why):
             logger.warning("A delay is treated as Celery's own countdown: %s.", why)
-
-    def warn_blocked_loop(self, seconds: float) -> None:
-        """Log once an hour that a send has blocked the event loop of this thread, if it has one.
-
-        Args:
-            seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
-        """
-        with suppress(RuntimeError):
-            loop = asyncio.get_running_loop()
-            if seconds >= loop.slow_callback_duration and self._blocked_loops.allows():
-                logger.warning(
-                    "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
-                    "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
-                    seconds,
-                )
 
     def close(self) -> None:
         """Close the connections of this process, and end its threads."""

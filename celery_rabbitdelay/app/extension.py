@@ -14,19 +14,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import amqp
-from celery.result import AsyncResult
 from celery.signals import beat_init
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions
-from celery_rabbitdelay.app.copies import TaskOrName, function_to_send
+from celery_rabbitdelay.app.copies import function_to_send
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.options import (
-    BESIDE_STAMPS,
-    without_stamps,
-)
+from celery_rabbitdelay.app.options import BESIDE_STAMPS, Result, TaskOrName, without_stamps
 from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, current_pipeline, open_pipeline
 from celery_rabbitdelay.app.rows import Given, Report
 from celery_rabbitdelay.app.seams import additions_of, checked_added_options
@@ -194,7 +190,7 @@ class RabbitDelay(Added, Delays):
         args: Any = None,
         kwargs: Any = None,
         **options: Any,
-    ) -> AsyncResult[Any]:
+    ) -> Result:
         """Send a task from a coroutine: ``apply_async`` in a thread; the event loop goes on.
 
         As many run at the same time as ``broker_pool_limit`` says; further ones wait for a thread,
@@ -216,12 +212,12 @@ class RabbitDelay(Added, Delays):
         timeout = self.settings.confirm_timeout if timeout is None else timeout
         deadline = time.monotonic() + Settings.checked("confirm_timeout", timeout)
 
-        def send() -> AsyncResult[Any]:
+        def send() -> Result:
             left = max(deadline - time.monotonic(), MIN_TIMEOUT)
             if own.get("confirm_timeout") is not None:
                 options.pop("confirm_timeout")
             given = {**options, BESIDE_STAMPS: {"confirm_timeout": left}}
-            result: AsyncResult[Any] = function_to_send(self.app, task)(args, kwargs, **given)
+            result: Result = function_to_send(self.app, task)(args, kwargs, **given)
             return result
 
         limit, process = self.app.conf.broker_pool_limit or MAX_THREADS, os.getpid()

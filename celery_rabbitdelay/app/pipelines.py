@@ -227,7 +227,8 @@ class TaskPipeline:
     def _note(self, publication: Publication) -> None:
         sent: Sent = publication.context
         error = publication.error
-        _count(self.delays, publication, error is None)
+        recorder = self.delays.recorder
+        recorder.record_send(sent.task, sent.queue, error is None, publication.resent)
         if error is None:
             signals.send(signals.delayed, self.delays.app, sent.task_id, sent.due_ms)
         elif publication in self._raised:
@@ -265,12 +266,8 @@ def publish_task(
             publisher.publish(publication, policy._replace(timeout=left), **declares)
             is_confirmed = True
         finally:
-            _count(delays, publication, is_confirmed)
-
-
-def _count(delays: Delays, publication: Publication, is_confirmed: bool) -> None:
-    sent: Sent = publication.context
-    delays.recorder.record_send(sent.task, sent.queue, is_confirmed, publication.resent)
+            sent: Sent = publication.context
+            delays.recorder.record_send(sent.task, sent.queue, is_confirmed, publication.resent)
 
 
 #: The innermost block that is open in this context; it may be another thread's.

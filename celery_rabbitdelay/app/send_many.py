@@ -26,14 +26,13 @@ from celery_rabbitdelay.app.copies import (
     NO_HEADERS,
     Call,
     Copies,
-    TaskOrName,
     Template,
     function_to_send,
     name_of,
 )
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
-from celery_rabbitdelay.app.options import BESIDE_STAMPS, without_stamps
+from celery_rabbitdelay.app.options import BESIDE_STAMPS, Options, TaskOrName, without_stamps
 from celery_rabbitdelay.app.rows import (
     Given,
     Group,
@@ -179,7 +178,7 @@ class RowSender(Sending):
         tolerance_ms: int,
         envelopes: bool,
         progress: Callable[[Report], None] | None,
-        options: Mapping[str, Any],
+        options: Options,
     ) -> None:
         super().__init__(progress)
         self._delays = delays
@@ -446,7 +445,7 @@ def send_one_by_one(
     rows: Iterable[Given],
     progress: Callable[[Report], None] | None,
     tolerance: Delay,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> Report:
     """Send a task for each row with Celery's ``apply_async``; its return counts as a confirm.
 

@@ -208,12 +208,16 @@ def _keys(
 ) -> dict[str, str]:
     """Return the key of each setting in a configuration, by the setting's name."""
     known = (*setting_types(kernel), *additions.settings)
+    starts = PREFIX, _key_of("", namespace)
+    # Upper-case keys that Celery ignores: its own were written so before 4.0, and Django's are.
+    # Behind a namespace, CELERY_ may be another application's namespace.
+    ignored = PREFIX.upper(), PREFIX.upper() if namespace else f"CELERY_{PREFIX.upper()}"
     read: dict[str, str] = {}
     unread: dict[str | None, str] = {}
     for key in configuration:
-        name = _name_of(key, namespace)
+        name = _name_in(key, starts)
         if name is None:
-            unread[_name_in_capitals(key, namespace)] = key
+            unread[_name_in(key, ignored)] = key
         elif name in known:
             read[name] = key
         else:
@@ -232,27 +236,11 @@ def _keys(
     return read
 
 
-def _name_of(key: object, namespace: str | None) -> str | None:
-    """Return the setting that is read from a configuration key, None if it is not ours."""
+def _name_in(key: object, starts: tuple[str, ...]) -> str | None:
+    """Return the name of the setting whose key this is, behind one of these starts; or None."""
     if not isinstance(key, str):
         return None
-    if key.startswith(PREFIX):
-        return key.removeprefix(PREFIX)
-    start = _key_of("", namespace)
-    return key.removeprefix(start).lower() if key.startswith(start) else None
-
-
-def _name_in_capitals(key: object, namespace: str | None) -> str | None:
-    """Return the setting that is named by an upper-case key that Celery ignores.
-
-    That is how Celery's own keys were written before 4.0, most of them behind ``CELERY_``, and how
-    those of Django are. Behind a namespace, ``CELERY_`` may be another application's namespace.
-    """
-    capitals = PREFIX.upper()
-    if not isinstance(key, str) or not key.isupper():
-        return None
-    bare = key if namespace else key.removeprefix("CELERY_")
-    return bare.removeprefix(capitals).lower() if bare.startswith(capitals) else None
+    return next((key.removeprefix(each).lower() for each in starts if key.startswith(each)), None)
 
 
 def _key_of(name: str, namespace: str | None) -> str:

@@ -13,12 +13,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import celery
 from celery.app.amqp import AMQP
 from celery.app.defaults import DEFAULTS
-from celery.result import AsyncResult
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.utils.uuid import uuid
 
@@ -30,6 +29,7 @@ from celery_rabbitdelay.app.celery_internals import (
 )
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
+from celery_rabbitdelay.app.options import Options, Result
 from celery_rabbitdelay.app.pipelines import (
     MIN_TIMEOUT,
     Sent,
@@ -51,7 +51,7 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 
 
 def publish_policy(
-    app: celery.Celery, options: Mapping[str, Any], retry: bool, retry_policy: Mapping[str, Any]
+    app: celery.Celery, options: Options, retry: bool, retry_policy: Mapping[str, Any]
 ) -> PublishPolicy:
     """Return how often a message is sent again, by the caller's options and the settings.
 
@@ -97,7 +97,7 @@ class DelayedTaskProducer(DelayedProducer):
 
     Args:
         delays: The application's delay levels.
-        name: The task's name.
+        name: The task's name, also an attribute.
         due: When the task may start.
         options: The options of ``apply_async``, as the caller has given them.
         connection: The caller's own connection, to be used instead of the pool's.
@@ -124,7 +124,7 @@ class DelayedTaskProducer(DelayedProducer):
         delays: Delays,
         name: str,
         due: Due,
-        options: Mapping[str, Any] = {},
+        options: Options,
         connection: Connection | None = None,
         pipeline: TaskPipeline | None = None,
         came_from: str | None = None,
@@ -134,7 +134,7 @@ class DelayedTaskProducer(DelayedProducer):
         super().__init__(publisher, **delays.settings.for_producer)
         self.amqp: AMQP = delays.app.amqp
         self._delays = delays
-        self._name = name
+        self.name = name
         self._due = due
         self._given = options
         self._callers_connection = connection
@@ -179,7 +179,7 @@ class DelayedTaskProducer(DelayedProducer):
     def deliver(self) -> None:
         """Publish the message that was made."""
         delayed, due = self.delayed, self._due
-        sent = Sent(self._name, self._given["task_id"], due.at_ms, queue_label(delayed))
+        sent = Sent(self.name, self._given["task_id"], due.at_ms, queue_label(delayed))
         address = partial(self.address, delayed, due)
         publication = Publication.of(delayed.message.amqp(), address, sent)
         publish_task(
@@ -187,7 +187,7 @@ class DelayedTaskProducer(DelayedProducer):
             *(self._pipeline, self._callers_connection),
         )
 
-    def _publish_event(self, body: Any, options: Mapping[str, Any]) -> None:
+    def _publish_event(self, body: Any, options: Options) -> None:
         if self._delays.stand_in is not None:
             return
         with ExitStack() as stack:
@@ -242,15 +242,9 @@ class EtaProducer:
         return getattr(self._producer, name)
 
 
-class Given(NamedTuple):
-    """What Celery is to publish a task with."""
-
-    task_id: str
-    producer: Any
-
-
-#: That of the task which is sent just now: an application's own ``send_task`` may not pass it on.
-given_producer: ContextVar[Given | None] = ContextVar("given_producer", default=None)
+#: The id of the task that is sent just now, and the producer to publish it with: an application's
+#: own ``send_task`` may not pass the producer on.
+given_producer: ContextVar[tuple[str, Any] | None] = ContextVar("given_producer", default=None)
 
 
 @dataclass
@@ -264,12 +258,12 @@ class TaskSending(Send):
         stamps: The stamps that have the name of an option of this package.
     """
 
-    by_celery: Callable[..., AsyncResult[Any]]
+    by_celery: Callable[..., Result]
     delay: Delay | None
     tolerance_ms: int
     stamps: Mapping[str, Any]
 
-    def send(self) -> AsyncResult[Any]:
+    def send(self) -> Result:
         """Send the task, to where these rules lead, the first one that applies.
 
         - no delay, and nothing that an addition has to know: Celery's own path
@@ -294,7 +288,10 @@ class TaskSending(Send):
         self.task = self.options.get("task_type") or registered_task(self.delays.app, self.name)
         if not self.delays.is_available(self._callers_connection):
             self._refuse_added("the broker is not RabbitMQ")
-            return self._send_to_other_broker()
+            if self.delay is not None and milliseconds(self.delay) > 0:
+                why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
+                self.delays.warn_treated_as_countdown(why)
+            return self._send_by_celery()
         parts = [part for each in additions_of(self.delays) if (part := each.to_send(self))]
         is_known = bool(parts) and (has_options or self._is_continued)
         if has_delay and not self._takes_over() and not (self._is_continued and is_known):
@@ -308,11 +305,7 @@ class TaskSending(Send):
         send = partial(self._send_into_levels, due, parts)
         for part in parts:
             send = partial(part.around, due, send)
-        began = time.monotonic()
-        try:
-            return send()
-        finally:
-            self.delays.warn_blocked_loop(time.monotonic() - began)
+        return send()
 
     @property
     def _is_continued(self) -> bool:
@@ -323,11 +316,6 @@ class TaskSending(Send):
         for name, value in self.added.items():
             if value is not False:
                 raise UnknownOption(name, value, f"{why}, so the option would do nothing")
-
-    @property
-    def _task_id(self) -> str:
-        task_id: str = self.options["task_id"]
-        return task_id
 
     @property
     def _came_from(self) -> str | None:
@@ -350,26 +338,19 @@ class TaskSending(Send):
             return False
         return self.delay is not None or self.delays.settings.takeover
 
-    def _send_to_other_broker(self) -> AsyncResult[Any]:
-        if self.delay is not None and milliseconds(self.delay) > 0:
-            why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
-            self.delays.warn_treated_as_countdown(why)
-        return self._send_by_celery()
-
-    def _send_with_eta(self) -> AsyncResult[Any]:
+    def _send_with_eta(self) -> Result:
         if not has_quorum_queue(self.delays.app):
             return self._send_by_celery()
         # Celery would use its native delayed delivery, whose queues our workers do not declare.
         producer, connection = self._callers_producer, self.options.get("connection")
         if connection is not None:
             producer = self.delays.app.amqp.Producer(connection, auto_declare=False)
+        given = self._celerys_options
         with self.delays.app.producer_or_acquire(producer) as acquired:
-            given = self._celerys_options
-            return self._send_by_celery(
-                EtaProducer(acquired, given.get("countdown"), given.get("eta"))
-            )
+            holding = EtaProducer(acquired, given.get("countdown"), given.get("eta"))
+            return self._send_by_celery(holding)
 
-    def _send_into_levels(self, due: Due, parts: Sequence[AddedToSend]) -> AsyncResult[Any]:
+    def _send_into_levels(self, due: Due, parts: Sequence[AddedToSend]) -> Result:
         delays, connection = self.delays, self._callers_connection
         delays.check_protocol()
         delays.settings.check_delay(due)
@@ -396,14 +377,15 @@ class TaskSending(Send):
         own = {} if self.delay is None else {"countdown": milliseconds(self.delay) / 1000}
         return {**self.options, **own, **self.stamps}
 
-    def _send_by_celery(self, producer: Any = None) -> AsyncResult[Any]:
+    def _send_by_celery(self, producer: Any = None) -> Result:
         """Let Celery make, route and publish the message; with a producer, only make and route."""
         options = self._celerys_options
         if producer is not None:
             for name in ("countdown", "eta", "connection", "publisher"):
                 options.pop(name, None)
             options["producer"] = producer
-        token = given_producer.set(None if producer is None else Given(self._task_id, producer))
+        given = None if producer is None else (self.options["task_id"], producer)
+        token = given_producer.set(given)
         try:
             return self.by_celery(**options)
         finally:
