@@ -34,7 +34,7 @@ from celery.result import AsyncResult
 from kombu import Producer
 
 from celery_rabbitdelay import __version__, exceptions
-from celery_rabbitdelay.app import additions, canvas, celery_internals
+from celery_rabbitdelay.app import additions, canvas, celery_internals, task_sending
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
 from celery_rabbitdelay.app.copies import Copies
@@ -51,12 +51,6 @@ from celery_rabbitdelay.app.options import (
 )
 from celery_rabbitdelay.app.pipelines import group_pipeline
 from celery_rabbitdelay.app.seams import checked_added_options
-from celery_rabbitdelay.app.task_sending import (
-    DelayedTaskProducer,
-    EtaProducer,
-    TaskSending,
-    given_producer,
-)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain, tolerance_milliseconds
@@ -423,7 +417,7 @@ class Celery(DelayingCelery):
         tolerance_ms = tolerance_milliseconds(tolerance)
         for option in added:
             given.pop(option)
-        return TaskSending(
+        return task_sending.TaskSending(
             delays=self.rabbitdelay,
             name=name,
             task=None,
@@ -439,11 +433,13 @@ class Celery(DelayingCelery):
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
         """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""
-        task_id, given = given_producer.get() or ("", None)
+        task_id, given = task_sending.given_producer.get() or ("", None)
         if producer is None and given and task_id == celery_internals.task_that_is_sent():
             producer = given
         stand_in = self.rabbitdelay.stand_in
-        if stand_in is not None and not isinstance(producer, DelayedTaskProducer | EtaProducer):
+        if stand_in is not None and not isinstance(
+            producer, task_sending.DelayedTaskProducer | task_sending.EtaProducer
+        ):
             return nullcontext(stand_in.producer)
         acquiring = super().producer_or_acquire(producer)
         if not celery_internals.sends_a_group():

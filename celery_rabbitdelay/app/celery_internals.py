@@ -7,7 +7,7 @@ worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
@@ -164,10 +164,19 @@ class DelayingAMQP(celery_amqp.AMQP):
 # Tasks and signatures.
 
 
-def argument_check(task: celery.Task[Any, Any]) -> Callable[..., Any] | None:
-    """Return what Celery checks arguments with; it raises :class:`TypeError`. None for no check."""
-    check: Callable[..., Any] | None = getattr(task, "__header__", None) if task.typing else None
-    return check
+def check_arguments(task: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the arguments of a task as Celery does.
+
+    Args:
+        task: The task; if it is only a name, nothing is checked.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: The task does not take them.
+    """
+    if not isinstance(task, str) and task.typing and hasattr(task, "__header__"):
+        task.__header__(*args, **kwargs)
 
 
 def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:

@@ -31,14 +31,7 @@ from kombu import Connection
 from kombu.utils.json import JSONEncoder
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.celery_internals import (
-    DelayingAMQP,
-    argument_check,
-    celerys_repr,
-    registered_task,
-    repr_limits,
-)
+from celery_rabbitdelay.app import celery_internals, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import Options, Result, TaskOrName
@@ -189,7 +182,7 @@ class Template:
         # The one that the caller has given, for all; None if each message has its task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
-        sizes, self._repr_depth = repr_limits(first.amqp.app)
+        sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
         # Those that the caller has given are the same for all.
         self._reprs = {name: size for name, size in named if not options.get(name)}
@@ -254,7 +247,7 @@ class Template:
             value = call.args if name == "argsrepr" else call.kwargs
             text = repr(value)  # faster than Celery's, and mostly equal
             if len(text) > max_length or _MAY_DIFFER.search(text, 1):
-                text = celerys_repr(value, max_length, self._repr_depth)
+                text = celery_internals.celerys_repr(value, max_length, self._repr_depth)
             own[name] = text
         own.update(call.headers)
         return own
@@ -450,7 +443,10 @@ class Copies:
         pipeline = current_pipeline(delays, connection)
         if is_member and pipeline is None:
             raise _NotACopy
-        if not isinstance(task, str) and (check := argument_check(task)) is not None:
+        if (
+            not isinstance(task, str)
+            and (check := celery_internals.argument_check(task)) is not None
+        ):
             check(*args, **kwargs)
         try:
             tolerance_ms = tolerance_milliseconds(options.get("tolerance", 0))
@@ -530,7 +526,7 @@ class Copies:
             type(each) not in PLAIN_TYPES for each in values
         ):
             raise _NotACopy
-        known = registered_task(app, task) if isinstance(task, str) else task
+        known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
         # A group takes the place of the former one with the same task, and so do rows of a thread.
         made_from = _made_from(app, known), of_group
         key = (task, is_countdown, *of_group, *shared.items())
@@ -577,7 +573,7 @@ class Copies:
             and not _is_publishing_watched(app)
             and not conf.task_always_eager
             and conf.task_protocol == 2
-            and type(amqp) is DelayingAMQP
+            and type(amqp) is celery_internals.DelayingAMQP
             and type(router) is Router
             and all(type(each) is MapRoute for each in getattr(router, "routes", ()))
             and all(map(_is_celerys, functions))

@@ -20,16 +20,8 @@ from kombu import Connection
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import additions, instruments
+from celery_rabbitdelay.app import additions, copies, instruments
 from celery_rabbitdelay.app.celery_internals import argument_check
-from celery_rabbitdelay.app.copies import (
-    NO_HEADERS,
-    Call,
-    Copies,
-    Template,
-    function_to_send,
-    name_of,
-)
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.options import BESIDE_STAMPS, Options, TaskOrName, without_stamps
@@ -60,7 +52,7 @@ PROGRESS_INTERVAL: Final = 0.5
 GivenT = TypeVar("GivenT")
 
 #: An element of the caller's iterable, checked: one call, or many that are written already.
-Work: TypeAlias = "Call | WrittenRows"
+Work: TypeAlias = "copies.Call | WrittenRows"
 
 
 class Sending:
@@ -168,7 +160,7 @@ class RowSender(Sending):
         options: Further options of ``apply_async``, for all rows.
     """
 
-    _template: Template
+    _template: copies.Template
 
     def __init__(
         self,
@@ -187,7 +179,7 @@ class RowSender(Sending):
             raise exceptions.NeedsDistribution("an envelope")
         self._connection = connection
         self._task = task
-        self._name = name_of(task)
+        self._name = copies.name_of(task)
         self._tolerance_ms = tolerance_ms
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
@@ -228,10 +220,10 @@ class RowSender(Sending):
     def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
         work = self._asked(rows)
         for number, given in work:
-            first = given if isinstance(given, Call) else next(self._read(given))[0]
+            first = given if isinstance(given, copies.Call) else next(self._read(given))[0]
             headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
             try:
-                self._template = self._delays.part(Copies).of_rows(
+                self._template = self._delays.part(copies.Copies).of_rows(
                     self._task, first, self._options, dict(headers), self._connection
                 )
             except (EncodeError, exceptions.MessageTooLarge) as error:
@@ -283,13 +275,13 @@ class RowSender(Sending):
             each.take(due)
         return written
 
-    def _read(self, written: WrittenRows) -> Iterator[tuple[Call, bytes]]:
+    def _read(self, written: WrittenRows) -> Iterator[tuple[copies.Call, bytes]]:
         """Yield the calls of rows that are written already, and the bytes of each."""
         due = written.due
         for row, item in written.read():
-            yield Call(str(row.task_id), row.args, row.kwargs, due), item
+            yield copies.Call(str(row.task_id), row.args, row.kwargs, due), item
 
-    def _call(self, row: Row) -> Call:
+    def _call(self, row: Row) -> copies.Call:
         due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         self._settings.check_delay(due)
         args, kwargs = row.args or (), row.kwargs or {}
@@ -310,16 +302,16 @@ class RowSender(Sending):
             checked_added_options({"key": row.key}, self._delays)
         for each in self._added:
             each.take(due)
-        headers = NO_HEADERS if row.key is None else {KEY: row.key}
+        headers = copies.NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = given_id is not None
-        return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
+        return copies.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
-            if isinstance(given, Call):
+            if isinstance(given, copies.Call):
                 yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
@@ -348,7 +340,7 @@ class RowSender(Sending):
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
 
-    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
+    def _add(self, grouper: Grouper, number: int, call: copies.Call) -> Sequence[Group]:
         """Put a call into a group; return the groups that wait no longer."""
         if not self._envelopes:
             return [Group(call.due, call, rows=[number])]
@@ -460,7 +452,7 @@ def send_one_by_one(
     Raises:
         RowsNotConfirmed: At least one row could not be sent.
     """
-    sending, send = Sending(progress), function_to_send(app, task)
+    sending, send = Sending(progress), copies.function_to_send(app, task)
     report = sending.report
     for number, given in sending.take(one_by_one(rows)):
         try:

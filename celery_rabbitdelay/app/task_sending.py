@@ -21,22 +21,10 @@ from celery.app.defaults import DEFAULTS
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.celery_internals import (
-    has_quorum_queue,
-    registered_task,
-    sends_a_callback,
-)
+from celery_rabbitdelay.app import celery_internals, pipelines, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import Options, Result
-from celery_rabbitdelay.app.pipelines import (
-    MIN_TIMEOUT,
-    Sent,
-    TaskPipeline,
-    current_pipeline,
-    publish_task,
-)
 from celery_rabbitdelay.app.seams import AddedToSend, Send, additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import UnknownOption
@@ -73,7 +61,7 @@ def publish_policy(
         # Celery 5.7 counts the retries of a callback itself, and turns ours off.
         given = options.get("retry")
         is_on = app.conf.task_publish_retry if given is None else given
-        resends = RESENDS if is_on and not is_counted and sends_a_callback() else 0
+        resends = RESENDS if is_on and not is_counted and celery_internals.sends_a_callback() else 0
     # Connecting fails as fast as in Celery, for the sake of web requests. For a worker's task,
     # nobody waits.
     has_own = is_counted or app.current_worker_task is not None
@@ -126,7 +114,7 @@ class DelayedTaskProducer(DelayedProducer):
         due: Due,
         options: Options,
         connection: Connection | None = None,
-        pipeline: TaskPipeline | None = None,
+        pipeline: pipelines.TaskPipeline | None = None,
         came_from: str | None = None,
     ) -> None:
         # The publisher is borrowed once the message is made.
@@ -164,7 +152,7 @@ class DelayedTaskProducer(DelayedProducer):
         policy = publish_policy(self._delays.app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)
         timeout = self.timeout if given is None else Settings.checked("confirm_timeout", given)
-        self.policy = policy._replace(timeout=max(timeout - self._took, MIN_TIMEOUT))
+        self.policy = policy._replace(timeout=max(timeout - self._took, pipelines.MIN_TIMEOUT))
         options.pop("timeout", None)
         began = time.monotonic()
         try:
@@ -179,10 +167,10 @@ class DelayedTaskProducer(DelayedProducer):
     def deliver(self) -> None:
         """Publish the message that was made."""
         delayed, due = self.delayed, self._due
-        sent = Sent(self.name, self._given["task_id"], due.at_ms, queue_label(delayed))
+        sent = pipelines.Sent(self.name, self._given["task_id"], due.at_ms, queue_label(delayed))
         address = partial(self.address, delayed, due)
         publication = Publication.of(delayed.message.amqp(), address, sent)
-        publish_task(
+        pipelines.publish_task(
             *(self._delays, publication, self.policy, self.declares),
             *(self._pipeline, self._callers_connection),
         )
@@ -285,7 +273,9 @@ class TaskSending(Send):
             self.options[time_of] = plain(self.options[time_of], time_of)
         self.has_id = self.options.get("task_id") is not None
         self.options["task_id"] = self.options.get("task_id") or uuid()
-        self.task = self.options.get("task_type") or registered_task(self.delays.app, self.name)
+        self.task = self.options.get("task_type") or celery_internals.registered_task(
+            self.delays.app, self.name
+        )
         if not self.delays.is_available(self._callers_connection):
             self._refuse_added("the broker is not RabbitMQ")
             if self.delay is not None and milliseconds(self.delay) > 0:
@@ -339,7 +329,7 @@ class TaskSending(Send):
         return self.delay is not None or self.delays.settings.takeover
 
     def _send_with_eta(self) -> Result:
-        if not has_quorum_queue(self.delays.app):
+        if not celery_internals.has_quorum_queue(self.delays.app):
             return self._send_by_celery()
         # Celery would use its native delayed delivery, whose queues our workers do not declare.
         producer, connection = self._callers_producer, self.options.get("connection")
@@ -357,7 +347,7 @@ class TaskSending(Send):
         pipeline = None
         # A worker acknowledges a task as soon as its retry is sent.
         if not (self.options.get("retries") or any(part.is_alone for part in parts)):
-            pipeline = current_pipeline(delays, connection)
+            pipeline = pipelines.current_pipeline(delays, connection)
         producer = DelayedTaskProducer(
             *(delays, self.name, due, self.options),
             *(connection, pipeline, self._came_from),
