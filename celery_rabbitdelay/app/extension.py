@@ -38,8 +38,7 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.metrics.collector import HasMetrics
-    from celery_rabbitdelay.registry.open_jobs import OpenJobs
-    from celery_rabbitdelay.registry.pausing import Pausing
+    from celery_rabbitdelay.registry.holding import OpenJobs, Pausing
     from celery_rabbitdelay.registry.waiting import Waiting
     from celery_rabbitdelay.schedules.addition import HasSchedules
 

@@ -15,12 +15,10 @@ from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY
 from celery_rabbitdelay.publishing.message import Content
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.registry.application import register_sent, registry_of
-from celery_rabbitdelay.registry.decision import Ticket, new_copy
+from celery_rabbitdelay.registry.application import RegistryOptions, register_sent, registry_of
+from celery_rabbitdelay.registry.decision import Registration, Ticket, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.options import RegistryOptions
-from celery_rabbitdelay.registry.registry import Registration
-from celery_rabbitdelay.registry.stored_message import stored
+from celery_rabbitdelay.registry.record import stored
 
 #: Rows that are registered in one round trip.
 BATCH: Final = 500

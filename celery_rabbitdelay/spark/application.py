@@ -18,7 +18,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.app.celery_internals import argument_check
 from celery_rabbitdelay.levels.shown_url import without_password
-from celery_rabbitdelay.registry.options import is_tracked
+from celery_rabbitdelay.registry.application import is_tracked
 from celery_rabbitdelay.spark.columns import TYPES
 from celery_rabbitdelay.spark.options import ApplicationOptions, WriteOptions, suggestion
 

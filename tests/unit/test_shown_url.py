@@ -13,7 +13,7 @@ from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidOption, InvalidSetting
 from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.publishing.management import ManagementAPI
-from celery_rabbitdelay.registry.settings import RegistrySettings
+from celery_rabbitdelay.registry.application import RegistrySettings
 from celery_rabbitdelay.spark.options import ApplicationOptions
 from tests.told import told
 
