@@ -437,9 +437,8 @@ class Celery(DelayingCelery):
         if producer is None and given and task_id == celery_internals.task_that_is_sent():
             producer = given
         stand_in = self.rabbitdelay.stand_in
-        if stand_in is not None and not isinstance(
-            producer, task_sending.DelayedTaskProducer | task_sending.EtaProducer
-        ):
+        ours = task_sending.DelayedTaskProducer, task_sending.EtaProducer
+        if stand_in is not None and not isinstance(producer, ours):
             return nullcontext(stand_in.producer)
         acquiring = super().producer_or_acquire(producer)
         if not celery_internals.sends_a_group():

@@ -443,11 +443,7 @@ class Copies:
         pipeline = current_pipeline(delays, connection)
         if is_member and pipeline is None:
             raise _NotACopy
-        if (
-            not isinstance(task, str)
-            and (check := celery_internals.argument_check(task)) is not None
-        ):
-            check(*args, **kwargs)
+        celery_internals.check_arguments(task, args, kwargs)
         try:
             tolerance_ms = tolerance_milliseconds(options.get("tolerance", 0))
             due = delays.due(delay, countdown, eta, tolerance_ms)

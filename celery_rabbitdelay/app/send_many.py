@@ -21,7 +21,7 @@ from kombu.exceptions import EncodeError, OperationalError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions, copies, instruments
-from celery_rabbitdelay.app.celery_internals import argument_check
+from celery_rabbitdelay.app.celery_internals import check_arguments
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
 from celery_rabbitdelay.app.options import BESIDE_STAMPS, Options, TaskOrName, without_stamps
@@ -192,7 +192,6 @@ class RowSender(Sending):
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
-        self._check_arguments = None if isinstance(task, str) else argument_check(task)
         #: What the metrics have counted.
         self._counted: Counter[Instrument] = Counter()
 
@@ -296,8 +295,7 @@ class RowSender(Sending):
         ):
             takes = f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes, such as 'order-7'"
             raise exceptions.InvalidRow(row, takes)
-        if self._check_arguments is not None:
-            self._check_arguments(*args, **kwargs)
+        check_arguments(self._task, args, kwargs)
         if row.key is not None:
             checked_added_options({"key": row.key}, self._delays)
         for each in self._added:

@@ -273,9 +273,8 @@ class TaskSending(Send):
             self.options[time_of] = plain(self.options[time_of], time_of)
         self.has_id = self.options.get("task_id") is not None
         self.options["task_id"] = self.options.get("task_id") or uuid()
-        self.task = self.options.get("task_type") or celery_internals.registered_task(
-            self.delays.app, self.name
-        )
+        known = celery_internals.registered_task(self.delays.app, self.name)
+        self.task = self.options.get("task_type") or known
         if not self.delays.is_available(self._callers_connection):
             self._refuse_added("the broker is not RabbitMQ")
             if self.delay is not None and milliseconds(self.delay) > 0:
