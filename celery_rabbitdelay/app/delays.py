@@ -88,7 +88,7 @@ class Delays:
         Raises:
             InvalidSetting: One of them is wrong.
         """
-        return read_settings(Settings, self.app.conf, getattr(self.app, "namespace", None))
+        return read_settings(self.app.conf, getattr(self.app, "namespace", None))
 
     @cached_property
     def settings(self) -> Settings:

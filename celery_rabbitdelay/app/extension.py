@@ -213,8 +213,6 @@ class RabbitDelay(Added, Delays):
 
         def send() -> Result:
             left = max(deadline - time.monotonic(), MIN_TIMEOUT)
-            if own.get("confirm_timeout") is not None:
-                options.pop("confirm_timeout")
             given = {**options, BESIDE_STAMPS: {"confirm_timeout": left}}
             result: Result = function_to_send(self.app, task)(args, kwargs, **given)
             return result
