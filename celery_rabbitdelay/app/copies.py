@@ -125,7 +125,7 @@ def capture(
     task: TaskOrName,
     call: Call,
     options: Options,
-    headers: Mapping[str, Any] = NO_HEADERS,
+    headers: Mapping[str, object] = NO_HEADERS,
     connection: Connection | None = None,
 ) -> CapturingProducer:
     """Send a task by Celery to a producer that keeps the message; return the producer.
@@ -263,7 +263,7 @@ class Template:
         return self._content(headers, properties, self._body(call))
 
     def _content(
-        self, headers: dict[str, Any], properties: Mapping[str, Any], body: bytes
+        self, headers: dict[str, object], properties: Mapping[str, object], body: bytes
     ) -> Content:
         """Return a message, signed if there is a key."""
         keys = self.producer.signing_keys
@@ -431,8 +431,8 @@ class Copies:
         ):
             raise _NotACopy
         shared = {name: options[name] for name in SHARED if name in options}
-        of_group: dict[str, Any] = {}
-        own: Mapping[str, Any] = NO_HEADERS
+        of_group: dict[str, object] = {}
+        own: Mapping[str, object] = NO_HEADERS
         if is_member:
             # If its root is the task itself, its message is no template for others.
             if options.get("producer") is None or options.get("root_id") == task_id:
@@ -470,7 +470,7 @@ class Copies:
         task: TaskOrName,
         first: Call,
         options: Options,
-        headers: Mapping[str, Any],
+        headers: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
         """Return the template of rows: one that is kept, or the message of the first row.
@@ -500,8 +500,8 @@ class Copies:
         self,
         task: TaskOrName,
         call: Call,
-        shared: Mapping[str, Any],
-        of_group: Mapping[str, Any],
+        shared: Mapping[str, object],
+        of_group: Mapping[str, object],
         is_countdown: bool,
         connection: Connection | None,
     ) -> Template:
@@ -645,7 +645,7 @@ def _is_plain(task: Any) -> bool:
     )
 
 
-def _definers(instance: Any, name: str) -> list[object]:
+def _definers(instance: object, name: str) -> list[object]:
     """Return what defines a function: perhaps the instance, and classes, in their order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 
