@@ -428,6 +428,8 @@ class Copies:
             or not options.keys() <= (OF_MEMBER if is_member else PLAIN)
             or not (isinstance(args, list | tuple) and type(kwargs) is dict)
             or type(task_id) is not str
+            or not delays.available
+            or (delay is None and not delays.settings.takeover)
         ):
             raise _NotACopy
         shared = {name: options[name] for name in SHARED if name in options}
@@ -452,7 +454,7 @@ class Copies:
         if due.is_past:
             raise _NotACopy
         call = Call(task_id, args, kwargs, due, own)
-        template = self._template(task, call, shared, of_group, delay is None, connection)
+        template = self._template(task, call, shared, of_group, connection)
         delays.settings.check_delay(due)
         try:
             # Celery has an address for each thread.
@@ -487,7 +489,7 @@ class Copies:
         of_thread = {"reply_to": delays.app.thread_oid}
         if connection is None and not headers and options.keys() <= set(SHARED):
             with suppress(_NotACopy):
-                return self._template(task, first, options, of_thread, False, None)
+                return self._template(task, first, options, of_thread, None)
         captured = partial(
             capture, delays, task, options=options, headers=headers, connection=connection
         )
@@ -502,7 +504,6 @@ class Copies:
         call: Call,
         shared: Mapping[str, object],
         of_group: Mapping[str, object],
-        is_countdown: bool,
         connection: Connection | None,
     ) -> Template:
         """Return the template of a call.
@@ -512,7 +513,6 @@ class Copies:
             call: The call.
             shared: Its options of :data:`SHARED`.
             of_group: Its options of :data:`OF_GROUP`; those of rows are the same for a thread.
-            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
             connection: The caller's own connection.
         """
         app = self._delays.app
@@ -525,11 +525,11 @@ class Copies:
         known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
         # A group takes the place of the former one with the same task, and so do rows of a thread.
         made_from = _made_from(app, known), of_group
-        key = (task, is_countdown, *of_group, *shared.items())
+        key = (task, *of_group, *shared.items())
         former = self._templates.get(key)
         if former is None or former[0] != made_from:
             template = None
-            if self._may_copy(known, is_countdown):
+            if self._may_copy(known):
                 options = {**shared, **of_group}
                 if "group_index" in call.headers:
                     options["group_index"] = call.headers["group_index"]
@@ -544,7 +544,7 @@ class Copies:
             raise _NotACopy
         return former[1]
 
-    def _may_copy(self, task: Any, is_countdown: bool) -> bool:
+    def _may_copy(self, task: Any) -> bool:
         """Return whether Celery makes a task's messages from data alone.
 
         Not if a function of somebody else's has a part in it: a router, a receiver of a signal, a
@@ -553,7 +553,6 @@ class Copies:
 
         Args:
             task: The task; None for one that the application does not know.
-            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
         """
         delays: Delays = self._delays
         app: Any = delays.app
@@ -562,9 +561,7 @@ class Copies:
         functions += (amqp.send_task_message, type(app.backend).on_task_call)
         functions.append(getattr(amqp.create_task_message, "__func__", None))
         return (
-            delays.available
-            and getattr(task, "rabbitdelay", True)
-            and (delays.settings.takeover or not is_countdown)
+            getattr(task, "rabbitdelay", True)
             and not any(each.shapes(task) for each in additions_of(delays))
             and not _is_publishing_watched(app)
             and not conf.task_always_eager

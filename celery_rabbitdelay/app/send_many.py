@@ -85,24 +85,19 @@ class Sending:
 
     def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
         """Yield rows, each with its number, or with that of the first of many."""
-        source = iter(rows)
-        while True:
-            try:
-                given = next(source)
-            except StopIteration:
-                return
-            except SoftTimeLimitExceeded:
-                raise
-            except Exception as error:  # noqa: BLE001 - the rows before it are sent first
-                self._error_of_rows, self._rest = error, self._taken
-                return
-            if self.stops_taking:
-                # Not sent: its existence shows that not all rows were taken.
-                self._rest = self._taken
-                return
-            number = self._taken
-            self._taken += given.count if isinstance(given, WrittenRows) else 1
-            yield number, given
+        try:
+            for given in rows:
+                if self.stops_taking:
+                    # Not sent: its existence shows that not all rows were taken.
+                    self._rest = self._taken
+                    return
+                number = self._taken
+                self._taken += given.count if isinstance(given, WrittenRows) else 1
+                yield number, given
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - the rows before it are sent first
+            self._error_of_rows, self._rest = error, self._taken
 
     def fail(self, rows: Sequence[int], error: Exception) -> None:
         """Note the error of rows, by their numbers; raise it if it is a soft time limit."""
