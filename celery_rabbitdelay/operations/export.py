@@ -249,7 +249,7 @@ FORMATS: Final[dict[str, Callable[[Topology, str], str]]] = {
 )
 @click.option("--vhost", help="The virtual host; that of the application's broker if omitted.")
 @shared.topology_options
-def export(format_name: str, vhost: str | None, **options: Any) -> None:
+def export(format_name: str, vhost: str | None, **options: object) -> None:
     """Print the topology in another format. No broker is asked, and nothing is declared."""
     topology = shared.topology(options)
     host = shared.app().connection_for_write().virtual_host or "/" if vhost is None else vhost

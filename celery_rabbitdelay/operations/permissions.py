@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, cast, get_args
 
+import amqp
 import click
 from amqp.exceptions import AccessRefused, ChannelError
 from celery.app.utils import Settings as Configuration
@@ -230,7 +231,7 @@ def _either(names: Iterable[str]) -> str:
 )
 @shared.topology_options
 def permissions(
-    role: Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: Any
+    role: Role, user: str, vhost: str | None, mode: str | None, topics: bool, **options: object
 ) -> None:
     """Print the rabbitmqctl commands that give a user what its ROLE needs, and no more.
 
@@ -259,7 +260,7 @@ def permissions(
 NO_KEY: Final = "rabbitdelay.verify"
 
 #: A permission, what it is for, as ``queue`` and a name, and a method that needs it.
-_Question: TypeAlias = tuple[str, str, str, Callable[[Any], object]]
+_Question: TypeAlias = tuple[str, str, str, Callable[[amqp.Channel], object]]
 
 
 def check_permissions(
@@ -280,7 +281,7 @@ def check_permissions(
     """
     exist = {"exchange": inventory.exchanges, "queue": inventory.queues}
     user = connection.userid or "guest"
-    channel: Any = connection.channel()
+    channel = cast(amqp.Channel, connection.channel())
     for permission, kind, name, method in _questions(settings, queues, has_registry):
         try:
             if name in exist[kind]:
@@ -327,7 +328,7 @@ def _questions(
         yield "read", "queue", name, partial(_consume_nothing, name)
 
 
-def _declaring(entity: Exchange | Queue) -> Callable[[Any], object]:
+def _declaring(entity: Exchange | Queue) -> Callable[[amqp.Channel], object]:
     flags = {"durable": entity.durable, "auto_delete": entity.auto_delete, "nowait": True}
     if isinstance(entity, Queue):
         # Not kombu's own method, which calls the queue's hook on_declared.
@@ -338,7 +339,7 @@ def _declaring(entity: Exchange | Queue) -> Callable[[Any], object]:
     )
 
 
-def _consume_nothing(name: str, channel: Any) -> None:
+def _consume_nothing(name: str, channel: amqp.Channel) -> None:
     # Should a broker take it after all, it gets one message and gives it back.
     channel.basic_qos(0, 1, False)
     tag = channel.basic_consume(name, arguments={"x-priority": "refused"})

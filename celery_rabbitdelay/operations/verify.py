@@ -86,7 +86,7 @@ def verify_broker(
     """Look at a broker, and change nothing.
 
     Args:
-        connection: Any kombu connection to RabbitMQ, as the application's own user.
+        connection: A kombu connection to RabbitMQ, as the application's own user.
         settings: The application's settings.
         queues: The queues that its tasks are sent to, with their arguments.
         management: The management API of that broker.
