@@ -20,22 +20,16 @@ from pathlib import Path
 from typing import Final
 
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer, wait_for
-from tests.project_copy import PASSED, project_copy, run_tests
+from tests.project_copy import PASSED, REPOSITORY, project_copy, run_tests
 
-#: The additions, each with those that it may stand on.
-STANDS_ON: Final = {
-    "registry": set[str](),
-    "schedules": {"registry"},
-    "operations": set[str](),
-    "metrics": set[str](),
-    "spark": {"registry"},
-    "testing": {"registry"},
-    "web": {"registry", "schedules", "operations", "metrics", "spark", "testing"},
-}
+#: The additions.
+ADDITIONS: Final = ("registry", "schedules", "operations", "metrics", "spark", "testing", "web")
 
 #: The folders of tests that belong to no room.
-OF_ALL_ROOMS: Final = ("whole", "benchmarks", "chaos", "documentation", "fuzz", "hostile")
-OF_ALL_ROOMS_TOO: Final = ("mutation", "planted", "upgrade")
+OF_ALL_ROOMS: Final = (
+    *("benchmarks", "chaos", "documentation", "fuzz", "hostile", "mutation", "planted", "upgrade"),
+    "whole",
+)
 
 #: The files of the kernel that name additions for type checkers, a line for each class.
 NAMES_ADDITIONS: Final = ("celery_rabbitdelay/__init__.py", "celery_rabbitdelay/app/extension.py")
@@ -80,9 +74,19 @@ write.apply_async((path, "last"), delay=4)
 
 
 def deleted_with(room: str) -> set[str]:
-    """Return a room and those that stand on it."""
+    """Return a room and those that import it, directly or not."""
+    package = REPOSITORY / "celery_rabbitdelay"
+    pattern = re.compile(r"^ *from celery_rabbitdelay\.(\w+)", re.MULTILINE)
+    stands_on = {
+        each: {
+            name
+            for path in (package / each).rglob("*.py")
+            for name in pattern.findall(path.read_text())
+        }
+        for each in ADDITIONS
+    }
     deleted = {room}
-    while more := {each for each, below in STANDS_ON.items() if below & deleted} - deleted:
+    while more := {each for each, below in stands_on.items() if below & deleted} - deleted:
         deleted |= more
     return deleted
 
@@ -92,7 +96,7 @@ def delete(folder: Path, rooms: set[str]) -> None:
     for room in rooms:
         shutil.rmtree(folder / "celery_rabbitdelay" / room)
         shutil.rmtree(folder / "tests" / room, ignore_errors=True)
-    for name in (*OF_ALL_ROOMS, *OF_ALL_ROOMS_TOO, *(["../example_project"] if rooms else [])):
+    for name in OF_ALL_ROOMS:
         shutil.rmtree(folder / "tests" / name)
     pattern = re.compile(rf"^ +from celery_rabbitdelay\.(?:{'|'.join(rooms)})\b.* import (.+)$")
     for name in NAMES_ADDITIONS:
@@ -116,10 +120,11 @@ def failures(folder: Path, rooms: set[str]) -> Iterator[str]:
     """Yield what does not work in a copy."""
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     bin_folder = Path(sys.executable).parent
-    left = [f"tests/{each}" for each in ("kernel", *STANDS_ON) if each not in rooms]
+    left = [each for each in ("kernel", *ADDITIONS) if each not in rooms]
+    unit_tests = [f"tests/{each}/unit" for each in left if (folder / "tests" / each).exists()]
     checks = {
         "the contracts of imports": [str(bin_folder / "lint-imports")],
-        "the types": [str(bin_folder / "mypy"), "celery_rabbitdelay", *left],
+        "the types": [str(bin_folder / "mypy"), "celery_rabbitdelay", *unit_tests],
     }
     for what, command in checks.items():
         run = subprocess.run(
@@ -127,9 +132,11 @@ def failures(folder: Path, rooms: set[str]) -> Iterator[str]:
         )
         if run.returncode:
             yield f"{what}: {(run.stdout + run.stderr)[-3000:]}"
-    tests = run_tests(
-        folder, *(f"{each}/unit" for each in left if (folder / each / "unit").exists())
-    )
+    own = {}
+    if "testing" in rooms:  # its plugin is installed, and pytest would load it
+        own["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        unit_tests += ["-p", "pytest_timeout"]
+    tests = run_tests(folder, *unit_tests, environment=own)
     if tests.code != PASSED:
         yield f"the unit tests: {tests.printed[-3000:]}"
     yield from failures_of_a_task(folder, has_registry="registry" not in rooms)
@@ -171,14 +178,13 @@ def failures_of_a_task(folder: Path, *, has_registry: bool) -> Iterator[str]:
 
 def main(room: str) -> int:
     """Delete a room, and those that stand on it; return how many checks fail."""
-    rooms, number = deleted_with(room), 0
+    rooms = deleted_with(room)
     print(f"without {', '.join(sorted(rooms))}", flush=True)
     with project_copy() as folder:
         delete(folder, rooms)
-        for number, failure in enumerate(failures(folder, rooms), 1):
-            print(failure)
-    print("all that is left works" if not number else f"{number} checks have failed")
-    return number
+        failed = list(failures(folder, rooms))
+    print("\n".join(failed) or "all that is left works")
+    return len(failed)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 
 import celery
 import pytest
-from celery import chain, group
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay import Celery, exceptions, install
@@ -51,7 +50,6 @@ def remind(app: Any) -> Any:
         ({"delay": "5"}, r"'5'.*timedelta\(days=3\)"),
         ({"delay": 5, "countdown": 0}, "cannot be combined"),
         ({"delay": 5, "eta": "2030-01-01T00:00"}, "cannot be combined"),
-        ({"delay": 5, "key": 7}, "key = 7.*'key:7'"),
     ],
     ids=str,
 )
@@ -95,36 +93,6 @@ def test_settings_are_read_once_and_wrong_ones_are_an_error_of_each_way_to_send(
     ]
     for send in senders:
         with pytest.raises(exceptions.InvalidSetting, match=told):
-            send()
-
-
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize(
-    ("option", "value"), [("key", "order:7"), ("job", "import"), ("once", True), ("track", True)]
-)
-def test_an_option_of_the_registry_needs_one_however_the_task_is_sent(
-    app: Any, remind: Any, option: str, value: Any, eager: bool
-) -> None:
-    app.conf.task_always_eager = eager
-    given = {option: value}
-    senders: list[Callable[[], Any]] = [
-        lambda: remind.apply_async(**given),
-        lambda: remind.apply_async(countdown=5, **given),
-        lambda: remind.s().set(**given).apply_async(),
-        lambda: remind.retry(throw=False, **given),
-    ]
-    if not eager:
-        # Celery applies the parts of an eager canvas without sending them.
-        senders += [
-            lambda: app.send_task("remind", **given),
-            lambda: app.signature("remind", app=app).set(**given).apply_async(),
-            lambda: remind.apply_async(link=remind.si().set(**given)),
-            lambda: chain(remind.si(), remind.si().set(**given)).apply_async(),
-        ]
-        if option != "key":  # of one task: a group refuses it in any case
-            senders.append(lambda: group(remind.si(), remind.si()).apply_async(**given))
-    for send in senders:
-        with pytest.raises(exceptions.RegistryRequired, match=f"{option} = {value!r} needs the"):
             send()
 
 

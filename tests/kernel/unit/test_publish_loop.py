@@ -44,8 +44,8 @@ from celery_rabbitdelay.publishing.message import Content, Publication
 from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.publish_loop import DEFAULT_POLICY, PublishLoop, PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.testing import wait_for
 from tests.kernel.unit.frame_broker import FrameBroker, Session
+from tests.kernel.unit.waiting import wait_until
 
 AN_HOUR = 3600.0
 
@@ -456,7 +456,7 @@ def test_a_source_may_take_its_time_and_what_it_gave_does_not_wait_for_the_rest(
             yield each
             clock.ahead += AN_HOUR
             if number > 1:  # the first one has shown that the source is slow
-                wait_for(lambda: len(broker.published) == number + 1, "what was given")  # noqa: B023
+                wait_until(lambda: len(broker.published) == number + 1)  # noqa: B023
 
     publisher.publish_all(source())
     assert errors(sent) == [None] * 4

@@ -9,7 +9,7 @@ from unittest.mock import ANY
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay.publishing.reading import Reading, Readings
-from celery_rabbitdelay.testing import wait_for
+from tests.kernel.unit.waiting import wait_until
 
 
 def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_before() -> None:
@@ -23,13 +23,13 @@ def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_befor
     readings = Readings(look, period=60)
     with ThreadPoolExecutor(5) as pool:
         asked = [pool.submit(readings.latest) for _ in range(5)]
-        wait_for(lambda: looks, "the look")
+        wait_until(lambda: looks)
         may_end.set()
         assert [each.result(10).value for each in asked] == [1] * 5
         may_end.clear()
         readings.outdate()
         second = pool.submit(readings.latest)
-        wait_for(lambda: len(looks) == 2, "the second look")
+        wait_until(lambda: len(looks) == 2)
         assert readings.latest().value == 1
         may_end.set()
         assert second.result(10).value == 2
@@ -50,11 +50,11 @@ def test_nobody_waits_longer_than_the_patience_and_a_failed_look_ends_nothing() 
     readings = Readings(look, period=60, patience=0.01)
     assert [readings.latest() for _ in range(3)] == [Reading()] * 3
     may_end.set()
-    wait_for(lambda: readings.latest().value == 1, "the first look")
+    wait_until(lambda: readings.latest().value == 1)
     readings.outdate()
-    wait_for(lambda: readings.latest().error == "amqp://ada:**@host is away", "the second look")
+    wait_until(lambda: readings.latest().error == "amqp://ada:**@host is away")
     readings.outdate()
-    wait_for(lambda: "unexpected" in (readings.latest().error or ""), "the third look")
+    wait_until(lambda: "unexpected" in (readings.latest().error or ""))
     assert readings.latest().value == 1, "the one before"
     readings.outdate()
-    wait_for(lambda: readings.latest() == (4, ANY, None), "the fourth look")
+    wait_until(lambda: readings.latest() == (4, ANY, None))

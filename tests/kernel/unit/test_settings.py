@@ -40,8 +40,6 @@ WRONG: dict[str, list[Any]] = {
     "takeover": ["yes"],
     "declare": ["sometimes"],
     "confirm_timeout": [0, None],
-    "web": ["users", [], True],
-    "metrics_port": [True, 65_536, ":9808", "127.0.0.1", "127.0.0.1:0"],
     "early_tolerance": [0, -1.0, None, "1", float("inf")],
 }
 

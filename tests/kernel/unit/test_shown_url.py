@@ -10,11 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidOption, InvalidSetting
+from celery_rabbitdelay.exceptions import InvalidManagementURL, InvalidSetting
 from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.publishing.management import ManagementAPI
-from celery_rabbitdelay.registry.settings import RegistrySettings
-from celery_rabbitdelay.spark.options import ApplicationOptions
 from tests.told import told
 
 #: A part of each password; no error and no ``repr`` contains it.
@@ -105,22 +103,7 @@ def test_in_a_text_each_url_loses_its_password(text: str, shown: str) -> None:
 REFUSED: list[tuple[Callable[[Any], Any], type[Exception], Any]] = [
     (ManagementAPI, InvalidManagementURL, f"http://monitor:{PLANTED}/@host:15672"),
     (ManagementAPI, InvalidManagementURL, f"http://monitor:{PLANTED}@[host:15672"),
-    *(
-        (Settings.of, InvalidSetting, {f"rabbitdelay_{name}": value})
-        for name, value in [
-            ("registry_url", f"redis:/:{PLANTED}@host"),
-            ("registry_url", f"redis://:{PLANTED}@host".encode()),
-            ("registry_options", [("password", PLANTED)]),
-            ("registry_uri", f"redis://:{PLANTED}@host"),
-        ]
-    ),
-    *(
-        (ApplicationOptions.of, InvalidOption, options)
-        for options in [
-            {"broker": "amqp://user@host", "registry": f"redis://host?password={PLANTED}"},
-            {"app": "shop", "brokerpassword": PLANTED},
-        ]
-    ),
+    (Settings.of, InvalidSetting, {"rabbitdelay_registry_uri": f"redis://:{PLANTED}@host"}),
 ]
 
 
@@ -139,12 +122,3 @@ def test_settings_lose_the_passwords_that_are_deep_in_them() -> None:
     hosts = [("two", f"redis://:{PLANTED}@two"), {"password": PLANTED, "port": 6379}]
     shown = [["two", "redis://:**@two"], {"password": "**", "port": 6379}]
     assert shown_url.without_passwords_in({"hosts": hosts}) == {"hosts": shown}
-
-
-def test_the_settings_are_shown_without_passwords() -> None:
-    options = {"password": PLANTED, "sentinel_kwargs": {"password": PLANTED}}
-    shown = repr(
-        RegistrySettings(registry_url=f"redis://:{PLANTED}@host/0", registry_options=options)
-    )
-    assert PLANTED not in shown
-    assert "registry_url='redis://:**@host/0', registry_options='**'" in shown

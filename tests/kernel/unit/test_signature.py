@@ -17,7 +17,6 @@ from celery_rabbitdelay.levels.headers import ENVELOPE, DelayHeaders
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.forwarding import EarlyMessages, Redelivery
-from celery_rabbitdelay.operations.conversion import Migration
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, NOT_SIGNED, SigningKeys
 from tests.kernel.unit.clock import frozen
@@ -190,20 +189,6 @@ def test_what_waits_again_is_signed_again(item: tuple[Item, ...]) -> None:
     assert (outgoing.exchange, outgoing.routing_key) == ("", "letters")
     # No consumer sees it.
     assert outgoing.message.headers.signature is None
-
-
-@pytest.mark.parametrize("vouches", [False, True])
-@pytest.mark.parametrize("sign", [False, True])
-def test_a_migration_signs_more_only_where_it_is_told_to(sign: bool, vouches: bool) -> None:
-    source = Topology("old", queue_type="classic")
-    signing_with_new = SigningKeys([OTHER, KEY])
-    migration = Migration(source, TOPOLOGY, lambda name: None, signing_with_new, vouches)
-    message = delayed(sign=sign)
-    message.properties["priority"] = 9
-    message.delivery_info = {"routing_key": source.route(60, "").routing_key}
-    moved = migration.convert(message, "old.minutes.1").message
-    # It has another header now, for its priority.
-    assert (moved.headers.priority, verifies(SigningKeys(OTHER), moved)) == (9, (sign or vouches))
 
 
 def test_a_recorded_signature_verifies_in_every_version() -> None:

@@ -392,8 +392,8 @@ def test_the_backend_hears_of_each_call_whose_result_counts(
 
 
 OTHER_OPTIONS = [
-    *[("expires", 900), ("headers", {"a": 1}), ("link", None), ("retry", True), ("once", True)],
-    *[("key", "k"), ("reply_to", "x"), ("group_id", "g"), ("queue", Queue("own"))],
+    *[("expires", 900), ("headers", {"a": 1}), ("link", None), ("retry", True)],
+    *[("reply_to", "x"), ("group_id", "g"), ("queue", Queue("own"))],
     *[("priority", 2.5), ("task_id", 7), ("a-stamp", 1)],
 ]
 
@@ -408,7 +408,6 @@ OTHER_OPTIONS = [
     ],
 )
 def test_any_other_send_goes_through_celery(sends: Sends, app: Any, options: Any) -> None:
-    app.conf.rabbitdelay_registry_url = "redis://127.0.0.1:1"
     assert not sends.from_template(app.send_task, "look", **options)
     assert not sends.from_template(app.tasks["look"].apply_async, **options)
     of_all = {name: value for name, value in options.items() if name not in ("delay", "eta")}
@@ -446,7 +445,6 @@ OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
     "an event for each task": lambda app, _: app.conf.update(task_send_sent_event=True),
     "message protocol 1": lambda app, _: app.conf.update(task_protocol=1),
     "eager": lambda app, _: app.conf.update(task_always_eager=True),
-    "tasks run once": lambda app, _: of_task(app, once=True),
     "not in the levels": lambda app, _: of_task(app, rabbitdelay=False),
     "an expiry": lambda app, _: of_task(app, expires=60),
     "a shadow": lambda app, _: of_task(app, shadow_name=lambda *_: "shadow"),
@@ -463,7 +461,6 @@ OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
 def test_where_other_code_takes_part_celery_sends(
     sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    app.conf.rabbitdelay_registry_url = "redis://127.0.0.1:1"
     apply_async = app.tasks["look"].apply_async
     assert sends.from_template(apply_async, delay=60)
     assert of_rows(app) is not None
@@ -478,7 +475,7 @@ def test_where_other_code_takes_part_celery_sends(
             signals.before_task_publish.disconnect(receive)
 
 
-def test_routers_subclasses_and_the_registry_send_through_celery(sends: Sends) -> None:
+def test_routers_and_subclasses_send_through_celery(sends: Sends) -> None:
     class OwnTask(celery.Task):  # type: ignore[type-arg]  # no generic before Celery 5.7
         def apply_async(self, *args: Any, **options: Any) -> Any:
             return super().apply_async(*args, **options)
@@ -490,8 +487,7 @@ def test_routers_subclasses_and_the_registry_send_through_celery(sends: Sends) -
     routed = make_app(task_routes=[route])
     own_app = celery_rabbitdelay.install(OwnApp("shop", broker=NOWHERE, set_as_current=False))
     own_tasks: Any = Celery("shop", broker=NOWHERE, set_as_current=False, task_cls=OwnTask)
-    tracked = make_app(rabbitdelay_registry_url="redis://127.0.0.1:1", rabbitdelay_track="all")
-    for app in (routed, own_app, own_tasks, tracked):
+    for app in (routed, own_app, own_tasks):
         task = app.task(receive, name="own", shared=False)
         for _ in range(2):
             assert not sends.from_template(task.apply_async, delay=60)

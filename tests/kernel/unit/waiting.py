@@ -1,8 +1,9 @@
-"""Messages that wait, made of messages as they are received."""
+"""Messages that wait, made of messages as they are received; and waiting for a condition."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import amqp
@@ -30,3 +31,11 @@ def signed(keys: SigningKeys, message: amqp.Message) -> amqp.Message:
 def verifies(keys: SigningKeys, message: amqp.Message | WaitingMessage) -> bool:
     """Return whether a message has a valid signature."""
     return keys.verifies(*(message if isinstance(message, WaitingMessage) else waiting(message)))
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition is true, at most a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -19,7 +19,6 @@ from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.modules.undeliverable import Undeliverable
 from celery_rabbitdelay.operations import mover
 from celery_rabbitdelay.operations import undeliverable as messages
-from celery_rabbitdelay.spark import data_source
 from tests.kernel.unit.clock import frozen
 
 NOW = datetime(2026, 11, 22, 12, tzinfo=UTC)
@@ -125,22 +124,18 @@ values = st.recursive(
     max_leaves=8,
 )
 tasks = dict.fromkeys(["id", "task", "rabbitdelay-due", "rabbitdelay-queue"], values)
+tables = st.dictionaries(st.text(), values, max_size=4) | st.fixed_dictionaries({}, optional=tasks)
 
 
-@given(st.dictionaries(st.text(), values, max_size=4) | st.fixed_dictionaries({}, optional=tasks))
+@given(tables)
 @settings(max_examples=50)
-def test_every_message_is_a_json_object_and_a_row_of_arrow(told: dict[str, Any]) -> None:
+def test_every_message_is_a_json_object(told: dict[str, Any]) -> None:
     def no_constant(name: str) -> None:
         raise AssertionError(name)  # NaN is none of JSON's words
 
     text = messages.headers_as_json(told)
     assert json.loads(text, parse_constant=no_constant).keys() == told.keys()
     assert text.isascii()
-    (batch,) = data_source.batches([examined(told, b"x"), examined({"id": HALF})])
-    columns = data_source.UNDELIVERABLE.split(", ")
-    assert batch.schema.names == [column.split()[0] for column in columns]
-    first, second = batch.to_pylist()
-    assert (first["body"], first["size"], second["task_id"]) == (b"x", 1, "\\ud800")
 
 
 def test_values_that_json_lacks_are_written_as_text() -> None:
@@ -164,11 +159,3 @@ def test_values_that_json_lacks_are_written_as_text() -> None:
     assert json.loads(messages.headers_as_json({"deep": nested, "n": 1})).keys() == {"deep", "n"}
     while nested:  # Python would free it by recursion
         nested = nested.pop()
-
-
-def test_a_batch_has_few_rows_and_few_bytes() -> None:
-    most = data_source.BATCH_ROWS
-    small = data_source.batches([examined({})] * (2 * most + 1))
-    assert [len(batch) for batch in small] == [most, most, 1]
-    large = data_source.batches([examined({}, bytes(data_source.BATCH_BYTES // 2))] * 5)
-    assert [len(batch) for batch in large] == [2, 2, 1]

@@ -147,3 +147,13 @@ def test_the_registry_is_told_of_a_job_that_was_committed_and_without_it_the_not
     (later,) = distribution_with(**{"jobs.confirm": away}).receive(note())
     assert later.exchange == TOPOLOGY.route(5, DISTRIBUTION).exchange
     assert later.message.headers.to_headers()[COMMITTED] is True
+
+
+def test_a_worker_is_not_ready_while_redis_does_not_answer() -> None:
+    def ready(error: Exception | None) -> str:
+        delays = mock.Mock()
+        delays.part.return_value.store.commands.side_effect = error
+        return RegistryAddition(delays).why_not_ready()
+
+    assert ready(None) == ""
+    assert ready(RegistryUnavailable("Redis is\naway")).startswith("the registry cannot be used: ")

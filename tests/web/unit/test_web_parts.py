@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
-from celery_rabbitdelay.testing import wait_for
+from tests.kernel.unit.waiting import wait_until
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of

@@ -18,6 +18,7 @@ import celery_rabbitdelay.testing
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.kombu import Topology
+from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
 from celery_rabbitdelay.metrics.settings import MetricsSettings
 from tests.kernel.acceptance.django_project import BEAT, MIGRATE, SOURCE, WORKER
 
@@ -35,7 +36,7 @@ KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "p
 
 def test_the_table_of_senders_names_files_of_tests() -> None:
     page = (DOCS / "reference" / "senders.md").read_text()
-    files = re.findall(r"`((?:integration|unit)/test_\w+\.py)` \|$", page, re.MULTILINE)
+    files = re.findall(r"`(\w+/(?:integration|unit)/test_\w+\.py)` \|$", page, re.MULTILINE)
     assert len(files) > 30
     assert [file for file in files if not (TESTS / file).is_file()] == []
 
@@ -138,3 +139,12 @@ def test_the_page_on_django_shows_the_project_that_the_acceptance_tests_run() ->
     assert all(any(text in each for each in sources) for kind, text in blocks if kind == "python")
     commands = "".join(text for kind, text in blocks if kind == "sh")
     assert commands.splitlines() == [MIGRATE, WORKER, BEAT]
+
+
+def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
+    rows = re.findall(r"^\| `(celery_rabbitdelay_\w+)` \| (.+?) \| (.*?) \| (.+?) \|$",
+                      (DOCS / "how-to" / "metrics.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert rows == [
+        (each.metric, each.kind, ", ".join(f"`{label}`" for label in each.labels), each.help)
+        for each in INSTRUMENTS
+    ]
