@@ -82,7 +82,7 @@ def test_a_token_is_of_one_session_user_and_secret_and_a_cookie_ends(
 
 def until_ended(work: Work) -> Work:
     """Wait until a work has ended; return it."""
-    wait_for(lambda: work.state != "running", "the end of the work", 10)
+    wait_until(lambda: work.state != "running")
     return work
 
 
