@@ -24,11 +24,11 @@ from celery_rabbitdelay.exceptions import __all__ as _errors
 if TYPE_CHECKING:
     from celery_rabbitdelay.app import signals
     from celery_rabbitdelay.app.application import Celery, Task, install, shared_task
-    from celery_rabbitdelay.app.sending.rows import Report, Row
+    from celery_rabbitdelay.app.rows import Report, Row
     from celery_rabbitdelay.registry.decision import Outcome
     from celery_rabbitdelay.registry.index import Pending
-    from celery_rabbitdelay.registry.known_task import KnownTask
     from celery_rabbitdelay.registry.pauses import Paused
+    from celery_rabbitdelay.registry.record import KnownTask
 
 __all__ = [
     "Celery",
@@ -52,9 +52,9 @@ __version__ = "0.1.0"
 _IMPORTED_ON_FIRST_USE: Final = {
     "Celery": "celery_rabbitdelay.app.application",
     "install": "celery_rabbitdelay.app.application",
-    "KnownTask": "celery_rabbitdelay.registry.known_task",
-    "Report": "celery_rabbitdelay.app.sending.rows",
-    "Row": "celery_rabbitdelay.app.sending.rows",
+    "KnownTask": "celery_rabbitdelay.registry.record",
+    "Report": "celery_rabbitdelay.app.rows",
+    "Row": "celery_rabbitdelay.app.rows",
     "Task": "celery_rabbitdelay.app.application",
     "shared_task": "celery_rabbitdelay.app.application",
     "Outcome": "celery_rabbitdelay.registry.decision",

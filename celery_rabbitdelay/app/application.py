@@ -7,35 +7,53 @@ over: Celery makes and routes the message, and only the producer that publishes 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, Protocol, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import celery
-import celery.result
 import click
 from celery.canvas import Signature
+from celery.exceptions import Reject, Retry
+from celery.result import AsyncResult
 from kombu import Producer
 
-from celery_rabbitdelay import __version__
-from celery_rabbitdelay.app import additions, canvas, celery_internals
+from celery_rabbitdelay import __version__, exceptions
+from celery_rabbitdelay.app import additions, canvas, celery_internals, task_sending
+from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
+from celery_rabbitdelay.app.copies import Copies
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
+    BESIDE_STAMPS,
+    DelayOptions,
+    Result,
+    SendOptions,
+    own_options,
     refuse_two_times,
     without_stamps,
 )
+from celery_rabbitdelay.app.pipelines import group_pipeline
 from celery_rabbitdelay.app.seams import checked_added_options
-from celery_rabbitdelay.app.sending.pipelines import group_pipeline
-from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer, EtaProducer
-from celery_rabbitdelay.app.sending.task_sending import TaskSending, given_producer
-from celery_rabbitdelay.app.task import DelayingTask, P, ResultT_co
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain, tolerance_milliseconds
 from celery_rabbitdelay.levels.shown_url import without_passwords
 from celery_rabbitdelay.publishing.kombu_internals import cached_property
 
@@ -56,14 +74,43 @@ MODULES_OPTION = click.Option(
 )
 
 
+P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 TaskT = TypeVar("TaskT", bound="celery.Task[Any, Any]")
 
 
-class Task(DelayingTask[P, ResultT_co]):
+#: Errors of publishing after which another attempt may succeed.
+TEMPORARY_ERRORS: Final = (
+    exceptions.MessageNacked,
+    exceptions.ConfirmTimeout,
+    exceptions.ConnectionBlocked,
+    exceptions.ConnectionLost,
+    exceptions.NoPublisherFree,
+)
+
+#: Maximum seconds to wait before a task whose retry could not be sent is requeued.
+MAX_REQUEUE_WAIT: Final = 10.0
+
+
+class TaskAttributes:
+    """Defaults of the attributes that neither a task nor its own base class sets."""
+
+    #: False: this task keeps Celery's own behavior; a worker holds it until it is due.
+    rabbitdelay: bool = True
+
+    #: Whether only the first message with the task's id runs.
+    once: bool = False
+
+    #: Whether the task is listed in the registry while it waits; None for ``rabbitdelay_track``.
+    track: bool | None = None
+
+
+class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore[type-arg]
     """The base class of the application's tasks, mixed into the one that the user chose.
 
     A :class:`celery.Task`, to be named where a type is: as a ``base``, or as that of ``self``.
+    ``retry()`` accepts ``delay``, and raises if it cannot be published.
     """
 
     if TYPE_CHECKING:
@@ -71,6 +118,143 @@ class Task(DelayingTask[P, ResultT_co]):
         @property
         def app(self) -> Celery:
             """The application."""
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> ResultT_co:
+            """Run the task here."""
+
+        def delay(self, *args: P.args, **kwargs: P.kwargs) -> AsyncResult[ResultT_co]:
+            """Send the task with these arguments and without options; not after a delay."""
+
+        def s(self, *args: Any, **kwargs: Any) -> DelayingSignature[ResultT_co]:
+            """Create a signature with these arguments, or the last ones of them."""
+
+        def si(self, *args: P.args, **kwargs: P.kwargs) -> DelayingSignature[ResultT_co]:
+            """Create a signature with these arguments, which no result is added to."""
+
+        def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> None:
+            """Call ``delay`` after the transaction; only with Django."""
+
+        def apply_async_on_commit(
+            self, args: Any = None, kwargs: Any = None, **options: Unpack[DelayOptions]
+        ) -> None:
+            """Call ``apply_async`` after the transaction; only with Django."""
+
+    def signature(self, *args: Any, **options: Any) -> DelayingSignature[ResultT_co]:
+        """Create a signature of this task, as in Celery."""
+        return DelayingSignature.of(super().signature(*args, **options))
+
+    subtask = signature
+
+    def signature_from_request(
+        self, request: Any = None, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
+    ) -> DelayingSignature[ResultT_co]:
+        """Create the signature of a retry, as in Celery; a ``delay`` replaces the countdown."""
+        given, _ = without_stamps(options)
+        if given.get("delay") is not None:
+            options.pop("countdown", None)
+        signature: DelayingSignature[ResultT_co]
+        signature = super().signature_from_request(request, args, kwargs, *more, **options)  # type: ignore[assignment]
+        return signature
+
+    subtask_from_request = signature_from_request
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        *more: Any,
+        **options: Unpack[DelayOptions],
+    ) -> AsyncResult[ResultT_co]:
+        """Send the task, as :meth:`celery.app.task.Task.apply_async`, which takes ``delay`` too.
+
+        With ``task_always_eager`` the task runs at once, whatever its delay, as with ``countdown``.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            *more: Further positional arguments of Celery.
+            **options: Options of Celery and ours; ``delay`` as
+                :meth:`celery_rabbitdelay.Celery.send_task` takes it.
+
+        Raises:
+            TypeError: ``delay`` together with ``countdown`` or ``eta``, or one of a wrong type.
+            ValueError: A delay that is not finite.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
+        """
+        passed: dict[str, Any] = {**options}
+        if more:
+            passed |= celery_internals.named(celery.Task.apply_async, 3, more)
+        sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
+        if sent is not None:
+            return sent
+        given, stamps = without_stamps(passed)
+        checked_added_options(given, self.app.rabbitdelay)
+        delay: Delay | None = given.get("delay")
+        if delay is not None and self.app.conf.task_always_eager:
+            refuse_two_times(delay, given.get("countdown"), given.get("eta"))
+            countdown = milliseconds(given.pop("delay")) / 1000
+            passed = {**given, **stamps, "countdown": countdown}
+            if countdown > 0:
+                why = "with task_always_eager, the task runs at once"
+                self.app.rabbitdelay.warn_treated_as_countdown(why)
+        apply_async: Callable[..., AsyncResult[ResultT_co]] = super().apply_async
+        return apply_async(**_if_given(args=args, kwargs=kwargs), **passed)
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Exception | None = None,
+        throw: bool = True,
+        eta: datetime | None = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        *,
+        delay: Delay | None = None,
+        **options: Unpack[SendOptions],
+    ) -> Retry:
+        """Retry the task, as :meth:`celery.app.task.Task.retry`, which takes ``delay`` as well.
+
+        A retry that could not be sent is not lost in silence. If the error may pass and the task
+        has ``acks_late``, its message is requeued after a pause of up to 10 s, and the task runs
+        again; each time counts towards the queue's delivery limit. Otherwise the task fails with
+        the error. A ``delay`` in ``retry_kwargs`` counts like a countdown there: Celery's
+        ``retry_backoff`` comes before it.
+
+        Raises:
+            TypeError: ``delay`` together with ``countdown`` or ``eta``.
+            RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
+        """
+        given: dict[str, Any] = {**options}
+        checked_added_options(given, self.app.rabbitdelay)
+        eta = plain(eta, "eta")
+        if delay is not None and countdown is not None and celery_internals.retries_by_itself():
+            delay = None  # retry_backoff
+        if delay is not None:
+            refuse_two_times(delay, countdown, eta)
+            countdown = milliseconds(delay) / 1000
+            given["delay"] = plain(delay, "delay")
+        if own := {name: given.pop(name) for name in own_options() if name in given}:
+            given[BESIDE_STAMPS] = own
+        of_celery = {"args": args, "kwargs": kwargs, "exc": exc, "eta": eta}
+        of_celery |= {"countdown": countdown, "max_retries": max_retries}
+        # An override of the application's may know these by name only, or have its own defaults.
+        given |= {name: value for name, value in of_celery.items() if value is not None}
+        if not throw:
+            given["throw"] = False
+        try:
+            return super().retry(**given)
+        except Reject as rejected:
+            # Celery would drop the message: the retry could not be sent.
+            unsent = rejected.args[0] if rejected.args else None
+            is_ours = isinstance(unsent, exceptions.RabbitDelayError)
+            if not isinstance(unsent, Exception) or not (self.rabbitdelay or is_ours):
+                raise
+            if self.acks_late and isinstance(unsent, TEMPORARY_ERRORS):
+                # Without a pause, the message would come back and fail in a hot loop.
+                time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
+                raise Reject(unsent, requeue=True) from unsent
+            raise unsent from None
 
 
 class TaskDecorator(Protocol):
@@ -116,6 +300,25 @@ _shared_task: Any = celery.shared_task
 shared_task: TaskDecorator = _shared_task
 
 
+def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[Any]:
+    """Return an attribute of an application that Celery caches, with a class of ours mixed in.
+
+    Celery, or the application's own class, makes the value when it is first needed. What is
+    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
+
+    Args:
+        name: The attribute's name.
+        mix: Mixes our class into a value, once.
+    """
+    made = cached_property(lambda app: mix(getattr(super(Celery, app), name)))
+    return made.setter(lambda _, value: mix(value))  # type: ignore[attr-defined,no-any-return]
+
+
+def _if_given(**arguments: object) -> dict[str, Any]:
+    """Return arguments that are not None: an application's override may have other defaults."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 class Celery(DelayingCelery):
     """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
 
@@ -126,10 +329,10 @@ class Celery(DelayingCelery):
     task: TaskDecorator  # type: ignore[assignment]
 
     if not TYPE_CHECKING:
-        amqp = celery_internals.Mixed(celery_internals.DelayingAMQP.mixed_into)
-        control = celery_internals.Mixed(partial(celery_internals.mixed, DelayingControl))
-        AsyncResult = celery_internals.Mixed(partial(celery_internals.mixed, WaitingResult))
-        Task = celery_internals.Mixed(partial(celery_internals.mixed, Task))
+        amqp = _mixed("amqp", celery_internals.DelayingAMQP.mixed_into)
+        control = _mixed("control", partial(celery_internals.mixed, DelayingControl))
+        AsyncResult = _mixed("AsyncResult", partial(celery_internals.mixed, WaitingResult))
+        Task = _mixed("Task", partial(celery_internals.mixed, Task))
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -161,7 +364,7 @@ class Celery(DelayingCelery):
 
     def send_task(
         self, name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
-    ) -> celery.result.AsyncResult[Any]:
+    ) -> Result:
         """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
 
         Args:
@@ -188,12 +391,11 @@ class Celery(DelayingCelery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
-        its_args, its_kwargs = celery_internals.as_given(args, kwargs)
-        by_celery = partial(super().send_task, name, *its_args, **its_kwargs)
+        by_celery = partial(super().send_task, name, **_if_given(args=args, kwargs=kwargs))
         if more:
-            options = celery_internals.positional(super().send_task, more) | options
-        elif options.get("producer") is None and options.get("connection") is None:
-            sent = self.rabbitdelay.templates.send(name, args, kwargs, options)
+            options |= celery_internals.named(celery.Celery.send_task, 4, more)
+        if options.get("producer") is None and options.get("connection") is None:
+            sent = self.rabbitdelay.part(Copies).send(name, args, kwargs, options)
             if sent is not None:
                 return sent
         former = header_names.own(celery_internals.headers_of_former(self, options))
@@ -215,7 +417,7 @@ class Celery(DelayingCelery):
         tolerance_ms = tolerance_milliseconds(tolerance)
         for option in added:
             given.pop(option)
-        return TaskSending(
+        return task_sending.TaskSending(
             delays=self.rabbitdelay,
             name=name,
             task=None,
@@ -223,7 +425,6 @@ class Celery(DelayingCelery):
             added=added,
             former=former,
             has_id=False,
-            app=self,
             by_celery=by_celery,
             delay=delay,
             tolerance_ms=tolerance_ms,
@@ -232,21 +433,22 @@ class Celery(DelayingCelery):
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
         """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""
-        given = given_producer.get()
-        if producer is None and given and given.task_id == celery_internals.task_that_is_sent():
-            producer = given.producer
+        task_id, given = task_sending.given_producer.get() or ("", None)
+        if producer is None and given and task_id == celery_internals.task_that_is_sent():
+            producer = given
         stand_in = self.rabbitdelay.stand_in
-        if stand_in is not None and not isinstance(producer, DelayedTaskProducer | EtaProducer):
+        ours = task_sending.DelayedTaskProducer, task_sending.EtaProducer
+        if stand_in is not None and not isinstance(producer, ours):
             return nullcontext(stand_in.producer)
         acquiring = super().producer_or_acquire(producer)
         if not celery_internals.sends_a_group():
             return acquiring
         return group_pipeline(self.rabbitdelay, acquiring, producer is not None)
 
-    def signature(self, *args: Any, **options: Any) -> canvas.DelayingSignature[Any]:
+    def signature(self, *args: Any, **options: Any) -> DelayingSignature[Any]:
         """Create a signature bound to this application, as :meth:`celery.Celery.signature`."""
         signature: Any = super().signature(*args, **options)
-        return canvas.DelayingSignature.of(signature) if type(signature) is Signature else signature
+        return DelayingSignature.of(signature) if type(signature) is Signature else signature
 
 
 def install(app: celery.Celery[Any]) -> Celery:

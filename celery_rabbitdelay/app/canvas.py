@@ -17,7 +17,7 @@ from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.celery_internals import copied_as
-from celery_rabbitdelay.app.options import DelayOptions, own_options, without_stamps
+from celery_rabbitdelay.app.options import DelayOptions, Options, own_options, without_stamps
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds, plain
 
@@ -107,7 +107,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
             _drop_other_times(sent.options, given)
         return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **given)
 
-    def _checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, options: Options) -> dict[str, Any]:
         """Return options of this signature; refuse one that its stamps would hide."""
         own, _ = without_stamps(options)
         for name in self.options.get("stamped_headers") or ():
@@ -134,12 +134,12 @@ def _plain_times(options: Mapping[str, object]) -> dict[str, Any]:
     return {**options, **times}
 
 
-def _says_when(options: Mapping[str, Any]) -> bool:
+def _says_when(options: Options) -> bool:
     own, _ = without_stamps(options)
     return any(own.get(time) is not None for time in TIMES)
 
 
-def _drop_other_times(own: dict[str, Any], given: Mapping[str, Any]) -> None:
+def _drop_other_times(own: dict[str, Any], given: Options) -> None:
     if _says_when(given):
         stamps = own.get("stamped_headers") or ()
         for time in TIMES:
@@ -147,7 +147,7 @@ def _drop_other_times(own: dict[str, Any], given: Mapping[str, Any]) -> None:
                 own.pop(time, None)
 
 
-def restore_body_delay(options: Mapping[str, Any], delay: Any) -> dict[str, Any]:
+def restore_body_delay(options: Options, delay: Any) -> dict[str, Any]:
     """Return options in which the body of a chord has its own delay, not that of the whole chord.
 
     Celery has given the options of the whole chord to the body, and gives them to each task of the
@@ -204,7 +204,7 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def translate_delays(
-    options: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], object]
+    options: Options, word: str, check: Callable[[Mapping[str, Any]], object]
 ) -> dict[str, Any]:
     """Return options whose nested signatures have a delay that any worker understands.
 

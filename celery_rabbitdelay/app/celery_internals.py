@@ -6,23 +6,19 @@ worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
-from inspect import Parameter, signature, unwrap
-from threading import RLock
-from types import CodeType, FrameType, FunctionType
+from inspect import signature, unwrap
+from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 import celery
-from celery import signals
 from celery.app import amqp as celery_amqp
 from celery.app.defaults import SETTING_KEYS
 from celery.app.registry import TaskRegistry
-from celery.app.routes import MapRoute, Router
 from celery.backends.base import Backend
 from celery.canvas import Signature, group
 from celery.utils.quorum_queues import detect_quorum_queues
@@ -78,128 +74,6 @@ def has_quorum_queue(app: celery.Celery) -> bool:
     return found
 
 
-# How Celery makes the message of a task.
-
-#: Celery's functions that make a task's message, or decide about it.
-_MAKERS: Final = (
-    (celery.Celery, "send_task"),
-    (celery.Task, "apply_async"),
-    (celery.Task, "shadow_name"),
-    (celery.Task, "_get_exec_options"),
-    (celery_amqp.AMQP, "as_task_v2"),
-    (celery_amqp.AMQP, "_create_task_sender"),
-)
-
-#: The signals whose receivers see a task's message.
-_SIGNALS_OF_PUBLISHING: Final = (
-    signals.before_task_publish,
-    signals.after_task_publish,
-    signals.task_sent,
-)
-
-#: The attributes of a task that its message depends on.
-_OF_A_TASK: Final = (
-    *("ignore_result", "time_limit", "soft_time_limit", "shadow_name", "_backend"),
-    *("rabbitdelay", "once", "track"),
-)
-
-
-def makers_of_messages(app: Any, task: Any) -> tuple[object, ...]:
-    """Return what differs as soon as Celery might make another message of the same call.
-
-    That takes a few microseconds. Not seen is what is changed within a value of the configuration,
-    which Celery has read already, and what a router or a receiver does: see
-    :func:`makes_messages_alone`.
-
-    Args:
-        app: The application.
-        task: The task; None for one that the application does not know.
-    """
-    conf, amqp = app.conf, app.amqp
-    return (
-        *(os.getpid(), conf, len(conf.maps), dict(conf.changes)),
-        *(
-            amqp,
-            amqp.router,
-            *getattr(amqp.router, "routes", ()),
-            amqp.queues,
-            *amqp.queues.values(),
-        ),
-        *(amqp.send_task_message, amqp.create_task_message, type(app.backend)),
-        *(amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize),
-        *(type(app).send_task, vars(app).get("send_task")),
-        *[getattr(owner, name) for owner, name in _MAKERS],
-        *[bool(signal.receivers) for signal in _SIGNALS_OF_PUBLISHING],
-        None if task is None else task._get_exec_options(),
-        *[getattr(task, name, None) for name in _OF_A_TASK],
-    )
-
-
-def is_publishing_watched(app: celery.Celery) -> bool:
-    """Return whether receivers of signals, or events, get each message that Celery publishes."""
-    receivers = any(signal.receivers for signal in _SIGNALS_OF_PUBLISHING)
-    return receivers or bool(app.conf.task_send_sent_event)
-
-
-def makes_messages_alone(app: Any, task: Any, our_task: type[Any]) -> bool:
-    """Return whether Celery makes a task's messages from data alone.
-
-    Not if a function of somebody else's has a part in it: a router, a receiver of a signal, a
-    subclass, or what a library has wrapped Celery's functions in. Not with an event for each
-    message either, nor in Celery's message protocol 1.
-
-    Args:
-        app: The application.
-        task: The task; None for one that the application does not know.
-        our_task: The class whose ``apply_async`` is called before Celery's.
-    """
-    conf, amqp, router = app.conf, app.amqp, app.amqp.router
-    routes = getattr(router, "routes", ())
-    functions = [getattr(owner, name) for owner, name in _MAKERS]
-    functions += (amqp.send_task_message, type(app.backend).on_task_call)
-    functions.append(getattr(amqp.create_task_message, "__func__", None))
-    return (
-        not is_publishing_watched(app)
-        and not conf.task_always_eager
-        and conf.task_protocol == 2
-        and type(amqp) is DelayingAMQP
-        and type(router) is Router
-        and all(type(route) is MapRoute for route in routes)
-        and all(map(_is_celerys, functions))
-        # That of the results by RPC publishes.
-        and not type(app.backend).__module__.endswith(".rpc")
-        and "send_task" not in vars(app)
-        and _definers(app, "send_task")[1:] == [celery.Celery]
-        and (task is None or _is_plain(task, our_task))
-    )
-
-
-def _is_plain(task: Any, our_task: type[Any]) -> bool:
-    """Return whether a task's class has no part in its messages."""
-    definers = _definers(task, "apply_async")
-    return (
-        task.expires is None
-        and getattr(task, "_dump_pydantic_arguments", None) is None  # since Celery 5.6
-        and not task.__v2_compat__
-        and "shadow_name" not in vars(task)
-        and _definers(task, "shadow_name") == [celery.Task]
-        and definers[-2:] == [our_task, celery.Task]
-    )
-
-
-def _definers(instance: object, name: str) -> list[type[Any]]:
-    """Return the classes of an instance that define a function, in the order of their calls."""
-    return [cls for cls in type(instance).__mro__ if name in vars(cls)]
-
-
-def _is_celerys(function: object) -> bool:
-    """Return whether a function is Celery's own, and not a wrapper that looks like it."""
-    if not isinstance(function, FunctionType) or not function.__module__.startswith("celery."):
-        return False
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
-    return function.__code__.co_filename == file
-
-
 # Combining our classes with those of an application.
 
 
@@ -225,42 +99,6 @@ def installed_on(cls: type[Any]) -> type[Any]:
     """Return the other class of :func:`combined_class`: only it can be imported by name."""
     base: type[Any] = getattr(cls, "_installed_on", cls)
     return base
-
-
-class Mixed:
-    """An attribute of an application that Celery caches, with a class of ours mixed in.
-
-    Celery, or the application's own class, makes the value when it is first needed. What is
-    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
-
-    Args:
-        mix: Mixes our class into a value, once.
-    """
-
-    def __init__(self, mix: Callable[[Any], Any]) -> None:
-        self._mix = mix
-        self._lock = RLock()
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __get__(self, app: Any, owner: type[Any] | None = None) -> Any:
-        if app is None:
-            return self
-        # As in Celery, all threads get the same value.
-        with self._lock:
-            if self._name not in vars(app):
-                made = getattr(super(self._owner, app), self._name)
-                vars(app)[self._name] = self._mix(made)
-            return vars(app)[self._name]
-
-    def __set__(self, app: Any, value: Any) -> None:
-        with self._lock:
-            vars(app)[self._name] = self._mix(value)
-
-    def __delete__(self, app: Any) -> None:
-        with self._lock:
-            vars(app).pop(self._name, None)
 
 
 class MixingTasks(TaskRegistry):
@@ -326,10 +164,19 @@ class DelayingAMQP(celery_amqp.AMQP):
 # Tasks and signatures.
 
 
-def argument_check(task: celery.Task[Any, Any]) -> Callable[..., Any] | None:
-    """Return what Celery checks arguments with; it raises :class:`TypeError`. None for no check."""
-    check: Callable[..., Any] | None = getattr(task, "__header__", None) if task.typing else None
-    return check
+def check_arguments(task: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check the arguments of a task as Celery does.
+
+    Args:
+        task: The task; if it is only a name, nothing is checked.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: The task does not take them.
+    """
+    if not isinstance(task, str) and task.typing and hasattr(task, "__header__"):
+        task.__header__(*args, **kwargs)
 
 
 def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
@@ -426,39 +273,19 @@ def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping
     return (is_retry and options.get("headers")) or {}
 
 
-def as_given(args: Any, kwargs: Any, *more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call without the task's own ones that the caller has left out.
-
-    An override of the application's may have other defaults for them than None.
+def named(method: Callable[..., Any], first: int, values: tuple[Any, ...]) -> dict[str, Any]:
+    """Return positional arguments of a method of Celery's by their names.
 
     Args:
-        args: The task's positional arguments.
-        kwargs: Its keyword arguments.
-        *more: Further positional arguments of the call.
-    """
-    if more or (args is not None and kwargs is not None):
-        return (args, kwargs, *more), {}
-    if kwargs is not None:
-        return (), {"kwargs": kwargs}
-    return () if args is None else (args,), {}
-
-
-def positional(function: Callable[..., Any], values: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the fourth and later positional arguments of ``send_task`` by their names.
-
-    Args:
-        function: The method that takes them.
+        method: The method.
+        first: The place of the first one, counted from 0.
         values: The arguments.
+
+    Raises:
+        TypeError: They are too many.
     """
-    for each in (function, celery.Celery.send_task.__get__(object())):
-        names = [
-            name
-            for name, parameter in signature(each).parameters.items()
-            if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
-        ][3:]
-        if len(names) >= len(values):
-            return dict(zip(names, values, strict=False))
-    raise TypeError(f"send_task() takes at most {len(names) + 3} arguments by position")
+    bound = signature(method).bind_partial(*[None] * first, *values)
+    return dict(zip(list(bound.arguments)[first:], values, strict=True))
 
 
 def celerys_repr(value: Any, size: int, depth: int | None) -> str:

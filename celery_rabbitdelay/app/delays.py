@@ -6,17 +6,15 @@ call, stands on top.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import celery
-from celery.result import AsyncResult
 from kombu import Connection, Producer
 from kombu.transport import pyamqp
 
@@ -24,8 +22,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
 from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
-from celery_rabbitdelay.app.setting_types import Groups, SettingsGroup, read_settings
-from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.app.settings import Groups, Settings, SettingsGroup, read_settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
@@ -47,15 +44,6 @@ class DelayingCelery(celery.Celery):
         @property
         def rabbitdelay(self) -> Delays:
             """The application's delay levels."""
-
-
-class Copies(Protocol):
-    """Sends tasks as copies of former messages; see :class:`.Templates`."""
-
-    def send(
-        self, task: celery.Task[Any, Any] | str, args: Any, kwargs: Any, options: Mapping[str, Any]
-    ) -> AsyncResult[Any] | None:
-        """Send a task; return None if it has to go through Celery."""
 
 
 class StandIn(NamedTuple):
@@ -90,7 +78,6 @@ class Delays:
         self._parts: dict[Callable[[Any], Any], Any] = {}
         self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
-        self._blocked_loops = WarningLimit(logger, "Sends that block an event loop", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
@@ -154,12 +141,6 @@ class Delays:
         part: PartT = self._parts[make]
         return part
 
-    if TYPE_CHECKING:
-
-        @property
-        def templates(self) -> Copies:
-            """The messages that plain sends are written from."""
-
     @property
     def topology(self) -> Topology:
         """The levels as exchanges, queues and bindings; ``topology.route(delay, queue_name)``."""
@@ -211,7 +192,8 @@ class Delays:
         if self.stand_in is not None:
             yield self.stand_in.publisher
         elif connection is None:
-            with self.pool.acquire(timeout or self.settings.confirm_timeout) as publisher:
+            limit = self.settings.confirm_timeout if timeout is None else timeout
+            with self.pool.acquire(limit) as publisher:
                 yield publisher
         else:
             publisher = Publisher(connection)
@@ -270,21 +252,6 @@ class Delays:
         if self._countdowns.allows(why):
             logger.warning("A delay is treated as Celery's own countdown: %s.", why)
 
-    def warn_blocked_loop(self, seconds: float) -> None:
-        """Log once an hour that a send has blocked the event loop of this thread, if it has one.
-
-        Args:
-            seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
-        """
-        with suppress(RuntimeError):
-            loop = asyncio.get_running_loop()
-            if seconds >= loop.slow_callback_duration and self._blocked_loops.allows():
-                logger.warning(
-                    "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
-                    "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
-                    seconds,
-                )
-
     def close(self) -> None:
         """Close the connections of this process, and end its threads."""
         if threads := self._threads.pop(os.getpid(), None):
@@ -298,7 +265,7 @@ class Delays:
     def reset(self) -> None:
         """Forget settings and connections, also Celery's: the next use reads and connects anew."""
         self.close()
-        for name in ("groups", "settings", "pool", "templates", "available"):
+        for name in ("groups", "settings", "pool", "available"):
             self.__dict__.pop(name, None)
         self._parts = {}
         forget_connections(self.app)

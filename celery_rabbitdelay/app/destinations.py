@@ -13,6 +13,7 @@ from dataclasses import replace
 from glob import escape
 from typing import Any, Final
 
+from celery.app.routes import MapRoute
 from kombu import Queue
 from kombu.common import Broadcast
 
@@ -87,7 +88,7 @@ def configured_destinations(app: DelayingCelery) -> AllowedDestinations:
 def configured_queues(app: DelayingCelery) -> Mapping[str, Queue]:
     """Return the queues that the configuration names, by their names."""
     queues: Any = app.amqp.Queues(app.conf.task_queues)
-    for name in {app.conf.task_default_queue, *_routed(app.conf.task_routes), *_of_tasks(app)}:
+    for name in {app.conf.task_default_queue, *_named(app)}:
         # It makes the queue as Celery does, unless task_create_missing_queues is off.
         with suppress(KeyError):
             queues[name]
@@ -111,26 +112,13 @@ def _never(allowed: AllowedDestinations, app: DelayingCelery) -> AllowedDestinat
     return replace(allowed, never=frozenset(names), never_patterns=(*NEVER, events))
 
 
-def _routed(routes: object) -> Iterator[str]:
-    """Yield the queues that ``task_routes`` names; routers that are functions name none."""
-    if isinstance(routes, list | tuple):
-        for each in routes:
-            # A pair of pattern and route, or routes one after another.
-            yield from _routed(dict([each]) if _is_pair(each) else each)
-    elif isinstance(routes, Mapping):
-        for route in routes.values():
-            queue = route.get("queue") if isinstance(route, Mapping) else route
-            name = queue.name if isinstance(queue, Queue) else queue
-            if isinstance(name, str):
-                yield name
-
-
-def _is_pair(route: object) -> bool:
-    return isinstance(route, list | tuple) and len(route) == 2 and isinstance(route[0], str)
-
-
-def _of_tasks(app: DelayingCelery) -> Iterator[str]:
-    for task in app.tasks.values():
-        queue = getattr(task, "queue", None)
-        if isinstance(queue, str) and queue:
-            yield queue
+def _named(app: DelayingCelery) -> Iterator[str]:
+    """Yield the queues that ``task_routes`` and the tasks name; a router function names none."""
+    routers: Any = app.amqp.routes
+    maps: list[Any] = [each for each in routers if isinstance(each, MapRoute)]
+    routes = [route for each in maps for route in (*each.map.values(), *each.patterns.values())]
+    queues = [route.get("queue") if isinstance(route, Mapping) else route for route in routes]
+    for queue in (*queues, *(getattr(task, "queue", None) for task in app.tasks.values())):
+        name = queue.name if isinstance(queue, Queue) else queue
+        if isinstance(name, str) and name:
+            yield name

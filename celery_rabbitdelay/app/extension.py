@@ -14,39 +14,31 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import amqp
-import celery
-from celery.result import AsyncResult
 from celery.signals import beat_init
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions
+from celery_rabbitdelay.app.copies import function_to_send
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.options import (
-    BESIDE_STAMPS,
-    without_stamps,
-)
+from celery_rabbitdelay.app.options import BESIDE_STAMPS, Result, TaskOrName, without_stamps
+from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, current_pipeline, open_pipeline
+from celery_rabbitdelay.app.rows import Given, Report
 from celery_rabbitdelay.app.seams import additions_of, checked_added_options
-from celery_rabbitdelay.app.sending.pipelines import current_pipeline, open_pipeline
-from celery_rabbitdelay.app.sending.rows import Given, Report, send_one_by_one
-from celery_rabbitdelay.app.sending.send_many import RowSender
-from celery_rabbitdelay.app.sending.task_messages import function_to_send
-from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT
-from celery_rabbitdelay.app.sending.templates import Templates
+from celery_rabbitdelay.app.send_many import RowSender, send_one_by_one
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.delay import Delay, tolerance_milliseconds
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.declaration import check_complete, on_declared
-from celery_rabbitdelay.publishing.kombu_internals import cached_property, closing
+from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.metrics.collector import HasMetrics
-    from celery_rabbitdelay.registry.open_jobs import OpenJobs
-    from celery_rabbitdelay.registry.pausing import Pausing
+    from celery_rabbitdelay.registry.holding import OpenJobs, Pausing
     from celery_rabbitdelay.registry.waiting import Waiting
     from celery_rabbitdelay.schedules.addition import HasSchedules
 
@@ -101,11 +93,6 @@ class RabbitDelay(Added, Delays):
     if TYPE_CHECKING:
 
         def __init__(self, app: DelayingCelery) -> None: ...
-
-    @cached_property
-    def templates(self) -> Templates:
-        """The messages that plain sends are written from."""
-        return Templates(self)
 
     @contextmanager
     def publisher(
@@ -198,11 +185,11 @@ class RabbitDelay(Added, Delays):
 
     async def send(
         self,
-        task: celery.Task[Any, Any] | str,
+        task: TaskOrName,
         args: Any = None,
         kwargs: Any = None,
         **options: Any,
-    ) -> AsyncResult[Any]:
+    ) -> Result:
         """Send a task from a coroutine: ``apply_async`` in a thread; the event loop goes on.
 
         As many run at the same time as ``broker_pool_limit`` says; further ones wait for a thread,
@@ -224,12 +211,12 @@ class RabbitDelay(Added, Delays):
         timeout = self.settings.confirm_timeout if timeout is None else timeout
         deadline = time.monotonic() + Settings.checked("confirm_timeout", timeout)
 
-        def send() -> AsyncResult[Any]:
+        def send() -> Result:
             left = max(deadline - time.monotonic(), MIN_TIMEOUT)
             if own.get("confirm_timeout") is not None:
                 options.pop("confirm_timeout")
             given = {**options, BESIDE_STAMPS: {"confirm_timeout": left}}
-            result: AsyncResult[Any] = function_to_send(self.app, task)(args, kwargs, **given)
+            result: Result = function_to_send(self.app, task)(args, kwargs, **given)
             return result
 
         limit, process = self.app.conf.broker_pool_limit or MAX_THREADS, os.getpid()
@@ -248,7 +235,7 @@ class RabbitDelay(Added, Delays):
 
     def send_many(
         self,
-        task: celery.Task[Any, Any] | str,
+        task: TaskOrName,
         rows: Iterable[Given],
         *,
         tolerance: Delay = 0,
@@ -307,7 +294,7 @@ class RabbitDelay(Added, Delays):
             return send_one_by_one(self.app, task, rows, progress, tolerance, options)
         self.check_protocol()
         wanted = connection, task, tolerance_ms, envelopes, progress, options
-        return RowSender(self, self.templates, *wanted).send(rows)
+        return RowSender(self, *wanted).send(rows)
 
     def bind_declared_queue(self, queue_name: str, message_count: int, consumer_count: int) -> None:
         """Bind a queue that was just declared to the levels: kombu's ``on_declared``.

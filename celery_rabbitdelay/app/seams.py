@@ -19,7 +19,7 @@ from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
 
 if TYPE_CHECKING:
-    from celery_rabbitdelay.app.sending.task_messages import Call
+    from celery_rabbitdelay.app.copies import Call
     from celery_rabbitdelay.publishing.message import Content
 
 

@@ -52,7 +52,7 @@ MISSING_QUEUES: Final = gauge(
 #: The files that define instruments.
 DEFINED_IN: Final = (
     "celery_rabbitdelay.app.instruments",
-    "celery_rabbitdelay.registry.instruments",
+    "celery_rabbitdelay.registry.application",
     "celery_rabbitdelay.schedules.recurrence",
     __name__,
 )

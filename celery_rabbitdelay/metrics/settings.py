@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from celery_rabbitdelay.app.setting_types import SettingsGroup, SettingType
+from celery_rabbitdelay.app.settings import SettingsGroup, SettingType
 
 #: The highest TCP port.
 MAX_PORT: Final = 65_535

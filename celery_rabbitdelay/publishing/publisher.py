@@ -439,10 +439,13 @@ class PublisherPool:
         connection: Template; each publisher uses a clone of it, opened when needed.
         limit: Maximum publishers; a thread that finds none free waits. None opens a new connection
             for every use.
+
+    Attributes:
+        connection: The template.
     """
 
     def __init__(self, connection: Connection, limit: int | None = 10) -> None:
-        self._connection = connection
+        self.connection = connection
         self._limit = limit
         self._begin()
         _pools.add(self)
@@ -478,7 +481,7 @@ class PublisherPool:
                 raise NoPublisherFree(self._limit, timeout) from none_free
         try:
             if publisher is None:
-                publisher = Publisher(self._connection.clone(), is_alone=True)
+                publisher = Publisher(self.connection.clone(), is_alone=True)
                 if self._limit:
                     made.append(publisher)
             yield publisher

@@ -30,17 +30,26 @@ from celery_rabbitdelay.levels.headers import (
 )
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.registry.application import register_sent, registry_of
-from celery_rabbitdelay.registry.connection import Breaker
-from celery_rabbitdelay.registry.decision import Arrival, Ticket, Verdict, attempt_of, new_copy
+from celery_rabbitdelay.registry.application import (
+    Breaker,
+    RegistryOptions,
+    RegistrySettings,
+    check_options,
+    register_sent,
+    registry_of,
+)
+from celery_rabbitdelay.registry.decision import (
+    Arrival,
+    Registration,
+    Ticket,
+    Verdict,
+    attempt_of,
+    new_copy,
+)
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.options import RegistryOptions, check_options
-from celery_rabbitdelay.registry.record import holder_of
-from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.record import holder_of, stored
 from celery_rabbitdelay.registry.rows import RowRegistration
-from celery_rabbitdelay.registry.settings import RegistrySettings
-from celery_rabbitdelay.registry.stored_message import stored
 from celery_rabbitdelay.registry.waiting import Waiting
 
 logger = logging.getLogger(__name__)

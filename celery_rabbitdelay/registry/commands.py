@@ -19,8 +19,8 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
-from celery_rabbitdelay.registry.known_task import KnownTask
 from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.record import KnownTask
 
 #: The characters of the longest bar.
 BAR_LENGTH: Final = 50

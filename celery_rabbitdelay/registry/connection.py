@@ -1,81 +1,23 @@
-"""Connections to Redis: one server, Sentinel or Cluster. The only file that imports redis-py.
-
-A :class:`Breaker` says whether a Redis that did not answer is asked again yet.
-"""
+"""Connections to Redis: one server, Sentinel or Cluster. The only file that imports redis-py."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from json import JSONEncoder, loads
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.shown_url import without_password
-
-AnswerT = TypeVar("AnswerT")
-
-#: Seconds for which the breaker is open after the first failure in a row; they double with each
-#: further one, up to the maximum.
-FIRST_PAUSE: Final = 1.0
-MAX_PAUSE: Final = 30.0
-
-
-class Breaker:
-    """Says whether a call is worth trying.
-
-    After a failure it is open for some time, in which calls fail at once. Then it lets calls
-    through again: the first one that succeeds closes it, and one that fails opens it for longer.
-
-    Args:
-        now: Returns the time in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._pause = 0.0
-        self._again_at = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls are to be left out."""
-        return self._pause > 0 and self._now() < self._again_at
-
-    def call(self, ask: Callable[[], AnswerT]) -> AnswerT:
-        """Return what a call returns.
-
-        Raises:
-            RegistryUnavailable: Redis did not answer, or the breaker is open.
-        """
-        if self.is_open:
-            raise RegistryUnavailable("Redis did not answer a moment ago")
-        try:
-            answer = ask()
-        except RegistryUnavailable:
-            self.failed()
-            raise
-        self.succeeded()
-        return answer
-
-    def succeeded(self) -> None:
-        """Note that a call has succeeded."""
-        self._pause = 0.0
-
-    def failed(self) -> None:
-        """Note that a call has failed."""
-        if self.is_open:
-            return  # the call began before: it is the same failure
-        self._pause = min(self._pause * 2, MAX_PAUSE) if self._pause else FIRST_PAUSE
-        self._again_at = self._now() + self._pause
-
 
 #: The URLs that the setting takes; all but the last are those of Celery's result backend.
 SCHEMES: Final = (
@@ -110,6 +52,9 @@ TAKES_URL: Final = (
 SETTING: Final = "rabbitdelay_registry_url"
 OPTIONS: Final = "rabbitdelay_registry_options"
 
+#: How many keys a script is about: Redis serves nobody else meanwhile.
+KEYS_PER_CALL: Final = 100
+
 #: Seconds for connecting, and for each answer, by default.
 TIMEOUT: Final = 0.5
 
@@ -128,12 +73,20 @@ ARGUMENTS: Final = ", with args beginning with"
 ResultT = TypeVar("ResultT")
 
 
+class Client(Protocol):
+    """A client, a pipeline or a connection of redis-py, whose methods are the commands of Redis."""
+
+    encoder: object
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
 class ScriptCall(NamedTuple):
     """A call of a script.
 
     Attributes:
         script: Its name, that of a file in ``lua``; that of another room has the room before it.
-        keys: The keys that it changes, all on one server.
+        keys: The keys that it changes: all on one server, unless :meth:`Store.of_each` runs it.
         arguments: Further arguments, for each key.
         keep_ms: For how many milliseconds what it notes is kept.
         shared: Further arguments, for all keys.
@@ -151,6 +104,11 @@ class ScriptCall(NamedTuple):
         own_us = wall_clock.own_us()
         keep = self.keep_ms if own_us is None else f"{self.keep_ms} {own_us}"
         return (keep, _json(self.arguments), *self.shared)
+
+    def about(self, numbers: Sequence[int]) -> Self:
+        """Return the call about the keys at these positions."""
+        keys, arguments = [self.keys[n] for n in numbers], [self.arguments[n] for n in numbers]
+        return self._replace(keys=keys, arguments=arguments)
 
     @property
     def by_text(self) -> Sequence[str | int]:
@@ -176,25 +134,19 @@ class Store:
             whether it succeeded.
     """
 
-    connect: Callable[[], Any]
+    connect: Callable[[], Client]
     scheme: str
     errors: tuple[type[Exception], ...]
     copies: int = 0
     timeout: float = 0.0
     on_call: Callable[[float, bool], None] | None = None
-    _free: list[Any] = field(default_factory=list, init=False)
-    _scripts: dict[str, Any] = field(default_factory=dict, init=False)
+    _free: list[Client] = field(default_factory=list, init=False)
+    _scripts: dict[str, Callable[..., str]] = field(default_factory=dict, init=False)
 
     @cached_property
     def is_cluster(self) -> bool:
         """Whether only keys with the same hash tag are on the same server."""
         return self.scheme.endswith("+cluster")
-
-    def _run(self, client: Any, call: ScriptCall, via: Any) -> Any:
-        """Run a script by its hash; redis-py sends its text if the server does not know it."""
-        if call.script not in self._scripts:
-            self._scripts[call.script] = client.register_script(_text(call.script))
-        return self._scripts[call.script](call.keys, call.packed, client=via)
 
     def call_each(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts in one round trip to each server; return what each of them says.
@@ -205,18 +157,47 @@ class Store:
         if not calls:
             return []
         if len(calls) == 1 and not self.is_cluster:
-            [call] = calls
-            answers = [self._try(lambda client: self._run(client, call, client))]
+            answers = [self._try(partial(self._by_hash, calls[0]))]
         else:
-            answers = self._try(partial(self._in_one_round_trip, partial(self._add, calls)))
+            answers = self.commands(
+                lambda pipe: [pipe.execute_command(*each.by_text) for each in calls]
+            )
         return [loads(answer) for answer in answers]
 
-    def _add(self, calls: Sequence[ScriptCall], client: Any, pipeline: Any) -> None:
-        for call in calls:
-            if self.is_cluster:  # whose pipelines take no EVALSHA
-                pipeline.execute_command(*call.by_text)
-            else:
-                self._run(client, call, pipeline)
+    def of_each(self, *calls: ScriptCall, is_durable: bool = False) -> list[list[Any]]:
+        """Run scripts about many keys; return for each of them what it says of each of its keys.
+
+        Args:
+            *calls: What is to be run, each with any number of keys on any servers.
+            is_durable: Whether to wait for the copies; see :meth:`call_durably`.
+
+        Raises:
+            RegistryUnavailable: As there.
+        """
+        parts = [
+            (number, group) for number, each in enumerate(calls) for group in self._parts(each)
+        ]
+        run = self.call_durably if is_durable else self.call_each
+        answers = run([calls[number].about(group) for number, group in parts])
+        said: list[dict[int, Any]] = [{} for _ in calls]
+        for (number, group), answer in zip(parts, answers, strict=True):
+            said[number].update(zip(group, answer, strict=True))
+        return [[each[key] for key in range(len(each))] for each in said]
+
+    def _parts(self, call: ScriptCall) -> Iterator[Sequence[int]]:
+        """Yield the positions of the keys that one call may have."""
+        tags: dict[str, list[int]] = defaultdict(list)
+        for number, key in enumerate(call.keys):
+            tags[key.partition("}")[0] if self.is_cluster else ""].append(number)
+        for group in tags.values():
+            for start in range(0, len(group), KEYS_PER_CALL):
+                yield group[start : start + KEYS_PER_CALL]
+
+    def _by_hash(self, call: ScriptCall, client: Client) -> str:
+        """Run a script by its hash; redis-py sends its text if the server does not know it."""
+        if call.script not in self._scripts:
+            self._scripts[call.script] = client.register_script(_text(call.script))
+        return self._scripts[call.script](call.keys, call.packed, client)
 
     def call_durably(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
@@ -231,65 +212,66 @@ class Store:
         if not self.copies:
             return self.call_each(calls)
 
-        def run(call: ScriptCall) -> Callable[[Any], Any]:
+        def run(call: ScriptCall) -> Callable[[Client], str]:
             return lambda connection: connection.execute_command(*call.by_text)
 
-        return [loads(answer) for answer in self._durably([(c.keys[0], run(c)) for c in calls])]
+        found = [self._with_copies(each.keys[0], run(each)) for each in calls]
+        self._check_copies(min((copies for _, copies in found), default=self.copies))
+        return [loads(answer) for answer, _ in found]
 
-    def write(self, *changes: tuple[str, Callable[[Any], object]]) -> None:
-        """Run commands that decide something, as :meth:`call_durably`.
+    def write(self, key: str, run: Callable[[Client], object]) -> None:
+        """Run a command that decides something, as :meth:`call_durably`.
 
         Args:
-            *changes: Keys, each with what runs the commands about it, on a client or a pipeline.
+            key: The key that it is about.
+            run: Runs it, on a client or a pipeline.
         """
-        if not self.copies:
-            self.commands(lambda pipe: [run(pipe) for _, run in changes])
+        if self.copies:
+            self._check_copies(self._with_copies(key, run)[1])
         else:
-            self._durably(changes)
+            self.commands(run)
 
-    def _durably(self, changes: Sequence[tuple[str, Callable[[Any], Any]]]) -> list[Any]:
-        """Run all of some changes, and raise only then if one of them has too few copies."""
-        answers, short = [], None
-        for key, run in changes:
-            answer, found = self._try(partial(self._with_copies, key, run))
-            answers.append(answer)
-            if found < self.copies:
-                short = f"{found} of {self.copies} copies have it"
-        if short is not None:
+    def _check_copies(self, found: int) -> None:
+        if found < self.copies:
+            short = f"{found} of {self.copies} copies have it"
             reason = f"{short}: a fail-over may lose what was done"
             raise RegistryUnavailable(reason, may_have_arrived=True)
-        return answers
 
-    def _with_copies(self, key: str, run: Callable[[Any], Any], client: Any) -> tuple[Any, int]:
+    def _with_copies(self, key: str, run: Callable[[Client], ResultT]) -> tuple[ResultT, int]:
         """Run commands about a key; return their answer, and how many copies there are."""
-        if self.is_cluster:
-            client = client.get_redis_connection(client.get_node_from_key(key))
-        # WAIT counts what its own connection has written.
-        with client.client() as connection:
-            answer, found, wait_ms = run(connection), 0, int(self.timeout * 1000 * WAIT_SHARE)
-            with suppress(*self.errors[1:]):  # no answer: the copies that are known count
-                with suppress(self.errors[0]):  # it has no such file, or does not know the command
-                    found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
-                if found < self.copies:
-                    found += connection.execute_command("WAIT", self.copies - found, wait_ms)
-        return answer, found
 
-    def commands(self, add: Callable[[Any], object]) -> list[Any]:
+        def on_connection(client: Client) -> tuple[ResultT, int]:
+            if self.is_cluster:
+                client = client.get_redis_connection(client.get_node_from_key(key))
+            # WAIT counts what its own connection has written.
+            with client.client() as connection:
+                answer, found, wait_ms = run(connection), 0, int(self.timeout * 1000 * WAIT_SHARE)
+                with suppress(*self.errors[1:]):  # no answer: the copies that are known count
+                    with suppress(self.errors[0]):  # no such file, or an unknown command
+                        found = connection.execute_command("WAITAOF", 1, 0, wait_ms)[0]
+                    if found < self.copies:
+                        found += connection.execute_command("WAIT", self.copies - found, wait_ms)
+            return answer, found
+
+        return self._try(on_connection)
+
+    def commands(self, add: Callable[[Client], object]) -> list[Any]:
         """Run commands in one round trip to each server.
 
         Args:
             add: Adds the commands to a pipeline of redis-py.
         """
-        return self._try(partial(self._in_one_round_trip, lambda _, pipeline: add(pipeline)))
 
-    def _in_one_round_trip(self, add: Callable[[Any, Any], object], client: Any) -> list[Any]:
-        with client.pipeline(transaction=False) as pipeline:
-            if self.is_cluster:
-                # Its own one knows nothing of encoding_errors.
-                pipeline.encoder = client.encoder
-            add(client, pipeline)
-            results: list[Any] = pipeline.execute()
-            return results
+        def run(client: Client) -> list[Any]:
+            with client.pipeline(transaction=False) as pipeline:
+                if self.is_cluster:
+                    # Its own one knows nothing of encoding_errors.
+                    pipeline.encoder = client.encoder
+                add(pipeline)
+                results: list[Any] = pipeline.execute()
+                return results
+
+        return self._try(run)
 
     def lease(self, name: str, token: str, lasts_ms: int, family: str = "") -> bool:
         """Take a lease, keep it, or give it back; return whether it has this token now.
@@ -328,32 +310,12 @@ class Store:
             with suppress(RegistryUnavailable):  # it ends by itself
                 self.lease(name, token, 0)
 
-    def asker(self) -> Asker | None:
-        """Connect, for the caller alone, to ask whether keys are there.
-
-        None if the connection is encrypted, or the server may become another one: a cluster's, or
-        one behind Sentinel.
-        """
-        if self.scheme not in ("redis", "unix", "redis+socket"):
-            return None
-
-        def connect(client: Any) -> Any:
-            connection = client.connection_pool.make_connection()
-            try:
-                connection.connect()
-            except BaseException:
-                connection.disconnect()
-                raise
-            return connection
-
-        return Asker(self._try(connect), self)
-
     def close(self) -> None:
         """Close all connections that are not in use."""
         while self._free:
             self._drop(self._free.pop())
 
-    def _try(self, run: Callable[[Any], ResultT]) -> ResultT:
+    def _try(self, run: Callable[[Client], ResultT]) -> ResultT:
         began = time.monotonic()
         unavailable: BaseException | None = None
         has_succeeded = False
@@ -371,7 +333,7 @@ class Store:
             raise unavailable  # not above, where Python would keep the error that it hides
         return result
 
-    def _with_client(self, run: Callable[[Any], ResultT]) -> ResultT:
+    def _with_client(self, run: Callable[[Client], ResultT]) -> ResultT:
         try:
             client = self._free.pop()
         except IndexError:
@@ -387,7 +349,7 @@ class Store:
         self._free.append(client)
         return result
 
-    def _drop(self, client: Any) -> None:
+    def _drop(self, client: Client) -> None:
         if self.is_cluster:
             client.disconnect_connection_pools()
             return
@@ -397,35 +359,23 @@ class Store:
             each.connection_pool.disconnect()
 
 
-class Asker:
-    """Asks whether keys are there, on a connection of its own: for an event loop.
+#: What a script answers about a key that it cannot read begins with this.
+UNREADABLE: Final = "!"
+
+
+def readable(what: str, answer: Any) -> Any:
+    """Return what a script says of a key.
 
     Args:
-        connection: A connection of redis-py, which is open.
-        store: Where the keys are kept.
+        what: What the key is about, for the error.
+        answer: What the script says.
+
+    Raises:
+        RegistryUnavailable: The script cannot read it.
     """
-
-    def __init__(self, connection: Any, store: Store) -> None:
-        self._connection = connection
-        self._store = store
-        self._began = 0.0
-        self.file_descriptor: int = connection._sock.fileno()
-
-    def ask(self, keys: Sequence[str]) -> None:
-        """Ask whether at least one of the keys is there."""
-        self._began = time.monotonic()
-        self._connection.send_command("EXISTS", *keys)
-
-    def answer(self) -> bool:
-        """Read the answer; called once the file descriptor can be read."""
-        is_there = bool(self._connection.read_response())
-        if self._store.on_call is not None:
-            self._store.on_call(time.monotonic() - self._began, True)
-        return is_there
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.disconnect()
+    if isinstance(answer, str) and answer.startswith(UNREADABLE):
+        raise RegistryUnavailable(f"{what} cannot be read: {answer}")
+    return answer
 
 
 def is_redis_url(url: object) -> bool:
@@ -554,13 +504,10 @@ def _unavailable(error: Exception) -> RegistryUnavailable:
     """Return what is raised for an error of redis-py, without the password.
 
     redis-py's own texts name host and port alone. But a server that does not know ``HELLO``, such
-    as Redis before 6.0, repeats its arguments, and the password is one of them.
+    as Redis before 6.0, repeats its arguments, and the password is one of them: also in the errors
+    that have led to this one, so it has no cause.
     """
-    told, is_quoting, _ = f"{type(error).__name__}: {error}".partition(ARGUMENTS)
-    unavailable = RegistryUnavailable(told)
-    if not is_quoting and not any(ARGUMENTS in str(each) for each in _chain(error)):
-        unavailable.__cause__ = error
-    return unavailable
+    return RegistryUnavailable(f"{type(error).__name__}: {error}".partition(ARGUMENTS)[0])
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -569,13 +516,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and what has led to it."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 @cache

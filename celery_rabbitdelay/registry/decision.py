@@ -196,6 +196,32 @@ class Arrival(NamedTuple):
         )
 
 
+class Registration(NamedTuple):
+    """A message that was sent, to be registered.
+
+    Attributes:
+        task_id: The task's id.
+        copy: The message's name; its header :data:`COPY`.
+        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
+        attempt: Which attempt it is; see :func:`.attempt_of`.
+        ticket: What was asked before it was sent.
+        key: The key that it was sent with; empty if it has none.
+        name: The task's name, if the task is tracked; otherwise empty.
+        job: The job that it was sent with, likewise.
+        message: What it takes to send the task anew, likewise.
+    """
+
+    task_id: str
+    copy: str
+    due_ms: int
+    attempt: str = "0.0"
+    ticket: Ticket = Ticket()
+    key: str = ""
+    name: str = ""
+    job: str = ""
+    message: str = ""
+
+
 class Decision(NamedTuple):
     """What becomes of an arrival.
 

@@ -16,13 +16,10 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import MAX_FORMER, ONCE, REDELIVERED, DelayHeaders
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.registry import instruments
-from celery_rabbitdelay.registry.application import registry_of
-from celery_rabbitdelay.registry.connection import Breaker
+from celery_rabbitdelay.registry import application
+from celery_rabbitdelay.registry.application import Breaker, RegistrySettings, registry_of
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from celery_rabbitdelay.registry.pauses import paused_since
-from celery_rabbitdelay.registry.plain_arrivals import PlainArrivals
-from celery_rabbitdelay.registry.settings import RegistrySettings
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
@@ -61,14 +58,14 @@ DISCARDED: Final = {
 
 #: What counts tasks that do not run, or not now.
 COUNTED: Final = {
-    Verdict.CANCELLED: instruments.CANCELLED,
-    Verdict.SUPERSEDED: instruments.SUPERSEDED,
-    Verdict.EXPIRED: instruments.EXPIRED,
-    Verdict.REPLACED: instruments.DUPLICATES,
-    Verdict.DUPLICATE: instruments.DUPLICATES,
-    Verdict.LATER: instruments.RETURNED,
-    Verdict.UNREADABLE: instruments.RETURNED,
-    Verdict.FORGOTTEN: instruments.EXPIRED,
+    Verdict.CANCELLED: application.CANCELLED,
+    Verdict.SUPERSEDED: application.SUPERSEDED,
+    Verdict.EXPIRED: application.EXPIRED,
+    Verdict.REPLACED: application.DUPLICATES,
+    Verdict.DUPLICATE: application.DUPLICATES,
+    Verdict.LATER: application.RETURNED,
+    Verdict.UNREADABLE: application.RETURNED,
+    Verdict.FORGOTTEN: application.EXPIRED,
 }
 
 
@@ -138,19 +135,10 @@ class Decisions(BatchThread[_Due]):
         self._registry = registry_of(delays)
         self._runs_without = delays.settings_of(RegistrySettings).registry_down == "run"
         self._breaker = Breaker()
-        delays.recorder.gauges[instruments.BREAKER_OPEN] = lambda: self._breaker.is_open
+        delays.recorder.gauges[application.BREAKER_OPEN] = lambda: self._breaker.is_open
         self._down_since: float | None = None
         self._failures = WarningLimit(logger, "Questions to the registry without an answer")
         self._unreadable = WarningLimit(logger, "Tasks whose record, key or job cannot be read")
-        self._plain: PlainArrivals[_Due] = PlainArrivals(
-            consumer,
-            lambda due: self._registry.names.of("task", due.arrival.task_id),
-            self._registry.names.only("paused"),
-            lambda due: self._carry_out_all([due], [Decision(Verdict.RUN)]),
-            self.give,
-            self.gather_for,
-            self._registry.store.timeout,
-        )
 
     def ask(self, delivery: Delivery, waited: DelayHeaders) -> None:
         """Ask about a task; the event loop then does what the registry says.
@@ -170,31 +158,14 @@ class Decisions(BatchThread[_Due]):
             }
             said = waited._replace(others=others)
         arrival = Arrival.of(said, waited.due_ms or 0, queue, delivery.redelivered).named()
-        due = _Due(delivery, waited, arrival, queue)
-        if self._plain.is_open and not arrival.has_options:
-            self._plain.give(due)
-        else:
-            self.give(due)
+        self.give(_Due(delivery, waited, arrival, queue))
 
     def begin(self) -> None:
         """Say at the start whether Redis answers, and note since when all is tracked."""
         try:
             self._breaker.call(self._registry.index.complete_since)
-            self._open_plain()
         except RegistryUnavailable as error:
             self._failed(error)
-
-    def stop(self) -> None:
-        """End the thread; the broker delivers again what was not worked on."""
-        self._plain.close()
-        super().stop()
-
-    def _open_plain(self) -> None:
-        """Connect for the event loop, unless it is connected; called in the thread."""
-        if not self._plain.is_open and celery_internals.has_event_loop(self._consumer):
-            asker = self._registry.store.asker()
-            if asker is not None:
-                self.act(partial(self._plain.open, asker))
 
     def work(self, batch: list[_Due]) -> None:
         """Ask about tasks, and let the event loop do what the registry says."""
@@ -232,7 +203,6 @@ class Decisions(BatchThread[_Due]):
                 for each in batch
             ]
         self._succeeded()
-        self._open_plain()
         return decisions
 
     def _ask_registry(self, batch: Sequence[_Due]) -> list[Decision]:

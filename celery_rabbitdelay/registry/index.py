@@ -80,8 +80,8 @@ def shard_of(name: str) -> int:
 PAGE: Final = 100
 FIRST: Final = 8
 
-#: How many tasks of one index are looked up in another one at once.
-LOOKED_UP: Final = 1_000
+#: How many tasks are read, in vain, for one batch.
+READ: Final = 1_000
 
 #: How many bytes the message of a task may take that is read to be shown beside many others.
 SHORT: Final = 65_536
@@ -120,12 +120,8 @@ class Filter(NamedTuple):
     @property
     def needs_records(self) -> bool:
         """Whether no index holds just these tasks, so that each task's record is read."""
-        return self.is_unindexed or None not in (self.task, self.job)
-
-    @property
-    def is_unindexed(self) -> bool:
-        """Whether it chooses by what only the records say."""
-        return (self.key, self.key_start, self.sent_before_ms) != (None, None, None)
+        by_record = self.key, self.key_start, self.sent_before_ms
+        return by_record != (None, None, None) or None not in (self.task, self.job)
 
     def matches(self, task: Pending) -> bool:
         """Return whether a task matches."""
@@ -210,7 +206,7 @@ class Index:
         batch, read = list[Pending](), 0
         for part in self.parts(wanted):
             batch, read = batch + part.tasks, read + part.read
-            while len(batch) >= most or read >= LOOKED_UP:
+            while len(batch) >= most or read >= READ:
                 yield batch[:most]
                 batch, read = batch[most:], 0
         if batch:
@@ -226,20 +222,10 @@ class Index:
             after: Those behind this due time, in milliseconds, and id.
             most: How many are read at most, whether they match or not; None: all.
         """
-        other = None
-        if wanted.task is not None and wanted.job is not None:
-            indexed, other = self._smaller_first(wanted)
-            entries = self._due(indexed, after)
-        else:
-            entries = self._due(wanted, after)
-        size, read = PAGE, 0
-        while page := list(islice(entries, size if most is None else min(size, most - read))):
+        entries, read = self._due(self._by_rarer(wanted), after), 0
+        while page := list(islice(entries, PAGE if most is None else min(PAGE, most - read))):
             read += len(page)
-            kept = page
-            if other is not None:
-                size = LOOKED_UP
-                kept = self._in_other(page, other)
-            yield Part([*self._records(kept, wanted)], len(page), page[-1])
+            yield Part([*self._records(page, wanted)], len(page), page[-1])
 
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
@@ -282,23 +268,6 @@ class Index:
         found = self.store.commands(lambda pipe: [pipe.zcount(*each) for each in ranges])
         return [sum(found[start : start + SHARDS]) for start in range(0, len(found), SHARDS)]
 
-    def count_of_both(self, wanted: Filter, most: int) -> tuple[int, bool]:
-        """Return how many tasks of a name and of a job wait, and whether there may be more.
-
-        Args:
-            wanted: Which tasks; both are said.
-            most: About how many are looked at.
-        """
-        indexed, other = self._smaller_first(wanted)
-        scores, each = wanted.scores(self.least_ms()), max(most // SHARDS, 1)
-        names = self.names.all_due(indexed.task, indexed.job)
-        found: list[list[str]] = self.store.commands(
-            lambda pipe: [pipe.zrangebyscore(name, *scores, 0, each + 1) for name in names]
-        )
-        pages = [page[:each] for page in found]
-        in_both = self._in_other([(0, task_id) for page in pages for task_id in page], other)
-        return len(in_both), any(len(page) > each for page in found)
-
     def forecast(self, wanted: Filter, start_ms: int, step_ms: int) -> Iterator[tuple[int, int]]:
         """Yield for each step in which tasks are due its start in milliseconds, and how many.
 
@@ -311,7 +280,7 @@ class Index:
         instants = (
             (milliseconds_of(each.due) for each in self.pending(wanted))
             if wanted.needs_records
-            else (due_ms for due_ms, _ in self._due(wanted))
+            else (due_ms for due_ms, _ in self._due(wanted, None))
         )
         for due_ms in instants:
             of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
@@ -328,9 +297,7 @@ class Index:
         now_ms, paused_ms = milliseconds_of(wall_clock.now()), self.paused_since_ms()
         return min(now_ms, now_ms if paused_ms is None else paused_ms) - self.margin_ms
 
-    def _due(
-        self, wanted: Filter, after: tuple[int, str] | None = None
-    ) -> Iterator[tuple[int, str]]:
+    def _due(self, wanted: Filter, after: tuple[int, str] | None) -> Iterator[tuple[int, str]]:
         """Yield due times and ids in order; each shard is read page by page."""
         names = [*self.names.all_due(wanted.task, None if wanted.task else wanted.job)]
         least_ms, _ = wanted.scores(self.least_ms())
@@ -395,28 +362,12 @@ class Index:
                 return
             rank, overlap, size = start + len(page), 1, min(2 * size, PAGE)
 
-    def _smaller_first(self, wanted: Filter) -> tuple[Filter, Filter]:
-        """Return the filters by the task's name alone and by the job alone, the rarer one first."""
-        both = wanted._replace(job=None), wanted._replace(task=None)
-        of_task, of_job = self.counts(both)
-        return both if of_task <= of_job else both[::-1]
-
-    def _in_other(self, page: Sequence[tuple[int, str]], other: Filter) -> list[tuple[int, str]]:
-        """Return those of a page that are also in another index."""
-        shards: dict[int, list[str]] = {}
-        for _, task_id in page:
-            shards.setdefault(shard_of(task_id), []).append(task_id)
-        names = {shard: self.names.due(shard, other.task, other.job) for shard in shards}
-        found = self.store.commands(
-            lambda pipe: [pipe.zmscore(names[shard], ids) for shard, ids in shards.items()]
-        )
-        kept = {
-            task_id
-            for ids, scores in zip(shards.values(), found, strict=True)
-            for task_id, score in zip(ids, scores, strict=True)
-            if score is not None
-        }
-        return [each for each in page if each[1] in kept]
+    def _by_rarer(self, wanted: Filter) -> Filter:
+        """Return a filter by the task's name or by the job, whichever fewer tasks have."""
+        if wanted.task is None or wanted.job is None:
+            return wanted
+        of_task, of_job = self.counts([wanted._replace(job=None), wanted._replace(task=None)])
+        return wanted._replace(job=None) if of_task <= of_job else wanted._replace(task=None)
 
     def _page(self, name: str, start: int, end: int) -> list[tuple[int, str]]:
         """Return the tasks of these ranks."""
@@ -426,8 +377,6 @@ class Index:
         return [(int(score), task_id) for task_id, score in found]
 
     def _records(self, page: list[tuple[int, str]], wanted: Filter) -> Iterator[Pending]:
-        if not page:
-            return
         records = self.fields([task_id for _, task_id in page], *_SHOWN)
         for (due_ms, task_id), (name, *shown) in zip(page, records, strict=True):
             if name is None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from threading import Lock
-from typing import Any, Final
+from typing import Final
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
-from celery_rabbitdelay.registry.connection import ScriptCall, Store
+from celery_rabbitdelay.registry.connection import ScriptCall, Store, readable
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.index import Names
 
 logger = logging.getLogger(__name__)
 
-#: How many jobs that are committed or aborted are remembered, so that their tasks need not ask.
+#: How many jobs that are committed are remembered, so that their tasks need not ask.
 REMEMBERED: Final = 10_000
 
 
@@ -55,14 +53,12 @@ class Jobs:
         self._keep_ms = keep_ms
         self._margin_ms = margin_ms
         self.on_expired: Callable[[], None] | None = None
-        #: The state of jobs that cannot change any more, by name and id, and until when (of the
-        #: monotonic clock) Redis keeps them at least; not at all if it has expired, because a note
-        #: of its commit may still come.
-        self._ended: dict[tuple[str, str], tuple[JobState, float]] = {}
+        #: The names and ids of jobs that are committed: nothing changes that any more, and when
+        #: Redis forgets them, their tasks run likewise.
+        self._committed: set[tuple[str, str]] = set()
         #: The ids of jobs of which this process does not know whether it has opened them: other
         #: threads that open the same job have ids of their own.
         self._opening: dict[str, str] = {}
-        self._lock = Lock()
 
     def open(self, job: str, expires_ms: int) -> None:
         """Open a job, whose tasks wait until it is committed.
@@ -82,8 +78,7 @@ class Jobs:
         except RegistryUnavailable:
             self._opening[job] = job_id
             raise
-        state, _, _, _, *words = _readable(job, answer)
-        self._note(words)
+        state, *_ = self._noted(job, answer)
         if state != "opened":
             raise JobClosed(job, state)
 
@@ -107,8 +102,7 @@ class Jobs:
         """
         verb = "commit" if state is JobState.COMMITTED else "abort"
         (answer,) = self._store.call_durably([self._script(job, verb)])
-        found, job_id, _, expires_ms, *words = _readable(job, answer)
-        self._note(words)
+        found, job_id, expires_ms = self._noted(job, answer)
         if found != state.value:
             raise JobClosed(job, found or "unknown")
         return str(job_id), int(expires_ms)
@@ -116,13 +110,12 @@ class Jobs:
     def confirm(self, job: str, job_id: str) -> None:
         """Say that a job was committed, in case that Redis has lost it; see :meth:`end`."""
         self._call(job, "confirm", job_id)
-        with self._lock:
-            self._ended.pop((job, job_id), None)
 
     def state(self, job: str) -> JobState | None:
         """Return the state of the latest job of a name; None if there is none."""
         state = self.states([(job, "")]).get((job, ""))
-        return _readable(job, state) if isinstance(state, str) else state
+        known: JobState | None = readable(f"the record of job {job!r}", state)
+        return known
 
     def opened(self, now_ms: int, most: int) -> list[tuple[str, int]]:
         """Return the jobs that are open, those that expire first before the others.
@@ -141,13 +134,7 @@ class Jobs:
             ]
         )
         jobs = sorted((int(expires_ms), name) for shard in found for name, expires_ms in shard)
-        # An earlier version ends a job, and leaves it in the list.
-        states = self.states([(name, "") for _, name in jobs[:most]])
-        return [
-            (name, expires_ms)
-            for expires_ms, name in jobs[:most]
-            if states.get((name, "")) is JobState.OPEN
-        ]
+        return [(name, expires_ms) for expires_ms, name in jobs[:most]]
 
     def states(self, jobs: Collection[tuple[str, str]]) -> dict[tuple[str, str], JobState | str]:
         """Return the states of jobs, without those that do not exist.
@@ -158,56 +145,46 @@ class Jobs:
         Returns:
             For each its state, or if its record cannot be read, a text that says so.
         """
-        now = time.monotonic()
-        with self._lock:
-            ended = {job: self._ended[job] for job in jobs if job in self._ended}
-        found: dict[tuple[str, str], JobState | str] = {
-            job: state for job, (state, until) in ended.items() if now < until
-        }
+        found = dict[tuple[str, str], JobState | str]()
+        found |= dict.fromkeys(self._committed.intersection(jobs), JobState.COMMITTED)
         asked = [job for job in jobs if job not in found]
-        calls = [self._script(job, "look", job_id) for job, job_id in asked]
+        calls = [self._script(name, "look", job_id) for name, job_id in asked]
         for job, answer in zip(asked, self._store.call_each(calls), strict=True):
             if isinstance(answer, str):
                 found[job] = answer
                 continue
-            word, _, left_ms, _, *expired = answer
-            if not word:
-                continue
-            self._note(expired)
-            found[job] = state = JobState(word)
-            if state is not JobState.OPEN and job[1]:
-                self._remember(job, state, 0.0 if expired else now + left_ms / 1000)
+            word, _, _ = self._noted(job[0], answer)
+            if word:
+                found[job] = state = JobState(word)
+                if state is JobState.COMMITTED and job[1]:
+                    self._remember(job)
         return found
 
-    def _remember(self, job: tuple[str, str], state: JobState, until: float) -> None:
-        with self._lock:
-            before = self._ended.pop(job, None)
-            while len(self._ended) >= REMEMBERED:
-                del self._ended[next(iter(self._ended))]
-            self._ended[job] = (state, until)
-        if not (before or until):
-            logger.warning("Job %r was not committed in time; its tasks do not run.", job[0])
+    def _remember(self, job: tuple[str, str]) -> None:
+        if len(self._committed) >= REMEMBERED:
+            self._committed.clear()
+        self._committed.add(job)
 
     def _call(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> tuple[str, str]:
         (answer,) = self._store.call_each([self._script(job, verb, job_id, instant)])
-        self._note(_readable(job, answer)[4:])
-        return str(answer[0]), str(answer[1])
+        state, found_id, _ = self._noted(job, answer)
+        return state, found_id
 
     def _script(self, job: str, verb: str, job_id: str = "", instant: int = 0) -> ScriptCall:
         arguments = [(verb, job_id, instant, self._margin_ms)]
         return ScriptCall("job", [self._names.of("job", job)], arguments, self._keep_ms)
 
-    def _note(self, words: Sequence[str]) -> None:
-        if "now" in words and self.on_expired is not None:
-            self.on_expired()
+    def _noted(self, job: str, answer: Sequence[str]) -> Sequence[str]:
+        """Return the state, the id and the expiry that the script answers; note if it has expired.
 
-
-def _readable(job: str, answer: Any) -> Any:
-    """Return what the script answers.
-
-    Raises:
-        RegistryUnavailable: It is a text, which says that the record of the job cannot be read.
-    """
-    if isinstance(answer, str):
-        raise RegistryUnavailable(f"the record of job {job!r} cannot be read: {answer}")
-    return answer
+        Raises:
+            RegistryUnavailable: It is a text, which says that the record of the job cannot be read.
+        """
+        state, job_id, expires_ms, *is_newly_expired = readable(
+            f"the record of job {job!r}", answer
+        )
+        if is_newly_expired:
+            logger.warning("Job %r was not committed in time; its tasks do not run.", job)
+            if self.on_expired is not None:
+                self.on_expired()
+        return state, job_id, expires_ms

@@ -13,7 +13,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.registry.connection import ScriptCall, Store
+from celery_rabbitdelay.registry.connection import ScriptCall, Store, readable
 from celery_rabbitdelay.registry.index import Names
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Pauses:
     def _change(self, verb: str, field: str) -> str:
         call = ScriptCall("pause", [self._key], [(verb, field)])
         (answer,) = self._store.call_durably([call])
-        return str(_readable(answer))
+        return str(readable("what is paused", answer))
 
 
 def paused_since(known: Mapping[str, int], task: str, queue: str) -> int:
@@ -176,19 +176,8 @@ def _field(task: str | None, queue: str | None) -> str:
 
 def _read(answer: Any) -> dict[str, int]:
     """Return since when what is paused, by field; what is no instant counts as long ago."""
-    told = list(_readable(answer))
+    told = list(readable("what is paused", answer))
     return {
         field: max(int(since), 1) if is_digits(since, LATEST_MS) else 1
         for field, since in zip(told[::2], told[1::2], strict=True)
     }
-
-
-def _readable(answer: Any) -> Any:
-    """Return what the script answers.
-
-    Raises:
-        RegistryUnavailable: It says that the hash cannot be read.
-    """
-    if isinstance(answer, str) and answer.startswith("!"):
-        raise RegistryUnavailable(f"what is paused cannot be read: {answer}")
-    return answer

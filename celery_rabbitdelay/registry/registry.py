@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
-from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.registry.connection import ScriptCall, Store
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, Verdict
-from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names, shard_of
+from celery_rabbitdelay.registry.connection import UNREADABLE, ScriptCall, Store, readable
+from celery_rabbitdelay.registry.decision import (
+    Arrival,
+    Decision,
+    Outcome,
+    Registration,
+    Ticket,
+    Verdict,
+)
+from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
-
-#: How many tasks a script decides about or cancels: Redis serves nobody else meanwhile.
-TASKS_PER_CALL: Final = 100
 
 #: For how many milliseconds a cancel of a task of which nothing waits is remembered, because it is
 #: not known when one of its messages may arrive: ten years.
@@ -30,9 +32,6 @@ MAX_LIFE_MS: Final = 100 * 366 * 86_400_000
 
 #: Seconds that one sender with ``unique="first"`` waits for another at most.
 SENDING_LEASE: Final = 10.0
-
-#: What a script answers about a record that it cannot read begins with this.
-_UNREADABLE: Final = "!"
 
 #: What ``claim.lua`` answers about the newest task under a key, before the id of the one before.
 _NEWEST: Final = "newest "
@@ -48,32 +47,6 @@ _VERDICTS: Final = frozenset(each.value for each in Verdict)
 logger = logging.getLogger(__name__)
 
 
-class Registration(NamedTuple):
-    """A message that was sent, to be registered.
-
-    Attributes:
-        task_id: The task's id.
-        copy: The message's name; see :data:`~celery_rabbitdelay.registry.decision.COPY`.
-        due_ms: When it is due, in milliseconds since 1970-01-01 UTC.
-        attempt: Which attempt it is; see :func:`.attempt_of`.
-        ticket: What was asked before it was sent.
-        key: The key that it was sent with; empty if it has none.
-        name: The task's name, if the task is tracked; otherwise empty.
-        job: The job that it was sent with, likewise.
-        message: What it takes to send the task anew, likewise.
-    """
-
-    task_id: str
-    copy: str
-    due_ms: int
-    attempt: str = "0.0"
-    ticket: Ticket = Ticket()
-    key: str = ""
-    name: str = ""
-    job: str = ""
-    message: str = ""
-
-
 class Earlier(NamedTuple):
     """What it takes to let a task run earlier than it was sent for.
 
@@ -84,10 +57,6 @@ class Earlier(NamedTuple):
 
     name: str
     message: str
-
-
-#: The calls of a script about many names; for each, the positions of the names that it is about.
-_Batch: TypeAlias = list[tuple[list[int], ScriptCall]]
 
 
 class Registry:
@@ -166,10 +135,9 @@ class Registry:
         keys = [key for _, key in tasks if key]
         if not ids and not keys:
             keys = [""]  # Redis has to answer all the same
-        kinds: list[Kind] = ["task" for _ in ids]
-        kinds += ["key" for _ in keys]
-        asked = self._batch("ask", kinds, [*ids, *keys], [(kind,) for kind in kinds])
-        (answers,) = self._run(asked)
+        names = [*self._keys("task", ids), *self._keys("key", keys)]
+        kinds = [("task",)] * len(ids) + [("key",)] * len(keys)
+        (answers,) = self.store.of_each(ScriptCall("ask", names, kinds))
         life_of = dict(zip(ids, answers[: len(ids)], strict=True))
         next_order = dict(zip(keys, map(int, answers[len(ids) :]), strict=True))
         tickets = []
@@ -207,8 +175,9 @@ class Registry:
             )
             for number, each in enumerate(arrivals)
         ]
-        records = [each.task_id for each in arrivals]
-        (answers,) = self._run(self._batch("arrive", "task", records, fields, int(notes)))
+        records = self._keys("task", [each.task_id for each in arrivals])
+        call = ScriptCall("arrive", records, fields, self.keep_ms, (int(notes),))
+        (answers,) = self.store.of_each(call)
         return [self._decision(*each) for each in zip(answers, arrivals, strict=True)]
 
     def _decision(self, word: str, arrival: Arrival) -> Decision:
@@ -221,7 +190,7 @@ class Registry:
             until_ms = now_ms + self._questions.after_ms(now_ms - since_ms)
             return Decision(Verdict.LATER, until_ms, is_paused=is_paused)
         if word not in _VERDICTS:
-            return Decision(Verdict.UNREADABLE, why=word.removeprefix(_UNREADABLE), is_answer=False)
+            return Decision(Verdict.UNREADABLE, why=word.removeprefix(UNREADABLE), is_answer=False)
         return Decision(Verdict(word))
 
     def _said_of_jobs(self, arrivals: Sequence[Arrival]) -> dict[int, str]:
@@ -243,18 +212,19 @@ class Registry:
         keyed = [number for number, each in enumerate(arrivals) if each.key and each.ticket.order]
         if not keyed:
             return
-        (claimed,) = self._run(self._claims([arrivals[number] for number in keyed]))
+        (claimed,) = self.store.of_each(self._claims([arrivals[number] for number in keyed]))
         for number, word in zip(keyed, claimed, strict=True):
             if not word.startswith(_NEWEST):
                 yield number, word
 
-    def _claims(self, claims: Sequence[Arrival | Registration]) -> _Batch:
+    def _claims(self, claims: Sequence[Arrival | Registration]) -> ScriptCall:
         """Return what says which tasks are the newest under their keys."""
         latest = wall_clock.ms() + MAX_LIFE_MS
         fields = [
             (str(each.ticket.order), each.task_id, str(min(each.due_ms, latest))) for each in claims
         ]
-        return self._batch("claim", "key", [each.key for each in claims], fields)
+        keys = self._keys("key", [each.key for each in claims])
+        return ScriptCall("claim", keys, fields, self.keep_ms)
 
     def register(self, registrations: Sequence[Registration]) -> list[str]:
         """Note messages that the broker has confirmed; those with a key supersede older ones.
@@ -278,8 +248,9 @@ class Registry:
         ids = [each.task_id for each in registrations]
         keyed = [number for number, each in enumerate(registrations) if each.key]
         claims = [registrations[number] for number in keyed]
-        states, claimed = self._run(
-            self._batch("register", "task", ids, fields), self._claims(claims)
+        states, claimed = self.store.of_each(
+            ScriptCall("register", self._keys("task", ids), fields, self.keep_ms),
+            self._claims(claims),
         )
         older: dict[str, int] = {}
         for number, word in zip(keyed, claimed, strict=True):
@@ -293,10 +264,9 @@ class Registry:
                     older[before] = max(each.ticket.order, older.get(before, 0))
         if older:
             orders = [(order,) for order in older.values()]
-            batch = self._batch("unlist", "task", list(older), orders)
-            self.store.call_each([call for _, call in batch])
+            self.store.of_each(ScriptCall("unlist", self._keys("task", list(older)), orders))
         for task_id, word in zip(ids, states, strict=True):
-            if _is_unreadable(word) and self._unreadable.allows(word):
+            if word.startswith(UNREADABLE) and self._unreadable.allows(word):
                 logger.error("Task %s was sent, and is not registered: %s", task_id, word)
         return states
 
@@ -312,8 +282,8 @@ class Registry:
             RegistryUnavailable: As all methods; or the record of a task cannot be read. All others
                 are cancelled.
         """
-        found = self.cancel_each(task_ids, also_future)
-        return [unless_unreadable(*each) for each in zip(task_ids, found, strict=True)]
+        found = zip(task_ids, self.cancel_each(task_ids, also_future), strict=True)
+        return [readable(f"the record of task {task_id}", outcome) for task_id, outcome in found]
 
     def cancel_each(self, task_ids: Sequence[str], also_future: bool = True) -> list[Outcome | str]:
         """Cancel tasks as :meth:`cancel`.
@@ -325,13 +295,14 @@ class Registry:
             RegistryUnavailable: Redis did not answer; some of them may be cancelled.
         """
         ids = list(dict.fromkeys(task_ids))
+        nothing: list[tuple[str, ...]] = [()] * len(ids)
         shared = NOTE_MS + self.keep_ms, int(also_future)
-        batch = self._batch("cancel", "task", ids, [()] * len(ids), *shared)
-        (answers,) = self._run(batch, call=self.store.call_durably)
+        call = ScriptCall("cancel", self._keys("task", ids), nothing, self.keep_ms, shared)
+        (answers,) = self.store.of_each(call, is_durable=True)
         newest = self._newest_orders(answers)
         found = dict[str, Outcome | str]()
         for task_id, answer in zip(ids, answers, strict=True):
-            if _is_unreadable(answer):
+            if answer.startswith(UNREADABLE):
                 found[task_id] = answer
                 continue
             outcome, _, more = answer.partition(" ")
@@ -395,78 +366,8 @@ class Registry:
         """
         return self.store.alone(self.names.of("sending", key), SENDING_LEASE)
 
-    def run_each(
-        self,
-        script: str,
-        kind: Kind,
-        names: Sequence[str],
-        fields: Sequence[Sequence[str | int | bool]],
-        *shared: str | int,
-        is_durable: bool = False,
-    ) -> list[Any]:
-        """Run a script of another room's; return what it says of each name.
-
-        Args:
-            script: The room and the name of the script.
-            kind: The kind of its keys.
-            names: What each key is about.
-            fields: The arguments for each.
-            *shared: Further arguments for all.
-            is_durable: Whether to wait for the copies; see :meth:`.Store.call_durably`.
-        """
-        call = self.store.call_durably if is_durable else self.store.call_each
-        (answers,) = self._run(self._batch(script, kind, names, fields, *shared), call=call)
-        return answers
-
-    def _batch(
-        self,
-        script: str,
-        kind: Kind | Sequence[Kind],
-        names: Sequence[str],
-        fields: Sequence[Sequence[str | int | bool]],
-        *shared: str | int,
-    ) -> _Batch:
-        """Return the calls of a script that takes many keys, as few as possible.
-
-        Args:
-            script: Its name.
-            kind: The kind of its keys, or that of each of them.
-            names: The tasks' ids, or the keys that they were sent with.
-            fields: The arguments for each.
-            *shared: Further arguments for all.
-        """
-        batch, kinds = [], [kind] * len(names) if isinstance(kind, str) else kind
-        every = [self.names.of(*each) for each in zip(kinds, names, strict=True)]
-        for group in self._grouped(names):
-            keys = [every[number] for number in group]
-            own = [fields[number] for number in group]
-            batch.append((group, ScriptCall(script, keys, own, self.keep_ms, shared)))
-        return batch
-
-    def _run(
-        self, *batches: _Batch, call: Callable[[list[ScriptCall]], list[Any]] | None = None
-    ) -> list[list[Any]]:
-        """Run scripts in one round trip; return what each of them says of each name."""
-        run = call or self.store.call_each
-        answers = iter(run([each for batch in batches for _, each in batch]))
-        said = []
-        for batch in batches:
-            found: dict[int, Any] = {}
-            for group, _ in batch:
-                found.update(zip(group, next(answers), strict=True))
-            said.append([found[number] for number in range(len(found))])
-        return said
-
-    def _grouped(self, names: Sequence[str]) -> list[list[int]]:
-        """Return the positions of the names whose keys one call may have."""
-        groups: dict[int, list[int]] = defaultdict(list)
-        for number, name in enumerate(names):
-            groups[shard_of(name) if self.store.is_cluster else 0].append(number)
-        return [
-            group[start : start + TASKS_PER_CALL]
-            for group in groups.values()
-            for start in range(0, len(group), TASKS_PER_CALL)
-        ]
+    def _keys(self, kind: Kind, names: Sequence[str]) -> list[str]:
+        return [self.names.of(kind, each) for each in names]
 
 
 #: What a job's state means for its tasks; None for a job that Redis has lost.
@@ -476,18 +377,3 @@ _WORDS: Final = {
     JobState.OPEN: "later",
     JobState.ABORTED: "expired",
 }
-
-
-def unless_unreadable(task_id: str, outcome: Outcome | str) -> Outcome:
-    """Return an outcome of :meth:`Registry.cancel_each`.
-
-    Raises:
-        RegistryUnavailable: It is a text, which says why the record of the task cannot be read.
-    """
-    if isinstance(outcome, str):
-        raise RegistryUnavailable(f"the record of task {task_id} cannot be read: {outcome}")
-    return outcome
-
-
-def _is_unreadable(word: str) -> bool:
-    return word.startswith(_UNREADABLE)

@@ -8,19 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
+from celery_rabbitdelay.app.copies import Call
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.sending.task_messages import Call
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY
 from celery_rabbitdelay.publishing.message import Content
 from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.registry.application import register_sent, registry_of
-from celery_rabbitdelay.registry.decision import Ticket, new_copy
+from celery_rabbitdelay.registry.application import RegistryOptions, register_sent, registry_of
+from celery_rabbitdelay.registry.decision import Registration, Ticket, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.options import RegistryOptions
-from celery_rabbitdelay.registry.registry import Registration
-from celery_rabbitdelay.registry.stored_message import stored
+from celery_rabbitdelay.registry.record import stored
 
 #: Rows that are registered in one round trip.
 BATCH: Final = 500

@@ -9,63 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
-class Message(NamedTuple):
-    """A message of a task that waits or has arrived.
-
-    Attributes:
-        copy: Its name; empty if the task is neither tracked nor has a key.
-        life: How often the task had been sent anew when this message was sent; -1 for not known.
-        attempt: Which retry or replacement.
-        due: When it is due.
-        order: Its order under the key; 0 without a key.
-        once: Whether one message of the attempt runs, and that one once.
-        name: With ``once``: what it has in common with its copies, and with what they are put back
-            as.
-        generation: How often it was put back.
-        former: The arrivals that have put it back.
-        redelivered: Whether RabbitMQ has delivered it before.
-        in_doubt: Whether it was put back although RabbitMQ had redelivered it.
-        in_job: Whether it belongs to the job.
-        is_old: Whether it was due, and put back last, so long ago that decisions about it may be
-            forgotten.
-    """
-
-    copy: str
-    life: int = 0
-    attempt: str = "0.0"
-    due: int = 0
-    order: int = 0
-    once: bool = False
-    name: str = ""
-    generation: int = 0
-    former: tuple[str, ...] = ()
-    redelivered: bool = False
-    in_doubt: bool = False
-    in_job: bool = False
-    is_old: bool = False
-
-    @property
-    def full(self) -> tuple[str, str]:
-        """The attempt, with the life that it belongs to."""
-        return (f"?{self.copy}" if self.life < 0 else str(self.life)), self.attempt
-
-    def follows(self, mark: Mark, arrival: str) -> bool:
-        """Return whether this arrival of it may take the place of the one that was let run."""
-        heir_of = self.generation - 1 if self.in_doubt else -1
-        if self.redelivered:
-            heir_of = self.generation
-        is_known = mark.arrival in (*self.former, arrival) or mark.generation <= heir_of
-        return mark.name == self.name and is_known
-
-    def put_back(self, arrival: str) -> Message:
-        """Return what an arrival of it puts back."""
-        return self._replace(
-            generation=self.generation + 1,
-            former=(*self.former, arrival),
-            in_doubt=self.in_doubt or self.redelivered,
-            redelivered=False,
-        )
+from celery_rabbitdelay.registry.decision import Arrival, Registration
 
 
 class Mark(NamedTuple):
@@ -122,18 +66,16 @@ class Record(NamedTuple):
         """Return it without the attempt that waits."""
         return self._replace(waits=None, copy="", due=0, order=0)
 
-    def marked(self, message: Message, arrival: str) -> Record:
+    def marked(self, arrival: Arrival) -> Record:
         """Return it with the mark of an arrival, instead of a former one."""
-        mark = Mark(message.name, message.generation, arrival)
-        return self._replace(marks=frozenset({**dict(self.marks), message.attempt: mark}.items()))
+        mark = Mark(arrival.mark.name, arrival.mark.generation, arrival.name)
+        return self._replace(marks=frozenset({**dict(self.marks), arrival.attempt: mark}.items()))
 
 
 EMPTY = Record()
 
 
-def arrive(
-    record: Record, message: Message, word: str, is_paused: bool = False, arrival: str = ""
-) -> tuple[Record, str]:
+def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) -> tuple[Record, str]:
     """Return what is noted when a message arrives, and what becomes of it.
 
     Args:
@@ -141,20 +83,20 @@ def arrive(
         message: The message.
         word: What its key and its job say: ``run``, ``later``, ``expired``, ``superseded`` or
             ``replaced``.
-        is_paused: Whether the task's name, or the queue, is paused.
-        arrival: The name of this arrival.
+        is_old: Whether it was due, and put back last, so long ago that decisions about it may be
+            forgotten.
     """
-    full = message.full
+    full, is_paused = _full(message), bool(message.paused_ms)
     winner = dict(record.won).get(full) if message.copy else None
     first = dict(record.marks).get(message.attempt) if message.once else None
-    if record.is_cancelled(message.life):
+    if record.is_cancelled(message.ticket.life):
         return record, "cancelled"
     if winner not in (None, message.copy):
         return record, "replaced"
     if first is not None:
-        if not message.follows(first, arrival):
+        if not _follows(message, first):
             return record, "duplicate"
-        return record.marked(message, arrival), "paused" if is_paused else "run"
+        return record.marked(message), "paused" if is_paused else "run"
     waits = record.waits == full
     if winner is None:
         if word in ("superseded", "replaced", "expired"):
@@ -162,37 +104,50 @@ def arrive(
             return (record.settled() if is_latest else record), word
         if word == "later":
             return record, word
-        has_options = message.copy or message.once or message.in_job
-        if message.is_old and has_options and not (waits and record.due <= message.due):
+        is_known = waits and record.due <= message.due_ms
+        if is_old and message.has_options and not is_known:
             return record, "forgotten"
-        if record.not_before is not None and record.not_before > message.due:
+        if record.not_before is not None and record.not_before > message.due_ms:
             changed = record._replace(due=record.not_before) if waits else record
             return changed, str(record.not_before)
     if is_paused:
         return record, "paused"
     if message.copy and winner is None:
         won = record.won | {(full, message.copy)}
-        record = record._replace(won=won, ran=max(record.ran or 0, message.life, 0))
+        record = record._replace(won=won, ran=max(record.ran or 0, message.ticket.life, 0))
         record = record.settled() if waits else record
     if message.once:
-        record = record.marked(message, arrival)
+        record = record.marked(message)
     return record, "run"
 
 
-def register(record: Record, message: Message) -> tuple[Record, str]:
+def _full(message: Arrival | Registration) -> tuple[str, str]:
+    """Return the attempt of a message, with the life that it belongs to."""
+    life = message.ticket.life
+    return (f"?{message.copy}" if life < 0 else str(life)), message.attempt
+
+
+def _follows(message: Arrival, first: Mark) -> bool:
+    """Return whether an arrival may take the place of the one that was let run."""
+    arrivals = (*message.mark.former, message.name)
+    is_known = first.arrival in arrivals or first.generation <= message.heir_of
+    return first.name == message.mark.name and is_known
+
+
+def register(record: Record, message: Registration) -> tuple[Record, str]:
     """Return what is noted when a message was sent, and what that finds."""
-    winner = dict(record.won).get(message.full)
-    if record.is_cancelled(message.life):
+    full, (life, order) = _full(message), message.ticket
+    winner = dict(record.won).get(full)
+    if record.is_cancelled(life):
         return record, "cancelled"
     if winner is not None:
         return record, "arrived" if winner == message.copy else "released"
-    waits, due = record.waits, message.due
-    if waits is not None and _number(message.full) < _number(waits):
+    waits, due = record.waits, message.due_ms
+    if waits is not None and _number(full) < _number(waits):
         return record, "waiting"
-    if waits == message.full:
+    if waits == full:
         due = min(due, record.due)
-    noted = record._replace(waits=message.full, copy=message.copy, due=due, order=message.order)
-    return noted, "waiting"
+    return record._replace(waits=full, copy=message.copy, due=due, order=order), "waiting"
 
 
 def cancel(record: Record, newest: int = 0, also_future: bool = True) -> tuple[Record, str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypedDict, Unpack
 from uuid import UUID
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -23,20 +23,25 @@ from celery_rabbitdelay.levels.delay import (
     Delay,
     Due,
     check_max_delay,
+    instant_of,
     milliseconds,
     milliseconds_of,
 )
 from celery_rabbitdelay.levels.headers import COPY
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
 from celery_rabbitdelay.publishing.kombu_internals import closing, connect
-from celery_rabbitdelay.registry.application import has_registry, register_sent, registry_of
-from celery_rabbitdelay.registry.connection import Breaker
-from celery_rabbitdelay.registry.decision import Arrival, Outcome, new_copy
+from celery_rabbitdelay.registry.application import (
+    Breaker,
+    has_registry,
+    register_sent,
+    registry_of,
+)
+from celery_rabbitdelay.registry.connection import readable
+from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, new_copy
+from celery_rabbitdelay.registry.holding import OpenJobs, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
-from celery_rabbitdelay.registry.known_task import KnownTask, known_task
-from celery_rabbitdelay.registry.open_jobs import OpenJobs, publish_signed
-from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry, unless_unreadable
-from celery_rabbitdelay.registry.stored_message import restored
+from celery_rabbitdelay.registry.record import KnownTask, known_task, restored
+from celery_rabbitdelay.registry.registry import Earlier, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,16 @@ Meant: TypeAlias = "str | UUID | ResultBase | Iterable[Meant]"
 
 #: The reason in the result of a task that was cancelled while it waited.
 REASON: Final = "cancelled"
+
+
+class Filters(TypedDict, total=False):
+    """Which tracked tasks that wait are meant; see :meth:`Waiting.pending`."""
+
+    task: str | None
+    key: str | None
+    job: str | None
+    due_before: datetime | None
+    due_after: datetime | None
 
 
 class Waiting:
@@ -166,13 +181,9 @@ class Waiting:
     def cancel_pending(
         self,
         *,
-        task: str | None = None,
-        key: str | None = None,
-        job: str | None = None,
-        due_before: datetime | None = None,
-        due_after: datetime | None = None,
         sent_before: datetime | None = None,
         limit: int | None = None,
+        **filters: Unpack[Filters],
     ) -> int:
         """Cancel all tasks that :meth:`pending` lists, some hundreds at a time; return how many.
 
@@ -180,16 +191,12 @@ class Waiting:
         some are cancelled: call it again.
 
         Args:
-            task: As for :meth:`pending`, like the other filters; without any, all tasks.
-            key: As there.
-            job: As there.
-            due_before: As there.
-            due_after: As there.
             sent_before: Only those that were sent before; None: before this call.
             limit: At most so many, the next ones; None: all.
+            **filters: As for :meth:`pending`; without any, all tasks.
         """
         end_ms = _ms(sent_before) or self.registry.after_all_sent_ms()
-        wanted = Filter(task, key, job, _ms(due_after), _ms(due_before), sent_before_ms=end_ms)
+        wanted = _filter(**filters)._replace(sent_before_ms=end_ms)
         return sum(self.cancel_batches(wanted, limit))
 
     def cancel_batches(self, wanted: Filter, limit: int | None = None) -> Iterator[int]:
@@ -217,7 +224,7 @@ class Waiting:
                 )
                 yield len(done)
                 for task_id, outcome in found:
-                    unless_unreadable(task_id, outcome)
+                    readable(f"the record of task {task_id}", outcome)
                 has_found = has_found or bool(done)
                 if left is not None:
                     left -= len(done)
@@ -314,26 +321,14 @@ class Waiting:
         message = delayed.message.saying(
             due_ms=due.at_ms, registry={**delayed.message.headers.registry, COPY: copy}
         )
-        queue = (
-            self._delays.app.amqp.queues.get(delayed.queue.name)
-            if delayed.queue is not None
-            else None
-        )
-        publish_signed(
-            self._delays, delayed._replace(message=message, queue=queue or delayed.queue), due
-        )
+        queue = delayed.queue  # of which nothing but the name is known
+        if queue is not None:
+            queue = self._delays.app.amqp.queues.get(queue.name) or queue
+        publish_signed(self._delays, delayed._replace(message=message, queue=queue), due)
         arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
-        sent = Registration(
-            task_id,
-            copy,
-            due.at_ms,
-            arrival.attempt,
-            arrival.ticket,
-            arrival.key,
-            name=waiting.name,
-            job=arrival.job,
-            message=waiting.message,
-        )
+        of_attempt = arrival.attempt, arrival.ticket, arrival.key
+        of_task = waiting.name, arrival.job, waiting.message
+        sent = Registration(task_id, copy, due.at_ms, *of_attempt, *of_task)
         states = register_sent(self.registry, [sent])
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
 
@@ -369,62 +364,36 @@ class Waiting:
 
         return known_task(self.registry, ids[0], topology.layout, backlog) if ids else None
 
-    def pending(
-        self,
-        *,
-        task: str | None = None,
-        key: str | None = None,
-        job: str | None = None,
-        due_before: datetime | None = None,
-        due_after: datetime | None = None,
-    ) -> Iterator[Pending]:
+    def pending(self, **filters: Unpack[Filters]) -> Iterator[Pending]:
         """Yield the tracked tasks that wait, in the order in which they are due.
 
         Args:
-            task: Only those of this name.
-            key: Only those that were sent with this key.
-            job: Only those that were sent with this job.
-            due_before: Only those that are due before; an aware datetime.
-            due_after: Only those that are due then or later.
+            **filters: Only some tasks: those of the name ``task``; those that were sent with this
+                ``key`` or ``job``; those that are due before ``due_before``, or at ``due_after`` or
+                later, which are aware datetimes.
         """
-        return self.registry.index.pending(Filter(task, key, job, _ms(due_after), _ms(due_before)))
+        return self.registry.index.pending(_filter(**filters))
 
-    def count(
-        self,
-        *,
-        task: str | None = None,
-        key: str | None = None,
-        job: str | None = None,
-        due_before: datetime | None = None,
-        due_after: datetime | None = None,
-    ) -> int:
+    def count(self, **filters: Unpack[Filters]) -> int:
         """Return how many tracked tasks wait; takes the same as :meth:`pending`."""
-        return self.registry.index.count(Filter(task, key, job, _ms(due_after), _ms(due_before)))
+        return self.registry.index.count(_filter(**filters))
 
     def forecast(
-        self,
-        step: Delay = 60,
-        *,
-        task: str | None = None,
-        job: str | None = None,
-        due_before: datetime | None = None,
+        self, step: Delay = 60, **filters: Unpack[Filters]
     ) -> Iterator[tuple[datetime, int]]:
         """Yield how many tracked tasks are due in each step of time, from now on.
 
         Args:
             step: Seconds, or a timedelta. Steps in which no task is due are left out; what should
                 have arrived by now counts for the first one.
-            task: As for :meth:`pending`.
-            job: As for :meth:`pending`.
-            due_before: As for :meth:`pending`.
+            **filters: As for :meth:`pending`.
 
         Returns:
             Pairs of the start of a step and the number of tasks.
         """
-        now_ms = wall_clock.ms()
-        wanted = Filter(task, None, job, None, _ms(due_before))
+        now_ms, wanted = wall_clock.ms(), _filter(**filters)
         for start_ms, count in self.registry.index.forecast(wanted, now_ms, milliseconds(step)):
-            yield datetime.fromtimestamp(start_ms / 1000, UTC), count
+            yield instant_of(start_ms), count
 
     def pending_since(self) -> datetime:
         """Return since when :meth:`pending` is complete.
@@ -469,6 +438,16 @@ def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
     return any(
         not values.isdisjoint(maybe_list(stamps.get(name)) or ()) for name, values in wanted.items()
     )
+
+
+def _filter(
+    task: str | None = None,
+    key: str | None = None,
+    job: str | None = None,
+    due_before: datetime | None = None,
+    due_after: datetime | None = None,
+) -> Filter:
+    return Filter(task, key, job, _ms(due_after), _ms(due_before))
 
 
 def _ms(instant: datetime | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.seams import Addition
-from celery_rabbitdelay.app.setting_types import PREFIX, Groups, SettingsGroup
+from celery_rabbitdelay.app.settings import PREFIX, Groups, SettingsGroup
 from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.application import registry_of
@@ -39,7 +39,7 @@ class HasSchedules:
     """
 
     def __init__(self, delays: Delays) -> None:
-        self._delays = delays
+        self._delays: Delays = delays
 
     @property
     def schedules(self) -> Schedules:

@@ -20,18 +20,17 @@ from celery.utils.log import get_logger
 from kombu.utils.functional import LRUCache
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.task import TEMPORARY_ERRORS
+from celery_rabbitdelay.app.application import TEMPORARY_ERRORS
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
-from celery_rabbitdelay.registry.application import registry_of
+from celery_rabbitdelay.registry.application import RegistrySettings, registry_of
 from celery_rabbitdelay.registry.bootsteps import DecideOnArrival
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.decisions import MAX_PAUSE, Arrived, pause_ms
-from celery_rabbitdelay.registry.settings import RegistrySettings
-from celery_rabbitdelay.registry.stored_message import stored
+from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.schedules import runs
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import (

@@ -17,20 +17,20 @@ import celery
 from kombu import Message, serialization
 from kombu.exceptions import EncodeError
 
+from celery_rabbitdelay.app.copies import Call, capture
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
-from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.registry.application import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.application import register_sent, registry_of
-from celery_rabbitdelay.registry.decision import new_copy
-from celery_rabbitdelay.registry.options import is_tracked as is_tracked_by_default
-from celery_rabbitdelay.registry.registry import NOTE_MS, Registration, Registry
-from celery_rabbitdelay.registry.stored_message import restored, stored
+from celery_rabbitdelay.registry.connection import ScriptCall
+from celery_rabbitdelay.registry.decision import Registration, new_copy
+from celery_rabbitdelay.registry.record import restored, stored
+from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
 
@@ -131,9 +131,8 @@ def captured(
     is_listed = is_tracked_by_default(app.rabbitdelay, known)
     says = {TRACKED: True} if is_listed else {}
     call = Call(made.task_id, list(args), dict(kwargs), Due.at(instant_of(made.due_ms)))
-    publisher = Publisher(app.connection_for_write())
     try:
-        delayed = capture_message(app, publisher, sent, call, options, says).delayed
+        delayed = capture(app.rabbitdelay, sent, call, options, says).delayed
     except EncodeError as error:
         takes = f"takes arguments that can be written: {error}"
         raise InvalidSchedule((*call.args, call.kwargs), takes) from None
@@ -458,14 +457,19 @@ class Records:
     ) -> bool:
         was = (before.order, before.ahead_ms) if before is not None else ("", "")
         fields = [list(map(_text, (*was, *given)))]
-        (is_noted,) = self._registry.run_each(
-            "schedules/edit", "schedule", [name], fields, NOTE_MS, is_durable=True
-        )
+        call = self._call("schedules/edit", [name], fields, NOTE_MS)
+        ((is_noted,),) = self._store.of_each(call, is_durable=True)
         if isinstance(is_noted, str):
             raise RegistryUnavailable(f"the schedule {name!r} cannot be noted: {is_noted}")
         if is_noted:  # what waits for the end of a run will be dropped, and keeps no other out
             self._store.commands(lambda pipe: pipe.delete(self._names.of("queued", name)))
         return bool(is_noted)
+
+    def _call(
+        self, script: str, names: Sequence[str], fields: Sequence[Sequence[str | int]], shared: int
+    ) -> ScriptCall:
+        keys = [self._names.of("schedule", name) for name in names]
+        return ScriptCall(script, keys, fields, self._registry.keep_ms, (shared,))
 
     def decide(
         self, arriving: Sequence[Arriving], *, notes_again: bool = False
@@ -487,9 +491,8 @@ class Records:
             for said, arrival, is_redelivered, following_ms in arriving
         ]
         names = [each.occurrence.name for each in arriving]
-        answers = self._registry.run_each(
-            "schedules/decide", "schedule", names, fields, int(notes_again)
-        )
+        call = self._call("schedules/decide", names, fields, int(notes_again))
+        (answers,) = self._store.of_each(call)
         decided: list[Decided | None] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, str):
@@ -550,9 +553,9 @@ class Records:
         gone = [field for field, value in fields.items() if value == ""]
         kept = {field: value for field, value in fields.items() if value != ""}
         if kept:
-            self._store.write((record, lambda client: client.hset(record, mapping=kept)))
+            self._store.write(record, lambda client: client.hset(record, mapping=kept))
         if gone:
-            self._store.write((record, lambda client: client.hdel(record, *gone)))
+            self._store.write(record, lambda client: client.hdel(record, *gone))
 
     def may_heal(self) -> bool:
         """Return whether the caller is the one that looks after the schedules now."""

@@ -26,8 +26,8 @@ from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.pauses import paused_since
+from celery_rabbitdelay.registry.record import restored, stored
 from celery_rabbitdelay.registry.registry import Registry
-from celery_rabbitdelay.registry.stored_message import restored, stored
 from celery_rabbitdelay.schedules import record
 from celery_rabbitdelay.schedules.record import Fate, NotedSchedule, Records
 from celery_rabbitdelay.schedules.recurrence import (

@@ -22,8 +22,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import Row as SparkRow
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
-from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
-from celery_rabbitdelay.app.sending.rows import Row, WrittenRows
+from celery_rabbitdelay.app.rows import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES, Row, WrittenRows
 from celery_rabbitdelay.exceptions import InvalidColumn, InvalidOption, InvalidRow
 from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.spark.options import WriteOptions

@@ -22,7 +22,7 @@ from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.layout import Layout
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES
-from celery_rabbitdelay.registry.options import is_tracked
+from celery_rabbitdelay.registry.application import is_tracked
 from celery_rabbitdelay.spark import columns, expressions
 from celery_rabbitdelay.spark.application import application_of, find_task, numbers_taken
 from celery_rabbitdelay.spark.columns import DUE, ITEM, ROW

@@ -27,7 +27,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.sending.rows import Report, Row, WrittenRows
+from celery_rabbitdelay.app.rows import Report, Row, WrittenRows
 from celery_rabbitdelay.exceptions import (
     InvalidOption,
     InvalidRow,

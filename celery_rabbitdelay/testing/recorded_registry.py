@@ -15,11 +15,18 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.registry import rule
 from celery_rabbitdelay.registry.connection import Store
-from celery_rabbitdelay.registry.decision import Arrival, Decision, Outcome, Ticket, new_copy
+from celery_rabbitdelay.registry.decision import (
+    Arrival,
+    Decision,
+    Outcome,
+    Registration,
+    Ticket,
+    new_copy,
+)
 from celery_rabbitdelay.registry.index import Filter, Index, Part
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses
-from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registration, Registry
+from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registry
 
 
 @dataclass
@@ -148,18 +155,8 @@ class RecordedRegistry(Registry):
         return ""
 
     def _arrive(self, arrival: Arrival, word: str, notes: bool) -> str:
-        # It is never redelivered, and comes in time.
-        message = rule.Message(
-            arrival.copy,
-            arrival.ticket.life,
-            arrival.attempt,
-            arrival.due_ms,
-            once=bool(arrival.once),
-            name=arrival.mark.name,
-            former=arrival.mark.former,
-        )
-        noted, is_paused = self._noted(arrival.task_id), bool(arrival.paused_ms)
-        record, verdict = rule.arrive(noted.record, message, word, is_paused, arrival.name)
+        noted = self._noted(arrival.task_id)
+        record, verdict = rule.arrive(noted.record, arrival, word)  # it comes in time
         if notes:
             noted.note(record, max(arrival.due_ms, wall_clock.ms()) + self.keep_ms)
         return verdict
@@ -170,9 +167,8 @@ class RecordedRegistry(Registry):
             return [self._register(each) for each in registrations]
 
     def _register(self, sent: Registration) -> str:
-        noted, (life, order) = self._noted(sent.task_id), sent.ticket
-        message = rule.Message(sent.copy, life, sent.attempt, sent.due_ms, order if sent.key else 0)
-        record, state = rule.register(noted.record, message)
+        noted = self._noted(sent.task_id)
+        record, state = rule.register(noted.record, sent)
         if record != noted.record:
             if record.waits != noted.record.waits:
                 noted.sent_ms = wall_clock.ms()

@@ -15,10 +15,7 @@ from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.pauses import LATEST_MS
 
 #: How many tasks one page of a search reads at most, where no index holds just those that match.
-MOST_READ: Final = 20_000
-
-#: The same if each task's record is read, for the start of its key.
-MOST_RECORDS: Final = 5_000
+MOST_READ: Final = 5_000
 
 #: How many tasks are postponed between two words about the progress.
 BATCH: Final = 50
@@ -78,15 +75,14 @@ def search(delays: RabbitDelay, wanted: Filter, most: int, after: Place | None =
         tasks = registry.index.tasks(registry.waiting_under(wanted.key))
         return Found([each for each in tasks if wanted.matches(each)], None)
     tasks, last, read = list[Pending](), after, 0
-    bound = MOST_READ if wanted.key_start is None else min(MOST_RECORDS, MOST_READ)
-    for part in registry.index.parts(wanted, after, bound):
+    for part in registry.index.parts(wanted, after, MOST_READ):
         for each in part.tasks:
             if len(tasks) == most:
                 return Found(tasks, last)
             last = Place(milliseconds_of(each.due), each.task_id)
             tasks.append(each)
         read, last = read + part.read, Place(*part.last)
-    return Found(tasks, last if read >= bound else None)
+    return Found(tasks, last if read >= MOST_READ else None)
 
 
 def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
@@ -97,9 +93,7 @@ def count_at_least(delays: RabbitDelay, wanted: Filter) -> tuple[int, bool]:
     """
     if not wanted.needs_records:
         return delays.registry.index.count(wanted), False
-    if not wanted.is_unindexed:
-        return delays.registry.index.count_of_both(wanted, MOST_READ)
-    found = search(delays, wanted, MOST_RECORDS)
+    found = search(delays, wanted, MOST_READ)
     return len(found.tasks), found.next is not None
 
 

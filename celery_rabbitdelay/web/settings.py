@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from celery_rabbitdelay.app.setting_types import SettingsGroup, SettingType, hidden
+from celery_rabbitdelay.app.settings import SettingsGroup, SettingType, hidden
 
 _WEB: Final = SettingType(
     "a mapping of arguments of celery_rabbitdelay.web.application",

@@ -15,8 +15,7 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
 from celery_rabbitdelay.publishing.declaration import Backlog, Counts, queue_counts
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.known_task import KnownTask, known_task
-from celery_rabbitdelay.registry.record import TaskState
+from celery_rabbitdelay.registry.record import KnownTask, TaskState, known_task
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.search import Found, Place, count_at_least, search

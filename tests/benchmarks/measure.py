@@ -26,7 +26,8 @@ from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.publishing.message import Content, Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.registry.decision import Registration
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.kernel.integration.shop import make_app
 from tests.kernel.integration.worker import Worker

@@ -14,7 +14,7 @@ from uuid import uuid4
 import httpx
 
 from celery_rabbitdelay import Row
-from celery_rabbitdelay.registry.registry import Registration
+from celery_rabbitdelay.registry.decision import Registration
 from celery_rabbitdelay.testing import RedisServer
 from tests.benchmarks import measure
 from tests.private_broker import private_broker

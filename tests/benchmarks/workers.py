@@ -26,8 +26,8 @@ from celery_rabbitdelay.modules.envelope import Envelope, Item
 from celery_rabbitdelay.publishing.message import Content, WaitingMessage
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.publishing.signature import SigningKeys
+from celery_rabbitdelay.registry.decision import Registration
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import Registration
 from celery_rabbitdelay.testing import RedisServer
 from tests.benchmarks import measure
 from tests.kernel.integration.worker import Worker

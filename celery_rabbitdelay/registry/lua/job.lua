@@ -14,10 +14,9 @@
 --       Redis may have lost; the job's id ("open"; "confirm"; "look", where it may be empty); for how
 --       many milliseconds it stays open ("open"), or when its task is due ("join"); for how many
 --       milliseconds its name is not free after that
--- Returns {state, id, milliseconds that it still lives, expires}, and "expired" if it was not committed
--- in time, and "now" if nobody had found that out before; an empty state if there is no such job; for
--- "open" "opened" if it is open now, otherwise the state of the job that has the name. If the record
--- cannot be read, a text that begins with "!".
+-- Returns {state, id, expires}, and "now" if it was not committed in time and nobody had found that out
+-- before; an empty state if there is no such job; for "open" "opened" if it is open now, otherwise the
+-- state of the job that has the name. If the record cannot be read, a text that begins with "!".
 
 local states, now_ms = {open = true, committed = true, aborted = true}, clock()
 
@@ -56,7 +55,7 @@ local function call(job, verb, own, instant, margin_ms)
   if verb == 'open' then
     if state and (state ~= 'open' or id ~= own) then
       if state == 'open' or now_ms < tonumber(free) then
-        return {state, id, redis.call('PTTL', job), expires}
+        return {state, id, expires}
       end
       redis.call('HSET', job, 'was:' .. id, state)
       redis.call('HDEL', job, 'expired')
@@ -67,7 +66,7 @@ local function call(job, verb, own, instant, margin_ms)
       list(job, now_ms + instant)
     end
     keep(job, now_ms + instant + margin_ms + keep_ms, now_ms)
-    return {'opened', own, redis.call('PTTL', job), ''}
+    return {'opened', own, ''}
   elseif verb == 'join' and state then
     redis.call('HSET', job, 'free', number(math.max(tonumber(free), instant + margin_ms)))
     keep(job, instant + margin_ms + keep_ms, now_ms)
@@ -76,19 +75,16 @@ local function call(job, verb, own, instant, margin_ms)
     redis.call('HSET', job, 'state', state)
     unlist_job(job)
   elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
-    state, expired, is_new = 'committed', nil, false
+    state, is_new = 'committed', false
     redis.call('HSET', job, 'state', state)
     redis.call('HDEL', job, 'expired')
     unlist_job(job)
   elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
     redis.call('HSET', job, 'was:' .. own, 'committed')
   elseif verb == 'look' and own ~= '' and own ~= id then
-    state, expired, is_new = redis.call('HGET', job, 'was:' .. own), nil, false
+    state, is_new = redis.call('HGET', job, 'was:' .. own), false
   end
-  local answer = {state or '', id or '', redis.call('PTTL', job), expires or ''}
-  if expired then
-    table.insert(answer, 'expired')
-  end
+  local answer = {state or '', id or '', expires or ''}
   if is_new then
     table.insert(answer, 'now')
   end

@@ -2,12 +2,12 @@
 --
 -- KEYS  the record of each task
 -- ARGV  for each: the order of the task that has superseded it
--- Returns nothing of interest.
+-- Returns an empty text for each.
 
-of_each_key(function(record, newer)
+return cjson.encode(of_each_key(function(record, newer)
   local order = redis.call('HGET', record, 'order')
   if order and tonumber(order) < tonumber(newer) then
     unlist(record)
   end
-end)
-return '0'
+  return ''
+end))

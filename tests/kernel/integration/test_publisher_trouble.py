@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.app.sending.rows import Row
+from celery_rabbitdelay.app.rows import Row
 from celery_rabbitdelay.exceptions import ConfirmTimeout, ConnectionLost, RowsNotConfirmed
 from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy

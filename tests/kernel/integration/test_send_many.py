@@ -16,7 +16,8 @@ import pytest
 from celery import signals
 from kombu import Connection
 
-from celery_rabbitdelay.app.sending.rows import MAX_ERRORS, PROGRESS_INTERVAL, Report, Row
+from celery_rabbitdelay.app.rows import Report, Row
+from celery_rabbitdelay.app.send_many import MAX_ERRORS, PROGRESS_INTERVAL
 from celery_rabbitdelay.exceptions import (
     InvalidDelay,
     MessageTooLarge,

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_rabbitdelay.app.sending import grouping
-from celery_rabbitdelay.app.sending.grouping import Group, Grouper
+from celery_rabbitdelay.app import rows
+from celery_rabbitdelay.app.copies import Call
+from celery_rabbitdelay.app.rows import Group, Grouper
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
 from celery_rabbitdelay.levels.layout import Layout, clock
@@ -45,7 +46,7 @@ class Grouped:
 
     def __init__(self, layout: Layout) -> None:
         self.clock = started()
-        self.grouper = Grouper(layout, lambda message: message)
+        self.grouper = Grouper(layout, lambda call: bytes(call.args))
         self.out: list[tuple[int, Group]] = []
         self.dues: dict[int, Due] = {}
         self.added: dict[int, int] = {}
@@ -56,7 +57,7 @@ class Grouped:
         """Add a message that is due so long from now; return the groups that come out."""
         row, own = len(self.dues), due(self.clock, delay_ms, tolerance_ms, is_instant=is_instant)
         self.dues[row], self.added[row] = own, self.clock.now_ns
-        return self._noted(self.grouper.add(row, item, own))
+        return self._noted(self.grouper.add(row, Call("", item, {}, own)))
 
     def flush(self) -> list[Group]:
         return self._noted(self.grouper.flush())
@@ -152,7 +153,7 @@ def test_a_group_and_all_together_hold_so_many_messages_and_bytes(
     assert sizes
     assert all(2**20 <= size < 2**20 + 99_999 for size in sizes)
     # Without those that have left.
-    monkeypatch.setattr(grouping, "MAX_TOTAL_BYTES", 10_000)
+    monkeypatch.setattr(rows, "MAX_TOTAL_BYTES", 10_000)
     it = Grouped(clock())
     most = flushes = 0
     for number in range(1, 300):
@@ -163,7 +164,7 @@ def test_a_group_and_all_together_hold_so_many_messages_and_bytes(
 
 def test_a_message_that_cannot_be_written_leaves_the_others_alone() -> None:
     it = Grouped(clock())
-    it.grouper = Grouper(clock(), lambda message: message or 1 / 0)  # type: ignore[arg-type, return-value]
+    it.grouper = Grouper(clock(), lambda call: bytes(call.args or 1 / 0))  # type: ignore[arg-type]
     it.add(5_000, item=b"a")
     with pytest.raises(ZeroDivisionError):
         it.add(5_000, item=b"")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import amqp
@@ -11,14 +13,14 @@ from kombu.compression import encoders
 from kombu.exceptions import OperationalError
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.sending import task_producer
-from celery_rabbitdelay.app.sending.task_producer import MIN_TIMEOUT, DelayedTaskProducer
+from celery_rabbitdelay.app import pipelines, task_sending
+from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT
+from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import MessageTooLarge
 from celery_rabbitdelay.kombu import DelayedProducer, Destination, Due, Publisher, Topology
 from celery_rabbitdelay.levels.headers import DelayHeaders
-from celery_rabbitdelay.publishing.message import Content, WaitingMessage, body_of
-from celery_rabbitdelay.publishing.producer import Delayed
-from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
+from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, body_of
+from celery_rabbitdelay.publishing.publish_loop import DEFAULT_POLICY, PublishPolicy
 from tests.kernel.unit.clock import Clock
 
 TOPOLOGY = Topology()
@@ -99,37 +101,45 @@ def test_the_sender_refuses_what_no_module_or_worker_takes(
     assert make(100_000, STRAIGHT) == 100_000
 
 
-class Failing(DelayedTaskProducer):
-    """Keeps how long publishing may take, and fails after 8 s. A fake: there is no broker."""
+class Failing(Publisher):
+    """Keeps how long publishing may take, and fails after 6 s. A fake: there is no broker."""
 
-    timeout_given: float
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(Connection("amqp://"))
+        self.clock = clock
+        self.timeouts: list[float] = []
 
-    def publish_message(
-        self, delayed: Delayed, due: Due, policy: PublishPolicy, declare: Any = ()
+    def publish(
+        self, publication: Publication, policy: PublishPolicy = DEFAULT_POLICY, **_: object
     ) -> None:
         """Publish nothing."""
-        self.timeout_given = policy.timeout
-        self._waited += 8.0
+        self.timeouts.append(policy.timeout)
+        self.clock.now += 6.0
         raise OperationalError("no broker")
 
 
 @pytest.mark.parametrize(
-    ("given", "waited", "timeouts"),
-    [
-        # Celery 5.7 sends a callback again; all attempts share one timeout.
-        (None, 0.0, [30, 22, 14, 6, MIN_TIMEOUT]),
-        (5, 2.0, [3, MIN_TIMEOUT]),
-    ],
+    ("given", "timeouts"),
+    # Celery 5.7 sends a callback again; all attempts share one timeout.
+    [(None, [28, 20, 12, 4, MIN_TIMEOUT]), (5, [3, MIN_TIMEOUT])],
 )
 def test_the_wait_for_a_publisher_and_former_attempts_count(
-    monkeypatch: pytest.MonkeyPatch, given: Any, waited: float, timeouts: list[float]
+    monkeypatch: pytest.MonkeyPatch, given: Any, timeouts: list[float]
 ) -> None:
-    monkeypatch.setattr(task_producer, "time", Clock())
-    app = Celery("shop", set_as_current=False)
-    producer = Failing(Publisher(Connection("amqp://")), app, Due.after(60), waited=waited)
-    found = []
+    clock, app = Clock(), Celery("shop", set_as_current=False)
+    publisher = Failing(clock)
+
+    @contextmanager
+    def borrowed(*_: object) -> Iterator[Publisher]:
+        clock.now += 2.0
+        yield publisher
+
+    for module in (task_sending, pipelines):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(app.rabbitdelay, "publisher", borrowed)
+    due, options = Due.after(60), {"task_id": "task"}
+    producer = DelayedTaskProducer(app.rabbitdelay, "remind", due, options)
     for _ in timeouts:
         with pytest.raises(OperationalError):
             producer.publish("body", exchange="", routing_key="celery", confirm_timeout=given)
-        found.append(producer.timeout_given)
-    assert found == pytest.approx(timeouts)
+    assert publisher.timeouts == pytest.approx(timeouts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from celery_rabbitdelay.app.sending.pipelines import _chain, _with_last_cause
+from celery_rabbitdelay.app.pipelines import _chain, _with_last_cause
 from celery_rabbitdelay.exceptions import ConnectionLost, TasksNotConfirmed
 
 

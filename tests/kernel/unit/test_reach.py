@@ -41,7 +41,7 @@ def app() -> Iterator[Celery]:
 def test_the_queues_that_the_configuration_names_are_known(app: Celery) -> None:
     app.conf.update(
         task_queues=[Queue("letters", Exchange("office"), "a"), Broadcast("news")],
-        task_routes=[("look", {"queue": "from-a-pair"}), {"note": "by-name"}],
+        task_routes=([("look.*", {"queue": "from-a-pair"})], {"note": "by-name"}),
         rabbitdelay_checkin_allowed=["open.*"],
         task_default_queue="usual",
     )

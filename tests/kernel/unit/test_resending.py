@@ -10,7 +10,7 @@ from celery.app import amqp as celery_amqp
 from celery.app.defaults import DEFAULTS
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.app.sending.task_producer import publish_policy
+from celery_rabbitdelay.app.task_sending import publish_policy
 from celery_rabbitdelay.publishing.publish_loop import BACKOFF, MIN_PAUSE, PublishPolicy
 
 #: Celery's own policy: three retries.

@@ -11,8 +11,8 @@ from redis import Redis
 from redis import RedisCluster as ClusterClient
 
 from celery_rabbitdelay.registry.connection import Store, connect
-from celery_rabbitdelay.registry.decision import Arrival, Verdict, new_copy
-from celery_rabbitdelay.registry.registry import Registration, Registry
+from celery_rabbitdelay.registry.decision import Arrival, Registration, Verdict, new_copy
+from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import RedisServer
 from tests.redis_servers import RedisCluster
 

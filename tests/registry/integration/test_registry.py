@@ -12,15 +12,10 @@ import pytest
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import Mark
-from celery_rabbitdelay.registry.decision import Arrival, Outcome, Ticket, Verdict
+from celery_rabbitdelay.registry.connection import KEYS_PER_CALL
+from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter
-from celery_rabbitdelay.registry.registry import (
-    NOTE_MS,
-    TASKS_PER_CALL,
-    Earlier,
-    Registration,
-    Registry,
-)
+from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registry
 from tests.registry.integration.registering import (
     KEEP_MS,
     MINUTE_MS,
@@ -86,7 +81,7 @@ def test_what_cannot_be_read_fails_by_itself(
 def test_each_of_many_tasks_is_registered_cancelled_and_decided_about_by_itself(
     registry: Registry,
 ) -> None:
-    messages = [tracked(f"task-{number}") for number in range(TASKS_PER_CALL + 7)]
+    messages = [tracked(f"task-{number}") for number in range(KEYS_PER_CALL + 7)]
     assert registry.register(messages) == ["waiting"] * len(messages)
     cancelled = [each.task_id for each in messages[::3]]
     assert registry.cancel([*cancelled, "task-0"]) == [Outcome.DONE] * (len(cancelled) + 1)

@@ -15,11 +15,12 @@ import pytest
 
 from celery_rabbitdelay.levels.headers import Mark
 from celery_rabbitdelay.registry import rule as model
-from celery_rabbitdelay.registry.decision import Arrival, Ticket, Verdict, new_copy
+from celery_rabbitdelay.registry.decision import Arrival, Registration, Ticket, Verdict, new_copy
 from celery_rabbitdelay.registry.jobs import JobState
-from celery_rabbitdelay.registry.registry import Earlier, Registration, Registry
-from celery_rabbitdelay.registry.rule import EMPTY, Message
+from celery_rabbitdelay.registry.registry import Earlier, Registry
+from celery_rabbitdelay.registry.rule import EMPTY
 from tests.registry.integration.registering import MARGIN_MS, RedisSetup, now_ms
+from tests.registry_message import Message
 
 SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "800"))
 SEED: Final = int(os.environ.get("RABBITDELAY_SEED", "0"))
@@ -124,7 +125,7 @@ class Sequence:
         word = self.word(message)
         self.claim(message, self.task_id)
         arrival = self.arrival(message)
-        given = (message, word, self.is_paused, arrival.name)
+        given = (message.arrival(arrival.name, self.is_paused), word, message.is_old)
         self.record, expected = model.arrive(self.record, *given)
         (decision,) = self.registry.decide([arrival])
         self.is_listed &= self.record.waits is not None
@@ -174,7 +175,7 @@ class Sequence:
             self.register(message)
 
     def register(self, message: Message) -> None:
-        self.record, expected = model.register(self.record, message)
+        self.record, expected = model.register(self.record, message.registration)
         self.claim(message, self.task_id)
         (found,) = self.registry.register([self.registration(message)])
         is_superseded = message.order and self.word(message) == "superseded"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.registry.connection import FIRST_PAUSE, MAX_PAUSE, Breaker, connect
+from celery_rabbitdelay.registry.application import FIRST_PAUSE, MAX_PAUSE, Breaker
+from celery_rabbitdelay.registry.connection import connect
 from tests.kernel.unit.clock import Clock
 from tests.told import told
 

@@ -9,11 +9,11 @@ import pytest
 from celery import chain, group
 
 from celery_rabbitdelay import exceptions
-from tests.kernel.unit import test_app, test_templates
-from tests.kernel.unit.test_templates import Sends, make_app, of_rows, of_task
+from tests.kernel.unit import test_app, test_copies
+from tests.kernel.unit.test_copies import Sends, make_app, of_task, rows_are_copies
 
 #: Fixtures of the kernel's tests.
-app, remind, sends = test_app.app, test_app.remind, test_templates.sends
+app, remind, sends = test_app.app, test_app.remind, test_copies.sends
 
 REGISTRY = "redis://127.0.0.1:1"
 
@@ -57,7 +57,7 @@ def test_a_wrong_value_of_an_option_is_refused_with_its_name_and_an_example(remi
 def test_a_send_with_an_option_goes_through_celery(sends: Sends, options: Any) -> None:
     made = make_app(rabbitdelay_registry_url=REGISTRY)
     assert not sends.from_template(made.tasks["look"].apply_async, delay=60, **options)
-    assert of_rows(made, **options) is None
+    assert not rows_are_copies(made, **options)
 
 
 def test_a_task_that_runs_once_or_is_tracked_goes_through_celery(sends: Sends) -> None:
@@ -67,4 +67,4 @@ def test_a_task_that_runs_once_or_is_tracked_goes_through_celery(sends: Sends) -
     for made in (once, tracked):
         for _ in range(2):
             assert not sends.from_template(made.tasks["look"].apply_async, delay=60)
-            assert of_rows(made) is None
+            assert not rows_are_copies(made)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from celery_rabbitdelay.registry import rule as registry_model
-from celery_rabbitdelay.registry.rule import Message
+from tests.registry_message import Message
 
 DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "3"))
 
@@ -81,7 +81,9 @@ class World(NamedTuple):
         """
         word, before = self.word(message), self.record
         name = f"a{self.asked}" if message.once else ""
-        record, verdict = registry_model.arrive(before, message, word, self.is_paused, name)
+        record, verdict = registry_model.arrive(
+            before, message.arrival(name, self.is_paused), word, message.is_old
+        )
         world = self.claimed(message)._replace(
             record=record,
             waiting=without(self.waiting, message),
@@ -207,7 +209,7 @@ class World(NamedTuple):
         """Return the world in which a message is registered, and its key claimed."""
         if not message.copy:
             return self
-        record, _ = registry_model.register(self.record, message)
+        record, _ = registry_model.register(self.record, message.registration)
         return self.claimed(message)._replace(record=record)
 
     def cancelled(self, also_future: bool) -> World:

@@ -15,9 +15,9 @@ from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, MAX_FORMER, ONCE,
 from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import Arrival, Ticket
+from celery_rabbitdelay.registry.holding import _one
 from celery_rabbitdelay.registry.index import SHARDS, Kind, Names, shard_of
 from celery_rabbitdelay.registry.pauses import Pauses, Questions, paused_since
-from celery_rabbitdelay.registry.pausing import _one
 from tests.kernel.unit.clock import Clock
 from tests.kernel.unit.waiting import said
 
@@ -133,7 +133,7 @@ def test_redis_is_asked_once_a_second_and_what_it_said_last_counts_while_it_is_a
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     away = RegistryUnavailable("away")
-    store = Store(lambda: None, "redis", (OSError,))
+    store = Store(mock.Mock(), "redis", (OSError,))
     strange = ["queue:mails", "yesterday", "task:two", "\u00b2", "task:far", "9" * 15]
     redis = mock.Mock(side_effect=[away, [["task:remind", "7", *strange]], away, [{}]])
     monkeypatch.setattr(store, "call_each", redis)

@@ -22,7 +22,7 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.exceptions import InvalidSchedule
 from celery_rabbitdelay.levels.delay import milliseconds_of
 from celery_rabbitdelay.levels.headers import COPY, SCHEDULE, TRACKED
-from celery_rabbitdelay.registry.stored_message import stored
+from celery_rabbitdelay.registry.record import stored
 from celery_rabbitdelay.schedules.beat import BeatEntries
 from celery_rabbitdelay.schedules.record import canonical, captured, message_of, read
 from celery_rabbitdelay.schedules.recurrence import LAST, Occurrence, Recurrence

@@ -9,16 +9,13 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from kombu import Connection
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay import InvalidColumn, InvalidOption, Row
-from celery_rabbitdelay.app.sending.message_template import Writer
-from celery_rabbitdelay.app.sending.rows import WrittenRows
-from celery_rabbitdelay.app.sending.task_messages import Call, capture_message
+from celery_rabbitdelay.app.copies import Call, Template, capture
+from celery_rabbitdelay.app.rows import WrittenRows
 from celery_rabbitdelay.levels.delay import Due
-from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.spark import grouped
 from celery_rabbitdelay.spark.application import application_of
 from celery_rabbitdelay.spark.columns import DUE, ITEM, ROW, Columns, TaskIds
@@ -63,8 +60,8 @@ def by_python(frame: DataFrame, given: WriteOptions) -> dict[str, bytes]:
     """The rows as Python writes them, by their ids."""
     app, ids = application_of(given.application), TaskIds(given.job_id or "")
     first = Call("first", (), {}, Due.after(60))
-    made = capture_message(app, Publisher(Connection(NOWHERE)), "remind", first, {})
-    write, found = Writer(made, first, {}), {}
+    made = capture(app.rabbitdelay, "remind", first, {})
+    write, found = Template(made, first, {}), {}
     for each in Columns(frame.schema, given).taken(frame.toArrow().to_batches(), ids):
         assert isinstance(each.row, Row), each.row
         task_id = str(each.row.task_id)

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay import InvalidColumn
-from celery_rabbitdelay.app.sending.rows import MAX_ERRORS
+from celery_rabbitdelay.app.send_many import MAX_ERRORS
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.spark import dispatch, grouped, task_id
 from celery_rabbitdelay.spark.columns import Columns, TaskIds

@@ -19,8 +19,7 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 from pyspark.sql.types import StructType
 
 from celery_rabbitdelay import Celery, InvalidColumn, InvalidOption, InvalidRow, Row
-from celery_rabbitdelay.app.sending.grouping import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES
-from celery_rabbitdelay.app.sending.rows import WrittenRows
+from celery_rabbitdelay.app.rows import MAX_GROUP_BYTES, MAX_GROUP_MESSAGES, WrittenRows
 from celery_rabbitdelay.spark.application import numbers_taken
 from celery_rabbitdelay.spark.columns import (
     DUE,

@@ -17,7 +17,7 @@ from celery import chord
 
 from celery_rabbitdelay import InvalidDelay, InvalidDelayType
 from celery_rabbitdelay.kombu import DelayedProducer, Due, Topology, clock, custom, resolve
-from celery_rabbitdelay.registry.stored_message import restored
+from celery_rabbitdelay.registry.record import restored
 from celery_rabbitdelay.testing import recorded
 from tests.given_times import KINDS, PLAIN, Kind
 from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration

@@ -12,7 +12,7 @@ from celery import chain, group
 from celery_rabbitdelay import JobClosed, Row
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.registry.settings import RegistrySettings
+from celery_rabbitdelay.registry.application import RegistrySettings
 from celery_rabbitdelay.testing import DidNotSettle, Travel, wait_for
 from celery_rabbitdelay.testing.session import name_of
 from tests.given_times import KINDS

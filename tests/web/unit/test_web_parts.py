@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from kombu.exceptions import OperationalError
 from starlette.exceptions import HTTPException
 
-from tests.kernel.unit.waiting import wait_until
 from celery_rabbitdelay.web import shown
 from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
 from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
 from celery_rabbitdelay.web.options import NOBODY, User, hash_password, is_hash, is_password
 from celery_rabbitdelay.web.site import MOST_AT_ONCE, Work, Works, in_batches
+from tests.kernel.unit.waiting import wait_until
 
 ADA = User("ada", "operator")
 

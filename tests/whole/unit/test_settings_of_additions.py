@@ -9,7 +9,7 @@ import pytest
 
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidOption, InvalidSetting
-from celery_rabbitdelay.registry.settings import RegistrySettings
+from celery_rabbitdelay.registry.application import RegistrySettings
 from celery_rabbitdelay.spark.options import ApplicationOptions
 from tests.told import told
 

@@ -1,4 +1,4 @@
-"""A send from a template is what Celery would have sent, and none where Celery might differ."""
+"""A copy is what Celery would have sent, and none where Celery might differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import struct
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from enum import IntEnum
@@ -24,15 +24,15 @@ from celery import signals
 from celery.app.routes import MapRoute, prepare
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kombu import Connection, Exchange, Queue
+from kombu import Exchange, Queue
 from kombu.serialization import register
 
 import celery_rabbitdelay
 from celery_rabbitdelay import Celery, InvalidEnvelope
-from celery_rabbitdelay.app.sending import message_template, templates
-from celery_rabbitdelay.app.sending.task_messages import Call, CapturingProducer, capture_message
-from celery_rabbitdelay.app.sending.task_sending import TaskSending
-from celery_rabbitdelay.kombu import Due, Publisher, Topology
+from celery_rabbitdelay.app import copies
+from celery_rabbitdelay.app.copies import Call, CapturingProducer, Copies, Template, capture
+from celery_rabbitdelay.app.task_sending import TaskSending
+from celery_rabbitdelay.kombu import Due, Topology
 from celery_rabbitdelay.levels import headers, wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.modules.distribution import Distribution
@@ -113,25 +113,24 @@ class Maker:
     def __init__(
         self, options: dict[str, Any], given: Any = APP, first: Any = (("first",), {"key": 1})
     ) -> None:
-        publisher = Publisher(Connection(NOWHERE))
         self.by_celery: Callable[[Call], CapturingProducer] = partial(
-            capture_message, given, publisher, given.tasks["receive"], options=options
+            capture, given.rabbitdelay, given.tasks["receive"], options=options
         )
         self.first = call(*first)
         self.made = self.by_celery(self.first)
-        self.writer = message_template.Writer(self.made, self.first, options)
+        self.template = Template(self.made, self.first, options)
 
     def expected(self, each: Call) -> tuple[dict[str, Any], bytes]:
         """The properties and the body as Celery makes them, through AMQP and back."""
         return read(Content.of(self.by_celery(each).delayed.message.amqp()))
 
     def alone(self, each: Call) -> tuple[dict[str, Any], bytes]:
-        return read(self.writer.content(each))
+        return read(self.template.content(each))
 
     def together(self, *calls: Call) -> list[tuple[dict[str, Any], bytes]]:
         """The same by an envelope that distribution opens."""
-        items = b"".join(map(self.writer.item, calls))
-        properties, body = read(self.writer.envelope(items, calls[0].due.at_ms))
+        items = b"".join(map(self.template.item, calls))
+        properties, body = read(self.template.envelope(items, calls[0].due.at_ms))
         return [
             (dict(out.message.amqp().properties), out.message.body)
             for out in distributed(amqp.Message(body, **properties))
@@ -239,7 +238,7 @@ def test_the_first_call_is_no_pattern_for_what_is_each_call_s_own(first: Any) ->
 
 
 def test_what_cannot_be_written_is_an_error_of_its_call() -> None:
-    for write in (MAKER.writer.content, MAKER.writer.item):
+    for write in (MAKER.template.content, MAKER.template.item):
         with pytest.raises((TypeError, ValueError)):
             write(call(({1, 2, object()},), {}))
     with pytest.raises(struct.error):
@@ -257,7 +256,7 @@ def test_each_message_is_signed_as_the_producer_signs_it() -> None:
     each = call((1,), {})._replace(headers={headers.KEY: "k", headers.ORDER: "1"})
     assert headers.SIGNATURE in maker.alone(each)[0]["application_headers"]
     keys: Any = maker.made.signing_keys
-    content = maker.writer.content(each)
+    content = maker.template.content(each)
     received = content.message()
     said, _ = headers.parse(headers_of(received))
     assert keys.verifies(content.body, received.properties, said)
@@ -272,7 +271,7 @@ class Sends:
         self.published: list[Publication] = []
         self.by_celery = 0
 
-        def publish(_: Any, template: Any, publication: Publication, sent: Any) -> None:
+        def publish(_: Any, publication: Publication, *__: Any) -> None:
             self.published.append(publication)
 
         def send(sending: TaskSending) -> Any:
@@ -289,13 +288,11 @@ class Sends:
             return nullcontext(plain)
 
         def pipeline(_: Any, connection: Any) -> Any:
-            block = mock.Mock()
-            block.publish = lambda make, sent, policy: self.published.append(make(sent))
-            return block if connection is not None else None
+            return mock.Mock() if connection is not None else None
 
         real = TaskSending.send
-        monkeypatch.setattr(templates, "current_pipeline", pipeline)
-        monkeypatch.setattr(templates.Templates, "_publish", publish)
+        monkeypatch.setattr(copies, "current_pipeline", pipeline)
+        monkeypatch.setattr(copies, "publish_task", publish)
         monkeypatch.setattr(TaskSending, "send", send)
         monkeypatch.setattr(Celery, "producer_or_acquire", acquire)
 
@@ -318,11 +315,10 @@ def sends(monkeypatch: pytest.MonkeyPatch) -> Sends:
 
 def celerys(app: Any, task: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
     """The message of the same send through all of Celery."""
-    taken = {*templates.SHARED, *templates.OF_MEMBER} - {"task_id", "eta", "producer"}
+    taken = copies.OF_MEMBER - {"task_id", "eta", "producer"}
     shared: dict[str, Any] = {name: options[name] for name in taken if name in options}
     call = Call(options["task_id"], args, kwargs, Due.at(options["eta"]))
-    with app.rabbitdelay.publisher() as publisher:
-        delayed = capture_message(app, publisher, task, call, shared).delayed
+    delayed = capture(app.rabbitdelay, task, call, shared).delayed
     return read(Content.of(delayed.message.amqp())), delayed.destination
 
 
@@ -353,19 +349,23 @@ def test_a_plain_send_is_what_celery_would_have_sent(sends: Sends, app: Any, opt
                 assert publication.address() == (route.exchange, route.routing_key)
 
 
-def of_rows(app: Any, task: Any = None, **options: Any) -> templates.Template | None:
-    """Return the template that the rows of a task are written from."""
+def rows_are_copies(app: Any, task: Any = None, **options: Any) -> bool:
+    """Return whether the rows of a task are written from a template that is kept."""
+
+    def captured(*given: Any, **options: Any) -> CapturingProducer:
+        if "headers" in options:
+            raise LookupError("the first row is sent through Celery")
+        return capture(*given, **options)
+
     call = Call("row", (1,), {}, Due.after(60))
-    made: templates.Template | None = app.rabbitdelay.templates.of_rows(
-        task or app.tasks["look"], call, options
-    )
-    return made
+    with mock.patch.object(copies, "capture", captured), suppress(LookupError):
+        app.rabbitdelay.part(Copies).of_rows(task or app.tasks["look"], call, options, {}, None)
+        return True
+    return False
 
 
 @frozen()
-def test_the_members_of_a_group_come_from_a_template_after_the_first_ones(
-    sends: Sends, app: Any
-) -> None:
+def test_the_members_of_a_group_come_from_a_template(sends: Sends, app: Any) -> None:
     of_all = {"group_id": "g", "root_id": "r", "parent_id": "p", "reply_to": "q"}
     eta = instant_of(wall_clock.ms()) + HOUR
     own = {**of_all, "producer": PRODUCER, "add_to_parent": False, "eta": eta, "task_id": "x"}
@@ -376,7 +376,7 @@ def test_the_members_of_a_group_come_from_a_template_after_the_first_ones(
         if from_template[-1]:
             expected, _ = celerys(app, look, (index,), {}, own)
             assert read(sends.published[-1].content) == expected
-    assert from_template == [False, False, False, True, True]
+    assert all(from_template)
 
 
 def test_the_backend_hears_of_each_call_whose_result_counts(
@@ -411,7 +411,7 @@ def test_any_other_send_goes_through_celery(sends: Sends, app: Any, options: Any
     assert not sends.from_template(app.send_task, "look", **options)
     assert not sends.from_template(app.tasks["look"].apply_async, **options)
     of_all = {name: value for name, value in options.items() if name not in ("delay", "eta")}
-    assert (of_rows(app, **of_all) is None) == bool(of_all)
+    assert rows_are_copies(app, **of_all) == (not of_all)
 
 
 def route(name: str, *_: Any, **__: Any) -> dict[str, Any]:
@@ -463,14 +463,14 @@ def test_where_other_code_takes_part_celery_sends(
 ) -> None:
     apply_async = app.tasks["look"].apply_async
     assert sends.from_template(apply_async, delay=60)
-    assert of_rows(app) is not None
+    assert rows_are_copies(app)
     with monkeypatch.context() as patch:
         try:
             OWN_CODE[what](app, patch)
             monkeypatch.setattr(celery.Task, "apply", lambda *_, **__: app.send_task("look"))
             for _ in range(2):
                 assert not sends.from_template(apply_async, delay=60)
-                assert of_rows(app) is None
+                assert not rows_are_copies(app)
         finally:
             signals.before_task_publish.disconnect(receive)
 
@@ -491,7 +491,7 @@ def test_routers_and_subclasses_send_through_celery(sends: Sends) -> None:
         task = app.task(receive, name="own", shared=False)
         for _ in range(2):
             assert not sends.from_template(task.apply_async, delay=60)
-            assert of_rows(app, task) is None
+            assert not rows_are_copies(app, task)
 
 
 #: Changes of data after which Celery makes other messages of the same calls.
@@ -529,7 +529,7 @@ def test_a_worker_s_task_sends_through_celery(sends: Sends, app: Any) -> None:
     state._task_stack.push(task)
     try:
         assert not sends.from_template(task.apply_async, delay=60)
-        assert of_rows(app) is None
+        assert not rows_are_copies(app)
     finally:
         state._task_stack.pop()
         task.pop_request()
@@ -548,7 +548,7 @@ def test_wrong_calls_are_refused_as_without_a_template(sends: Sends, app: Any) -
 def test_there_are_only_so_many_templates(
     sends: Sends, app: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "MAX_TEMPLATES", 3)
+    monkeypatch.setattr(copies, "MAX_TEMPLATES", 3)
     for number in range(20):
         assert sends.from_template(app.send_task, f"task-{number}", delay=60)
-        assert len(app.rabbitdelay.templates._templates) <= 3
+        assert len(app.rabbitdelay.part(Copies)._templates) <= 3

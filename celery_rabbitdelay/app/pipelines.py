@@ -1,4 +1,6 @@
-"""``app.rabbitdelay.pipeline()``: the delayed sends of a block, with many messages in flight.
+"""Publishing a task's message: at once, or in a block with many messages in flight.
+
+``app.rabbitdelay.pipeline()`` opens such a block.
 
 A block belongs to the thread, and to the coroutine, that has opened it: a context variable says
 which blocks are open, and each of them knows its owner. Celery sends the members of a group through
@@ -11,26 +13,23 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from celery.exceptions import Ignore, Reject
-from kombu import Connection, Exchange, Producer, Queue
+from kombu import Connection, Producer
 
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.delays import Delays
-from celery_rabbitdelay.app.instruments import queue_label
-from celery_rabbitdelay.app.sending.task_producer import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
-from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.declaration import declare_again
-from celery_rabbitdelay.publishing.message import Publication
+from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.pipeline import Pipeline
-from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
 
@@ -38,9 +37,12 @@ logger = logging.getLogger(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
+#: Seconds that publishing has in any case, however long the wait for a publisher was.
+MIN_TIMEOUT: Final = 0.1
+
 
 class Sent(NamedTuple):
-    """A task that was sent in a block.
+    """A task whose message is published: the context of its :class:`.Publication`.
 
     Attributes:
         task: Its name.
@@ -81,8 +83,8 @@ class TaskPipeline:
         self._settled: deque[Publication] = deque()
         self._is_noting = False
         self._errors: dict[str, Exception] = {}
-        #: The failed sends whose error was raised by the send itself, by identity.
-        self._raised: dict[int, Sent] = {}
+        #: The failed sends whose error was raised by the send itself.
+        self._raised: set[Publication] = set()
 
     def takes(self, delays: Delays, connection: Connection | None) -> bool:
         """Return whether a send over a connection goes through this block.
@@ -117,13 +119,10 @@ class TaskPipeline:
             NoPublisherFree: All publishers of the pool were in use for that many seconds.
         """
         if self._publisher is None:
-            if self._producer is None:
-                acquired = self.delays.pool.acquire(timeout)
-                self._publisher = self._borrowed.enter_context(acquired)
-            else:
-                connection: Any = self._producer.connection
-                self._publisher = Publisher(connection)
-                self._borrowed.callback(self._publisher.close_channel)
+            connection = None if self._producer is None else self._producer.connection
+            # Not the method of a subclass, which lends the publisher of a block.
+            borrowing = Delays.publisher(self.delays, connection, timeout)
+            self._publisher = self._borrowed.enter_context(borrowing)
             settings, topology = self.delays.settings, self.delays.topology
             redeclare = partial(declare_again, topology=topology)
             self._pipeline = Pipeline(
@@ -133,31 +132,24 @@ class TaskPipeline:
             )
         return self._publisher
 
-    def publish(
-        self, make: Callable[[Sent], Publication], sent: Sent, policy: PublishPolicy
-    ) -> None:
+    def publish(self, publication: Publication, policy: PublishPolicy) -> None:
         """Write a task's message.
 
         Args:
-            make: Returns the message.
-            sent: The task that is sent.
+            publication: The message, with its ``declare``.
             policy: How long, and how often, it is tried.
 
         Raises:
             RabbitDelayError: It could not be sent, which the end of the block does not say again.
         """
+        self.borrow(policy.timeout)
         assert self._pipeline is not None
-        try:
-            publication = make(sent)
-        except RabbitDelayError:
-            self.delays.recorder.record_send(sent.task, sent.queue, False, 0)
-            raise
         window = self.delays.settings.max_unconfirmed
         try:
             self._pipeline.publish(publication, policy._replace(window=window))
         finally:
             if publication.error is not None:
-                self._raised[id(sent)] = sent
+                self._raised.add(publication)
             self._note_settled()
 
     @contextmanager
@@ -239,54 +231,43 @@ class TaskPipeline:
         recorder.record_send(sent.task, sent.queue, error is None, publication.resent)
         if error is None:
             signals.send(signals.delayed, self.delays.app, sent.task_id, sent.due_ms)
-        elif self._raised.pop(id(sent), None) is None:
+        elif publication in self._raised:
+            self._raised.discard(publication)
+        else:
             self._errors[sent.task_id] = error
 
 
-class PipelinedProducer(DelayedTaskProducer):
-    """Writes one task's message in a block, which confirms it.
+def publish_task(
+    delays: Delays,
+    publication: Publication,
+    policy: PublishPolicy,
+    declares: Mapping[str, Declaration | None],
+    pipeline: TaskPipeline | None,
+    connection: Connection | None = None,
+) -> None:
+    """Publish the message of a task.
 
     Args:
-        pipeline: The block.
-        publisher: The block's publisher.
-        task: The task's name.
-        task_id: The task's id.
-        due: When the task may start.
-        options: As for :class:`.DelayedTaskProducer`.
-        came_from: As for :class:`.DelayedTaskProducer`.
+        delays: The application's ``app.rabbitdelay``.
+        publication: The message, with a :class:`Sent` as its context.
+        policy: How long, and how often, it is tried.
+        declares: The arguments ``declare`` and ``redeclare`` of :meth:`.Publisher.publish`.
+        pipeline: The block that confirms it; None if it is confirmed on return.
+        connection: The caller's own connection, to be used instead of the pool's.
     """
-
-    def __init__(
-        self,
-        pipeline: TaskPipeline,
-        publisher: Publisher,
-        task: str,
-        task_id: str,
-        due: Due,
-        options: Any,
-        came_from: str | None,
-    ) -> None:
-        super().__init__(publisher, pipeline.delays.app, due, options, came_from)
-        self._pipeline = pipeline
-        self._task, self._task_id = task, task_id
-
-    def publish_message(
-        self,
-        delayed: Delayed,
-        due: Due,
-        policy: PublishPolicy,
-        declare: Iterable[Exchange | Queue] = (),
-    ) -> None:
-        """Write the message, as :class:`.DelayedProducer` publishes it."""
-
-        def make(sent: Sent) -> Publication:
-            address = partial(self.address, delayed, due)
-            publication = Publication.of(delayed.message.amqp(), address, sent)
-            publication.declare = self.declarations(delayed.queue, declare)["declare"]
-            return publication
-
-        sent = Sent(self._task, self._task_id, due.at_ms, queue_label(delayed))
-        self._pipeline.publish(make, sent, policy)
+    if pipeline is not None:
+        publication.declare = declares["declare"]
+        pipeline.publish(publication, policy)
+        return
+    began, is_confirmed = time.monotonic(), False
+    with delays.publisher(connection, policy.timeout) as publisher:
+        left = max(policy.timeout - (time.monotonic() - began), MIN_TIMEOUT)
+        try:
+            publisher.publish(publication, policy._replace(timeout=left), **declares)
+            is_confirmed = True
+        finally:
+            sent: Sent = publication.context
+            delays.recorder.record_send(sent.task, sent.queue, is_confirmed, publication.resent)
 
 
 #: The innermost block that is open in this context; it may be another thread's.

@@ -12,44 +12,132 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import celery
+from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection
-from kombu.exceptions import EncodeError
+from kombu.exceptions import EncodeError, OperationalError
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import additions, instruments
-from celery_rabbitdelay.app.celery_internals import argument_check, is_publishing_watched
+from celery_rabbitdelay.app import additions, copies, instruments
+from celery_rabbitdelay.app.celery_internals import check_arguments
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
-from celery_rabbitdelay.app.options import without_stamps
-from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
-from celery_rabbitdelay.app.sending.grouping import Group, Grouper
-from celery_rabbitdelay.app.sending.message_template import CeleryWriter
-from celery_rabbitdelay.app.sending.rows import (
+from celery_rabbitdelay.app.options import BESIDE_STAMPS, Options, TaskOrName, without_stamps
+from celery_rabbitdelay.app.rows import (
     Given,
+    Group,
+    Grouper,
     Report,
     Row,
-    Sending,
     WrittenRows,
+    one_by_one,
     row_of,
 )
-from celery_rabbitdelay.app.sending.task_messages import (
-    NO_HEADERS,
-    Call,
-    capture_message,
-)
-from celery_rabbitdelay.app.sending.templates import Template, Templates
-from celery_rabbitdelay.levels.delay import Due
+from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
+from celery_rabbitdelay.levels.delay import Delay, Due
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.publishing.message import MAX_SHORTSTR_BYTES, Publication
 from celery_rabbitdelay.publishing.publisher import Publisher
 
+#: After this many rows that were not confirmed, no further rows are taken.
+MAX_ERRORS: Final = 1000
+
+#: Seconds between two calls of the caller's ``progress``.
+PROGRESS_INTERVAL: Final = 0.5
+
+GivenT = TypeVar("GivenT")
+
 #: An element of the caller's iterable, checked: one call, or many that are written already.
-Work: TypeAlias = "Call | WrittenRows"
+Work: TypeAlias = "copies.Call | WrittenRows"
+
+
+class Sending:
+    """Takes the caller's rows, and says in the end what became of them.
+
+    If the iterable of rows raises, that error is raised once every row before it is confirmed or
+    has an error of its own; in the latter case its cause is a :class:`.RowsNotConfirmed`.
+
+    Args:
+        progress: Called with the report, every half second and at the end.
+
+    Attributes:
+        report: The report on what was sent.
+        stops_taking: Whether no further rows are taken.
+        is_reporting: Whether ``progress`` is running, or has raised.
+        next_progress: When :meth:`report_progress` is due, by the monotonic clock.
+    """
+
+    def __init__(self, progress: Callable[[Report], None] | None) -> None:
+        self.report = Report()
+        self.stops_taking = False
+        self.is_reporting = False
+        self._progress = progress
+        self._errors: dict[int, Exception] = {}
+        self._taken = 0
+        self._rest: int | None = None
+        self._error_of_rows: Exception | None = None
+        self._began = time.monotonic()
+        self.next_progress = self._began + PROGRESS_INTERVAL
+
+    def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
+        """Yield rows, each with its number, or with that of the first of many."""
+        source = iter(rows)
+        while True:
+            try:
+                given = next(source)
+            except StopIteration:
+                return
+            except SoftTimeLimitExceeded:
+                raise
+            except Exception as error:  # noqa: BLE001 - the rows before it are sent first
+                self._error_of_rows, self._rest = error, self._taken
+                return
+            if self.stops_taking:
+                # Not sent: its existence shows that not all rows were taken.
+                self._rest = self._taken
+                return
+            number = self._taken
+            self._taken += given.count if isinstance(given, WrittenRows) else 1
+            yield number, given
+
+    def fail(self, rows: Sequence[int], error: Exception) -> None:
+        """Note the error of rows, by their numbers; raise it if it is a soft time limit."""
+        if isinstance(error, SoftTimeLimitExceeded):
+            raise error
+        self.report.errors[type(error).__name__] += len(rows)
+        for row in rows:
+            self._errors[row] = error
+        self.stops_taking |= len(self._errors) >= MAX_ERRORS
+
+    def report_progress(self) -> None:
+        """Call the caller's ``progress``."""
+        now = time.monotonic()
+        self.next_progress = now + PROGRESS_INTERVAL
+        self.report.seconds = now - self._began
+        if self._progress is not None:
+            self.is_reporting = True
+            self._progress(self.report)
+            self.is_reporting = False
+
+    def end(self) -> Report:
+        """Return the report, after a last call of ``progress``.
+
+        Raises:
+            RowsNotConfirmed: At least one row is not confirmed.
+        """
+        self.report_progress()
+        not_confirmed = None
+        if self._errors:
+            not_confirmed = exceptions.RowsNotConfirmed(self.report, self._errors, self._rest)
+        if self._error_of_rows is not None:
+            raise self._error_of_rows from not_confirmed
+        if not_confirmed is not None:
+            raise not_confirmed
+        return self.report
 
 
 class RowSender(Sending):
@@ -64,7 +152,6 @@ class RowSender(Sending):
 
     Args:
         delays: The application's ``app.rabbitdelay``.
-        templates: The messages of former sends.
         connection: The caller's own connection; None for one of the pool's.
         task: The task, or its name.
         tolerance_ms: How many milliseconds later each may start.
@@ -73,43 +160,38 @@ class RowSender(Sending):
         options: Further options of ``apply_async``, for all rows.
     """
 
-    _template: Template
+    _template: copies.Template
 
     def __init__(
         self,
         delays: Delays,
-        templates: Templates,
         connection: Connection | None,
-        task: celery.Task[Any, Any] | str,
+        task: TaskOrName,
         tolerance_ms: int,
         envelopes: bool,
         progress: Callable[[Report], None] | None,
-        options: Mapping[str, Any],
+        options: Options,
     ) -> None:
         super().__init__(progress)
         self._delays = delays
-        self._templates = templates
-        self._app = delays.app
         self._settings = delays.settings
         if envelopes and DISTRIBUTE not in self._settings.modules:
             raise exceptions.NeedsDistribution("an envelope")
         self._connection = connection
         self._task = task
-        self._name = task if isinstance(task, str) else str(task.name)
+        self._name = copies.name_of(task)
         self._tolerance_ms = tolerance_ms
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
         own, stamps = without_stamps(options)
-        known = self._app.tasks.get(task) if isinstance(task, str) else task
+        known = delays.app.tasks.get(task) if isinstance(task, str) else task
         added = checked_added_options(own, delays)
         rows = (each.to_rows(self._name, known, added, self.fail) for each in additions_of(delays))
         self._added: list[AddedToRows] = [each for each in rows if each is not None]
-        self._options = options
-        self._celerys_options = {
+        self._options = {
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
-        self._check_arguments = None if isinstance(task, str) else argument_check(task)
         #: What the metrics have counted.
         self._counted: Counter[Instrument] = Counter()
 
@@ -137,9 +219,12 @@ class RowSender(Sending):
     def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
         work = self._asked(rows)
         for number, given in work:
-            first = given if isinstance(given, Call) else next(self._read(given))[0]
+            first = given if isinstance(given, copies.Call) else next(self._read(given))[0]
+            headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
             try:
-                self._template = self._template_of(publisher, first)
+                self._template = self._delays.part(copies.Copies).of_rows(
+                    self._task, first, self._options, dict(headers), self._connection
+                )
             except (EncodeError, exceptions.MessageTooLarge) as error:
                 self.fail([number], error)
             else:
@@ -148,7 +233,7 @@ class RowSender(Sending):
             return
         if self._envelopes:
             try:
-                self._template.writer.envelope(b"", 0)
+                self._template.envelope(b"", 0)
             except exceptions.InvalidEnvelope:
                 # JSON cannot express a shared header: send each row as a message of its own.
                 self._envelopes = False
@@ -167,28 +252,6 @@ class RowSender(Sending):
             for publication in publications:
                 self.report.sent -= len(publication.context)
                 self.fail(publication.context, error.copy(may_have_arrived=False))
-
-    def _template_of(self, publisher: Publisher, first: Call) -> Template:
-        """Return the template of the rows: one that is kept, or one that the first row makes."""
-        if self._connection is None:
-            kept = self._templates.of_rows(self._task, first, self._options)
-            if kept is not None:
-                return kept
-        shared = (each.shared_headers.items() for each in self._added)
-        capture = partial(
-            capture_message,
-            self._app,
-            publisher,
-            self._task,
-            options=self._celerys_options,
-            headers=dict(chain.from_iterable(shared)),
-        )
-        producer = capture(first)
-        template = Template.of(producer, first, self._celerys_options)
-        if not is_publishing_watched(self._app):
-            return template
-        writer = CeleryWriter(producer, first, self._celerys_options, capture)
-        return template._replace(writer=writer)
 
     def _calls(self, rows: Iterable[Given]) -> Iterator[tuple[int, Work]]:
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
@@ -211,13 +274,13 @@ class RowSender(Sending):
             each.take(due)
         return written
 
-    def _read(self, written: WrittenRows) -> Iterator[tuple[Call, bytes]]:
+    def _read(self, written: WrittenRows) -> Iterator[tuple[copies.Call, bytes]]:
         """Yield the calls of rows that are written already, and the bytes of each."""
         due = written.due
         for row, item in written.read():
-            yield Call(str(row.task_id), row.args, row.kwargs, due), item
+            yield copies.Call(str(row.task_id), row.args, row.kwargs, due), item
 
-    def _call(self, row: Row) -> Call:
+    def _call(self, row: Row) -> copies.Call:
         due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         self._settings.check_delay(due)
         args, kwargs = row.args or (), row.kwargs or {}
@@ -232,22 +295,21 @@ class RowSender(Sending):
         ):
             takes = f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes, such as 'order-7'"
             raise exceptions.InvalidRow(row, takes)
-        if self._check_arguments is not None:
-            self._check_arguments(*args, **kwargs)
+        check_arguments(self._task, args, kwargs)
         if row.key is not None:
             checked_added_options({"key": row.key}, self._delays)
         for each in self._added:
             each.take(due)
-        headers = NO_HEADERS if row.key is None else {KEY: row.key}
+        headers = copies.NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = given_id is not None
-        return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
+        return copies.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
-        grouper = Grouper(layout, self._template.writer.item, max_bytes=max_bytes)
+        grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
-            if isinstance(given, Call):
+            if isinstance(given, copies.Call):
                 yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
@@ -263,32 +325,32 @@ class RowSender(Sending):
         None if they do not stand in an envelope as this application writes them, which tracked ones
         never do, or if the bound of a message is lower than the bytes of a group.
         """
-        writer = self._template.writer
-        if not self._envelopes or not writer.can_write_again:
+        template = self._template
+        if not self._envelopes or not template.can_write_again:
             return None
         if any(each.needs_each for each in self._added):
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
         first, item = next(self._read(written))
-        if writer.item(first) != item:
+        if template.item(first) != item:
             return None
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
 
-    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
+    def _add(self, grouper: Grouper, number: int, call: copies.Call) -> Sequence[Group]:
         """Put a call into a group; return the groups that wait no longer."""
         if not self._envelopes:
             return [Group(call.due, call, rows=[number])]
         try:
-            ready = grouper.add(number, call, call.due)
+            ready = grouper.add(number, call)
         except exceptions.InvalidEnvelope:
             return [Group(call.due, call, rows=[number])]
         except Exception as error:  # noqa: BLE001 - serializing may run code of the user's
             self.fail([number], error)
             return []
-        writer = self._template.writer
-        content = partial(writer.content, call) if writer.can_write_again else None
+        template = self._template
+        content = partial(template.content, call) if template.can_write_again else None
         for each in self._added:
             each.sent(number, call, content, self._template.producer.delayed)
         return ready
@@ -297,12 +359,12 @@ class RowSender(Sending):
         """Return the message of a group; None if it cannot be made, and its rows have the error."""
         first, rows, due = group.first, group.rows, group.due
         template, producer = self._template, self._template.producer
-        is_alone = not group.items or (len(rows) == 1 and template.writer.can_write_again)
+        is_alone = not group.items or (len(rows) == 1 and template.can_write_again)
         try:
             if is_alone:
                 publication = template.publication(first)
             else:
-                content = template.writer.envelope(bytes(group.items), due.at_ms)
+                content = template.envelope(bytes(group.items), due.at_ms)
                 # If one is in an envelope, the bound applies to it.
                 size = len(content.body if len(rows) > 1 else group.items)
                 producer.check_size(size, DISTRIBUTION, due)
@@ -355,3 +417,57 @@ def _random_ids() -> Iterator[str]:
             d = digits[begin : begin + 32]
             variant = "89ab"[int(d[16], 16) % 4]
             yield f"{d[:8]}-{d[8:12]}-4{d[13:16]}-{variant}{d[17:20]}-{d[20:]}"
+
+
+#: The errors of one row, which say nothing about the others.
+ROW_ERRORS: Final = (
+    exceptions.RabbitDelayError,
+    EncodeError,
+    OperationalError,
+    TypeError,
+    ValueError,
+)
+
+
+def send_one_by_one(
+    app: celery.Celery,
+    task: TaskOrName,
+    rows: Iterable[Given],
+    progress: Callable[[Report], None] | None,
+    tolerance: Delay,
+    options: Options,
+) -> Report:
+    """Send a task for each row with Celery's ``apply_async``; its return counts as a confirm.
+
+    Args:
+        app: The application.
+        task: The task, or its name.
+        rows: The rows.
+        progress: Called with the report, now and then and at the end.
+        tolerance: How much later each may start.
+        options: Further options of ``apply_async``, for all rows.
+
+    Raises:
+        RowsNotConfirmed: At least one row could not be sent.
+    """
+    sending, send = Sending(progress), copies.function_to_send(app, task)
+    report = sending.report
+    for number, given in sending.take(one_by_one(rows)):
+        try:
+            row = given if isinstance(given, Row) else row_of(given)
+            given = row._asdict() | {"tolerance": tolerance}
+            ours, celerys = (
+                {name: given[name] for name in names if given[name] is not None}
+                for names in (("delay", "key", "tolerance"), ("eta", "task_id"))
+            )
+            send(row.args, row.kwargs, **celerys, **options, **{BESIDE_STAMPS: ours})
+        except ROW_ERRORS as error:
+            sending.fail([number], error)
+            report.sent += isinstance(error, OperationalError)
+        else:
+            report.sent += 1
+            report.confirmed += 1
+            report.messages += 1
+        if time.monotonic() >= sending.next_progress:
+            sending.report_progress()
+    return sending.end()

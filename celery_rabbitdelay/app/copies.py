@@ -1,0 +1,658 @@
+"""Copies: the messages of a task's many calls, written like the one that Celery has made.
+
+An optimization; whoever reads how a task is sent can skip it. The messages of a task's calls with
+the same options differ in their id, their arguments and their due time. The first one goes through
+all of Celery, and is the template of the next. :meth:`Copies.send` is asked before Celery is, and
+returns None for any call that only Celery can make a message of.
+
+A message may be copied while Celery would make the same one: no setting, queue, route, attribute of
+the task or receiver of a signal has changed, and no function but Celery's own has a part in it.
+That is for plain sends, rows and members of groups, outside of a worker's task.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cached_property, partial
+from json.encoder import encode_basestring_ascii as quoted
+from types import FunctionType, NoneType
+from typing import Any, Final, NamedTuple
+
+import celery
+from celery import signals as celery_signals
+from celery.app import amqp as celery_amqp
+from celery.app.routes import MapRoute, Router
+from celery.exceptions import SoftTimeLimitExceeded
+from kombu import Connection
+from kombu.utils.json import JSONEncoder
+from kombu.utils.uuid import uuid
+
+from celery_rabbitdelay.app import celery_internals, signals
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.instruments import queue_label
+from celery_rabbitdelay.app.options import Options, Result, TaskOrName
+from celery_rabbitdelay.app.pipelines import Sent, TaskPipeline, current_pipeline, publish_task
+from celery_rabbitdelay.app.seams import additions_of
+from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
+from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels.delay import Due, tolerance_milliseconds
+from celery_rabbitdelay.levels.headers import COPY, ENVELOPE, KEY, LIFE, ORDER
+from celery_rabbitdelay.modules.envelope import Item, compressed, length_prefixed, shared_block
+from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json
+from celery_rabbitdelay.publishing.message import (
+    MESSAGE_PROPERTIES,
+    PERSISTENT,
+    Content,
+    Publication,
+    WaitingMessage,
+    encoded,
+)
+
+#: A message without headers of its own for the registry.
+NO_HEADERS: Final[Mapping[str, str]] = {}
+
+#: The headers for the registry in which calls differ; all others are the same for all.
+OWN_HEADERS: Final = (COPY, LIFE, KEY, ORDER)
+
+#: The options that are the same for all copies. Each is a text, a number or None.
+SHARED: Final = ("queue", "exchange", "routing_key", "priority", "serializer")
+
+#: The types of their values. None is not the same as no option: it overrides the task's attribute.
+PLAIN_TYPES: Final = (str, int, NoneType)
+
+#: All options of a plain send.
+PLAIN: Final = frozenset((*SHARED, "delay", "countdown", "eta", "tolerance", "task_id"))
+
+#: The options that Celery gives all members of a group, and those that it gives each of them.
+OF_GROUP: Final = ("group_id", "root_id", "parent_id", "reply_to")
+OF_MEMBER: Final = PLAIN.union(OF_GROUP, ("group_index", "producer", "add_to_parent"))
+
+#: How many templates are kept; then they are made anew. Each set of options has its own.
+MAX_TEMPLATES: Final = 256
+
+#: The headers that say where a message goes when it is due.
+DESTINATION_HEADERS: Final = (header_names.EXCHANGE, header_names.ROUTING_KEY, header_names.QUEUE)
+
+#: Headers set on the envelope, not on its items.
+RESTORED_HEADERS: Final = (*DESTINATION_HEADERS, header_names.PRIORITY)
+
+#: Headers taken from the envelope if Celery built each message. No others are shared: receivers of
+#: signals may have given each message headers of its own.
+ENVELOPE_HEADERS: Final = frozenset(
+    (*DESTINATION_HEADERS, header_names.DUE, header_names.SIGNATURE)
+)
+
+#: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
+#: values), Celery's ``saferepr`` may differ from it.
+_MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
+
+
+class Call(NamedTuple):
+    """One call of a task.
+
+    Attributes:
+        task_id: Its id.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        due: When it may start.
+        headers: Those of :data:`OWN_HEADERS` that its message has, for the registry; or the
+            ``group_index`` of a group's member.
+        has_id: Whether the caller has given the id; otherwise no task had it before.
+    """
+
+    task_id: str
+    args: Any
+    kwargs: Any
+    due: Due
+    headers: Mapping[str, Any] = NO_HEADERS
+    has_id: bool = True
+
+
+class CapturingProducer(DelayedTaskProducer):
+    """Keeps the message of a task that Celery has made and routed, instead of publishing it."""
+
+    def deliver(self) -> None:
+        """Publish nothing."""
+
+
+def capture(
+    delays: Delays,
+    task: TaskOrName,
+    call: Call,
+    options: Options,
+    headers: Mapping[str, Any] = NO_HEADERS,
+    connection: Connection | None = None,
+) -> CapturingProducer:
+    """Send a task by Celery to a producer that keeps the message; return the producer.
+
+    Args:
+        delays: The application's delay levels.
+        task: The task, or its name.
+        call: The call.
+        options: Further options of ``apply_async``.
+        headers: The headers for the registry that all calls have.
+        connection: The caller's own connection, which the message will be published over.
+    """
+    producer = CapturingProducer(delays, name_of(task), call.due, options, connection)
+    producer.says = {"registry": {**headers, **call.headers}}
+    given = {**options, "task_id": call.task_id, "producer": producer}
+    function_to_send(delays.app, task)(call.args, call.kwargs, **given)
+    return producer
+
+
+def name_of(task: TaskOrName) -> str:
+    """Return the name of a task."""
+    return task if isinstance(task, str) else str(task.name)
+
+
+def function_to_send(app: celery.Celery, task: TaskOrName) -> Callable[..., Any]:
+    """Return what sends a task: its ``apply_async``, or ``send_task`` with its name."""
+    return partial(app.send_task, task) if isinstance(task, str) else task.apply_async
+
+
+class Template:
+    """Writes the messages of calls like that of a first one, of Celery's message protocol 2.
+
+    Args:
+        first: The producer that has the message of the first call.
+        call: That call.
+        options: Further options of ``apply_async``.
+
+    Attributes:
+        producer: The first call's: where its message goes, how the destination is declared, and how
+            long and how often it is tried.
+        ignores_result: Celery's option ``ignore_result``.
+        label: The queue, for metrics.
+        can_write_again: Whether a call that was written as an item can be written as a message.
+    """
+
+    can_write_again = True
+
+    def __init__(self, first: CapturingProducer, call: Call, options: Options) -> None:
+        self.producer = first
+        self.label = queue_label(first.delayed)
+        self.ignores_result = bool(first.delayed.message.headers.others.get("ignore_result"))
+        message = first.delayed.message.amqp()
+        correlation_id = message.properties.get("correlation_id")
+        # The one that the caller has given, for all; None if each message has its task's id.
+        self._correlation_id = None if correlation_id == call.task_id else correlation_id
+        self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
+        sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
+        named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
+        # Those that the caller has given are the same for all.
+        self._reprs = {name: size for name, size in named if not options.get(name)}
+        own = {"id", header_names.DUE, header_names.SIGNATURE, *OWN_HEADERS, *self._reprs}
+        own.update(call.headers, {"root_id"} if self._has_root else ())
+        #: The headers and the properties that all messages share. Celery leaves options that AMQP
+        #: does not know among a message's properties.
+        self._headers = {
+            name: value
+            for name, value in message.properties["application_headers"].items()
+            if name not in own
+        }
+        self._properties = {
+            name: value
+            for name, value in message.properties.items()
+            if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
+        }
+        self._json = JSONEncoder().encode
+        #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
+        self._rest = ""
+        if is_kombus_json(first.options.get("serializer")):
+            self._rest = f", {self._json(first.body[2])}]"
+            # It may be compressed as well.
+            if self._body(call) != first.delayed.message.body:
+                self._rest = ""
+
+    def forget_arguments(self) -> None:
+        """Forget the arguments of the first call: a template is kept for long."""
+        producer = self.producer
+        producer.body = ((), {}, producer.body[2])
+        message = producer.delayed.message._replace(body=b"")
+        producer.delayed = producer.delayed._replace(message=message)
+
+    def publication(self, call: Call, reply_to: str | None = None) -> Publication:
+        """Return the message of a call, to be published.
+
+        Args:
+            call: The call.
+            reply_to: Where the answer goes, if the message says so; None for where all go.
+        """
+        content = self.content(call, reply_to)
+        producer = self.producer
+        delayed = producer.delayed._replace(task_id=call.task_id)
+        producer.check_size(len(content.body), delayed.destination, call.due)
+        return Publication(content, partial(producer.address, delayed, call.due))
+
+    def _body(self, call: Call) -> bytes:
+        if self._rest:
+            return f"{self._json((call.args, call.kwargs))[:-1]}{self._rest}".encode()
+        options = self.producer.options
+        return self.producer.serialize(
+            (call.args, call.kwargs, self.producer.body[2]),
+            {},
+            serializer=options.get("serializer"),
+            compression=options.get("compression"),
+        )[0]
+
+    def _own_headers(self, call: Call) -> dict[str, Any]:
+        """Return the headers in which messages differ, without copies of others."""
+        own: dict[str, Any] = {"id": call.task_id}
+        for name, max_length in self._reprs.items():
+            value = call.args if name == "argsrepr" else call.kwargs
+            text = repr(value)  # faster than Celery's, and mostly equal
+            if len(text) > max_length or _MAY_DIFFER.search(text, 1):
+                text = celery_internals.celerys_repr(value, max_length, self._repr_depth)
+            own[name] = text
+        own.update(call.headers)
+        return own
+
+    def content(self, call: Call, reply_to: str | None = None) -> Content:
+        """Return the message of a call; with its own ``reply_to``, unless that is that of all."""
+        headers = {**self._headers, **self._own_headers(call), header_names.DUE: call.due.at_ms}
+        if self._has_root:
+            headers["root_id"] = call.task_id
+        properties = {**self._properties, "correlation_id": self._correlation_id or call.task_id}
+        if reply_to is not None:
+            properties["reply_to"] = reply_to
+        return self._content(headers, properties, self._body(call))
+
+    def _content(
+        self, headers: dict[str, Any], properties: Mapping[str, Any], body: bytes
+    ) -> Content:
+        """Return a message, signed if there is a key."""
+        keys = self.producer.signing_keys
+        if keys is not None:
+            said, _ = header_names.parse(headers)
+            headers[header_names.SIGNATURE] = keys.signature(body, properties, said)
+        return Content(encoded({**properties, "application_headers": headers}), body)
+
+    def item(self, call: Call) -> bytes:
+        """Return a call as it stands in an envelope: two blocks.
+
+        Raises:
+            InvalidEnvelope: An envelope cannot express it, but :meth:`content` can.
+        """
+        own = self._own_headers(call).items()
+        headers = ",".join([f'"{name}":{quoted(value)}' for name, value in own])
+        return length_prefixed(f'{{"headers":{{{headers}}}}}'.encode()) + length_prefixed(
+            self._body(call)
+        )
+
+    def envelope(self, items: bytes, due_ms: int) -> Content:
+        """Return the envelope of items that :meth:`item` has returned.
+
+        Raises:
+            InvalidEnvelope: An envelope cannot express a header that all calls have.
+        """
+        shared = self._headers
+        destination = {name: shared[name] for name in RESTORED_HEADERS if name in shared}
+        properties = {
+            "content_type": ENVELOPE,
+            "content_encoding": "binary",
+            "delivery_mode": PERSISTENT,
+            "priority": self._properties.get("priority", 0),
+        }
+        body = compressed(self._shared + items)
+        return self._content({**destination, header_names.DUE: due_ms}, properties, body)
+
+    @cached_property
+    def _shared(self) -> bytes:
+        """The block with the headers and properties that all tasks of an envelope share."""
+        headers, properties = self._headers, self._properties
+        shared = {name: value for name, value in headers.items() if name not in RESTORED_HEADERS}
+        copied = {"root_id": "id"} if self._has_root else {}
+        if self._correlation_id is None:
+            return shared_block(shared, properties, copied, {"correlation_id": "id"})
+        return shared_block(shared, {**properties, "correlation_id": self._correlation_id}, copied)
+
+
+class TemplateByCelery(Template):
+    """Lets Celery build each message; all go to the destination of the first one.
+
+    For calls of which receivers of the signals of publishing are told. The items of an envelope
+    share nothing but the destination: each has all headers and properties.
+
+    Args:
+        first: As for :class:`Template`.
+        call: As for :class:`Template`.
+        options: As for :class:`Template`.
+        capture: Sends a call by Celery and returns the producer that has its message.
+    """
+
+    can_write_again = False
+    _shared = shared_block({}, {})
+
+    def __init__(
+        self,
+        first: CapturingProducer,
+        call: Call,
+        options: Options,
+        capture: Callable[[Call], CapturingProducer],
+    ) -> None:
+        super().__init__(first, call, options)
+        self._capture = capture
+        # To make a message again would send the signals again.
+        self._last = call.task_id, first.delayed.message
+
+    def _message(self, call: Call) -> WaitingMessage:
+        if self._last[0] != call.task_id:
+            self._last = call.task_id, self._capture(call).delayed.message
+        shared, _ = header_names.parse(self._headers)
+        return self.producer.sign(
+            self._last[1].saying(
+                exchange=shared.exchange, routing_key=shared.routing_key, queue=shared.queue
+            )
+        )
+
+    def content(self, call: Call, reply_to: str | None = None) -> Content:
+        """Return the message of a call, which Celery makes unless it has already."""
+        return Content.of(self._message(call).amqp())
+
+    def item(self, call: Call) -> bytes:
+        """Return that message as it stands in an envelope: two blocks."""
+        message = self._message(call)
+        headers = message.headers.to_headers()
+        own = {name: value for name, value in headers.items() if name not in ENVELOPE_HEADERS}
+        properties = {
+            name: value
+            for name, value in message.amqp().properties.items()
+            if name in MESSAGE_PROPERTIES and name != "application_headers"
+        }
+        if header_names.PRIORITY in self._headers:
+            own.setdefault(header_names.PRIORITY, properties.get("priority"))
+        return Item(message.body, own, properties).length_prefixed()
+
+
+class _NotACopy(Exception):
+    """Only Celery can make the message."""
+
+
+class Copies:
+    """The templates of an application's tasks.
+
+    Args:
+        delays: The application's delay levels.
+    """
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+        #: With what each was made from. None: such messages are made by Celery.
+        self._templates: dict[object, tuple[object, Template | None]] = {}
+
+    def send(self, task: TaskOrName, args: Any, kwargs: Any, options: Options) -> Result | None:
+        """Send a task as a copy; return None if it has to go through Celery.
+
+        Args:
+            task: The task, or its name.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            options: The options of ``apply_async``.
+
+        Raises:
+            TypeError: The task does not take these arguments.
+            RabbitDelayError: As :meth:`.Celery.send_task`.
+        """
+        delays, app = self._delays, self._delays.app
+        try:
+            template, publication, pipeline = self._copy(task, args, kwargs, options)
+        except _NotACopy:
+            return None
+        sent: Sent = publication.context
+        producer = template.producer
+        if not template.ignores_result:
+            app.backend.on_task_call(producer, sent.task_id)
+        publish_task(delays, publication, producer.policy, producer.declares, pipeline)
+        if pipeline is None:
+            signals.send(signals.delayed, app, sent.task_id, sent.due_ms)
+        make = app.AsyncResult if isinstance(task, str) else task.AsyncResult
+        result: Result = make(sent.task_id)
+        result.ignored = template.ignores_result
+        return result
+
+    def _copy(
+        self, task: TaskOrName, args: Any, kwargs: Any, options: Options
+    ) -> tuple[Template, Publication, TaskPipeline | None]:
+        """Return the message of a call, what it is a copy of, and the block that confirms it."""
+        delays, is_member = self._delays, "group_index" in options
+        delay, countdown, eta = options.get("delay"), options.get("countdown"), options.get("eta")
+        args, kwargs, task_id = args or (), kwargs or {}, options.get("task_id") or uuid()
+        connection = None
+        if (
+            (delay is not None) + (countdown is not None) + (eta is not None) != 1
+            or not options.keys() <= (OF_MEMBER if is_member else PLAIN)
+            or not (isinstance(args, list | tuple) and type(kwargs) is dict)
+            or type(task_id) is not str
+        ):
+            raise _NotACopy
+        shared = {name: options[name] for name in SHARED if name in options}
+        of_group: dict[str, Any] = {}
+        own: Mapping[str, Any] = NO_HEADERS
+        if is_member:
+            # If its root is the task itself, its message is no template for others.
+            if options.get("producer") is None or options.get("root_id") == task_id:
+                raise _NotACopy
+            of_group = {name: options[name] for name in OF_GROUP if name in options}
+            own = {"group_index": options["group_index"]}
+            connection = options["producer"].connection
+        pipeline = current_pipeline(delays, connection)
+        if is_member and pipeline is None:
+            raise _NotACopy
+        celery_internals.check_arguments(task, args, kwargs)
+        try:
+            tolerance_ms = tolerance_milliseconds(options.get("tolerance", 0))
+            due = delays.due(delay, countdown, eta, tolerance_ms)
+        except InvalidDelay as invalid:  # Celery may take it, where it sends without the levels
+            raise _NotACopy from invalid
+        if due.is_past:
+            raise _NotACopy
+        call = Call(task_id, args, kwargs, due, own)
+        template = self._template(task, call, shared, of_group, delay is None, connection)
+        delays.settings.check_delay(due)
+        try:
+            # Celery has an address for each thread.
+            reply_to = None if "reply_to" in of_group else delays.app.thread_oid
+            publication = template.publication(call, reply_to)
+        except (RabbitDelayError, SoftTimeLimitExceeded):
+            raise
+        except Exception as error:  # Celery tries once more, and raises its own error
+            raise _NotACopy from error
+        publication.context = Sent(template.producer.name, task_id, due.at_ms, template.label)
+        return template, publication, pipeline
+
+    def of_rows(
+        self,
+        task: TaskOrName,
+        first: Call,
+        options: Options,
+        headers: Mapping[str, Any],
+        connection: Connection | None,
+    ) -> Template:
+        """Return the template of rows: one that is kept, or the message of the first row.
+
+        Args:
+            task: The task, or its name.
+            first: The call of the first row.
+            options: The options of ``apply_async`` for all rows.
+            headers: The headers for the registry that all rows have.
+            connection: The caller's own connection.
+        """
+        delays = self._delays
+        # Celery has an address for each thread, and an envelope one for all of its tasks.
+        of_thread = {"reply_to": delays.app.thread_oid}
+        if connection is None and not headers and options.keys() <= set(SHARED):
+            with suppress(_NotACopy):
+                return self._template(task, first, options, of_thread, False, None)
+        captured = partial(
+            capture, delays, task, options=options, headers=headers, connection=connection
+        )
+        made = captured(first)
+        if _is_publishing_watched(delays.app):
+            return TemplateByCelery(made, first, options, captured)
+        return Template(made, first, options)
+
+    def _template(
+        self,
+        task: TaskOrName,
+        call: Call,
+        shared: Mapping[str, Any],
+        of_group: Mapping[str, Any],
+        is_countdown: bool,
+        connection: Connection | None,
+    ) -> Template:
+        """Return the template of a call.
+
+        Args:
+            task: The task, or its name.
+            call: The call.
+            shared: Its options of :data:`SHARED`.
+            of_group: Its options of :data:`OF_GROUP`; those of rows are the same for a thread.
+            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
+            connection: The caller's own connection.
+        """
+        app = self._delays.app
+        values = (*shared.values(), *of_group.values())
+        # A value of another type is equal to no other one that Celery reads in another way.
+        if app.current_worker_task is not None or any(
+            type(each) not in PLAIN_TYPES for each in values
+        ):
+            raise _NotACopy
+        known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
+        # A group takes the place of the former one with the same task, and so do rows of a thread.
+        made_from = _made_from(app, known), of_group
+        key = (task, is_countdown, *of_group, *shared.items())
+        former = self._templates.get(key)
+        if former is None or former[0] != made_from:
+            template = None
+            if self._may_copy(known, is_countdown):
+                options = {**shared, **of_group}
+                if "group_index" in call.headers:
+                    options["group_index"] = call.headers["group_index"]
+                plain = call._replace(headers=NO_HEADERS)
+                first = capture(self._delays, task, plain, options, connection=connection)
+                template = Template(first, call, options)
+                template.forget_arguments()
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            former = self._templates[key] = made_from, template
+        if former[1] is None:
+            raise _NotACopy
+        return former[1]
+
+    def _may_copy(self, task: Any, is_countdown: bool) -> bool:
+        """Return whether Celery makes a task's messages from data alone.
+
+        Not if a function of somebody else's has a part in it: a router, a receiver of a signal, a
+        subclass, or what a library has wrapped Celery's functions in. Not with an event for each
+        message either, nor in Celery's message protocol 1.
+
+        Args:
+            task: The task; None for one that the application does not know.
+            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
+        """
+        delays: Delays = self._delays
+        app: Any = delays.app
+        conf, amqp, router = app.conf, app.amqp, app.amqp.router
+        functions = [getattr(owner, name) for owner, name in _MAKERS]
+        functions += (amqp.send_task_message, type(app.backend).on_task_call)
+        functions.append(getattr(amqp.create_task_message, "__func__", None))
+        return (
+            delays.available
+            and getattr(task, "rabbitdelay", True)
+            and (delays.settings.takeover or not is_countdown)
+            and not any(each.shapes(task) for each in additions_of(delays))
+            and not _is_publishing_watched(app)
+            and not conf.task_always_eager
+            and conf.task_protocol == 2
+            and type(amqp) is celery_internals.DelayingAMQP
+            and type(router) is Router
+            and all(type(each) is MapRoute for each in getattr(router, "routes", ()))
+            and all(map(_is_celerys, functions))
+            # That of the results by RPC publishes.
+            and not type(app.backend).__module__.endswith(".rpc")
+            and _definers(app, "send_task")[1:] == [celery.Celery]
+            and (task is None or _is_plain(task))
+        )
+
+
+#: Celery's functions that make a task's message, or decide about it.
+_MAKERS: Final = (
+    (celery.Celery, "send_task"),
+    (celery.Task, "apply_async"),
+    (celery.Task, "shadow_name"),
+    (celery.Task, "_get_exec_options"),
+    (celery_amqp.AMQP, "as_task_v2"),
+    (celery_amqp.AMQP, "_create_task_sender"),
+)
+
+#: The signals whose receivers see a task's message.
+_SIGNALS: Final = (
+    celery_signals.before_task_publish,
+    celery_signals.after_task_publish,
+    celery_signals.task_sent,
+)
+
+#: The attributes of a task that its message depends on.
+_OF_A_TASK: Final = (
+    *("ignore_result", "time_limit", "soft_time_limit", "shadow_name", "_backend"),
+    *("rabbitdelay", "once", "track"),
+)
+
+
+def _made_from(app: Any, task: Any) -> tuple[object, ...]:
+    """Return a fingerprint of everything that shapes a message, in a few microseconds.
+
+    Not seen is what is changed within a value of the configuration, which Celery has read already,
+    and what a router or a receiver does: see :meth:`Copies._may_copy`.
+
+    Args:
+        app: The application.
+        task: The task; None for one that the application does not know.
+    """
+    conf, amqp, router = app.conf, app.amqp, app.amqp.router
+    return (
+        *(os.getpid(), conf, len(conf.maps), dict(conf.changes)),
+        *(amqp, router, *getattr(router, "routes", ()), amqp.queues, *amqp.queues.values()),
+        *(amqp.send_task_message, amqp.create_task_message, type(app.backend)),
+        *(amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize),
+        *(type(app).send_task, vars(app).get("send_task")),
+        *[getattr(owner, name) for owner, name in _MAKERS],
+        *[bool(signal.receivers) for signal in _SIGNALS],
+        None if task is None else task._get_exec_options(),
+        *[getattr(task, name, None) for name in _OF_A_TASK],
+    )
+
+
+def _is_publishing_watched(app: celery.Celery) -> bool:
+    """Return whether receivers of signals, or events, get each message that Celery publishes."""
+    return any(signal.receivers for signal in _SIGNALS) or bool(app.conf.task_send_sent_event)
+
+
+def _is_plain(task: Any) -> bool:
+    """Return whether a task's class has no part in its messages."""
+    return (
+        task.expires is None
+        and getattr(task, "_dump_pydantic_arguments", None) is None  # since Celery 5.6
+        and not task.__v2_compat__
+        and _definers(task, "shadow_name") == [celery.Task]
+        # Ours, which is mixed into every task, and Celery's.
+        and _definers(task, "apply_async")[1:] == [celery.Task]
+    )
+
+
+def _definers(instance: Any, name: str) -> list[object]:
+    """Return what defines a function: perhaps the instance, and classes, in their order."""
+    return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
+
+
+def _is_celerys(function: object) -> bool:
+    """Return whether a function is Celery's own, and not a wrapper that looks like it."""
+    if not isinstance(function, FunctionType) or not function.__module__.startswith("celery."):
+        return False
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    return function.__code__.co_filename == file

@@ -1,0 +1,252 @@
+"""The rows of ``send_many``, the report on what was sent, and grouping rows into envelopes.
+
+Rows that are due in the same tick travel in one envelope. With a tolerance, the delay is rounded up
+to a multiple of the largest place value that has one in [delay, delay + tolerance], so that many
+rows share it. The due time is then an instant, which does not move while rows wait for others.
+Opens no connection.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from kombu.utils.json import loads
+
+from celery_rabbitdelay.app.copies import Call
+from celery_rabbitdelay.exceptions import InvalidRow
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
+from celery_rabbitdelay.levels.layout import Layout
+from celery_rabbitdelay.modules.envelope import blocks_of, length_prefixed
+
+
+class Row(NamedTuple):
+    """One call of the task.
+
+    Attributes:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        delay: Seconds, or a timedelta, until it may start, from when the row is taken.
+        eta: The instant at which it may start; instead of a delay.
+        task_id: Its id; a random one by default.
+        key: Only the newest task under a key runs; needs the registry.
+    """
+
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+    delay: Delay | None = None
+    eta: datetime | str | None = None
+    task_id: str | None = None
+    key: str | None = None
+
+
+@dataclass
+class Report:
+    """What was sent, so far.
+
+    Attributes:
+        sent: How many rows publishing was attempted for.
+        confirmed: How many of these the broker has confirmed.
+        resent: How often a message was published again.
+        messages: How many messages were confirmed, envelopes among them.
+        envelopes: How many messages that hold several rows were confirmed.
+        seconds: How long it has taken.
+        errors: How many rows were not confirmed, by the name of the error.
+    """
+
+    sent: int = 0
+    confirmed: int = 0
+    resent: int = 0
+    messages: int = 0
+    envelopes: int = 0
+    seconds: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rate(self) -> float:
+        """Confirmed rows a second."""
+        return self.confirmed / self.seconds if self.seconds else 0.0
+
+
+def row_of(given: Mapping[str, Any]) -> Row:
+    """Return the row that has these fields.
+
+    Raises:
+        InvalidRow: It is no mapping, or has an unknown field.
+    """
+    if not isinstance(given, Mapping):
+        takes = 'a celery_rabbitdelay.Row, or its fields, such as {"args": [7], "delay": 3600}'
+        raise InvalidRow(given, f"takes {takes}")
+    try:
+        return Row(**given)
+    except TypeError as wrong:
+        unknown = ", ".join(sorted(map(str, given.keys() - set(Row._fields))))
+        takes = ", ".join(Row._fields)
+        raise InvalidRow(given, f"has {unknown}; takes {takes}") from wrong
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Rows that are due in the same tick, each as :meth:`.Writer.item` writes it.
+
+    ``send_many`` writes the first of them again. If that gives other bytes, because the application
+    has another serializer for example, it reads all of them and writes each itself.
+
+    Attributes:
+        items: The bytes of all of them.
+        count: How many they are; at least one.
+        due_ms: When they are due, in milliseconds since 1970-01-01 UTC.
+    """
+
+    items: bytes
+    count: int
+    due_ms: int
+
+    @property
+    def due(self) -> Due:
+        """When they are due."""
+        now_ms = wall_clock.ms()
+        return Due(self.due_ms * NS_PER_MS, self.due_ms - now_ms, is_instant=True)
+
+    def read(self) -> Iterator[tuple[Row, bytes]]:
+        """Yield each row, and the bytes that it was read from."""
+        blocks, eta = blocks_of(self.items), instant_of(self.due_ms)
+        for own in blocks:
+            body = next(blocks)
+            headers = json.loads(bytes(own))["headers"]
+            args, kwargs, _ = loads(bytes(body))
+            if headers.get("argsrepr", "").startswith("("):
+                args = tuple(args)  # JSON has lists only
+            item = length_prefixed(bytes(own)) + length_prefixed(bytes(body))
+            yield Row(args, kwargs, eta=eta, task_id=headers["id"]), item
+
+
+#: The input of a send: one row, or many rows in their written form.
+Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
+
+
+def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, Any]]:
+    """Yield each row, those that are written already as well."""
+    for given in rows:
+        if isinstance(given, WrittenRows):
+            yield from (row for row, _ in given.read())
+        else:
+            yield given
+
+
+#: Maximum messages in one group: more would save little, and each waits for those before it.
+MAX_GROUP_MESSAGES: Final = 1000
+
+#: Maximum bytes in one group.
+MAX_GROUP_BYTES: Final = 2**20
+
+#: Maximum bytes in all groups together.
+MAX_TOTAL_BYTES: Final = 80 * 2**20
+
+#: The bytes that a message in a group takes in addition to its own.
+MESSAGE_OVERHEAD: Final = 64
+
+#: A message waits for others for at most this many milliseconds, and at most its delay divided by
+#: this number.
+MAX_WAIT_MS: Final = 10_000
+WAIT_DIVISOR: Final = 10
+
+
+@dataclass(slots=True)
+class Group:
+    """Messages that are due in the same tick.
+
+    Attributes:
+        due: When all of them are due.
+        first: The first call.
+        items: The bytes of all messages, as they stand in an envelope.
+        rows: The numbers of their rows.
+    """
+
+    due: Due
+    first: Call
+    items: bytearray = field(default_factory=bytearray)
+    rows: MutableSequence[int] = field(default_factory=lambda: array("Q"))
+
+
+class Grouper:
+    """Puts messages into groups.
+
+    Args:
+        layout: The levels that they wait in.
+        write: Returns the message of a call as it stands in an envelope.
+        max_bytes: Bytes of messages that complete a group; :data:`MAX_GROUP_BYTES` do in any case.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        write: Callable[[Call], bytes],
+        max_bytes: int = MAX_GROUP_BYTES,
+    ) -> None:
+        self._max_bytes = min(max_bytes, MAX_GROUP_BYTES)
+        self._layout = layout
+        self._tick_ms = layout.tick_ms
+        self._write = write
+        self._groups: dict[int, Group] = {}
+        self._total_bytes = 0
+        self._reference_ns = 0
+        self._until_ns = 0
+
+    def add(self, row: int, call: Call) -> list[Group]:
+        """Put the message of a call into its group; return the groups that wait no longer.
+
+        Args:
+            row: The number of its row.
+            call: The call.
+        """
+        item, due = self._write(call), call.due
+        ready: list[Group] = []
+        now_ns = wall_clock.ns()
+        if now_ns >= self._until_ns or self._total_bytes >= MAX_TOTAL_BYTES:
+            ready = list(self.flush())
+        if not self._groups:
+            self._reference_ns, self._until_ns = now_ns, now_ns + 2**63
+        # Due.remaining_ms leaves a relative delay as it is while little of it has passed. A rounded
+        # due time must be exact, so it is an instant.
+        is_instant = due.is_instant or due.tolerance_ms > 0
+        wait_ms = min(due.delay_ms // WAIT_DIVISOR, MAX_WAIT_MS) if is_instant else 0
+        self._until_ns = min(self._until_ns, now_ns + max(wait_ms, self._tick_ms) * NS_PER_MS)
+        # The group's delay, in ticks from the reference time.
+        ahead_ms = max(-((self._reference_ns - due.at_ns) // NS_PER_MS), 0)
+        shared_ms = self._layout.round_to_fewest_stops(ahead_ms, due.tolerance_ms, coarsest=True)
+        ticks = -(-shared_ms // self._tick_ms)
+        group = self._groups.get(ticks)
+        if group is not None and len(item) >= self._max_bytes:
+            # A message of this size has a group of its own: an envelope may not hold more.
+            ready.append(self._take(ticks))
+            group = None
+        if group is None:
+            delay_ms = ticks * self._tick_ms
+            at_ns = self._reference_ns + delay_ms * NS_PER_MS
+            group = self._groups[ticks] = Group(Due(at_ns, delay_ms, is_instant), call)
+        elif is_instant and not group.due.is_instant:
+            group.due = group.due._replace(is_instant=True)
+        group.rows.append(row)
+        group.items += item
+        self._total_bytes += len(item) + MESSAGE_OVERHEAD
+        if len(group.rows) >= MAX_GROUP_MESSAGES or len(group.items) >= self._max_bytes:
+            ready.append(self._take(ticks))
+        return ready
+
+    def _take(self, ticks: int) -> Group:
+        group = self._groups.pop(ticks)
+        self._total_bytes -= len(group.items) + MESSAGE_OVERHEAD * len(group.rows)
+        return group
+
+    def flush(self) -> Iterator[Group]:
+        """Yield all groups, and start with none."""
+        groups, self._groups, self._total_bytes = self._groups, {}, 0
+        while groups:
+            yield groups.popitem()[1]

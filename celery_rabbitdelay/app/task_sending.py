@@ -1,0 +1,381 @@
+"""Where a task goes: Celery's own path, a worker that holds it, or the levels.
+
+Celery makes and routes the message in any case. A task that goes into the levels is published by a
+:class:`DelayedTaskProducer` instead of Celery's own producer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
+
+import celery
+from celery.app.amqp import AMQP
+from celery.app.defaults import DEFAULTS
+from kombu import Connection, Exchange, Producer, Queue
+from kombu.utils.uuid import uuid
+
+from celery_rabbitdelay.app import celery_internals, pipelines, signals
+from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.instruments import queue_label
+from celery_rabbitdelay.app.options import Options, Result
+from celery_rabbitdelay.app.seams import AddedToSend, Send, additions_of
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import UnknownOption
+from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, plain
+from celery_rabbitdelay.publishing.destination import Destination, resolve
+from celery_rabbitdelay.publishing.message import Declaration, Publication
+from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
+from celery_rabbitdelay.publishing.publish_loop import BACKOFF, RESENDS, PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Publisher
+
+
+def publish_policy(
+    app: celery.Celery, options: Options, retry: bool, retry_policy: Mapping[str, Any]
+) -> PublishPolicy:
+    """Return how often a message is sent again, by the caller's options and the settings.
+
+    Args:
+        app: The application.
+        options: The options of ``apply_async``, as the caller has given them.
+        retry: Whether Celery wants the message to be sent again.
+        retry_policy: Celery's retry policy: the setting, with what the caller has given.
+    """
+    # Whether somebody has given a number of retries: the caller, or a setting that is not Celery's.
+    configured = app.conf.task_publish_retry_policy
+    is_counted = configured != DEFAULTS["task_publish_retry_policy"] or "max_retries" in (
+        options.get("retry_policy") or {}
+    )
+    retries: int | None = retry_policy.get("max_retries")
+    if retry:
+        resends = retries if is_counted else RESENDS
+    else:
+        # Celery 5.7 counts the retries of a callback itself, and turns ours off.
+        given = options.get("retry")
+        is_on = app.conf.task_publish_retry if given is None else given
+        resends = RESENDS if is_on and not is_counted and celery_internals.sends_a_callback() else 0
+    # Connecting fails as fast as in Celery, for the sake of web requests. For a worker's task,
+    # nobody waits.
+    has_own = is_counted or app.current_worker_task is not None
+    intervals = [retry_policy.get(f"interval_{name}") for name in ("start", "step", "max")]
+    first, step, longest = (
+        default if value is None else float(value)
+        for value, default in zip(intervals, BACKOFF, strict=True)
+    )
+    return PublishPolicy(
+        resends=resends,
+        backoff=(first, step, longest),
+        reconnects=None if has_own else retries,
+    )
+
+
+class DelayedTaskProducer(DelayedProducer):
+    """Publishes one task into the levels, and everything else (events) as any producer does.
+
+    Celery resolves exchange, routing key, headers and properties of a task as if it had no delay,
+    sends its signals, and calls :meth:`publish`.
+
+    Args:
+        delays: The application's delay levels.
+        name: The task's name, also an attribute.
+        due: When the task may start.
+        options: The options of ``apply_async``, as the caller has given them.
+        connection: The caller's own connection, to be used instead of the pool's.
+        pipeline: The block that confirms the message; None if :meth:`publish` does.
+        came_from: The name of the queue that a retried task came from, if it is known.
+
+    Attributes:
+        body: The task's body, once Celery has made it: arguments, keyword arguments, and callbacks,
+            chain and chord.
+        options: The other options with which kombu makes the message.
+        delayed: The task's message.
+        policy: How long, and how often, it is tried.
+        declares: The functions by which a publisher declares its destination.
+    """
+
+    body: Any
+    options: dict[str, Any]
+    delayed: Delayed
+    policy: PublishPolicy
+    declares: dict[str, Declaration | None]
+
+    def __init__(
+        self,
+        delays: Delays,
+        name: str,
+        due: Due,
+        options: Options,
+        connection: Connection | None = None,
+        pipeline: pipelines.TaskPipeline | None = None,
+        came_from: str | None = None,
+    ) -> None:
+        # The publisher is borrowed once the message is made.
+        publisher = Publisher(delays.pool.connection if connection is None else connection)
+        super().__init__(publisher, **delays.settings.for_producer)
+        self.amqp: AMQP = delays.app.amqp
+        self._delays = delays
+        self.name = name
+        self._due = due
+        self._given = options
+        self._callers_connection = connection
+        self._pipeline = pipeline
+        self._came_from = came_from
+        self._took = 0.0
+        self._is_sent = False
+
+    def publish(self, body: Any, **options: Any) -> None:  # type: ignore[override]
+        """Publish the task into the levels, or an event that follows the task without a delay.
+
+        Celery 5.7 calls it again if it has failed, where the task is a callback. The timeout is one
+        for all of these calls.
+
+        Args:
+            body: The task's body.
+            **options: What :meth:`kombu.Producer.publish` takes, as Celery gives it.
+        """
+        if self._is_sent:
+            self._publish_event(body, options)
+            return
+        declare = options.pop("declare", None) or []
+        destination = self._destination(
+            options.pop("exchange"), options.pop("routing_key"), declare
+        )
+        retry, retry_policy = options.pop("retry", False), options.pop("retry_policy", None)
+        policy = publish_policy(self._delays.app, self._given, retry, retry_policy or {})
+        given = options.pop("confirm_timeout", None)
+        timeout = self.timeout if given is None else Settings.checked("confirm_timeout", given)
+        self.policy = policy._replace(timeout=max(timeout - self._took, pipelines.MIN_TIMEOUT))
+        options.pop("timeout", None)
+        began = time.monotonic()
+        try:
+            self.body, self.options = body, options
+            self.delayed = self.delayed_message(body, destination, self._due, **options)
+            self.declares = self.declarations(self.delayed.queue, declare)
+            self.deliver()
+        finally:
+            self._took += time.monotonic() - began
+        self._is_sent = True
+
+    def deliver(self) -> None:
+        """Publish the message that was made."""
+        delayed, due = self.delayed, self._due
+        sent = pipelines.Sent(self.name, self._given["task_id"], due.at_ms, queue_label(delayed))
+        address = partial(self.address, delayed, due)
+        publication = Publication.of(delayed.message.amqp(), address, sent)
+        pipelines.publish_task(
+            *(self._delays, publication, self.policy, self.declares),
+            *(self._pipeline, self._callers_connection),
+        )
+
+    def _publish_event(self, body: Any, options: Options) -> None:
+        if self._delays.stand_in is not None:
+            return
+        with ExitStack() as stack:
+            if self._pipeline is None:
+                borrowing = self._delays.publisher(self._callers_connection)
+                publisher = stack.enter_context(borrowing)
+            else:
+                publisher = self._pipeline.borrow(self.timeout)
+            Producer(publisher.connection, auto_declare=False).publish(body, **options)
+
+    def _destination(
+        self, exchange: str | Exchange | None, routing_key: str | None, declare: list[Any]
+    ) -> Destination:
+        name = exchange.name if isinstance(exchange, Exchange) else exchange or ""
+        queues = self.amqp.queues
+        routed_to = [entity for entity in declare if isinstance(entity, Queue)]
+        known = [*routed_to, *queues.values()]
+        # A retry is sent to where the task came from.
+        consumed = queues.consume_from if self._given.get("retries") else ()
+        return resolve(name, routing_key or "", known, consumed, self._came_from)
+
+
+class EtaProducer:
+    """Publishes a task at once, with an ``eta`` until which a worker holds it.
+
+    This is how Celery delays a task, unless the application has a quorum queue and the task goes to
+    a topic exchange: given a countdown or an eta, Celery then uses its native delayed delivery.
+
+    Args:
+        producer: The producer that publishes the task.
+        countdown: Seconds until the task may start.
+        eta: The instant at which it may start, if there is no countdown.
+    """
+
+    def __init__(
+        self, producer: Producer, countdown: float | None, eta: datetime | str | None
+    ) -> None:
+        self._producer = producer
+        when = wall_clock.now() + timedelta(seconds=countdown) if countdown else eta
+        self._eta = when if when is None or isinstance(when, str) else when.isoformat()
+
+    def publish(self, body: Any, *, headers: dict[str, Any] | None = None, **options: Any) -> Any:
+        """Publish the task, or the event that follows it."""
+        if headers and "eta" in headers:
+            headers["eta"] = self._eta
+        elif isinstance(body, dict) and "task" in body:
+            # Celery's message protocol 1.
+            body["eta"] = self._eta
+        return self._producer.publish(body, headers=headers, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+
+#: The id of the task that is sent just now, and the producer to publish it with: an application's
+#: own ``send_task`` may not pass the producer on.
+given_producer: ContextVar[tuple[str, Any] | None] = ContextVar("given_producer", default=None)
+
+
+@dataclass
+class TaskSending(Send):
+    """One call of ``Celery.send_task``, and where it goes.
+
+    Attributes:
+        by_celery: Celery's ``send_task``, or the application's own, for a name and arguments.
+        delay: Seconds, or a timedelta, until it may start; None if ``countdown`` or ``eta`` says.
+        tolerance_ms: Milliseconds that it may start later.
+        stamps: The stamps that have the name of an option of this package.
+    """
+
+    by_celery: Callable[..., Result]
+    delay: Delay | None
+    tolerance_ms: int
+    stamps: Mapping[str, Any]
+
+    def send(self) -> Result:
+        """Send the task, to where these rules lead, the first one that applies.
+
+        - no delay, and nothing that an addition has to know: Celery's own path
+        - the broker is not RabbitMQ: the same; ``delay`` becomes a countdown
+        - ``rabbitdelay=False``, or a countdown or eta without takeover: a worker, which holds it
+        - the delay is over by now: Celery's own path, at once
+        - all others: the levels; :class:`.DelayedProducer` chooses between the task's queue and
+          distribution
+
+        What the registry has to know goes with each message of a task: also with a retry, or a
+        replacement, that has no delay, because the next one that has a delay looks for it there.
+        """
+        has_options = any(self.added.values())
+        countdown = self.options.get("countdown")
+        has_delay = self.delay is not None or countdown or self.options.get("eta")
+        if not (has_delay or has_options or self._is_continued):
+            return self._send_by_celery()
+        for time_of in {"eta", "expires"} & self.options.keys():
+            self.options[time_of] = plain(self.options[time_of], time_of)
+        self.has_id = self.options.get("task_id") is not None
+        self.options["task_id"] = self.options.get("task_id") or uuid()
+        known = celery_internals.registered_task(self.delays.app, self.name)
+        self.task = self.options.get("task_type") or known
+        if not self.delays.is_available(self._callers_connection):
+            self._refuse_added("the broker is not RabbitMQ")
+            if self.delay is not None and milliseconds(self.delay) > 0:
+                why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
+                self.delays.warn_treated_as_countdown(why)
+            return self._send_by_celery()
+        parts = [part for each in additions_of(self.delays) if (part := each.to_send(self))]
+        is_known = bool(parts) and (has_options or self._is_continued)
+        if has_delay and not self._takes_over() and not (self._is_continued and is_known):
+            self._refuse_added("the task does not wait in the levels")
+            return self._send_with_eta()
+        eta = self.options.get("eta")
+        due = self.delays.due(self.delay, countdown, eta, self.tolerance_ms)
+        if due.is_past and not is_known:
+            return self._send_with_eta()
+        # Also without a delay: behind the levels, the additions are asked about it.
+        send = partial(self._send_into_levels, due, parts)
+        for part in parts:
+            send = partial(part.around, due, send)
+        return send()
+
+    @property
+    def _is_continued(self) -> bool:
+        """Whether the task retries, or replaces, one that an addition knows."""
+        return bool(self.former) and not header_names.REGISTRY.isdisjoint(self.former)
+
+    def _refuse_added(self, why: str) -> None:
+        for name, value in self.added.items():
+            if value is not False:
+                raise UnknownOption(name, value, f"{why}, so the option would do nothing")
+
+    @property
+    def _came_from(self) -> str | None:
+        """The queue that a retry returns to; a replacement goes where its own options say."""
+        return self.former.get(header_names.QUEUE) if self.options.get("retries") else None
+
+    @property
+    def _callers_producer(self) -> Producer | None:
+        return self.options.get("producer") or self.options.get("publisher")
+
+    @property
+    def _callers_connection(self) -> Connection | None:
+        producer = self._callers_producer
+        connection: Connection | None = self.options.get("connection")
+        return connection or (producer.connection if producer is not None else None)
+
+    def _takes_over(self) -> bool:
+        """Whether a delay goes into the levels: see ``rabbitdelay=False`` and ``takeover``."""
+        if not getattr(self.task, "rabbitdelay", True):
+            return False
+        return self.delay is not None or self.delays.settings.takeover
+
+    def _send_with_eta(self) -> Result:
+        if not celery_internals.has_quorum_queue(self.delays.app):
+            return self._send_by_celery()
+        # Celery would use its native delayed delivery, whose queues our workers do not declare.
+        producer, connection = self._callers_producer, self.options.get("connection")
+        if connection is not None:
+            producer = self.delays.app.amqp.Producer(connection, auto_declare=False)
+        given = self._celerys_options
+        with self.delays.app.producer_or_acquire(producer) as acquired:
+            holding = EtaProducer(acquired, given.get("countdown"), given.get("eta"))
+            return self._send_by_celery(holding)
+
+    def _send_into_levels(self, due: Due, parts: Sequence[AddedToSend]) -> Result:
+        delays, connection = self.delays, self._callers_connection
+        delays.check_protocol()
+        delays.settings.check_delay(due)
+        pipeline = None
+        # A worker acknowledges a task as soon as its retry is sent.
+        if not (self.options.get("retries") or any(part.is_alone for part in parts)):
+            pipeline = pipelines.current_pipeline(delays, connection)
+        producer = DelayedTaskProducer(
+            *(delays, self.name, due, self.options),
+            *(connection, pipeline, self._came_from),
+        )
+        headers = [part.headers(due) for part in parts]
+        producer.says = {"registry": {name: each[name] for each in headers for name in each}}
+        result = self._send_by_celery(producer)
+        if pipeline is None:
+            for part in parts:
+                part.confirmed(result.id, due, producer.delayed)
+            signals.send(signals.delayed, delays.app, result.id, due.at_ms)
+        return result
+
+    @property
+    def _celerys_options(self) -> dict[str, Any]:
+        """The caller's options in Celery's words: a ``delay`` is a countdown."""
+        own = {} if self.delay is None else {"countdown": milliseconds(self.delay) / 1000}
+        return {**self.options, **own, **self.stamps}
+
+    def _send_by_celery(self, producer: Any = None) -> Result:
+        """Let Celery make, route and publish the message; with a producer, only make and route."""
+        options = self._celerys_options
+        if producer is not None:
+            for name in ("countdown", "eta", "connection", "publisher"):
+                options.pop(name, None)
+            options["producer"] = producer
+        given = None if producer is None else (self.options["task_id"], producer)
+        token = given_producer.set(given)
+        try:
+            return self.by_celery(**options)
+        finally:
+            given_producer.reset(token)
