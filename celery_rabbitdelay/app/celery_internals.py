@@ -1,6 +1,6 @@
 """The parts of Celery that are private or undocumented, each behind a function that says its use.
 
-When Celery moves one of them, tests/unit/test_upstream.py says which. The parts of a running
+When Celery moves one of them, tests/kernel/unit/test_upstream.py says which. The parts of a running
 worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 """
 

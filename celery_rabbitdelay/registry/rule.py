@@ -1,7 +1,8 @@
 """The registry's rule in Python: what is noted about a task, and what becomes of its messages.
 
-``arrive.lua`` and its neighbours do the same in Redis; ``tests/integration/test_registry_rule.py``
-compares the two. ``tests/unit/test_registry_rule.py`` explores what can happen to the messages.
+``arrive.lua`` and its neighbours do the same in Redis;
+``tests/registry/integration/test_registry_rule.py`` compares the two.
+``tests/registry/unit/test_registry_rule.py`` explores what can happen to the messages.
 """
 
 from __future__ import annotations
