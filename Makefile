@@ -12,10 +12,10 @@ export PYTHONDONTWRITEBYTECODE =
         bench bench-beside journeys lint types docs pictures tox coverage clean
 
 help:  ## List the targets that people need; `make help-all` lists the others too
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 20
+	@grep -hE '^[a-z0-9%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | expand -t 20
 
 help-all:  #: List all targets
-	@grep -hE '^[a-z0-9-]+:.*#[#:]' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*#[#:] /\1\t/' | expand -t 20
+	@grep -hE '^[a-z0-9%-]+:.*#[#:]' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*#[#:] /\1\t/' | expand -t 20
 
 $(VENV)/demo.done: pyproject.toml set_up.sh
 	./set_up.sh $(VENV) demo
@@ -29,37 +29,33 @@ $(VENV)/check.done: pyproject.toml set_up.sh
 demo: $(VENV)/demo.done  ## The record shop: Spark, RabbitMQ, a worker that is killed (about a minute)
 	$(BIN)/python -m example_project
 
-INTEGRATION = $(wildcard $(patsubst %,tests/integration/test_%.py,$(1)))
-
-# What starts Spark. All files but the first one share a session, which ends where one needs its own.
-SPARK_TESTS = example_project/tests/test_pipelines.py $(call INTEGRATION,spark_*)
-
-# The operator's commands against real servers, the code of the documentation, probes, pauses, metrics and the page.
-OPERATIONS_TESTS = $(call INTEGRATION,adopt command* documentation flower leaving metrics migrate pause \
-        probe prometheus undeliverable verify* web web_mounted)
-
-# What strangers, other users and other versions may do, and TLS.
-SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bodies hostile modules_bounds permissions \
-        reach sealed secrets signing tls versions)
-
-# Schedules, time travel and what records sends.
-SCHEDULES_TESTS = $(call INTEGRATION,beat_entries recorded_sequences schedule* testing_plugin travel)
+# The rooms of the package; `whole` has the tests that look at all of them.
+ROOMS = kernel registry schedules operations metrics spark testing web whole
+UNIT = $(wildcard $(ROOMS:%=tests/%/unit))
+INTEGRATION = $(wildcard $(patsubst %,tests/*/integration/test_%.py,$(1)))
 
 # Brokers, workers and Redis servers that are killed or stop answering, and clusters.
-TROUBLE_TESTS = tests/acceptance/test_kill.py $(call INTEGRATION,cluster early modules_trouble publisher_trouble \
+TROUBLE_TESTS = tests/kernel/acceptance/test_kill.py $(call INTEGRATION,cluster early modules_trouble publisher_trouble \
         registry_kills registry_trouble)
 
 # The page in a real browser, also while its servers are killed.
 BROWSER_TESTS = $(call INTEGRATION,web_browser*)
 
+# What strangers, other users and other versions may do, and TLS.
+SECURITY_TESTS = tests/upgrade/test_recorded.py $(call INTEGRATION,dangerous_bodies hostile modules_bounds permissions \
+        reach sealed secrets signing tls versions)
+
+# The tests of rooms against real servers, without the two kinds that take long.
+OF_ROOMS = $(filter-out $(TROUBLE_TESTS) $(BROWSER_TESTS), \
+        $(wildcard $(foreach room,$(1),tests/$(room)/acceptance/test_*.py tests/$(room)/integration/test_*.py)))
+
 # One test of each of these rooms.
-SMOKE_TESTS = $(patsubst %,tests/integration/test_%,\
-        schedules.py::test_each_instant_runs_once_and_edits_and_deletes_end_what_waits \
-        travel.py::test_all_ways_to_send_travel \
-        spark_write.py::test_rows_become_tasks_that_run_when_they_are_due \
-        undeliverable.py::test_messages_come_to_their_queue_and_the_others_stay \
-        metrics.py::test_each_verdict_of_the_registry_is_counted \
-        web.py::test_an_action_does_what_it_says_for_each_task_and_is_logged)
+SMOKE_TESTS = tests/schedules/integration/test_schedules.py::test_each_instant_runs_once_and_edits_and_deletes_end_what_waits \
+        tests/testing/integration/test_travel.py::test_all_ways_to_send_travel \
+        tests/spark/integration/test_spark_write.py::test_rows_become_tasks_that_run_when_they_are_due \
+        tests/operations/integration/test_undeliverable.py::test_messages_come_to_their_queue_and_the_others_stay \
+        tests/metrics/integration/test_metrics.py::test_each_verdict_of_the_registry_is_counted \
+        tests/web/integration/test_web.py::test_an_action_does_what_it_says_for_each_task_and_is_logged
 
 # How many processes test at the same time; most tests wait most of the time.
 PROCESSES ?= 4
@@ -67,11 +63,10 @@ PROCESSES ?= 4
 # Files in their order: unit tests, of which each file is quick, come last and fill the gaps.
 AT_ONCE = --dist=loadfile --no-loadscope-reorder --numprocesses
 
-TEST = -m pytest $(AT_ONCE)=$(PROCESSES) $(SMOKE_TESTS) $(filter-out $(SPARK_TESTS) $(OPERATIONS_TESTS) \
-        $(SECURITY_TESTS) $(SCHEDULES_TESTS) $(TROUBLE_TESTS) $(BROWSER_TESTS), \
-        $(wildcard $(addsuffix /test_*.py,tests/acceptance tests/integration example_project/tests))) tests/unit
+TEST = -m pytest $(AT_ONCE)=$(PROCESSES) $(SMOKE_TESTS) $(filter-out $(SECURITY_TESTS), $(call OF_ROOMS,kernel registry)) \
+        $(filter-out %_pipelines.py, $(wildcard example_project/tests/test_*.py)) $(UNIT)
 
-test: $(VENV)/test.done  ## The tests of levels, publishing, modules, app, worker and registry, and one of each other room
+test: $(VENV)/test.done  ## The tests of the kernel and the registry, all unit tests, and one test of each other room
 	$(BIN)/python $(TEST)
 
 coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half as long again)
@@ -83,11 +78,11 @@ coverage: $(VENV)/test.done  ## The same tests, and which lines they reach (half
 test-security: $(VENV)/test.done  #: The tests of permissions, allow-lists, signatures, bounds, secrets, TLS and versions, likewise
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SECURITY_TESTS)
 
-test-schedules: $(VENV)/test.done  #: The tests of schedules, time travel and what records sends, likewise
-	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(SCHEDULES_TESTS)
+test-rooms: $(VENV)/test.done  #: The tests of ROOMS against real servers, likewise: make test-rooms ROOMS="web operations"
+	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(call OF_ROOMS,$(ROOMS))
 
-test-operations: $(VENV)/test.done  #: The tests of the operator's commands, the documentation, metrics and the page, likewise
-	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(OPERATIONS_TESTS)
+test-%: $(VENV)/test.done  ## All tests of one room: test-kernel, -registry, -schedules, -operations, -metrics, -spark, -testing, -web
+	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(call OF_ROOMS,$*) $(wildcard tests/$*/unit)
 
 test-trouble: $(VENV)/test.done  #: The tests whose servers are killed, freeze or are full, likewise (ten minutes)
 	$(BIN)/pytest $(AT_ONCE)=$(PROCESSES) $(TROUBLE_TESTS)
@@ -96,16 +91,10 @@ test-browser: $(VENV)/test.done  #: The tests of the page in a real browser, lik
 	$(BIN)/pytest $(AT_ONCE)=2 $(BROWSER_TESTS)
 
 test-spark: $(VENV)/test.done  #: The tests that start Spark, likewise
-	$(BIN)/pytest $(AT_ONCE)=2 $(SPARK_TESTS)
+	$(BIN)/pytest $(AT_ONCE)=2 example_project/tests/test_pipelines.py $(call OF_ROOMS,spark) tests/spark/unit
 
 unit: $(VENV)/test.done  ## The tests that need no server
-	$(BIN)/pytest $(AT_ONCE)=2 tests/unit
-
-integration: $(VENV)/test.done  #: The tests of the lower rooms and of Celery against real servers
-	$(BIN)/pytest tests/integration
-
-acceptance: $(VENV)/test.done  #: The tests of whole setups, through pytest-celery
-	$(BIN)/pytest tests/acceptance
+	$(BIN)/pytest $(AT_ONCE)=2 $(UNIT)
 
 test-brokers: $(VENV)/test.done  #: Integration and acceptance on RabbitMQ 3.10, 4.0 and 4.3 (root)
 	$(BIN)/python -m tests.brokers
@@ -117,19 +106,22 @@ test-valkey: $(VENV)/test.done  #: The registry's tests against Valkey in place 
 	$(BIN)/python -m tests.valkey
 
 registry-sequences: $(VENV)/test.done  #: 50,000 random sequences: the registry's scripts beside its rule; and each interleaving, deeper
-	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_registry_rule.py
-	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/unit/test_registry_rule.py
+	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/registry/integration/test_registry_rule.py
+	RABBITDELAY_DEPTH=6 $(BIN)/pytest -q tests/registry/unit/test_registry_rule.py
 
 schedule-sequences: $(VENV)/test.done  #: 50,000 random sequences: the scripts of schedules beside their rule; and each interleaving, deeper (20 minutes)
-	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/integration/test_schedule_sequences.py
-	RABBITDELAY_DEPTH=2 $(BIN)/pytest -q tests/unit/test_schedule_rule.py
+	RABBITDELAY_SEQUENCES=50000 $(BIN)/pytest -q tests/schedules/integration/test_schedule_sequences.py
+	RABBITDELAY_DEPTH=2 $(BIN)/pytest -q tests/schedules/unit/test_schedule_rule.py
 
 travel: $(VENV)/test.done  #: Time travel: a year of forty schedules, and 200 sequences of calls on the real and the recorded system (an hour)
-	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/integration/test_schedule_year.py tests/unit/test_recurrence.py
-	RABBITDELAY_SEQUENCES=200 $(BIN)/pytest -q --timeout=3600 tests/integration/test_recorded_sequences.py
+	RABBITDELAY_WHOLE_YEAR=1 $(BIN)/pytest -q tests/schedules/integration/test_schedule_year.py tests/schedules/unit/test_recurrence.py
+	RABBITDELAY_SEQUENCES=200 $(BIN)/pytest -q --timeout=3600 tests/testing/integration/test_recorded_sequences.py
 
 registry-mutants: $(VENV)/test.done  #: Break each line of the registry's scripts once; its tests have to notice
 	$(BIN)/python -m tests.mutation.scripts
+
+without: $(VENV)/test.done  ## Delete a ROOM in a copy, and those that stand on it; what is left works: make without ROOM=web
+	$(BIN)/python -m tests.without $(ROOM)
 
 planted: $(VENV)/test.done  ## Break each promise once; the tests have to notice (half an hour)
 	$(BIN)/python -m tests.planted
@@ -144,8 +136,8 @@ chaos-short: $(VENV)/test.done  #: Three of these, in seven minutes
 	$(BIN)/python -m tests.chaos short
 
 probe: $(VENV)/test.done  #: Probes: each trouble with a round a minute, and as many rounds as a week has minutes (half an hour)
-	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/integration/test_probe.py -k trouble
-	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest tests/integration/test_probe.py -k sound
+	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/kernel/integration/test_probe.py -k trouble
+	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest tests/kernel/integration/test_probe.py -k sound
 
 hostile: $(VENV)/test.done  #: Malformed, oversized and forged messages against one worker after another (ten minutes)
 	$(BIN)/python -m tests.hostile --seconds 600

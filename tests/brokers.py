@@ -28,7 +28,7 @@ from tests import CACHE
 REPOSITORY: Final = Path(__file__).resolve().parent.parent
 
 #: What is run against every version.
-TESTS: Final = ("tests/integration", "tests/acceptance")
+TESTS: Final = ("tests", "-k", "integration or acceptance")
 
 #: ``procps`` brings ``ps``, which RabbitMQ's scripts call and the smallest Debian lacks.
 PACKAGES: Final = ("rabbitmq-server", "procps")

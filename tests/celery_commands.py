@@ -41,7 +41,7 @@ _FORKS.set_forkserver_preload(
 CELERY: Final = "celery"
 
 #: The application of the other programs.
-SHOP: Final = "tests.integration.shop"
+SHOP: Final = "tests.kernel.integration.shop"
 
 #: The files that a command has as its standard streams.
 _STREAMS: Final = ("stdin", "stdout", "stderr")

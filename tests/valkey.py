@@ -24,7 +24,9 @@ from tests.brokers import BROKERS, REPOSITORY, NotPossibleHere, system_with
 SUITE: Final = "trixie"
 
 #: The test files that are run; most of them on one server and a cluster, some behind Sentinel.
-TESTS: Final = sorted(str(path) for path in REPOSITORY.glob("tests/integration/test_registry*.py"))
+TESTS: Final = sorted(
+    str(path) for path in REPOSITORY.glob("tests/registry/integration/test_registry*.py")
+)
 
 #: Starts a program of the Debian system with that system's libraries.
 WRAPPER: Final = """#!/bin/sh

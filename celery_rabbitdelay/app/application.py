@@ -34,7 +34,7 @@ from celery.result import AsyncResult
 from kombu import Producer
 
 from celery_rabbitdelay import __version__, exceptions
-from celery_rabbitdelay.app import additions, canvas, celery_internals
+from celery_rabbitdelay.app import additions, canvas, celery_internals, task_sending
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
 from celery_rabbitdelay.app.copies import Copies
@@ -43,6 +43,8 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     DelayOptions,
+    OwnOptions,
+    Result,
     SendOptions,
     own_options,
     refuse_two_times,
@@ -50,12 +52,6 @@ from celery_rabbitdelay.app.options import (
 )
 from celery_rabbitdelay.app.pipelines import group_pipeline
 from celery_rabbitdelay.app.seams import checked_added_options
-from celery_rabbitdelay.app.task_sending import (
-    DelayedTaskProducer,
-    EtaProducer,
-    TaskSending,
-    given_producer,
-)
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, milliseconds, plain, tolerance_milliseconds
@@ -186,11 +182,12 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             ValueError: A delay that is not finite.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        passed: dict[str, Any] = {**options}
-        if not more:
-            sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
-            if sent is not None:
-                return sent
+        passed: OwnOptions = {**options}
+        if more:
+            passed |= celery_internals.named(celery.Task.apply_async, 3, more)
+        sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
+        if sent is not None:
+            return sent
         given, stamps = without_stamps(passed)
         checked_added_options(given, self.app.rabbitdelay)
         delay: Delay | None = given.get("delay")
@@ -201,9 +198,8 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             if countdown > 0:
                 why = "with task_always_eager, the task runs at once"
                 self.app.rabbitdelay.warn_treated_as_countdown(why)
-        its_args, its_kwargs = celery_internals.as_given(args, kwargs, *more)
         apply_async: Callable[..., AsyncResult[ResultT_co]] = super().apply_async
-        return apply_async(*its_args, **its_kwargs, **passed)
+        return apply_async(**_if_given(args=args, kwargs=kwargs), **passed)
 
     def retry(
         self,
@@ -230,7 +226,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        given: dict[str, Any] = {**options}
+        given: OwnOptions = {**options}
         checked_added_options(given, self.app.rabbitdelay)
         eta = plain(eta, "eta")
         if delay is not None and countdown is not None and celery_internals.retries_by_itself():
@@ -305,6 +301,25 @@ _shared_task: Any = celery.shared_task
 shared_task: TaskDecorator = _shared_task
 
 
+def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[Any]:
+    """Return an attribute of an application that Celery caches, with a class of ours mixed in.
+
+    Celery, or the application's own class, makes the value when it is first needed. What is
+    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
+
+    Args:
+        name: The attribute's name.
+        mix: Mixes our class into a value, once.
+    """
+    made = cached_property(lambda app: mix(getattr(super(Celery, app), name)))
+    return made.setter(lambda _, value: mix(value))  # type: ignore[attr-defined,no-any-return]
+
+
+def _if_given(**arguments: object) -> OwnOptions:
+    """Return arguments that are not None: an application's override may have other defaults."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 class Celery(DelayingCelery):
     """A :class:`celery.Celery` whose delays live in RabbitMQ; takes the same arguments.
 
@@ -315,10 +330,10 @@ class Celery(DelayingCelery):
     task: TaskDecorator  # type: ignore[assignment]
 
     if not TYPE_CHECKING:
-        amqp = celery_internals.Mixed(celery_internals.DelayingAMQP.mixed_into)
-        control = celery_internals.Mixed(partial(celery_internals.mixed, DelayingControl))
-        AsyncResult = celery_internals.Mixed(partial(celery_internals.mixed, WaitingResult))
-        Task = celery_internals.Mixed(partial(celery_internals.mixed, Task))
+        amqp = _mixed("amqp", celery_internals.DelayingAMQP.mixed_into)
+        control = _mixed("control", partial(celery_internals.mixed, DelayingControl))
+        AsyncResult = _mixed("AsyncResult", partial(celery_internals.mixed, WaitingResult))
+        Task = _mixed("Task", partial(celery_internals.mixed, Task))
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -350,7 +365,7 @@ class Celery(DelayingCelery):
 
     def send_task(
         self, name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
-    ) -> AsyncResult[Any]:
+    ) -> Result:
         """Send a task by name, as :meth:`celery.Celery.send_task`, which takes ``delay`` as well.
 
         Args:
@@ -377,11 +392,10 @@ class Celery(DelayingCelery):
             RegistryUnavailable: ``key``, ``job`` or ``track``, and Redis does not answer. Nothing
                 was sent.
         """
-        its_args, its_kwargs = celery_internals.as_given(args, kwargs)
-        by_celery = partial(super().send_task, name, *its_args, **its_kwargs)
+        by_celery = partial(super().send_task, name, **_if_given(args=args, kwargs=kwargs))
         if more:
-            options = celery_internals.positional(super().send_task, more) | options
-        elif options.get("producer") is None and options.get("connection") is None:
+            options |= celery_internals.named(celery.Celery.send_task, 4, more)
+        if options.get("producer") is None and options.get("connection") is None:
             sent = self.rabbitdelay.part(Copies).send(name, args, kwargs, options)
             if sent is not None:
                 return sent
@@ -404,7 +418,7 @@ class Celery(DelayingCelery):
         tolerance_ms = tolerance_milliseconds(tolerance)
         for option in added:
             given.pop(option)
-        return TaskSending(
+        return task_sending.TaskSending(
             delays=self.rabbitdelay,
             name=name,
             task=None,
@@ -420,11 +434,12 @@ class Celery(DelayingCelery):
 
     def producer_or_acquire(self, producer: Producer | None = None) -> Any:
         """Acquire a producer, as in Celery; a group's delayed members go through a pipeline."""
-        given = given_producer.get()
-        if producer is None and given and given.task_id == celery_internals.task_that_is_sent():
-            producer = given.producer
+        task_id, given = task_sending.given_producer.get() or ("", None)
+        if producer is None and given and task_id == celery_internals.task_that_is_sent():
+            producer = given
         stand_in = self.rabbitdelay.stand_in
-        if stand_in is not None and not isinstance(producer, DelayedTaskProducer | EtaProducer):
+        ours = task_sending.DelayedTaskProducer, task_sending.EtaProducer
+        if stand_in is not None and not isinstance(producer, ours):
             return nullcontext(stand_in.producer)
         acquiring = super().producer_or_acquire(producer)
         if not celery_internals.sends_a_group():

@@ -1,18 +1,17 @@
 """The parts of Celery that are private or undocumented, each behind a function that says its use.
 
-When Celery moves one of them, tests/unit/test_upstream.py says which. The parts of a running
+When Celery moves one of them, tests/kernel/unit/test_upstream.py says which. The parts of a running
 worker are in :mod:`celery_rabbitdelay.worker.celery_internals`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, tzinfo
-from inspect import Parameter, signature, unwrap
-from threading import RLock
+from inspect import signature, unwrap
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
@@ -78,7 +77,7 @@ def has_quorum_queue(app: celery.Celery) -> bool:
 # Combining our classes with those of an application.
 
 
-def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
+def combined_class(ours: type[object], base: type[object]) -> type[Any]:
     """Return a class that is ours and another one, whose methods ours call by ``super()``."""
     if issubclass(base, ours):
         return base
@@ -88,7 +87,7 @@ def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
     return type(base.__name__, (ours, base), own)
 
 
-def mixed(ours: type[Any], made: Any) -> Any:
+def mixed(ours: type[object], made: object) -> Any:
     """Return a class as :func:`combined_class` does; an object gets that class."""
     if isinstance(made, type):
         return combined_class(ours, made)
@@ -96,46 +95,10 @@ def mixed(ours: type[Any], made: Any) -> Any:
     return made
 
 
-def installed_on(cls: type[Any]) -> type[Any]:
+def installed_on(cls: type[object]) -> type[object]:
     """Return the other class of :func:`combined_class`: only it can be imported by name."""
-    base: type[Any] = getattr(cls, "_installed_on", cls)
+    base: type[object] = getattr(cls, "_installed_on", cls)
     return base
-
-
-class Mixed:
-    """An attribute of an application that Celery caches, with a class of ours mixed in.
-
-    Celery, or the application's own class, makes the value when it is first needed. What is
-    assigned, as in Flask's recipe ``app.Task = ContextTask``, gets our class as well.
-
-    Args:
-        mix: Mixes our class into a value, once.
-    """
-
-    def __init__(self, mix: Callable[[Any], Any]) -> None:
-        self._mix = mix
-        self._lock = RLock()
-
-    def __set_name__(self, owner: type[Any], name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __get__(self, app: Any, owner: type[Any] | None = None) -> Any:
-        if app is None:
-            return self
-        # As in Celery, all threads get the same value.
-        with self._lock:
-            if self._name not in vars(app):
-                made = getattr(super(self._owner, app), self._name)
-                vars(app)[self._name] = self._mix(made)
-            return vars(app)[self._name]
-
-    def __set__(self, app: Any, value: Any) -> None:
-        with self._lock:
-            vars(app)[self._name] = self._mix(value)
-
-    def __delete__(self, app: Any) -> None:
-        with self._lock:
-            vars(app).pop(self._name, None)
 
 
 class MixingTasks(TaskRegistry):
@@ -145,10 +108,10 @@ class MixingTasks(TaskRegistry):
     ``shared_task`` and ``register_task``.
     """
 
-    ours: type[Any]
+    ours: type[object]
 
     @classmethod
-    def mix(cls, app: celery.Celery, ours: type[Any]) -> None:
+    def mix(cls, app: celery.Celery, ours: type[object]) -> None:
         """Mix a class into the tasks that an application has, and into those to come."""
         private: Any = app
         tasks: MixingTasks = mixed(cls, private._tasks)
@@ -201,10 +164,19 @@ class DelayingAMQP(celery_amqp.AMQP):
 # Tasks and signatures.
 
 
-def argument_check(task: celery.Task[Any, Any]) -> Callable[..., Any] | None:
-    """Return what Celery checks arguments with; it raises :class:`TypeError`. None for no check."""
-    check: Callable[..., Any] | None = getattr(task, "__header__", None) if task.typing else None
-    return check
+def check_arguments(task: Any, args: Iterable[object], kwargs: Mapping[str, object]) -> None:
+    """Check the arguments of a task as Celery does.
+
+    Args:
+        task: The task; if it is only a name, nothing is checked.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        TypeError: The task does not take them.
+    """
+    if not isinstance(task, str) and task.typing and hasattr(task, "__header__"):
+        task.__header__(*args, **kwargs)
 
 
 def copied_as(cls: type[SignatureT], made: Signature[Any]) -> SignatureT:
@@ -282,7 +254,7 @@ def sends_a_group() -> bool:
     return sys._getframe(2).f_code is code
 
 
-def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping[str, object]:
     """Return the headers of the message whose task is retried, or replaced, by one that is sent.
 
     They are those of the task that runs: what ``retry(headers=...)`` gives comes instead of them.
@@ -301,47 +273,27 @@ def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping
     return (is_retry and options.get("headers")) or {}
 
 
-def as_given(args: Any, kwargs: Any, *more: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call without the task's own ones that the caller has left out.
-
-    An override of the application's may have other defaults for them than None.
+def named(method: Callable[..., Any], first: int, values: tuple[object, ...]) -> dict[str, Any]:
+    """Return positional arguments of a method of Celery's by their names.
 
     Args:
-        args: The task's positional arguments.
-        kwargs: Its keyword arguments.
-        *more: Further positional arguments of the call.
-    """
-    if more or (args is not None and kwargs is not None):
-        return (args, kwargs, *more), {}
-    if kwargs is not None:
-        return (), {"kwargs": kwargs}
-    return () if args is None else (args,), {}
-
-
-def positional(function: Callable[..., Any], values: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the fourth and later positional arguments of ``send_task`` by their names.
-
-    Args:
-        function: The method that takes them.
+        method: The method.
+        first: The place of the first one, counted from 0.
         values: The arguments.
+
+    Raises:
+        TypeError: They are too many.
     """
-    for each in (function, celery.Celery.send_task.__get__(object())):
-        names = [
-            name
-            for name, parameter in signature(each).parameters.items()
-            if parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
-        ][3:]
-        if len(names) >= len(values):
-            return dict(zip(names, values, strict=False))
-    raise TypeError(f"send_task() takes at most {len(names) + 3} arguments by position")
+    bound = signature(method).bind_partial(*[None] * first, *values)
+    return dict(zip(list(bound.arguments)[first:], values, strict=True))
 
 
-def celerys_repr(value: Any, size: int, depth: int | None) -> str:
+def celerys_repr(value: object, size: int, depth: int | None) -> str:
     """Return what Celery writes into such a header."""
     return saferepr(value, size, depth)  # type: ignore[arg-type]
 
 
-def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
+def eta_of(value: object, timezone: tzinfo) -> datetime | None:
     """Return an ``eta`` as Celery's requests read it, None if missing or invalid.
 
     Args:

@@ -15,34 +15,26 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
 from json.encoder import encode_basestring_ascii as quoted
 from types import FunctionType, NoneType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import celery
 from celery import signals as celery_signals
 from celery.app import amqp as celery_amqp
 from celery.app.routes import MapRoute, Router
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.result import AsyncResult
 from kombu import Connection
 from kombu.utils.json import JSONEncoder
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.celery_internals import (
-    DelayingAMQP,
-    argument_check,
-    celerys_repr,
-    registered_task,
-    repr_limits,
-)
+from celery_rabbitdelay.app import celery_internals, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
+from celery_rabbitdelay.app.options import Options, Result, TaskOrName
 from celery_rabbitdelay.app.pipelines import Sent, TaskPipeline, current_pipeline, publish_task
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
@@ -60,9 +52,6 @@ from celery_rabbitdelay.publishing.message import (
     WaitingMessage,
     encoded,
 )
-
-#: A task, or its name.
-TaskOrName: TypeAlias = "celery.Task[Any, Any] | str"
 
 #: A message without headers of its own for the registry.
 NO_HEADERS: Final[Mapping[str, str]] = {}
@@ -135,8 +124,8 @@ def capture(
     delays: Delays,
     task: TaskOrName,
     call: Call,
-    options: Mapping[str, Any],
-    headers: Mapping[str, Any] = NO_HEADERS,
+    options: Options,
+    headers: Mapping[str, object] = NO_HEADERS,
     connection: Connection | None = None,
 ) -> CapturingProducer:
     """Send a task by Celery to a producer that keeps the message; return the producer.
@@ -184,7 +173,7 @@ class Template:
 
     can_write_again = True
 
-    def __init__(self, first: CapturingProducer, call: Call, options: Mapping[str, Any]) -> None:
+    def __init__(self, first: CapturingProducer, call: Call, options: Options) -> None:
         self.producer = first
         self.label = queue_label(first.delayed)
         self.ignores_result = bool(first.delayed.message.headers.others.get("ignore_result"))
@@ -193,7 +182,7 @@ class Template:
         # The one that the caller has given, for all; None if each message has its task's id.
         self._correlation_id = None if correlation_id == call.task_id else correlation_id
         self._has_root = message.properties["application_headers"]["root_id"] == call.task_id
-        sizes, self._repr_depth = repr_limits(first.amqp.app)
+        sizes, self._repr_depth = celery_internals.repr_limits(first.amqp.app)
         named = zip(("argsrepr", "kwargsrepr"), sizes, strict=True)
         # Those that the caller has given are the same for all.
         self._reprs = {name: size for name, size in named if not options.get(name)}
@@ -258,7 +247,7 @@ class Template:
             value = call.args if name == "argsrepr" else call.kwargs
             text = repr(value)  # faster than Celery's, and mostly equal
             if len(text) > max_length or _MAY_DIFFER.search(text, 1):
-                text = celerys_repr(value, max_length, self._repr_depth)
+                text = celery_internals.celerys_repr(value, max_length, self._repr_depth)
             own[name] = text
         own.update(call.headers)
         return own
@@ -274,7 +263,7 @@ class Template:
         return self._content(headers, properties, self._body(call))
 
     def _content(
-        self, headers: dict[str, Any], properties: Mapping[str, Any], body: bytes
+        self, headers: dict[str, object], properties: Mapping[str, object], body: bytes
     ) -> Content:
         """Return a message, signed if there is a key."""
         keys = self.producer.signing_keys
@@ -343,7 +332,7 @@ class TemplateByCelery(Template):
         self,
         first: CapturingProducer,
         call: Call,
-        options: Mapping[str, Any],
+        options: Options,
         capture: Callable[[Call], CapturingProducer],
     ) -> None:
         super().__init__(first, call, options)
@@ -396,9 +385,7 @@ class Copies:
         #: With what each was made from. None: such messages are made by Celery.
         self._templates: dict[object, tuple[object, Template | None]] = {}
 
-    def send(
-        self, task: TaskOrName, args: Any, kwargs: Any, options: Mapping[str, Any]
-    ) -> AsyncResult[Any] | None:
+    def send(self, task: TaskOrName, args: Any, kwargs: Any, options: Options) -> Result | None:
         """Send a task as a copy; return None if it has to go through Celery.
 
         Args:
@@ -411,7 +398,7 @@ class Copies:
             TypeError: The task does not take these arguments.
             RabbitDelayError: As :meth:`.Celery.send_task`.
         """
-        began, delays, app = time.monotonic(), self._delays, self._delays.app
+        delays, app = self._delays, self._delays.app
         try:
             template, publication, pipeline = self._copy(task, args, kwargs, options)
         except _NotACopy:
@@ -423,14 +410,13 @@ class Copies:
         publish_task(delays, publication, producer.policy, producer.declares, pipeline)
         if pipeline is None:
             signals.send(signals.delayed, app, sent.task_id, sent.due_ms)
-        delays.warn_blocked_loop(time.monotonic() - began)
         make = app.AsyncResult if isinstance(task, str) else task.AsyncResult
-        result: AsyncResult[Any] = make(sent.task_id)
+        result: Result = make(sent.task_id)
         result.ignored = template.ignores_result
         return result
 
     def _copy(
-        self, task: TaskOrName, args: Any, kwargs: Any, options: Mapping[str, Any]
+        self, task: TaskOrName, args: Any, kwargs: Any, options: Options
     ) -> tuple[Template, Publication, TaskPipeline | None]:
         """Return the message of a call, what it is a copy of, and the block that confirms it."""
         delays, is_member = self._delays, "group_index" in options
@@ -442,11 +428,13 @@ class Copies:
             or not options.keys() <= (OF_MEMBER if is_member else PLAIN)
             or not (isinstance(args, list | tuple) and type(kwargs) is dict)
             or type(task_id) is not str
+            or not delays.available
+            or (delay is None and not delays.settings.takeover)
         ):
             raise _NotACopy
         shared = {name: options[name] for name in SHARED if name in options}
-        of_group: dict[str, Any] = {}
-        own: Mapping[str, Any] = NO_HEADERS
+        of_group: dict[str, object] = {}
+        own: Mapping[str, object] = NO_HEADERS
         if is_member:
             # If its root is the task itself, its message is no template for others.
             if options.get("producer") is None or options.get("root_id") == task_id:
@@ -457,8 +445,7 @@ class Copies:
         pipeline = current_pipeline(delays, connection)
         if is_member and pipeline is None:
             raise _NotACopy
-        if not isinstance(task, str) and (check := argument_check(task)) is not None:
-            check(*args, **kwargs)
+        celery_internals.check_arguments(task, args, kwargs)
         try:
             tolerance_ms = tolerance_milliseconds(options.get("tolerance", 0))
             due = delays.due(delay, countdown, eta, tolerance_ms)
@@ -467,7 +454,7 @@ class Copies:
         if due.is_past:
             raise _NotACopy
         call = Call(task_id, args, kwargs, due, own)
-        template = self._template(task, call, shared, of_group, delay is None, connection)
+        template = self._template(task, call, shared, of_group, connection)
         delays.settings.check_delay(due)
         try:
             # Celery has an address for each thread.
@@ -477,15 +464,15 @@ class Copies:
             raise
         except Exception as error:  # Celery tries once more, and raises its own error
             raise _NotACopy from error
-        publication.context = Sent(name_of(task), task_id, due.at_ms, template.label)
+        publication.context = Sent(template.producer.name, task_id, due.at_ms, template.label)
         return template, publication, pipeline
 
     def of_rows(
         self,
         task: TaskOrName,
         first: Call,
-        options: Mapping[str, Any],
-        headers: Mapping[str, Any],
+        options: Options,
+        headers: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
         """Return the template of rows: one that is kept, or the message of the first row.
@@ -502,7 +489,7 @@ class Copies:
         of_thread = {"reply_to": delays.app.thread_oid}
         if connection is None and not headers and options.keys() <= set(SHARED):
             with suppress(_NotACopy):
-                return self._template(task, first, options, of_thread, False, None)
+                return self._template(task, first, options, of_thread, None)
         captured = partial(
             capture, delays, task, options=options, headers=headers, connection=connection
         )
@@ -515,9 +502,8 @@ class Copies:
         self,
         task: TaskOrName,
         call: Call,
-        shared: Mapping[str, Any],
-        of_group: Mapping[str, Any],
-        is_countdown: bool,
+        shared: Mapping[str, object],
+        of_group: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
         """Return the template of a call.
@@ -527,7 +513,6 @@ class Copies:
             call: The call.
             shared: Its options of :data:`SHARED`.
             of_group: Its options of :data:`OF_GROUP`; those of rows are the same for a thread.
-            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
             connection: The caller's own connection.
         """
         app = self._delays.app
@@ -537,14 +522,14 @@ class Copies:
             type(each) not in PLAIN_TYPES for each in values
         ):
             raise _NotACopy
-        known = registered_task(app, task) if isinstance(task, str) else task
+        known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
         # A group takes the place of the former one with the same task, and so do rows of a thread.
         made_from = _made_from(app, known), of_group
-        key = (task, is_countdown, *of_group, *shared.items())
+        key = (task, *of_group, *shared.items())
         former = self._templates.get(key)
         if former is None or former[0] != made_from:
             template = None
-            if self._may_copy(known, is_countdown):
+            if self._may_copy(known):
                 options = {**shared, **of_group}
                 if "group_index" in call.headers:
                     options["group_index"] = call.headers["group_index"]
@@ -559,7 +544,7 @@ class Copies:
             raise _NotACopy
         return former[1]
 
-    def _may_copy(self, task: Any, is_countdown: bool) -> bool:
+    def _may_copy(self, task: Any) -> bool:
         """Return whether Celery makes a task's messages from data alone.
 
         Not if a function of somebody else's has a part in it: a router, a receiver of a signal, a
@@ -568,7 +553,6 @@ class Copies:
 
         Args:
             task: The task; None for one that the application does not know.
-            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
         """
         delays: Delays = self._delays
         app: Any = delays.app
@@ -577,14 +561,12 @@ class Copies:
         functions += (amqp.send_task_message, type(app.backend).on_task_call)
         functions.append(getattr(amqp.create_task_message, "__func__", None))
         return (
-            delays.available
-            and getattr(task, "rabbitdelay", True)
-            and (delays.settings.takeover or not is_countdown)
+            getattr(task, "rabbitdelay", True)
             and not any(each.shapes(task) for each in additions_of(delays))
             and not _is_publishing_watched(app)
             and not conf.task_always_eager
             and conf.task_protocol == 2
-            and type(amqp) is DelayingAMQP
+            and type(amqp) is celery_internals.DelayingAMQP
             and type(router) is Router
             and all(type(each) is MapRoute for each in getattr(router, "routes", ()))
             and all(map(_is_celerys, functions))
@@ -660,7 +642,7 @@ def _is_plain(task: Any) -> bool:
     )
 
 
-def _definers(instance: Any, name: str) -> list[object]:
+def _definers(instance: object, name: str) -> list[object]:
     """Return what defines a function: perhaps the instance, and classes, in their order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 

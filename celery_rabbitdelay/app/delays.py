@@ -6,12 +6,11 @@ call, stands on top.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,6 +22,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
 from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
+from celery_rabbitdelay.app.pipelines import current_pipeline
 from celery_rabbitdelay.app.settings import Groups, Settings, SettingsGroup, read_settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
@@ -79,7 +79,6 @@ class Delays:
         self._parts: dict[Callable[[Any], Any], Any] = {}
         self._instead: Mapping[Callable[[Any], Any], Callable[[Any], Any]] = {}
         self._countdowns = WarningLimit(logger, "Delays treated as countdowns", HOUR)
-        self._blocked_loops = WarningLimit(logger, "Sends that block an event loop", HOUR)
         #: By process: threads do not survive a fork.
         self._threads: dict[int, ThreadPoolExecutor] = {}
 
@@ -90,7 +89,7 @@ class Delays:
         Raises:
             InvalidSetting: One of them is wrong.
         """
-        return read_settings(Settings, self.app.conf, getattr(self.app, "namespace", None))
+        return read_settings(self.app.conf, getattr(self.app, "namespace", None))
 
     @cached_property
     def settings(self) -> Settings:
@@ -181,7 +180,7 @@ class Delays:
     def publisher(
         self, connection: Connection | None = None, timeout: float | None = None
     ) -> Iterator[Publisher]:
-        """Borrow a confirmed publisher.
+        """Borrow a confirmed publisher: that of the block that a send belongs to, if there is one.
 
         Args:
             connection: The caller's own connection, to be used instead of the pool's.
@@ -191,8 +190,12 @@ class Delays:
         Raises:
             NoPublisherFree: All publishers of the pool were in use for that long.
         """
+        pipeline = current_pipeline(self, connection)
         if self.stand_in is not None:
             yield self.stand_in.publisher
+        elif pipeline is not None and pipeline.has_publisher:
+            with pipeline.lent() as publisher:
+                yield publisher
         elif connection is None:
             limit = self.settings.confirm_timeout if timeout is None else timeout
             with self.pool.acquire(limit) as publisher:
@@ -253,21 +256,6 @@ class Delays:
         """
         if self._countdowns.allows(why):
             logger.warning("A delay is treated as Celery's own countdown: %s.", why)
-
-    def warn_blocked_loop(self, seconds: float) -> None:
-        """Log once an hour that a send has blocked the event loop of this thread, if it has one.
-
-        Args:
-            seconds: How long it took. From asyncio's own ``slow_callback_duration`` on, it is long.
-        """
-        with suppress(RuntimeError):
-            loop = asyncio.get_running_loop()
-            if seconds >= loop.slow_callback_duration and self._blocked_loops.allows():
-                logger.warning(
-                    "apply_async has blocked the event loop for %.3f s. In a coroutine, write "
-                    "'await app.rabbitdelay.send(task, args, delay=...)' instead.",
-                    seconds,
-                )
 
     def close(self) -> None:
         """Close the connections of this process, and end its threads."""

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal, TypeAlias, TypedDict
 
+import celery
 import kombu
 from celery.canvas import Signature
+from celery.result import AsyncResult
 
 from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.exceptions import InvalidDelayType
 from celery_rabbitdelay.levels.delay import Delay
+
+#: A task, or its name.
+TaskOrName: TypeAlias = "celery.Task[Any, Any] | str"
+
+#: The options of a send by their names: what ``apply_async`` and ``send_task`` take.
+Options: TypeAlias = Mapping[str, Any]
+
+#: Options that whoever has them may change.
+OwnOptions: TypeAlias = dict[str, Any]
+
+#: The result of a task.
+Result: TypeAlias = AsyncResult[Any]
 
 #: The options of the kernel; see :func:`own_options`.
 OWN_OPTIONS: Final = ("delay", "tolerance", "confirm_timeout")
@@ -77,7 +91,7 @@ def own_options() -> tuple[str, ...]:
     return (*OWN_OPTIONS, *additions.options)
 
 
-def without_stamps(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def without_stamps(options: Options) -> tuple[OwnOptions, OwnOptions]:
     """Return the options of a send, and apart from them the stamps that have the name of one.
 
     Celery passes stamps among the options, and lists their names.

@@ -247,6 +247,6 @@ def checked_added_options(options: Mapping[str, Any], delays: Delays) -> dict[st
 def _turned_on(delays: Delays) -> Sequence[Addition]:
     return [
         delays.part(additions.load(each.hooks))
-        for each in additions.entries
+        for each in filter(additions.exists, additions.entries)
         if each.hooks and (not each.switch or delays.uses(each.switch))
     ]

@@ -20,20 +20,11 @@ from kombu import Connection
 from kombu.exceptions import EncodeError, OperationalError
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app import additions, instruments
-from celery_rabbitdelay.app.celery_internals import argument_check
-from celery_rabbitdelay.app.copies import (
-    NO_HEADERS,
-    Call,
-    Copies,
-    TaskOrName,
-    Template,
-    function_to_send,
-    name_of,
-)
+from celery_rabbitdelay.app import additions, copies, instruments
+from celery_rabbitdelay.app.celery_internals import check_arguments
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument
-from celery_rabbitdelay.app.options import BESIDE_STAMPS, without_stamps
+from celery_rabbitdelay.app.options import BESIDE_STAMPS, Options, TaskOrName, without_stamps
 from celery_rabbitdelay.app.rows import (
     Given,
     Group,
@@ -45,7 +36,7 @@ from celery_rabbitdelay.app.rows import (
     row_of,
 )
 from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
-from celery_rabbitdelay.levels.delay import Delay, Due
+from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
@@ -61,7 +52,7 @@ PROGRESS_INTERVAL: Final = 0.5
 GivenT = TypeVar("GivenT")
 
 #: An element of the caller's iterable, checked: one call, or many that are written already.
-Work: TypeAlias = "Call | WrittenRows"
+Work: TypeAlias = "copies.Call | WrittenRows"
 
 
 class Sending:
@@ -94,24 +85,19 @@ class Sending:
 
     def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
         """Yield rows, each with its number, or with that of the first of many."""
-        source = iter(rows)
-        while True:
-            try:
-                given = next(source)
-            except StopIteration:
-                return
-            except SoftTimeLimitExceeded:
-                raise
-            except Exception as error:  # noqa: BLE001 - the rows before it are sent first
-                self._error_of_rows, self._rest = error, self._taken
-                return
-            if self.stops_taking:
-                # Not sent: its existence shows that not all rows were taken.
-                self._rest = self._taken
-                return
-            number = self._taken
-            self._taken += given.count if isinstance(given, WrittenRows) else 1
-            yield number, given
+        try:
+            for given in rows:
+                if self.stops_taking:
+                    # Not sent: its existence shows that not all rows were taken.
+                    self._rest = self._taken
+                    return
+                number = self._taken
+                self._taken += given.count if isinstance(given, WrittenRows) else 1
+                yield number, given
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - the rows before it are sent first
+            self._error_of_rows, self._rest = error, self._taken
 
     def fail(self, rows: Sequence[int], error: Exception) -> None:
         """Note the error of rows, by their numbers; raise it if it is a soft time limit."""
@@ -169,7 +155,7 @@ class RowSender(Sending):
         options: Further options of ``apply_async``, for all rows.
     """
 
-    _template: Template
+    _template: copies.Template
 
     def __init__(
         self,
@@ -179,7 +165,7 @@ class RowSender(Sending):
         tolerance_ms: int,
         envelopes: bool,
         progress: Callable[[Report], None] | None,
-        options: Mapping[str, Any],
+        options: Options,
     ) -> None:
         super().__init__(progress)
         self._delays = delays
@@ -188,7 +174,7 @@ class RowSender(Sending):
             raise exceptions.NeedsDistribution("an envelope")
         self._connection = connection
         self._task = task
-        self._name = name_of(task)
+        self._name = copies.name_of(task)
         self._tolerance_ms = tolerance_ms
         # What stands in for the broker takes messages of single rows.
         self._envelopes = envelopes and delays.stand_in is None
@@ -201,7 +187,6 @@ class RowSender(Sending):
             name: each for name, each in own.items() if name not in additions.options
         } | stamps
         self._ids = _random_ids()
-        self._check_arguments = None if isinstance(task, str) else argument_check(task)
         #: What the metrics have counted.
         self._counted: Counter[Instrument] = Counter()
 
@@ -229,10 +214,10 @@ class RowSender(Sending):
     def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
         work = self._asked(rows)
         for number, given in work:
-            first = given if isinstance(given, Call) else next(self._read(given))[0]
+            first = given if isinstance(given, copies.Call) else next(given.read())[0]
             headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
             try:
-                self._template = self._delays.part(Copies).of_rows(
+                self._template = self._delays.part(copies.Copies).of_rows(
                     self._task, first, self._options, dict(headers), self._connection
                 )
             except (EncodeError, exceptions.MessageTooLarge) as error:
@@ -267,32 +252,20 @@ class RowSender(Sending):
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
         for number, given in self.take(rows):
             try:
-                if isinstance(given, WrittenRows):
-                    work: Work = self._checked(given)
-                else:
-                    work = self._call(given if isinstance(given, Row) else row_of(given))
+                # Who has written rows has checked each of them.
+                work = given if isinstance(given, WrittenRows) else self._call(given)
+                due = work.due
+                self._settings.check_delay(due)
+                for each in self._added:
+                    each.take(due)
             except Exception as error:  # noqa: BLE001 - a row may run code of the user's
                 self.fail(range(number, self._taken), error)
             else:
                 yield number, work
 
-    def _checked(self, written: WrittenRows) -> WrittenRows:
-        """Note that rows are due; who has written them has checked each."""
-        due = written.due
-        self._settings.check_delay(due)
-        for each in self._added:
-            each.take(due)
-        return written
-
-    def _read(self, written: WrittenRows) -> Iterator[tuple[Call, bytes]]:
-        """Yield the calls of rows that are written already, and the bytes of each."""
-        due = written.due
-        for row, item in written.read():
-            yield Call(str(row.task_id), row.args, row.kwargs, due), item
-
-    def _call(self, row: Row) -> Call:
-        due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
-        self._settings.check_delay(due)
+    def _call(self, given: Row | Mapping[str, Any]) -> copies.Call:
+        row = given if isinstance(given, Row) else row_of(given)
+        due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         args, kwargs = row.args or (), row.kwargs or {}
         if not isinstance(args, list | tuple):
             raise exceptions.InvalidRow(row, "takes a list or a tuple as args, such as [7]")
@@ -305,27 +278,24 @@ class RowSender(Sending):
         ):
             takes = f"takes a task_id of up to {MAX_SHORTSTR_BYTES} bytes, such as 'order-7'"
             raise exceptions.InvalidRow(row, takes)
-        if self._check_arguments is not None:
-            self._check_arguments(*args, **kwargs)
+        check_arguments(self._task, args, kwargs)
         if row.key is not None:
             checked_added_options({"key": row.key}, self._delays)
-        for each in self._added:
-            each.take(due)
-        headers = NO_HEADERS if row.key is None else {KEY: row.key}
+        headers = copies.NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = given_id is not None
-        return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
+        return copies.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
-            if isinstance(given, Call):
+            if isinstance(given, copies.Call):
                 yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
             else:
-                calls = enumerate((call for call, _ in self._read(given)), number)
+                calls = enumerate((call for call, _ in given.read()), number)
                 for each, call in self._asked(calls):
                     yield from self._add(grouper, each, call)
         yield from grouper.flush()
@@ -337,19 +307,18 @@ class RowSender(Sending):
         never do, or if the bound of a message is lower than the bytes of a group.
         """
         template = self._template
-        if not self._envelopes or not template.can_write_again:
-            return None
-        if any(each.needs_each for each in self._added):
+        is_ready = self._envelopes and template.can_write_again
+        if any(each.needs_each for each in self._added) or not is_ready:
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
-        first, item = next(self._read(written))
+        first, item = next(written.read())
         if template.item(first) != item:
             return None
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
 
-    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
+    def _add(self, grouper: Grouper, number: int, call: copies.Call) -> Sequence[Group]:
         """Put a call into a group; return the groups that wait no longer."""
         if not self._envelopes:
             return [Group(call.due, call, rows=[number])]
@@ -446,7 +415,7 @@ def send_one_by_one(
     rows: Iterable[Given],
     progress: Callable[[Report], None] | None,
     tolerance: Delay,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> Report:
     """Send a task for each row with Celery's ``apply_async``; its return counts as a confirm.
 
@@ -461,7 +430,7 @@ def send_one_by_one(
     Raises:
         RowsNotConfirmed: At least one row could not be sent.
     """
-    sending, send = Sending(progress), function_to_send(app, task)
+    sending, send = Sending(progress), copies.function_to_send(app, task)
     report = sending.report
     for number, given in sending.take(one_by_one(rows)):
         try:

@@ -7,36 +7,24 @@ Celery makes and routes the message in any case. A task that goes into the level
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import celery
 from celery.app.amqp import AMQP
 from celery.app.defaults import DEFAULTS
-from celery.result import AsyncResult
 from kombu import Connection, Exchange, Producer, Queue
 from kombu.utils.uuid import uuid
 
-from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.celery_internals import (
-    has_quorum_queue,
-    registered_task,
-    sends_a_callback,
-)
+from celery_rabbitdelay.app import celery_internals, pipelines, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
-from celery_rabbitdelay.app.pipelines import (
-    MIN_TIMEOUT,
-    Sent,
-    TaskPipeline,
-    current_pipeline,
-    publish_task,
-)
+from celery_rabbitdelay.app.options import Options, OwnOptions, Result
 from celery_rabbitdelay.app.seams import AddedToSend, Send, additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import UnknownOption
@@ -51,7 +39,7 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 
 
 def publish_policy(
-    app: celery.Celery, options: Mapping[str, Any], retry: bool, retry_policy: Mapping[str, Any]
+    app: celery.Celery, options: Options, retry: bool, retry_policy: Options
 ) -> PublishPolicy:
     """Return how often a message is sent again, by the caller's options and the settings.
 
@@ -73,7 +61,7 @@ def publish_policy(
         # Celery 5.7 counts the retries of a callback itself, and turns ours off.
         given = options.get("retry")
         is_on = app.conf.task_publish_retry if given is None else given
-        resends = RESENDS if is_on and not is_counted and sends_a_callback() else 0
+        resends = RESENDS if is_on and not is_counted and celery_internals.sends_a_callback() else 0
     # Connecting fails as fast as in Celery, for the sake of web requests. For a worker's task,
     # nobody waits.
     has_own = is_counted or app.current_worker_task is not None
@@ -97,7 +85,7 @@ class DelayedTaskProducer(DelayedProducer):
 
     Args:
         delays: The application's delay levels.
-        name: The task's name.
+        name: The task's name, also an attribute.
         due: When the task may start.
         options: The options of ``apply_async``, as the caller has given them.
         connection: The caller's own connection, to be used instead of the pool's.
@@ -114,7 +102,7 @@ class DelayedTaskProducer(DelayedProducer):
     """
 
     body: Any
-    options: dict[str, Any]
+    options: OwnOptions
     delayed: Delayed
     policy: PublishPolicy
     declares: dict[str, Declaration | None]
@@ -124,9 +112,9 @@ class DelayedTaskProducer(DelayedProducer):
         delays: Delays,
         name: str,
         due: Due,
-        options: Mapping[str, Any] = {},
+        options: Options,
         connection: Connection | None = None,
-        pipeline: TaskPipeline | None = None,
+        pipeline: pipelines.TaskPipeline | None = None,
         came_from: str | None = None,
     ) -> None:
         # The publisher is borrowed once the message is made.
@@ -134,7 +122,7 @@ class DelayedTaskProducer(DelayedProducer):
         super().__init__(publisher, **delays.settings.for_producer)
         self.amqp: AMQP = delays.app.amqp
         self._delays = delays
-        self._name = name
+        self.name = name
         self._due = due
         self._given = options
         self._callers_connection = connection
@@ -164,7 +152,7 @@ class DelayedTaskProducer(DelayedProducer):
         policy = publish_policy(self._delays.app, self._given, retry, retry_policy or {})
         given = options.pop("confirm_timeout", None)
         timeout = self.timeout if given is None else Settings.checked("confirm_timeout", given)
-        self.policy = policy._replace(timeout=max(timeout - self._took, MIN_TIMEOUT))
+        self.policy = policy._replace(timeout=max(timeout - self._took, pipelines.MIN_TIMEOUT))
         options.pop("timeout", None)
         began = time.monotonic()
         try:
@@ -179,15 +167,15 @@ class DelayedTaskProducer(DelayedProducer):
     def deliver(self) -> None:
         """Publish the message that was made."""
         delayed, due = self.delayed, self._due
-        sent = Sent(self._name, self._given["task_id"], due.at_ms, queue_label(delayed))
+        sent = pipelines.Sent(self.name, self._given["task_id"], due.at_ms, queue_label(delayed))
         address = partial(self.address, delayed, due)
         publication = Publication.of(delayed.message.amqp(), address, sent)
-        publish_task(
+        pipelines.publish_task(
             *(self._delays, publication, self.policy, self.declares),
             *(self._pipeline, self._callers_connection),
         )
 
-    def _publish_event(self, body: Any, options: Mapping[str, Any]) -> None:
+    def _publish_event(self, body: Any, options: Options) -> None:
         if self._delays.stand_in is not None:
             return
         with ExitStack() as stack:
@@ -229,7 +217,7 @@ class EtaProducer:
         when = wall_clock.now() + timedelta(seconds=countdown) if countdown else eta
         self._eta = when if when is None or isinstance(when, str) else when.isoformat()
 
-    def publish(self, body: Any, *, headers: dict[str, Any] | None = None, **options: Any) -> Any:
+    def publish(self, body: Any, *, headers: OwnOptions | None = None, **options: Any) -> Any:
         """Publish the task, or the event that follows it."""
         if headers and "eta" in headers:
             headers["eta"] = self._eta
@@ -242,15 +230,9 @@ class EtaProducer:
         return getattr(self._producer, name)
 
 
-class Given(NamedTuple):
-    """What Celery is to publish a task with."""
-
-    task_id: str
-    producer: Any
-
-
-#: That of the task which is sent just now: an application's own ``send_task`` may not pass it on.
-given_producer: ContextVar[Given | None] = ContextVar("given_producer", default=None)
+#: The id of the task that is sent just now, and the producer to publish it with: an application's
+#: own ``send_task`` may not pass the producer on.
+given_producer: ContextVar[tuple[str, Any] | None] = ContextVar("given_producer", default=None)
 
 
 @dataclass
@@ -264,12 +246,12 @@ class TaskSending(Send):
         stamps: The stamps that have the name of an option of this package.
     """
 
-    by_celery: Callable[..., AsyncResult[Any]]
+    by_celery: Callable[..., Result]
     delay: Delay | None
     tolerance_ms: int
-    stamps: Mapping[str, Any]
+    stamps: Options
 
-    def send(self) -> AsyncResult[Any]:
+    def send(self) -> Result:
         """Send the task, to where these rules lead, the first one that applies.
 
         - no delay, and nothing that an addition has to know: Celery's own path
@@ -291,10 +273,14 @@ class TaskSending(Send):
             self.options[time_of] = plain(self.options[time_of], time_of)
         self.has_id = self.options.get("task_id") is not None
         self.options["task_id"] = self.options.get("task_id") or uuid()
-        self.task = self.options.get("task_type") or registered_task(self.delays.app, self.name)
+        known = celery_internals.registered_task(self.delays.app, self.name)
+        self.task = self.options.get("task_type") or known
         if not self.delays.is_available(self._callers_connection):
             self._refuse_added("the broker is not RabbitMQ")
-            return self._send_to_other_broker()
+            if self.delay is not None and milliseconds(self.delay) > 0:
+                why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
+                self.delays.warn_treated_as_countdown(why)
+            return self._send_by_celery()
         parts = [part for each in additions_of(self.delays) if (part := each.to_send(self))]
         is_known = bool(parts) and (has_options or self._is_continued)
         if has_delay and not self._takes_over() and not (self._is_continued and is_known):
@@ -308,11 +294,7 @@ class TaskSending(Send):
         send = partial(self._send_into_levels, due, parts)
         for part in parts:
             send = partial(part.around, due, send)
-        began = time.monotonic()
-        try:
-            return send()
-        finally:
-            self.delays.warn_blocked_loop(time.monotonic() - began)
+        return send()
 
     @property
     def _is_continued(self) -> bool:
@@ -323,11 +305,6 @@ class TaskSending(Send):
         for name, value in self.added.items():
             if value is not False:
                 raise UnknownOption(name, value, f"{why}, so the option would do nothing")
-
-    @property
-    def _task_id(self) -> str:
-        task_id: str = self.options["task_id"]
-        return task_id
 
     @property
     def _came_from(self) -> str | None:
@@ -350,33 +327,26 @@ class TaskSending(Send):
             return False
         return self.delay is not None or self.delays.settings.takeover
 
-    def _send_to_other_broker(self) -> AsyncResult[Any]:
-        if self.delay is not None and milliseconds(self.delay) > 0:
-            why = "the broker is not RabbitMQ, and a worker holds the task until it is due"
-            self.delays.warn_treated_as_countdown(why)
-        return self._send_by_celery()
-
-    def _send_with_eta(self) -> AsyncResult[Any]:
-        if not has_quorum_queue(self.delays.app):
+    def _send_with_eta(self) -> Result:
+        if not celery_internals.has_quorum_queue(self.delays.app):
             return self._send_by_celery()
         # Celery would use its native delayed delivery, whose queues our workers do not declare.
         producer, connection = self._callers_producer, self.options.get("connection")
         if connection is not None:
             producer = self.delays.app.amqp.Producer(connection, auto_declare=False)
+        given = self._celerys_options
         with self.delays.app.producer_or_acquire(producer) as acquired:
-            given = self._celerys_options
-            return self._send_by_celery(
-                EtaProducer(acquired, given.get("countdown"), given.get("eta"))
-            )
+            holding = EtaProducer(acquired, given.get("countdown"), given.get("eta"))
+            return self._send_by_celery(holding)
 
-    def _send_into_levels(self, due: Due, parts: Sequence[AddedToSend]) -> AsyncResult[Any]:
+    def _send_into_levels(self, due: Due, parts: Sequence[AddedToSend]) -> Result:
         delays, connection = self.delays, self._callers_connection
         delays.check_protocol()
         delays.settings.check_delay(due)
         pipeline = None
         # A worker acknowledges a task as soon as its retry is sent.
         if not (self.options.get("retries") or any(part.is_alone for part in parts)):
-            pipeline = current_pipeline(delays, connection)
+            pipeline = pipelines.current_pipeline(delays, connection)
         producer = DelayedTaskProducer(
             *(delays, self.name, due, self.options),
             *(connection, pipeline, self._came_from),
@@ -391,19 +361,20 @@ class TaskSending(Send):
         return result
 
     @property
-    def _celerys_options(self) -> dict[str, Any]:
+    def _celerys_options(self) -> OwnOptions:
         """The caller's options in Celery's words: a ``delay`` is a countdown."""
         own = {} if self.delay is None else {"countdown": milliseconds(self.delay) / 1000}
         return {**self.options, **own, **self.stamps}
 
-    def _send_by_celery(self, producer: Any = None) -> AsyncResult[Any]:
+    def _send_by_celery(self, producer: Any = None) -> Result:
         """Let Celery make, route and publish the message; with a producer, only make and route."""
         options = self._celerys_options
         if producer is not None:
             for name in ("countdown", "eta", "connection", "publisher"):
                 options.pop(name, None)
             options["producer"] = producer
-        token = given_producer.set(None if producer is None else Given(self._task_id, producer))
+        given = None if producer is None else (self.options["task_id"], producer)
+        token = given_producer.set(given)
         try:
             return self.by_celery(**options)
         finally:

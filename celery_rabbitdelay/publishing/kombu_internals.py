@@ -1,6 +1,6 @@
 """The private and undocumented parts of kombu and py-amqp, each behind a function with its use.
 
-When kombu moves one of them, tests/unit/test_upstream.py says which.
+When kombu moves one of them, tests/kernel/unit/test_upstream.py says which.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The question about a task that arrives, the registry's answer, and the rule behind it. Pure.
 
 The rule is there twice: ``arrive.lua`` and its neighbours apply it in Redis, and the functions here
-in memory, for tests of applications. ``tests/integration/test_registry_rule.py`` compares the two,
-and ``tests/unit/test_registry_rule.py`` explores what can happen to the messages of a task.
+in memory, for tests of applications. In ``tests/registry``, ``integration/test_registry_rule.py``
+compares the two, and ``unit/test_registry_rule.py`` explores what can happen to messages.
 """
 
 from __future__ import annotations
@@ -268,20 +268,6 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-class Run(NamedTuple):
-    """What was let run with ``once``.
-
-    Attributes:
-        name: The name of the message.
-        generation: How often it had been put back.
-        arrival: The name of its arrival.
-    """
-
-    name: str
-    generation: int
-    arrival: str
-
-
 class Record(NamedTuple):
     """What is noted about a task.
 
@@ -290,7 +276,8 @@ class Record(NamedTuple):
             includes the one after it, of which a message may be on its way.
         not_before: Until when it was postponed; None if it was not.
         won: For each attempt the name of the message that was let run.
-        marks: With ``once``, for each attempt the mark of what was let run last.
+        marks: With ``once``, for each attempt the mark of what was let run last, and the name of
+            its arrival.
         ran: The latest life that a message was let run of; None if none was.
         waits: The attempt that is registered and waits; None if none does.
         copy: The name of its message that was registered last.
@@ -301,7 +288,7 @@ class Record(NamedTuple):
     cancelled: int | None = None
     not_before: int | None = None
     won: frozenset[tuple[tuple[str, str], str]] = frozenset()
-    marks: frozenset[tuple[str, Run]] = frozenset()
+    marks: frozenset[tuple[str, tuple[Mark, str]]] = frozenset()
     ran: int | None = None
     waits: tuple[str, str] | None = None
     copy: str = ""
@@ -324,8 +311,8 @@ class Record(NamedTuple):
 
     def marked(self, arrival: Arrival) -> Record:
         """Return it with the mark of an arrival, instead of a former one."""
-        mark = Run(arrival.mark.name, arrival.mark.generation, arrival.name)
-        return self._replace(marks=frozenset({**dict(self.marks), arrival.attempt: mark}.items()))
+        ran = arrival.mark._replace(former=()), arrival.name
+        return self._replace(marks=frozenset({**dict(self.marks), arrival.attempt: ran}.items()))
 
 
 EMPTY = Record()
@@ -350,7 +337,7 @@ def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) ->
     if winner not in (None, message.copy):
         return record, "replaced"
     if first is not None:
-        if not _follows(message, first):
+        if not _follows(message, *first):
             return record, "duplicate"
         return record.marked(message), "paused" if is_paused else "run"
     waits = record.waits == full
@@ -383,11 +370,11 @@ def _full(message: Arrival | Registration) -> tuple[str, str]:
     return (f"?{message.copy}" if life < 0 else str(life)), message.attempt
 
 
-def _follows(message: Arrival, first: Run) -> bool:
+def _follows(message: Arrival, mark: Mark, arrival: str) -> bool:
     """Return whether an arrival may take the place of the one that was let run."""
-    arrivals = (*message.mark.former, message.name)
-    is_known = first.arrival in arrivals or first.generation <= message.heir_of
-    return first.name == message.mark.name and is_known
+    is_known = arrival in (*message.mark.former, message.name)
+    is_heir = is_known or mark.generation <= message.heir_of
+    return mark.name == message.mark.name and is_heir
 
 
 def register(record: Record, message: Registration) -> tuple[Record, str]:

@@ -16,7 +16,7 @@ from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users k
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.application import Celery
-from celery_rabbitdelay.app.celery_internals import argument_check
+from celery_rabbitdelay.app.celery_internals import check_arguments
 from celery_rabbitdelay.levels.shown_url import without_password
 from celery_rabbitdelay.registry.application import is_tracked
 from celery_rabbitdelay.spark.columns import TYPES
@@ -142,13 +142,12 @@ def numbers_taken(
     numbers: Sequence[int] = [0] if args is None else range(MAX_ARGUMENTS)
     if isinstance(args, T.StructType):
         numbers = [len(args)]
-    check = None if task is None else argument_check(task)
-    if task is None or check is None or isinstance(kwargs, T.MapType | T.StringType):
+    if task is None or isinstance(kwargs, T.MapType | T.StringType):
         return numbers
     taken, refused = [], ""
     for number in numbers:
         try:
-            check(*[None] * number, **dict.fromkeys(names))
+            check_arguments(task, [None] * number, dict.fromkeys(names))
             taken.append(number)
         except TypeError as error:
             refused = refused or str(error)

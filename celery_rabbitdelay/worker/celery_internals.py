@@ -1,6 +1,6 @@
 """The parts of a running Celery worker that are private or undocumented.
 
-When Celery moves one of them, tests/unit/test_upstream.py says which.
+When Celery moves one of them, tests/kernel/unit/test_upstream.py says which.
 """
 
 from __future__ import annotations

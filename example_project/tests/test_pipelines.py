@@ -30,7 +30,7 @@ from example_project import spark_job
 from example_project.demonstration.gateway import MailGateway
 from example_project.demonstration.processes import ChildProcess
 from example_project.pipelines import forecast, lateness, reconciliation, reminders
-from tests.integration.spark import QUICK_JAVA, spark_session
+from tests.spark.integration.spark import QUICK_JAVA, spark_session
 
 #: The tasks' queue: Celery's default.
 TASKS = "celery"

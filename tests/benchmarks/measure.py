@@ -29,8 +29,8 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.registry.decision import Registration
 from celery_rabbitdelay.registry.registry import Registry
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.integration.shop import make_app
-from tests.integration.worker import Worker
+from tests.kernel.integration.shop import make_app
+from tests.kernel.integration.worker import Worker
 
 #: Where pictures are written to.
 PICTURES: Final = Path(__file__).resolve().parents[2] / "build" / "benchmarks"

@@ -152,7 +152,7 @@ def sends(
 def spark(*, rounds: int = 3, rows: int = 200_000) -> None:
     """Rows a second from Spark on two cores, one by one and grouped."""
     from celery_rabbitdelay.spark import grouped
-    from tests.integration.spark import spark_session
+    from tests.spark.integration.spark import spark_session
 
     prefix, queue = "bench-spark", "bench-rows"
     with private_broker() as broker, spark_session() as session:

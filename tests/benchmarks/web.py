@@ -17,8 +17,8 @@ from celery_rabbitdelay import Row
 from celery_rabbitdelay.registry.decision import Registration
 from celery_rabbitdelay.testing import RedisServer
 from tests.benchmarks import measure
-from tests.integration.page import ServedPage
 from tests.private_broker import private_broker
+from tests.web.integration.page import ServedPage
 
 #: Milliseconds that a list may take, as the median.
 GOAL_MS: Final = 300.0

@@ -18,7 +18,7 @@ from kombu import pools
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import RabbitMQServer
 from celery_rabbitdelay.testing.servers import free_port
-from tests.integration.trouble import alarm, suspended
+from tests.kernel.integration.trouble import alarm, suspended
 from tests.private_broker import private_broker
 
 #: Seconds until a send is given up.

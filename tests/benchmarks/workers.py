@@ -30,7 +30,7 @@ from celery_rabbitdelay.registry.decision import Registration
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.testing import RedisServer
 from tests.benchmarks import measure
-from tests.integration.worker import Worker
+from tests.kernel.integration.worker import Worker
 from tests.private_broker import private_broker
 
 DAY: Final = timedelta(days=1)

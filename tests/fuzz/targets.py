@@ -41,7 +41,7 @@ from celery_rabbitdelay.publishing.wire import _frame_handler
 from celery_rabbitdelay.worker.celery_requests import CeleryRequests
 from tests.hostile.kinds import ALLOWED as ALLOWED_QUEUE
 from tests.hostile.kinds import TASKS, hostile_messages
-from tests.unit.waiting import waiting
+from tests.kernel.unit.waiting import waiting
 
 TOPOLOGY: Final = Topology("f", custom([("seconds", 6, 1), ("ms", 10, 0.1)]))
 MODULES: Final = TOPOLOGY.module_queues

@@ -65,7 +65,7 @@ def main() -> int:
     given = parser.parse_args()
     started = time.monotonic()
     sources = {file: unbroken((REPOSITORY / PACKAGE / file).read_text()) for file in pure_files()}
-    if failed := _failure(sources, UNBROKEN_TIMEOUT, "tests/unit"):
+    if failed := _failure(sources, UNBROKEN_TIMEOUT, *unit_tests()):
         print(f"the tests fail already without a mutant: {failed}", file=sys.stderr)
         return 2
     timeout = max(MIN_TIMEOUT, SLOWER * (time.monotonic() - started))
@@ -96,13 +96,18 @@ def pure_files() -> list[str]:
     return [*(name for name in names if name not in NOT_PURE), *ELSEWHERE]
 
 
+def unit_tests(name: str = "") -> list[str]:
+    """Return the folders of unit tests, or the files of a name in them."""
+    return [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob(f"tests/*/unit{name}")]
+
+
 def _noticed_by(file: str, timeout: float, mutant: Mutant) -> str | None:
     """Return the test that fails first, or why there is none; None if all pass."""
     # First the file's own tests, which notice most; then all others.
-    own, noticed_by = f"tests/unit/test_{Path(file).stem}.py", None
-    if (REPOSITORY / own).exists():
-        noticed_by = _failure({file: mutant.source}, timeout, own)
-    others = "tests/unit", f"--ignore={own}"
+    own, noticed_by = unit_tests(f"/test_{Path(file).stem}.py"), None
+    if own:
+        noticed_by = _failure({file: mutant.source}, timeout, *own)
+    others = *unit_tests(), *(f"--ignore={each}" for each in own)
     return noticed_by or _failure({file: mutant.source}, timeout, *others)
 
 

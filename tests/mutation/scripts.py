@@ -22,10 +22,10 @@ PACKAGE: Final = Path("celery_rabbitdelay")
 #: The packages that have scripts, and the tests that have to notice, the fastest ones first.
 TESTS: Final = {
     "registry": [
-        f"tests/integration/test_registry{each}.py"
+        f"tests/registry/integration/test_registry{each}.py"
         for each in ("", "_jobs", "_index", "_pauses", "_rule")
     ],
-    "schedules": ["tests/integration/test_schedule_sequences.py"],
+    "schedules": ["tests/schedules/integration/test_schedule_sequences.py"],
 }
 
 #: What can be left out: a line that is a statement of its own.

@@ -7,7 +7,7 @@ A file here for each room, ``ROOM.toml``, lists them::
     file = "modules/service.py"
     from = "the text in that file, which stands there once"
     to = "what breaks the promise"
-    tests = "tests/integration/test_modules.py -k confirm"
+    tests = "tests/kernel/integration/test_modules.py -k confirm"
 """
 
 from __future__ import annotations

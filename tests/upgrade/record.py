@@ -39,10 +39,10 @@ from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content, headers_of
 from celery_rabbitdelay.publishing.wire import HEADER_FRAME, Wire, publish_frames
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
-from tests.integration.arrivals import wait_until_waiting
-from tests.integration.shop import make_app, named
+from tests.kernel.integration.arrivals import wait_until_waiting
+from tests.kernel.integration.shop import make_app, named
+from tests.kernel.unit.waiting import waiting
 from tests.node_control import add_virtual_host
-from tests.unit.waiting import waiting
 
 #: Where the recordings are, one folder for each version.
 FOLDER: Final = Path(__file__).parent / "recorded"

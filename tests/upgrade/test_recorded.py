@@ -14,10 +14,10 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from tests.integration.notes import Notes
-from tests.integration.shop import PATIENCE, make_app
-from tests.integration.trouble import virtual_host
-from tests.integration.worker import Worker, run_celery
+from tests.kernel.integration.notes import Notes
+from tests.kernel.integration.shop import PATIENCE, make_app
+from tests.kernel.integration.trouble import virtual_host
+from tests.kernel.integration.worker import Worker, run_celery
 from tests.upgrade.record import (
     FOLDER,
     LEVELS,

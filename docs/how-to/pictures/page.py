@@ -30,7 +30,7 @@ from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from celery_rabbitdelay.web.options import hash_password
 from tests.celery_process import CeleryProcess
 from tests.chromium import PHONE, WIDE, Chromium, Tab
-from tests.integration.undeliverable_messages import message, put, straight
+from tests.operations.integration.undeliverable_messages import message, put, straight
 
 FOLDER: Final = Path(__file__).parent
 

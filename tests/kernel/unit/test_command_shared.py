@@ -1,0 +1,126 @@
+"""The connection to another broker, times, usage errors of all commands, and the version."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from unittest import mock
+
+import click
+import pytest
+from click.testing import Result
+
+from celery_rabbitdelay import Celery, __version__
+from celery_rabbitdelay.command import group
+from celery_rabbitdelay.command.group import rabbitdelay
+from celery_rabbitdelay.command.shared import broker_at, instant_type, seconds_type
+
+PACKAGE = "celery_rabbitdelay"
+
+
+@pytest.fixture
+def app() -> Iterator[Any]:
+    """An application whose broker takes TLS."""
+    made = Celery("shop", broker="amqps://here.example.com//", set_as_current=False)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("named", [None, "here.example.com"])
+def test_each_broker_s_certificate_is_for_its_own_host(
+    app: Any, named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app.conf.broker_use_ssl = {"ca_certs": "ca.pem", "server_hostname": named}
+    here, other = app.connection_for_write(), broker_at(app, "amqps://there.example.com//")
+    names = []
+    for connection in (here, other, here.clone(), other.clone()):
+        # kombu decides it when it connects.
+        monkeypatch.setattr(connection.transport, "Connection", mock.Mock())
+        connection.transport.establish_connection()
+        names.append(cast("dict[str, Any]", connection.ssl)["server_hostname"])
+    assert names == ["here.example.com", "there.example.com"] * 2
+
+
+def test_the_url_says_whether_it_is_tls(app: Any) -> None:
+    for url, setting, ssl in (
+        ("amqps://there//", {"ca_certs": "ca.pem"}, {"ca_certs": "ca.pem"}),
+        ("amqps://there//", False, True),
+        ("amqp://there//", {"ca_certs": "ca.pem"}, False),
+    ):
+        app.conf.broker_use_ssl = setting
+        assert broker_at(app, url).ssl == ssl
+
+
+#: How times are written, by the type of the option.
+FORMS = {
+    "delay": ["90", "1h30m", "1.5d", "-5"],
+    "duration": ["90", "1h30m", "1.5d"],
+    "instant": ["2030-01-31T09:00:00+01:00", "2030-01-31 09:00", "2030-01-31"],
+}
+
+
+def parameters(commands: click.Group) -> Iterator[click.Parameter]:
+    """Yield the parameters of all commands."""
+    context = click.Context(commands)
+    for name in commands.list_commands(context):
+        command = commands.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from parameters(command)
+        else:
+            yield from command.params
+
+
+def test_all_commands_take_times_in_the_same_forms() -> None:
+    for each in parameters(rabbitdelay):
+        # A plain number of seconds would be another form.
+        assert each.type.name != "float"
+        for text in FORMS.get(each.type.name, ()):
+            assert each.type.convert(text, each, None)
+        if each.type.name in FORMS:
+            with pytest.raises(click.BadParameter, match=rf"{each.name} 'soon': takes .*\d"):
+                each.type.convert("soon", each, None)
+    for kind, text, takes in (
+        (seconds_type, "0", "a duration above 0 to 100 years"),
+        (seconds_type, "99999999999d", "a duration from 0 to 100 years"),
+        (instant_type, "9999-12-31T23:59:59-12:00", "a datetime or ISO 8601, such as"),
+    ):
+        with pytest.raises(click.BadParameter, match=f"{text}': takes {takes}"):
+            kind.convert(text, None, None)
+
+
+@click.command()
+def greet() -> None:
+    """Say hello."""
+    click.echo("hello")
+
+
+def test_a_command_is_named_by_text_and_a_missing_addition_is_said(
+    offline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "COMMANDS", dict(group.COMMANDS))
+    group.add_command("greet", f"{__name__}:greet")
+    group.add_command("gone", "celery_rabbitdelay.gone.commands:gone")
+    assert offline("greet").stdout == "hello\n"
+    listed = offline("--help").stdout
+    assert re.search(r"^  greet +Say hello\.$", listed, re.MULTILINE)
+    assert "gone" not in listed
+    told = offline("gone")
+    assert told.exit_code == 2
+    assert "needs celery_rabbitdelay.gone, which is not installed" in told.stderr
+
+
+def test_the_group_imports_no_addition() -> None:
+    program = "import sys, celery_rabbitdelay.command.group; print(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    rooms = {name.split(".")[1] for name in run.stdout.split() if name.startswith(f"{PACKAGE}.")}
+    assert rooms.isdisjoint({"operations", "schedules", "spark", "testing", "web"})
+
+
+def test_celery_says_which_version_this_is(offline: Callable[..., Result]) -> None:
+    assert offline("--version").stdout == f"celery-rabbitdelay, version {__version__}\n"

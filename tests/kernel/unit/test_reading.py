@@ -1,0 +1,60 @@
+"""Readings that are shared by all who ask for them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from unittest.mock import ANY
+
+from kombu.exceptions import OperationalError
+
+from celery_rabbitdelay.publishing.reading import Reading, Readings
+from tests.kernel.unit.waiting import wait_until
+
+
+def test_one_of_all_who_ask_looks_and_the_others_wait_or_get_what_was_seen_before() -> None:
+    looks, may_end = [], Event()
+
+    def look() -> int:
+        looks.append(1)
+        may_end.wait(10)
+        return len(looks)
+
+    readings = Readings(look, period=60)
+    with ThreadPoolExecutor(5) as pool:
+        asked = [pool.submit(readings.latest) for _ in range(5)]
+        wait_until(lambda: looks)
+        may_end.set()
+        assert [each.result(10).value for each in asked] == [1] * 5
+        may_end.clear()
+        readings.outdate()
+        second = pool.submit(readings.latest)
+        wait_until(lambda: len(looks) == 2)
+        assert readings.latest().value == 1
+        may_end.set()
+        assert second.result(10).value == 2
+
+
+def test_nobody_waits_longer_than_the_patience_and_a_failed_look_ends_nothing() -> None:
+    looks, may_end = [], Event()
+
+    def look() -> int:
+        looks.append(1)
+        may_end.wait(10)
+        if len(looks) == 2:
+            raise OperationalError("amqp://ada:secret@host\nis away")
+        if len(looks) == 3:
+            raise ZeroDivisionError
+        return len(looks)
+
+    readings = Readings(look, period=60, patience=0.01)
+    assert [readings.latest() for _ in range(3)] == [Reading()] * 3
+    may_end.set()
+    wait_until(lambda: readings.latest().value == 1)
+    readings.outdate()
+    wait_until(lambda: readings.latest().error == "amqp://ada:**@host is away")
+    readings.outdate()
+    wait_until(lambda: "unexpected" in (readings.latest().error or ""))
+    assert readings.latest().value == 1, "the one before"
+    readings.outdate()
+    wait_until(lambda: readings.latest() == (4, ANY, None))

@@ -1,0 +1,3 @@
+"""The fixtures of the kernel's unit tests."""
+
+from tests.kernel.unit.conftest import *  # noqa: F403 - its fixtures

@@ -1,0 +1,180 @@
+"""``adopt``: what waits elsewhere goes into the levels, keeps its due time, and runs once."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import celery
+import pytest
+from kombu import Connection, Exchange, Queue
+from kombu.transport.native_delayed_delivery import (
+    bind_queue_to_native_delayed_delivery_exchange,
+    calculate_routing_key,
+    declare_native_delayed_delivery_exchanges_and_queues,
+    level_name,
+)
+
+from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.operations.conversion import (
+    NOT_DELAYED,
+    TaskMessages,
+    eta_tasks,
+    native_queues,
+)
+from celery_rabbitdelay.operations.mover import Mover, Place
+from celery_rabbitdelay.publishing.declaration import queue_counts
+from celery_rabbitdelay.publishing.producer import DelayedProducer
+from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.testing import wait_for
+from celery_rabbitdelay.testing.servers import PATIENCE
+from tests.kernel.integration.arrivals import take
+from tests.kernel.integration.notes import Notes
+from tests.kernel.integration.shop import named
+from tests.kernel.integration.worker import Worker, answer
+
+TASKS = 50
+
+#: Seconds: most of what waits is adopted before it is due.
+DELAYS = (10.0, 15.0)
+
+
+def waiting(connection: Connection, names: list[str]) -> int:
+    counts = queue_counts(connection, [Queue(name) for name in names])
+    return sum(each.messages for each in counts.values() if each)
+
+
+@pytest.fixture
+def plain(shop: Any) -> Iterator[Any]:
+    """Plain Celery with the shop's queues, as before this package was installed."""
+    app = celery.Celery("plain", broker=shop.conf.broker_url, set_as_current=False)
+    app.conf.update(
+        task_queues=shop.conf.task_queues,
+        task_default_queue=shop.conf.task_default_queue,
+        broker_native_delayed_delivery_queue_type="quorum",
+        broker_transport_options={"confirm_publish": True},
+    )
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def native_chain(connection: Connection, plain: Any) -> Iterator[list[str]]:
+    """Celery's native delayed delivery, as its workers lay it out; deleted with the test."""
+    declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+    for queue in plain.conf.task_queues:
+        queue(connection.default_channel).declare()
+        bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+    yield native_queues()
+    with connection.clone() as own:
+        channel: Any = own.default_channel
+        for level in range(28):
+            channel.queue_delete(level_name(level))
+            channel.exchange_delete(level_name(level))
+        channel.exchange_delete("celery_delayed_delivery")
+
+
+def test_tasks_in_celerys_native_delayed_delivery_run_on_time_and_once(
+    configuration: dict[str, Any],
+    connection: Connection,
+    shop: Any,
+    noted: Notes,
+    plain: Any,
+    native_chain: list[str],
+) -> None:
+    due, queue = {}, named(shop, "topic.reports")
+    with Worker(configuration):
+        for _ in range(TASKS):
+            delay, task_id = random.uniform(*DELAYS), str(uuid4())
+            # Below, and in the whole seconds, which is what the chain waits.
+            due[task_id] = time.time() + delay
+            options = {"countdown": delay, "task_id": task_id, "queue": queue}
+            plain.send_task("note", (task_id,), {"key": noted.key}, **options)
+        assert waiting(connection, native_chain) > 0
+        moved = answer(configuration, "adopt native", "moved")
+        # On a slow machine, some have come due by then.
+        assert 0 < moved["moved"] <= TASKS
+        assert (moved["left"], moved["copies"]) == ({}, 0)
+        seen = noted.wait(TASKS, timeout=PATIENCE)
+    assert len(seen) == TASKS
+    assert {each["given"][0] for each in seen} == due.keys()
+    for each in seen:
+        assert each["exchange"] == named(shop, "topic")
+        assert each["routing_key"] == "topic.reports"
+        # Celery writes its eta in microseconds, after the time was read here.
+        assert each["at"] >= due[each["given"][0]] - 0.001
+
+
+def test_messages_in_a_queue_of_nservicebus_reach_the_end_of_its_chain_on_time(
+    configuration: dict[str, Any], connection: Connection, channel: Any, target: Queue
+) -> None:
+    end, level = "nsb.v2.delay-delivery", "nsb.v2.delay-level-04"
+    for name in (end, level):
+        Exchange(name, "topic")(channel).declare()
+    channel.queue_bind(target.name, end, f"#.{target.name}")
+    # Without its TTL; tests/operations/unit/test_moving.py has more of the chain.
+    Queue(level, queue_arguments={"x-queue-type": "quorum"})(channel).queue_declare()
+    channel.queue_bind(level, level, "#")
+    sent = datetime.now(UTC)
+    headers = {
+        "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
+        "NServiceBus.Transport.RabbitMQ.DelayInSeconds": 5,
+    }
+    key = calculate_routing_key(16, target.name)
+    for number in range(20):
+        connection.Producer().publish(number, exchange=level, routing_key=key, headers=headers)
+    wait_for(lambda: waiting(connection, [level]) == 20, "the messages")
+
+    moved = answer(configuration, "adopt nservicebus", "moved")
+
+    assert (moved["moved"], moved["left"], moved["copies"]) == (20, {}, 0)
+    with Worker(configuration):
+        arrivals = take(connection, [target], 20, timeout=PATIENCE)
+    assert sorted(each.body for each in arrivals) == [*range(20)]
+    # The header has microseconds, the due time milliseconds.
+    assert min(each.at for each in arrivals) >= sent.timestamp() + 5 - 0.001
+    assert {each.message.delivery_info["exchange"] for each in arrivals} == {end}
+    channel.queue_delete(level)
+    for name in (end, level):
+        channel.exchange_delete(name)
+
+
+def test_tasks_with_an_eta_leave_their_queue_and_others_stay(
+    configuration: dict[str, Any], connection: Connection, shop: Any, plain: Any
+) -> None:
+    queue = named(shop, "default")
+    for known in plain.conf.task_queues:
+        known(connection.default_channel).declare()
+    for options in ({"countdown": 3600}, {}) * 20:
+        plain.send_task("look", queue=queue, ignore_result=True, **options)
+    wait_for(lambda: waiting(connection, [queue]) == 40, "the tasks")
+    nobodys = answer(configuration, f"adopt eta {queue} nobodys", "error", 1)["error"]
+    assert nobodys == "no such queue on the broker: 'nobodys'; nothing was moved"
+    moved = answer(configuration, f"adopt eta {queue}", "moved")
+    assert (moved["moved"], moved["left"]) == (20, {"it is due, or has no eta": 20})
+    assert waiting(connection, [queue]) == 20
+    # The levels have none of an hour.
+    meditation = shop.rabbitdelay.topology.module_queues.meditation.name
+    wait_for(lambda: waiting(connection, [meditation]) == 20, "the others")
+
+
+def test_tasks_that_stay_survive_many_runs(
+    configuration: dict[str, Any],
+    connection: Connection,
+    target: Queue,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.operations.mover.SETTLE", 0.0)
+    # From 4.0 on, RabbitMQ drops what was given back to a quorum queue more than 20 times.
+    connection.Producer().publish({}, routing_key=target.name)
+    topology = Topology(configuration["prefix"])
+    producer = DelayedProducer(Publisher(connection), topology)
+    convert = eta_tasks(TaskMessages(producer, UTC, lambda name: None), topology, {})
+    for _ in range(25):
+        wait_for(lambda: waiting(connection, [target.name]) == 1, "the task")
+        moved = Mover(connection, [target.name], Place(connection, topology), convert).move()
+        assert moved.left.keys() == {NOT_DELAYED}

@@ -1,0 +1,139 @@
+"""A topology in other formats has everything that ``declare`` makes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
+
+import hcl2  # type: ignore[import-untyped,unused-ignore]
+import pytest
+from click.testing import Result
+from hypothesis import given, settings
+
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.kombu import Layout, Topology, binary, clock, custom, geometric
+from celery_rabbitdelay.levels.layout import Zeros
+from celery_rabbitdelay.operations import export
+from tests.json_schemas import checked
+from tests.kernel.unit.declaring_model import DeclaringModel
+from tests.kernel.unit.strategies import layouts
+
+LAYOUTS: dict[str, Callable[..., Layout]] = {
+    "clock": clock,
+    "binary": binary,
+    "geometric": geometric,
+    "custom": lambda zeros: custom([("minutes", 3, 60), ("seconds", 60, 1)], zeros),
+}
+
+#: Each layout, and each way to pass a zero digit, once.
+SOME = [
+    pytest.param(make(zeros=zeros), id=f"{name}-{zeros}")
+    for (name, make), zeros in zip(LAYOUTS.items(), (*get_args(Zeros), "skip"), strict=True)
+]
+
+
+BINDING = ("source", "routing_key", "destination", "destination_type")
+
+
+@pytest.mark.parametrize("layout", SOME)
+def test_the_definitions_have_what_declare_makes(layout: Layout) -> None:
+    topology = Topology("shop", layout, "classic", 2)
+    found, made = export.definitions(topology, "v"), DeclaringModel(topology)
+    assert {each["vhost"] for kind in found.values() for each in kind} == {"v"}
+
+    def named(kind: str, *keys: str) -> dict[str, Any]:
+        keys = (*keys, "durable", "auto_delete", "arguments")
+        return {each["name"]: tuple(each[key] for key in keys) for each in found[kind]}
+
+    assert (named("exchanges", "type"), named("queues")) == (made.exchanges, made.queues)
+    assert {tuple(each[key] for key in BINDING) for each in found["bindings"]} == made.bindings
+    expected = [made.exchanges, made.queues, made.bindings]
+    assert [*map(len, found.values())] == [*map(len, expected)], "none of it twice"
+
+
+def local(text: str, table: str) -> Any:
+    """A table of a module of Terraform; it is written as JSON."""
+    (found,) = re.finditer(rf"^  {table} += (?=\{{)", text, re.M)
+    return json.JSONDecoder().raw_decode(text, found.end())[0]
+
+
+@pytest.mark.parametrize("layout", SOME)
+def test_the_terraform_module_makes_what_declare_makes(layout: Layout) -> None:
+    topology = Topology("shop.delay", layout)
+    module = export.as_terraform(topology).replace("${var.name}", "other")
+    made = DeclaringModel(replace(topology, prefix="other"))
+    around = [local(module, each) for each in ("guard", "marker")]
+    exchanges = {**local(module, "exchanges"), **{each.pop("name"): each for each in around}}
+    assert {
+        f"other.{name}": (each["type"], True, False, each["arguments"])
+        for name, each in exchanges.items()
+    } == made.exchanges
+    queues = local(module, "queues")
+    assert {f"other.{name}": (True, False, each) for name, each in queues.items()} == made.queues
+    prefixed = {"source", "destination"}
+    assert {
+        tuple(f"other.{each[key]}" if key in prefixed else each[key] for key in BINDING)
+        for each in local(module, "bindings").values()
+    } == made.bindings
+
+
+def test_the_marker_comes_last_and_queues_are_never_destroyed() -> None:
+    text = export.as_terraform(Topology(layout=binary(levels=2)))
+    assert hcl2.loads(text).keys() >= {"terraform", "variable", "output", "locals", "resource"}
+    assert re.findall(r'^resource "rabbitmq_(\w+)" "(\w+)"', text, re.M) == [
+        *(("exchange", "guard"), ("exchange", "all"), ("queue", "all"), ("binding", "all")),
+        ("exchange", "marker"),
+    ]
+    assert re.findall(r"depends_on = \[(.*)\]", text) == [
+        *("rabbitmq_exchange.guard", "rabbitmq_exchange.all"),
+        "rabbitmq_exchange.all, rabbitmq_queue.all",
+        "rabbitmq_queue.all, rabbitmq_binding.all",
+    ]
+    assert text.count("prevent_destroy = true") == 1
+
+
+def test_the_module_says_its_inputs_and_the_setting_of_the_applications() -> None:
+    topology = Topology("shop", geometric(factor=60, levels=4, tick=1))
+    text = export.as_terraform(topology, 'a"${b}')
+    defaults = re.findall(r"^  default += (.*)$", text, re.M)
+    assert defaults == ['"shop"', r'"a\"$${b}"', str(60**4 - 1)]
+    assert f"condition     = var.max_delay <= {60**4 - 1}\n" in text
+    assert Settings(layout=local(text, "value")).topology.layout == topology.layout
+
+
+@given(layouts)
+@settings(max_examples=50)
+def test_a_layout_is_made_again_from_its_setting(layout: Layout) -> None:
+    setting = json.loads(json.dumps(export.as_setting(layout)))
+    assert Settings(layout=setting).topology.layout == layout
+
+
+def test_a_layout_that_only_python_can_make_has_no_setting() -> None:
+    odd = Layout("mine", binary(levels=2).levels)
+    assert export.as_setting(odd) is None
+    assert export.as_setting(Layout("clock", clock().levels[1:])) is None
+    assert "  value = null\n" in export.as_terraform(Topology(layout=odd))
+
+
+@pytest.mark.parametrize("layout", SOME)
+def test_the_flow_chart_shows_every_level_and_where_it_leads(layout: Layout) -> None:
+    text = export.as_mermaid(Topology("shop", layout))
+    assert "flowchart LR" in text.splitlines()
+    nodes = re.findall(r"^  (\w+)[({\[]", text, re.M)
+    arrows = re.findall(r"^  (\w+) (?:-->|==>|-\.->)(?:\|.*\|)? (\w+)$", text, re.M)
+    # Each level has an exchange and queues; seven nodes stand around them.
+    assert {name for ends in arrows for name in ends} == {*nodes}
+    assert len({*nodes}) == len(nodes) == 2 * len(layout.levels) + 7
+
+
+def test_the_command_prints_the_virtual_host_of_the_application(
+    offline: Callable[..., Result],
+) -> None:
+    told = offline("export", "-f", "definitions", "-j", broker_url="amqp://guest@nowhere/v")
+    found, topology = checked("export", told.stdout), Settings().topology
+    assert found["fingerprint"] == topology.identity.fingerprint
+    assert Settings(layout=found["layout"]).topology.layout == topology.layout
+    assert json.loads(found["text"]) == export.definitions(topology, "v")

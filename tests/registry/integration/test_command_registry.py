@@ -1,0 +1,250 @@
+"""The commands of ``celery rabbitdelay`` about tasks that wait, run as users do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery.bin.base import CLIContext
+from click.testing import CliRunner, Result
+
+from celery_rabbitdelay.command.group import rabbitdelay
+from tests.json_schemas import checked
+from tests.kernel.integration.shop import PATIENCE
+from tests.kernel.integration.worker import Worker
+
+
+@pytest.fixture
+def configuration(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
+    # Redis may take its time, as the machine may.
+    patient = {"socket_timeout": PATIENCE}
+    return {
+        **configuration,
+        "rabbitdelay_registry_url": redis_url,
+        "rabbitdelay_registry_options": patient,
+    }
+
+
+def invoke(shop: Any, command: str, given: str = "") -> Result:
+    """Run a command for an application, in this process, with that standard input."""
+    context = CLIContext(app=shop, no_color=True, workdir=None, quiet=False)
+    return CliRunner().invoke(rabbitdelay, command.split(), given, obj=context)
+
+
+def answer(shop: Any, command: str, schema: str, status: int = 0) -> dict[str, Any]:
+    """Run a command with ``--json`` and return what it prints."""
+    told = invoke(shop, f"{command} --json")
+    assert told.exit_code == status, told.output
+    return checked(schema, told.stdout)
+
+
+def send(shop: Any, delay: float, **options: Any) -> str:
+    return str(shop.tasks["look"].apply_async(delay=delay, track=True, **options).id)
+
+
+def test_pending_and_the_forecast_list_the_tasks_that_wait(shop: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    second, first = send(shop, 6600), send(shop, 3000, key=key)  # in the midst of a step
+    between = (datetime.now(UTC) + timedelta(minutes=90)).isoformat()
+
+    lines = invoke(shop, "pending").stdout.splitlines()
+    assert lines[0].split() == ["due", "in", "task", "id", "key", "job"]
+    assert (first in lines[1], second in lines[2]) == (True, True)
+    assert lines[3].startswith("2 tracked tasks wait; complete since ")
+    for options, shown in {
+        "--limit 1": [first],
+        f"--key {key}": [first],
+        f"--due-before {between}": [first],
+        f"--due-after {between}": [second],
+    }.items():
+        tasks = answer(shop, f"pending {options}", "pending")["tasks"]
+        assert [each["task_id"] for each in tasks] == shown, options
+
+    told = invoke(shop, "forecast --step 1800")
+    assert told.stdout.splitlines()[-1] == "2 tracked tasks wait"
+    forecast = answer(shop, "forecast --step 0.5h", "forecast")
+    assert (forecast["tasks"], [each["tasks"] for each in forecast["steps"]]) == (2, [1, 1])
+
+
+def test_show_tells_what_is_known_of_one_task(shop: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    task_id = send(shop, 3600, args=(7,), key=key)
+    first, *lines = invoke(shop, f"show {task_id}").stdout.splitlines()
+    data = answer(shop, f"show --key {key}", "show")["task"]
+    assert first == f"{task_id}: waiting"
+    facts = dict(line.strip().split(maxsplit=1) for line in lines)
+    assert (facts["task"], facts["arguments"], facts["key"]) == ("look", "(7,) {}", key)
+    assert (data["task_id"], data["args"]) == (task_id, "(7,)")
+    assert answer(shop, f"show {uuid4()}", "show", status=1) == {"task": None}
+
+
+def test_tasks_are_cancelled_and_postponed_by_id_and_by_key(shop: Any) -> None:
+    key = f"order:{uuid4().hex}"
+    ids, later = [send(shop, 60), send(shop, 60)], send(shop, 60, key=key)
+    in_an_hour = datetime.now(UTC) + timedelta(hours=1)
+
+    told = invoke(shop, f"cancel {ids[0]} {ids[1]}").stdout.splitlines()
+    assert told == [f"{each}: done" for each in ids]
+    again = answer(shop, f"cancel {ids[0]} unheard-of --also-future", "outcomes")
+    assert again["outcomes"] == {ids[0]: "cancelled", "unheard-of": "noted"}
+    assert invoke(shop, f"postpone {later} --eta {in_an_hour.isoformat()}").exit_code == 0
+    (postponed,) = shop.rabbitdelay.pending()
+    assert abs(postponed.due - in_an_hour) < timedelta(seconds=1)
+    done = {"outcomes": {key: "done"}}
+    assert answer(shop, f"postpone --key {key} --delay 1h60m", "outcomes") == done
+    (postponed,) = shop.rabbitdelay.pending()
+    assert postponed.due > in_an_hour + timedelta(minutes=50)
+    assert answer(shop, f"cancel --key {key}", "outcomes") == done
+    assert shop.rabbitdelay.count() == 0
+
+
+def test_the_command_asks_before_it_cancels_those_of_a_filter(shop: Any) -> None:
+    for job in ("imports", "", "", "others"):
+        if job:
+            shop.rabbitdelay.open_job(job, expires=60)
+        send(shop, 3600, **({"job": job} if job else {}))
+    refused = invoke(shop, "cancel --job imports", "n\n")
+    assert "Cancel 1 tracked tasks that wait?" in refused.stdout
+    assert (refused.exit_code, shop.rabbitdelay.count()) == (1, 4)
+    assert invoke(shop, "cancel --job imports", "y\n").stdout.endswith("1 cancelled\n")
+    now = datetime.now(UTC).isoformat()
+    told = answer(shop, f"cancel --due-after {now} --dry-run", "cancel")
+    assert told == {"count": 3, "cancelled": 0, "dry_run": True}
+    told = answer(shop, f"cancel --due-before {now} --yes", "cancel")
+    assert told == {"count": 0, "cancelled": 0, "dry_run": False}
+    for options, why in (
+        ("--dry-run", "--dry-run takes --task, --job, --due-before or --due-after"),
+        ("x --task look", "a filter takes neither ids nor --key"),
+        ("--task look --json", "--json does not ask: give --yes or --dry-run"),
+        ("--yes", "give the ids of tasks, or --key"),
+    ):
+        wrong = invoke(shop, f"cancel {options}")
+        assert wrong.exit_code == 2
+        assert why in " ".join(wrong.stderr.split())
+    assert shop.rabbitdelay.count() == 3
+
+
+@pytest.mark.parametrize("command", ["cancel", "postpone --delay 60"])
+def test_what_nobody_knows_is_unknown_and_leaves_no_record_unless_asked(
+    shop: Any, command: str
+) -> None:
+    name = f"unheard-of-{uuid4().hex}"
+    told, keyed = invoke(shop, f"{command} {name}"), invoke(shop, f"{command} --key {name}")
+    assert told.stdout.startswith(f"{name}: unknown: nothing waits under it; ")
+    assert keyed.stdout == f"{name}: unknown: nothing waits under it\n"
+    assert (told.exit_code, keyed.exit_code, shop.rabbitdelay.show(name)) == (1, 1, None)
+    asked = invoke(shop, f"{command} {name} --also-future")
+    assert asked.stdout.startswith(f"{name}: noted; ")
+    assert (asked.exit_code, shop.rabbitdelay.show(name) is None) == (0, False)
+
+
+def test_tracked_tasks_run_now(shop: Any, configuration: dict[str, Any]) -> None:
+    key = f"order:{uuid4().hex}"
+    by_id, by_key = send(shop, 3600), send(shop, 3600, key=key)
+    untracked = shop.tasks["look"].apply_async(delay=3600, key=f"other:{key}").id
+    assert invoke(shop, f"run-now {by_id}").stdout == f"{by_id}: done\n"
+    assert answer(shop, f"run-now --key {key}", "outcomes") == {"outcomes": {key: "done"}}
+    refused = invoke(shop, f"run-now {untracked}")
+    assert ("cannot run earlier" in refused.stderr, refused.exit_code) == (True, 1)
+    with Worker(configuration):
+        for each in (by_id, by_key):
+            assert shop.AsyncResult(each).get(timeout=PATIENCE)
+        late = invoke(shop, f"run-now {by_id}")
+    assert late.stdout == f"{by_id}: it has arrived at a worker already\n"
+    assert late.exit_code == 1
+
+
+def test_a_job_is_opened_committed_and_shown(shop: Any) -> None:
+    job = f"import-{uuid4().hex}"
+    unknown = invoke(shop, f"job show {job}")
+    assert (unknown.stdout, unknown.exit_code) == (f"{job}: unknown\n", 1)
+    assert invoke(shop, f"job open {job} --expires 1m30s").stdout == f"{job}: open\n"
+    assert answer(shop, f"job commit {job}", "job") == {"job": job, "state": "committed"}
+    aborted = invoke(shop, f"job abort {job}")
+    assert aborted.exit_code == 1
+    assert f"job '{job}' is committed" in aborted.stderr
+
+
+def test_tasks_are_paused_by_name_and_by_queue_and_resumed(shop: Any) -> None:
+    send(shop, 60)  # the levels exist, which is what the status is about
+    assert invoke(shop, "pause --task shop.remind").stdout.startswith("paused: task shop.remind, ")
+    data = answer(shop, "pause --queue mails", "paused")
+    assert (data["task"], data["queue"]) == (None, "mails")
+    again = answer(shop, "pause --task shop.remind", "paused")
+    assert answer(shop, "status -t 0.1", "status")["paused"] == [again, data]
+    for told, status in (("resumed", 0), ("was not paused", 1)):
+        resumed = invoke(shop, "resume --task shop.remind")
+        assert (resumed.stdout, resumed.exit_code) == (f"task shop.remind: {told}\n", status)
+    assert answer(shop, "resume --queue mails", "resumed")["was_paused"] is True
+    assert shop.rabbitdelay.paused() == []
+
+
+def test_a_time_without_a_time_zone_is_in_that_of_the_application(
+    make_shop: Callable[..., Any],
+) -> None:
+    shop = make_shop(timezone="America/New_York")
+    shop.rabbitdelay.schedules.put("noon", "shop.report", "0 12 * * *")
+    for since, until, number in (
+        ("2026-01-01T12:00", "2026-01-01T12:00", 1),
+        ("2026-07-01T11:59", "2026-07-01T11:59:59", 0),
+        ("2026-01-01T17:00+00:00", "2026-01-01T17:00+00:00", 1),
+    ):
+        command = f"schedules backfill noon --since {since} --until {until}"
+        assert answer(shop, command, "schedule")["sent"] == number, since
+    shop.rabbitdelay.schedules.delete("noon")
+
+
+def test_beats_entries_are_put_and_ended(make_shop: Callable[..., Any]) -> None:
+    def version(**entries: float) -> Any:
+        given = {name: {"task": "look", "schedule": each} for name, each in entries.items()}
+        return make_shop(beat_schedule=given)
+
+    def names(shop: Any, command: str) -> list[str]:
+        listed = answer(shop, f"schedules {command}", "schedules")["schedules"]
+        return [each["name"].rpartition(":")[2] for each in listed]
+
+    before, after = version(kept=3600, gone=3600), version(kept=3600, more=3600)
+    assert names(before, "put-beat") == ["gone", "kept"]
+    assert names(after, "list") == ["gone", "kept"]
+    assert names(after, "put-beat") == ["kept", "more"]
+    assert names(after, "put-beat --end") == []
+
+
+def test_schedules_are_listed_paused_triggered_deleted_and_imported(
+    make_shop: Callable[..., Any], tmp_path: Path
+) -> None:
+    shop, other = make_shop(), make_shop(accept_content=["json", "pickle"])
+    put = other.rabbitdelay.schedules.put
+    put("nightly", "shop.report", "@daily", ["x"], timezone="UTC")
+    put("often", "shop.remind", timedelta(hours=1))
+    put("pickled", "shop.report", "@daily", [{1, 2}], serializer="pickle")
+
+    def listed() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = answer(shop, "schedules list", "schedules")["schedules"]
+        return found
+
+    shown = [(each["name"], each["args"]) for each in listed()]
+    assert shown == [("nightly", ["x"]), ("often", []), ("pickled", None)]
+    assert invoke(shop, "schedules list").stdout.startswith("nightly: shop.report, next ")
+    due = answer(shop, "schedules next nightly --number 3", "schedule")["next"]
+    assert [each[10:] for each in due] == ["T00:00:00+00:00"] * 3
+
+    assert invoke(shop, "schedules pause often").stdout == "often: paused\n"
+    assert listed()[1]["paused"]
+    assert invoke(shop, "schedules resume often").stdout == "often: resumed\n"
+    assert len(answer(shop, "schedules trigger often", "schedule")["task_id"]) == 36
+    assert invoke(shop, "schedules delete often").stdout == "often: deleted\n"
+    gone = invoke(shop, "schedules delete often")
+    assert (gone.exit_code, gone.stdout) == (1, "often: there is no such schedule\n")
+    exported = invoke(shop, "schedules export")
+    assert "pickled: not exported: its arguments cannot be read" in exported.stderr
+    file = tmp_path / "schedules.json"
+    file.write_text(exported.stdout)
+    told = answer(shop, f"schedules import {file}", "schedules_import")["imported"]
+    assert told == [{"name": "nightly", "error": ""}]
+    for name in ("nightly", "pickled"):
+        shop.rabbitdelay.schedules.delete(name)

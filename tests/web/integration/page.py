@@ -1,0 +1,57 @@
+"""The page, served by its command, and who may sign in."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import httpx
+
+from tests.browser import quick_hash
+from tests.kernel.integration.worker import ShopProcess
+
+#: An operator, and the password.
+OPERATOR, PASSWORD = "ada", "correct horse"
+
+#: A layout whose highest digits last for hours, so that nothing is due during a test unless the
+#: test says so, and that has few queues.
+HOURS: Final = [("hours", 4, 3600), ("minutes", 12, 300), ("halves", 10, 30), ("seconds", 30, 1)]
+
+HOUR: Final = 3600
+
+
+def with_users(redis_url: str, **options: Any) -> dict[str, Any]:
+    """Return settings: tracked tasks, which wait for hours, and a page to sign in to.
+
+    Args:
+        redis_url: The URL of the Redis of the registry.
+        **options: Further options of the page.
+    """
+    users = {OPERATOR: {"password": quick_hash(PASSWORD), "role": "operator"}}
+    return {
+        "rabbitdelay_layout": HOURS,
+        "rabbitdelay_registry_url": redis_url,
+        "rabbitdelay_track": "all",
+        "rabbitdelay_web": {"users": users, **options},
+    }
+
+
+class ServedPage(ShopProcess):
+    """``celery -A tests.kernel.integration.shop rabbitdelay web``.
+
+    Args:
+        settings: What :func:`tests.kernel.integration.shop.make_app` takes.
+    """
+
+    def address(self, name: str = "localhost") -> str:
+        """Return its address under a name; each name has cookies of its own."""
+        host = name if name == "localhost" else f"{name}.localhost"
+        return f"http://{host}:{self.port}"
+
+    def _command(self) -> list[str]:
+        return self.celery(f"rabbitdelay web --port={self.port}")
+
+    def _ready(self) -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/static/icon.svg").is_success
+        except httpx.TransportError:
+            return False

@@ -1,0 +1,280 @@
+"""The page in a real browser: what a person reads and clicks, and what it does on the servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
+
+import pytest
+from kombu import Connection
+from redis import Redis
+
+from celery_rabbitdelay.levels.headers import EXCHANGE, QUEUE, REASON, ROUTING_KEY
+from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
+from celery_rabbitdelay.web import pages
+from tests.chromium import Chromium, Tab
+from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration
+from tests.kernel.integration.shop import make_app, named
+from tests.kernel.integration.worker import Worker
+from tests.operations.integration.undeliverable_messages import message, put, straight
+from tests.web.integration.page import (
+    HOUR,
+    OPERATOR,
+    PASSWORD,
+    ServedPage,
+    with_users,
+)
+
+#: The pages that are neither actions nor files, and take no field.
+NEED_A_FIELD = ("waiting/task", "undeliverable/message", "schedules/one")
+READ = [
+    f"/{each.path}"
+    for each in pages.PAGES
+    if each.template and not (each.is_action or each.path in NEED_A_FIELD)
+]
+
+
+#: What the browser says of a page that answers with the form for signing in.
+UNKNOWN = "responded with a status of 401"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chromium]:
+    """The browser of a module's tests."""
+    with Chromium() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def open_tab(chromium: Chromium) -> Iterator[Callable[..., Tab]]:
+    """Opens tabs, each as another person's: at a page, under a name."""
+    with ExitStack() as tabs:
+
+        def open_tab(page: ServedPage, name: str = "localhost") -> Tab:
+            return tabs.enter_context(chromium.tab(page.address(name)))
+
+        yield open_tab
+
+
+def sign_in(tab: Tab, password: str = PASSWORD) -> None:
+    """Fill in the form for signing in."""
+    tab.fill("Name", OPERATOR)
+    tab.fill("Password", password)
+    tab.press("Sign in")
+
+
+def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
+    """Open the page in a tab of its own and sign in."""
+    tab = open_tab(page, OPERATOR)
+    tab.go("/now")
+    sign_in(tab)
+    tab.see("What falls due")
+    tab.complaints(UNKNOWN)
+    return tab
+
+
+@pytest.fixture(scope="module")
+def served(module_broker_url: str, redis_url: str) -> Iterator[Any]:
+    """An application and its page, for the tests of this module."""
+    configuration = {
+        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        **with_users(redis_url, shows_arguments=True),
+    }
+    app: Any = make_app(configuration)
+    with Connection(app.conf.broker_url) as connection:
+        app.rabbitdelay.declare(connection)
+        app.amqp.queues[named(app, "default")](connection.default_channel).declare()
+    with ServedPage(configuration) as page:
+        app.page, app.configuration = page, configuration
+        yield app
+    delete_what_it_declared(app)
+    app.close()
+
+
+def send(served: Any, number: int = 1, **options: Any) -> list[str]:
+    """Send tasks that wait; return their ids."""
+    look = served.tasks["look"]
+    return [str(look.apply_async(delay=2 * HOUR, **options).id) for _ in range(number)]
+
+
+def state(served: Any, task_id: str) -> str:
+    return str(served.rabbitdelay.show(task_id).state)
+
+
+def test_one_signs_in_reads_and_signs_out(served: Any, open_tab: Callable[..., Tab]) -> None:
+    tab = open_tab(served.page, "nobody")
+    tab.go("/waiting?job=none")
+    sign_in(tab, password="wrong")
+    tab.see("Name or password is wrong.")
+    assert tab.value("Name") == ""
+    sign_in(tab)
+    tab.see("Waiting", f"{OPERATOR}, operator")
+    assert tab.path == "/waiting?job=none", "where one wanted to go"
+    tab.press("Sign out")
+    tab.see("Password")
+    tab.go("/waiting")
+    tab.see("Password")
+    assert tab.complaints(UNKNOWN) == []
+
+
+def test_enter_postpones_the_selected_and_never_cancels(
+    served: Any, open_tab: Callable[..., Tab]
+) -> None:
+    tab, job = signed_in(open_tab, served.page), f"import-{uuid4().hex[:8]}"
+    with served.rabbitdelay.job(job, expires=HOUR):
+        first, second = send(served, 2, job=job)
+    tab.go(f"/waiting?job={job}")
+    tab.tick(f"Select {first}")
+    tab.fill("Postpone by", "3h\n")
+    tab.see("1 of 1 postponed")
+    late = datetime.now(UTC) + timedelta(hours=4.5)
+    assert [served.rabbitdelay.show(each).due > late for each in (first, second)] == [True, False]
+    tab.go(f"/waiting?job={job}")
+    tab.tick(f"Select {second}")
+    tab.press("Cancel")
+    tab.see("1 of 1 cancelled")
+    assert [state(served, each) for each in (first, second)] == ["waiting", "cancelled"]
+    assert tab.complaints(UNKNOWN) == []
+
+
+def test_without_scripts_one_reads_and_acts(served: Any, open_tab: Callable[..., Tab]) -> None:
+    tab, (task_id,) = open_tab(served.page, "plain"), send(served)
+    with tab.without_scripts():
+        tab.go(f"/waiting/task?id={task_id}")
+        sign_in(tab)
+        tab.see("State waiting")
+        tab.press("Cancel")
+        tab.see("1 of 1 cancelled")
+        for path in READ:
+            tab.go(path)
+            assert tab.texts("h1"), path
+    assert state(served, task_id) == "cancelled"
+    assert tab.complaints(UNKNOWN) == []
+
+
+def test_an_open_page_shows_that_the_broker_and_redis_are_away_and_comes_back(
+    configuration: dict[str, Any],
+    make_shop: Callable[..., Any],
+    redis: RedisServer,
+    private_rabbitmq: RabbitMQServer,
+    open_tab: Callable[..., Tab],
+) -> None:
+    settings = with_users(redis.url)
+    shop = make_shop(**settings)
+    task_id = send(shop)[0]
+    with ServedPage({**configuration, **settings}) as page:
+        tab, acting = signed_in(open_tab, page), open_tab(page, "acting")
+        tab.see("1 messages wait in the levels")
+        tab.run("window.isTheSamePage = true")
+        private_rabbitmq.kill()
+        try:
+            tab.see("The broker cannot be asked", "1 messages wait in the levels")
+            assert "guest:" not in tab.text
+        finally:
+            private_rabbitmq.start()
+        tab.see_no("The broker cannot be asked")
+
+        acting.go(f"/waiting/task?id={task_id}&refresh=off")
+        sign_in(acting)
+        acting.see("State waiting")
+        with Redis.from_url(redis.url) as client:
+            client.save()
+        redis.kill()
+        try:
+            tab.see("Redis cannot be asked", "messages wait in the levels")
+            acting.press("Cancel")
+            acting.see("0 of 1 cancelled", task_id)
+        finally:
+            redis.start()
+        tab.see_no("Redis cannot be asked")
+        acting.go(f"/waiting/task?id={task_id}")
+        acting.press("Cancel")
+        acting.see("1 of 1 cancelled")
+        assert tab.run("return window.isTheSamePage")
+        assert tab.complaints(UNKNOWN, "responded with a status of 503") == []
+
+
+#: What anybody may have written. What runs of it changes ``window.hacked``.
+HOSTILE = {
+    "markup": "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+    "\" autofocus onfocus='window.hacked = 3' x=\"</td></tr></table></main></bdi><style>*{}",
+    "control": "a\x00\x1b[2J\r\nX-Injected: yes\x85\u2028b\u202egpj.exe\u2066\u2067\u200f\u061c",
+    "combining": "مرحبا بالعالم" + "Z" + "\u0351\u0363\u0489" * 500,
+    "address": "javascript:window.hacked = 4//../../etc/passwd?id=1&x=y#z" + "m" * 20_000,
+}
+
+#: A worker's name; no argument of a program has NUL, and no name of Celery's more than one ``@``.
+HOSTILE_WORKER = (
+    "<img src=x onerror='window.hacked = 5'>\"></td>@\u202e\x1b<script>window.hacked = 6</script>"
+)
+
+
+@pytest.fixture
+def hostile(served: Any) -> Iterator[None]:
+    """A task, a schedule and an undeliverable message with each of the hostile texts."""
+    kind = {"content_type": "application/json", "content_encoding": "utf-8"}
+    lost = []
+    for name, text in HOSTILE.items():
+        where: dict[str, Any] = {"exchange": text[:50], "routing_key": f"{name} {text}"[:100]}
+        with served.rabbitdelay.job(text, expires=HOUR):
+            send(served, job=text, key=text, args=(text,), task_id=text[:50], **where)
+        served.rabbitdelay.schedules.put(text[:50], text, timedelta(hours=1), (text,))
+        told: dict[str, Any] = {"id": f"lost: {text[:50]}", "task": text, "argsrepr": text}
+        told |= {REASON: text, text[:50]: 1, **dict.fromkeys((EXCHANGE, ROUTING_KEY, QUEUE), text)}
+        lost.append(message(json.dumps([[text], {}, {}]), straight(text, **told), **kind))
+    with Connection(served.conf.broker_url) as connection:
+        queue = put(connection, served.rabbitdelay.topology, *lost)
+        yield
+        channel: Any = connection.default_channel
+        channel.queue_purge(queue)
+    for text in HOSTILE.values():
+        served.rabbitdelay.schedules.delete(text[:50])
+
+
+def test_hostile_texts_run_nowhere_and_every_page_is_accessible(
+    served: Any, open_tab: Callable[..., Tab], hostile: None
+) -> None:
+    tab, found, seen = open_tab(served.page), list[str](), set[str]()
+
+    def look(path: str) -> None:
+        tab.go(path)
+        seen.add(path.partition("?")[0].strip("/"))
+        assert tab.texts("footer"), path
+        found.extend(tab.barriers())
+        assert tab.run("return window.hacked") is None, path
+
+    tab.go("/now")
+    sign_in(tab)
+    tab.see("What falls due")
+    with Worker(served.configuration, [], "-n", HOSTILE_WORKER):
+        tab.go("/workers")
+        tab.see("onerror='window.hacked = 5'")
+        look("/workers")
+    for text in HOSTILE.values():
+        asked, name = quote(text[:5000], safe=""), quote(text[:50], safe="")
+        look(f"/waiting/task?id={name}")
+        look(f"/waiting?job={asked}")
+        look(f"/undeliverable/message?id=lost%3A%20{name}")
+        look(f"/jobs?name={asked}")
+        look(f"/schedules/one?name={name}")
+        tab.press("Pause")
+        tab.see("State paused")
+        look(f"/undeliverable/all?action=purge&id=lost%3A%20{name}")
+        tab.press("Delete for good")
+        tab.see("1 of 1", "done")
+        tab.go(f"/waiting/task?id={name}")
+        tab.press("Cancel")
+        tab.see("1 of 1 cancelled")
+        assert state(served, text[:50]) == "cancelled"
+    for scheme in ("light", "dark"):
+        tab.prefer(scheme)
+        for path in (*READ, "/nowhere", "/waiting?limit=none"):
+            look(path)
+    assert "\n".join(found) == ""
+    assert {each.path for each in pages.PAGES if each.template and not each.is_action} <= seen
+    assert tab.complaints(UNKNOWN, "status of 404", "status of 400") == []

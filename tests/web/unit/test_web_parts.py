@@ -1,0 +1,120 @@
+"""The parts of the page that need no server: texts, passwords, work, fields."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from threading import Event
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from kombu.exceptions import OperationalError
+from starlette.exceptions import HTTPException
+
+from celery_rabbitdelay.web import shown
+from celery_rabbitdelay.web.access import COOKIE, LASTS, Session, Sessions
+from celery_rabbitdelay.web.asked import MOST_FIELDS, Fields, fields_of
+from celery_rabbitdelay.web.options import NOBODY, User, hash_password, is_hash, is_password
+from celery_rabbitdelay.web.site import MOST_AT_ONCE, Work, Works, in_batches
+from tests.kernel.unit.waiting import wait_until
+
+ADA = User("ada", "operator")
+
+
+@given(st.text(st.characters()))
+def test_a_shown_text_has_nothing_that_is_hidden_or_turns_text(text: str) -> None:
+    found = shown.printable(text, most=50)
+    assert found == text or not text.isprintable() or len(text) > 50
+    assert found.isprintable()
+    found.encode()
+    assert len(found) <= 50 * 10 + 40
+
+
+@given(st.text(st.characters()))
+def test_a_quoted_text_is_read_again_as_it_was(text: str) -> None:
+    encoded = f"id={shown.quoted(text)}".encode()
+    assert Fields([("id", text)]).multi_items() == fields_of(encoded).multi_items()
+    again = fields_of(Fields([("id", text)]).address().encode())
+    assert again.multi_items() == Fields([("id", text)]).multi_items()
+    twice = f"quoted-id={shown.quoted(shown.quoted(text))}".encode()
+    assert fields_of(twice).multi_items() == Fields([("id", text)]).multi_items()
+
+
+@given(st.binary())
+@example(b"a=b&" * (MOST_FIELDS + 1))
+def test_any_query_is_read_or_refused(query: bytes) -> None:
+    with suppress(HTTPException):
+        found = fields_of(query)
+        assert len(found.multi_items()) <= MOST_FIELDS
+        json.dumps(shown.plain(found.multi_items()))
+
+
+def test_a_hash_is_of_one_password_and_two_of_it_differ() -> None:
+    first, second = hash_password("a word\ud800"), hash_password("a word\ud800")
+    assert first != second
+    assert is_hash(first)
+    assert is_password("a word\ud800", first)
+    assert not is_password("a word", first)
+    assert is_hash(NOBODY)
+    assert not is_password("", NOBODY)
+    for wrong in ("", "a word", "md5:1:1:1:x:y", None, 7, NOBODY[:-1]):
+        assert not is_hash(wrong)
+        assert not is_password("a word", str(wrong))
+
+
+def test_a_token_is_of_one_session_user_and_secret_and_a_cookie_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sessions, session = Sessions("s" * 32), Session.new()
+    token, cookie = sessions.token(session, "ada"), sessions.written(session)
+    assert sessions.is_token(token, session, "ada")
+    assert not sessions.is_token(token, session, "vera")
+    # No two lists of words have the same token.
+    joined = session._replace(key=f"{session.key}a")
+    assert sessions.token(joined, "da") != token
+    assert (sessions.read(cookie), Sessions().read(cookie)) == (session, None)
+    monkeypatch.setitem(LASTS, COOKIE, -1)
+    assert sessions.read(cookie) is None
+
+
+def until_ended(work: Work) -> Work:
+    """Wait until a work has ended; return it."""
+    wait_until(lambda: work.state != "running")
+    return work
+
+
+def test_only_so_much_work_goes_on_at_a_time_and_it_stops_between_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("celery_rabbitdelay.web.site.REMEMBERED", 6)
+    works, may_go_on = Works(), Event()
+
+    def batches() -> Iterator[int]:
+        yield 1
+        may_go_on.wait(10)
+        yield 2
+        yield 4
+
+    def failing() -> Iterator[int]:
+        yield 2
+        raise OperationalError("redis://:secret@host is away")
+
+    going = [works.begin(ADA, "x", 7, in_batches(batches())) for _ in range(MOST_AT_ONCE)]
+    with pytest.raises(HTTPException, match="503: So much"):
+        works.begin(ADA, "x", 1, in_batches(iter([1])))
+    for each in going:
+        each.stopping.set()
+    may_go_on.set()
+    for each in going:
+        until_ended(each)
+        assert (each.state, each.error, each.done in (1, 3)) == ("stopped", None, True)
+    caplog.set_level(logging.INFO, "celery_rabbitdelay.web")
+    failed = until_ended(works.begin(ADA, "cancelled all", 5, in_batches(failing())))
+    assert (failed.done, failed.state, failed.error) == (2, "failed", "redis://:**@host is away")
+    assert caplog.messages == ["'ada' has cancelled all (failed, of 5): 2"]
+    for _ in range(10):
+        until_ended(works.begin(ADA, "x", 1, in_batches(iter([1]))))
+    assert len(works.all()) <= 6

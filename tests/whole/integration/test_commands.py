@@ -1,0 +1,156 @@
+"""What all commands have in common: help without a broker, and one line if it is down."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import click
+import pytest
+from celery.bin.base import CLIContext
+from celery.platforms import EX_UNAVAILABLE
+from click.testing import CliRunner, Result
+
+from celery_rabbitdelay import Celery
+from celery_rabbitdelay.command.group import COMMANDS, rabbitdelay
+from tests.json_schemas import checked
+from tests.kernel.integration.worker import run_command
+
+#: Nothing listens there.
+AWAY = "amqp://guest:secret@127.0.0.1:1//"
+
+#: Each command with the least that it takes to reach for the broker or for Redis, by the beginning
+#: of the line that it prints if neither answers; None: those that need neither.
+LEAST: dict[str | None, tuple[str, ...]] = {
+    "Error: the registry cannot be used: ": (
+        *("cancel some-id", "forecast", "job show some-job", "pause --task some-task", "pending"),
+        *("postpone some-id --delay 5", "resume --task some-task", "run-now some-id"),
+        *("show some-id", "schedules backfill some-name --since 2030-01-01"),
+        *("schedules delete some-name", "schedules export", "schedules list"),
+        *("schedules next some-name", "schedules pause some-name", "schedules put-beat"),
+        *("schedules resume some-name", "schedules show some-name", "schedules trigger some-name"),
+    ),
+    "Error: 0 messages are moved, ": ("adopt native", "adopt nservicebus"),
+    "Error: cannot reach a broker: ": (
+        *("adopt eta some-queue", "migrate --from-prefix other --ignore-registry"),
+        "transfer --from amqp://guest:secret@127.0.0.1:2//",
+    ),
+    "Error: cannot ask the broker amqp://guest": (
+        *("declare", "delete --yes", "status"),
+        *("undeliverable export", "undeliverable list", "verify"),
+        *("undeliverable purge --yes", "undeliverable redrive"),
+    ),
+    None: (
+        *("export --format mermaid", "permissions producer --user web", "route 5"),
+        *("schedules import -", "web"),
+    ),
+}
+
+
+def commands(group: click.Group, before: str = "") -> Iterator[str]:
+    """Yield the names of all commands, those of groups behind the group's."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}"
+
+
+CONFIGURATION: dict[str, Any] = {
+    "prefix": "test-commands",
+    "broker_url": AWAY,
+    "rabbitdelay_registry_url": "redis://:secret@127.0.0.1:1/0",
+    "rabbitdelay_confirm_timeout": 1,
+}
+
+
+def test_the_table_has_all_commands() -> None:
+    names, lines = sorted(commands(rabbitdelay)), sorted(chain(*LEAST.values()))
+    assert len(names) == len(lines)
+    for name, line in zip(names, lines, strict=True):
+        assert line.split()[: len(name.split())] == name.split()
+
+
+def invoke(line: str, **settings: Any) -> Result:
+    """Run a command of an application with these settings in this process."""
+    app = Celery("shop", set_as_current=False)
+    app.conf.update({**CONFIGURATION, **settings})
+    context = CLIContext(app=app, no_color=True, workdir=None, quiet=False)
+    told = CliRunner().invoke(rabbitdelay, shlex.split(line), obj=context)
+    app.close()
+    return told
+
+
+@pytest.mark.parametrize("command", [*commands(rabbitdelay), *COMMANDS])
+def test_the_help_needs_no_broker(command: str) -> None:
+    told = invoke(f"{command} --help")
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert told.stdout.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "says", "url"),
+    [
+        *((line, says, AWAY) for says, lines in LEAST.items() if says for line in lines),
+        ("status", "Error: cannot ask the broker amqp://guest", "amqp://guest@nowhere.invalid"),
+    ],
+)
+def test_without_a_broker_a_command_ends_with_one_line(line: str, says: str, url: str) -> None:
+    told = invoke(f"{line} --json", broker_url=url)
+    assert told.exit_code == EX_UNAVAILABLE, told.stderr
+    (error,) = told.stderr.splitlines()
+    assert error.startswith(says)
+    assert "secret" not in error
+    assert checked("error", told.stdout) == {"error": error.removeprefix("Error: ")}
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "named"),
+    [
+        *(
+            (line, {setting: "http://:secret@host"}, setting)
+            for line in chain(*LEAST.values())
+            for setting in ("broker_url", "rabbitdelay_registry_url")
+        ),
+        ("status", {"broker_url": "memory://"}, "broker_url"),
+        ("transfer --from sqs://:secret@host", {}, "'sqs://:**@host' is not RabbitMQ"),
+    ],
+)
+def test_a_url_of_something_else_is_a_usage_error(
+    command: str, settings: dict[str, Any], named: str
+) -> None:
+    told = invoke(command, **settings)
+    assert told.exit_code == 2, told.exception
+    assert "Usage: " in told.output
+    assert "secret" not in told.output
+    assert named in told.output
+
+
+@pytest.mark.parametrize(
+    ("settings", "command", "says"),
+    [
+        ({"broker_use_ssl": {"nonsense": 1}}, "status", "unexpected keyword argument 'nonsense'"),
+        ({"broker_use_ssl": {"ca_certs": "/nowhere"}}, "status", "No such file or directory: '/no"),
+        ({"broker_use_ssl": {"ciphers": "word"}}, "pending", "No cipher can be selected"),
+        ({"rabbitdelay_registry_url": "unix://"}, "status", "begins with one of redis, rediss"),
+        ({"rabbitdelay_web": {"management": "ftp://h"}}, "web", "URL such as http://user"),
+    ],
+)
+def test_what_a_setting_causes_is_one_line(
+    settings: dict[str, Any], command: str, says: str
+) -> None:
+    told = invoke(command, **settings)
+    assert told.exit_code in (1, 2)
+    last = told.stderr.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert says in last
+
+
+def test_a_traceback_is_printed_if_it_is_asked_for() -> None:
+    told = run_command(CONFIGURATION, "--traceback pending")
+    assert "Traceback" in told.stderr
+    assert told.stderr.splitlines()[-1].startswith("celery_rabbitdelay.exceptions.RegistryUnavail")

@@ -1,0 +1,57 @@
+"""What a command prints on a wrong command line, a wrong setting and an error: no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from click.testing import Result
+
+#: Settings with a registry, which is not asked.
+REGISTRY = {"rabbitdelay_registry_url": "redis://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "says"),
+    [
+        ("status", {"rabbitdelay_tick": "soon"}, "rabbitdelay_tick"),
+        ("verify --management amqp://guest:secret@host", {}, "a URL such as http://host:15672"),
+        ("delete", {}, "give --yes"),
+        ("migrate --from-layout [[", {}, "is not JSON"),
+        ("migrate --from-layout hexadecimal", {}, "rabbitdelay_layout"),
+        ("migrate --rate 0", {}, "--rate"),
+        ("migrate --from-prefix old", REGISTRY, "those that are cancelled would run"),
+        ("adopt nservicebus", {"rabbitdelay_modules": []}, "it needs distribution"),
+        ("undeliverable redrive --to x.celery.pidbox", {}, "belongs to the levels, to the broker"),
+        ("undeliverable purge", {}, "give --yes"),
+        ("pause --task x --queue y", REGISTRY, "give --task, or --queue"),
+        ("resume --task=", REGISTRY, "give --task, or --queue"),
+        ("postpone x", REGISTRY, "give --delay, or --eta"),
+        ("show x --key y", REGISTRY, "give the id of a task, or --key"),
+        *(
+            (command, {}, "set rabbitdelay_registry_url")
+            for command in ("pending", "cancel --task x -y", "job show x", "schedules list")
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_command_line_or_a_setting_is_a_usage_error(
+    offline: Callable[..., Result], command: str, settings: dict[str, Any], says: str
+) -> None:
+    told = offline(*command.split(), "--json", **settings)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert says in " ".join(told.stderr.split())
+    assert "secret" not in told.stderr
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_an_error_shows_no_password_whoever_wrote_its_text(
+    offline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    refused = mock.Mock(side_effect=error("no way to amqp://guest:secret@host\nat all"))
+    monkeypatch.setattr("celery_rabbitdelay.operations.status.status_of", refused)
+    told = offline("status", "--json")
+    (line,) = told.stderr.splitlines()
+    assert "no way to amqp://guest:**@host at all" in line
+    assert "secret" not in told.output

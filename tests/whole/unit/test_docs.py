@@ -1,0 +1,150 @@
+"""What the documentation says about the tests, the names on the broker and the API is true."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+import celery_rabbitdelay
+import celery_rabbitdelay.exceptions
+import celery_rabbitdelay.kombu
+import celery_rabbitdelay.testing
+from celery_rabbitdelay.app import additions
+from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.kombu import Topology
+from celery_rabbitdelay.metrics.instruments import INSTRUMENTS
+from celery_rabbitdelay.metrics.settings import MetricsSettings
+from tests.kernel.acceptance.django_project import BEAT, MIGRATE, SOURCE, WORKER
+
+TESTS = Path(__file__).resolve().parents[2]
+ROOT = TESTS.parent
+DOCS = ROOT / "docs"
+NAMES = DOCS / "reference" / "names.md"
+API = DOCS / "reference" / "api.md"
+EXCEPTIONS = DOCS / "reference" / "exceptions.md"
+SETTINGS = DOCS / "reference" / "settings.md"
+
+#: How the reference calls the queues of a topology.
+KINDS = ("digits", "meditation", "check-in", "distribution", "undeliverable", "paused", "probe")
+
+
+def test_the_table_of_senders_names_files_of_tests() -> None:
+    page = (DOCS / "reference" / "senders.md").read_text()
+    files = re.findall(r"`(\w+/(?:integration|unit)/test_\w+\.py)` \|$", page, re.MULTILINE)
+    assert len(files) > 30
+    assert [file for file in files if not (TESTS / file).is_file()] == []
+
+
+def test_the_reference_has_every_queue_and_its_arguments() -> None:
+    topology, page = Topology(), NAMES.read_text()
+    [total, digits] = re.findall(r"declare (\d+) queues: (\d+) digit queues", page)[0]
+    assert (int(total), int(digits)) == (len(topology.queues) + 1, len(topology.digit_queues))
+    for level, of_level in topology.level_queues.items():
+        row = f"| `rabbitdelay.{level}` | `{of_level[0].name}` to `{of_level[-1].name}` |"
+        assert f"{row} {len(of_level)} |" in page
+    modules = {kind: getattr(topology.module_queues, kind.replace("-", "")) for kind in KINDS[1:-1]}
+    queues = {"digits": topology.digit_queues[0], **modules, "probe": topology.probe}
+    told: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    section = page.partition("## Arguments of the queues")[2]
+    for argument, whose in re.findall(r"^\| `(x-[\w-]+)` \| ([^|]+) \|", section, re.MULTILINE):
+        which, _, but = whose.partition("; ")[0].partition(" but ")
+        for kind in KINDS if which.strip() == "all" else which.strip().split(", "):
+            if kind not in but.strip().split(" and "):
+                told[kind].add(argument)
+    assert told == {kind: set(queue.queue_arguments or ()) for kind, queue in queues.items()}
+
+
+def test_the_reference_has_every_setting() -> None:
+    rows = re.findall(r"^\| `(rabbitdelay_\w+)` \| `(.+?)` \|", SETTINGS.read_text(), re.MULTILINE)
+    defaults = {key.removeprefix("rabbitdelay_"): ast.literal_eval(value) for key, value in rows}
+    groups = [Settings, *map(additions.load, dict.fromkeys(additions.settings.values()))]
+    documented: set[str] = set()
+    for group in groups:
+        names = {setting.name for setting in fields(group)}
+        assert group(**{name: defaults[name] for name in names}) == group()
+        documented |= names
+    assert defaults.keys() == documented
+
+
+def test_the_page_of_the_api_has_every_public_name() -> None:
+    page = API.read_text()
+    directive = r"auto(?:class|function|exception):: {}\.([A-Za-z_]+)$"
+    for module in (celery_rabbitdelay, celery_rabbitdelay.kombu, celery_rabbitdelay.testing):
+        public = set(module.__all__) - set(celery_rabbitdelay.exceptions.__all__) - {"__version__"}
+        modules = {name for name in public if inspect.ismodule(getattr(module, name))}
+        for name in modules:
+            assert f".. automodule:: {getattr(module, name).__name__}\n" in page
+        told = re.findall(directive.format(re.escape(module.__name__)), page, re.MULTILINE)
+        assert set(told) == public - modules
+
+
+def test_each_link_of_the_pages_on_top_leads_to_a_file() -> None:
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+        targets = re.findall(r"\]\(([^)#\s]+)", text)
+        assert targets, page
+        for target in targets:
+            if not target.startswith("https://"):
+                assert (ROOT / target).exists(), f"{page} links to {target}"
+
+
+def test_contributing_names_targets_of_make() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*#[#:]", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    rows = re.findall(r"^\| (`make .*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    named = {each for row in rows for each in re.findall(r"`(?:make )?([a-z-]+)", row)}
+    assert len(named) > 10
+    rooms = {f"test-{folder.parent.name}" for folder in ROOT.glob("tests/*/unit")}
+    assert named <= targets | rooms
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/explanation/architecture.md"])
+def test_a_page_on_the_code_names_files_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    files = re.findall(r"`([\w/]+\.(?:py|lua))`", text.partition("## Which tests")[0])
+    assert len(files) > 10
+    for file in files:
+        folder = ROOT if file.startswith("tests/") else ROOT / "celery_rabbitdelay"
+        assert (folder / file).is_file(), file
+    for pattern in re.findall(r"`(tests/[\w/*]+\.py)`", text):
+        assert "_name" in pattern or list(ROOT.glob(pattern)), pattern
+
+
+def test_the_containers_of_the_page_ask_for_what_a_worker_serves() -> None:
+    page = (DOCS / "how-to" / "deployment.md").read_text()
+    [given] = re.findall(r'rabbitdelay_metrics_port = "(.+)"', page)
+    port = f"{MetricsSettings(metrics_port=given).metrics_port}".partition(":")[2]
+    compose, deployment = map(
+        yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)[:2]
+    )
+    *_, probe = compose["services"]["worker"]["healthcheck"]["test"]
+    compile(probe, "probe", "exec")
+    assert f"http://127.0.0.1:{port}/readyz" in probe
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["ports"] == [{"name": "metrics", "containerPort": int(port)}]
+    asked = {name: each["httpGet"] for name, each in container.items() if name.endswith("Probe")}
+    paths = {"startupProbe": "/healthz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    assert {name: each["path"] for name, each in asked.items()} == paths
+
+
+def test_the_page_on_django_shows_the_project_that_the_acceptance_tests_run() -> None:
+    page = (DOCS / "how-to" / "django.md").read_text()
+    blocks = re.findall(r"^```(python|sh)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    sources = [path.read_text() for path in SOURCE.rglob("*.py")]
+    assert all(any(text in each for each in sources) for kind, text in blocks if kind == "python")
+    commands = "".join(text for kind, text in blocks if kind == "sh")
+    assert commands.splitlines() == [MIGRATE, WORKER, BEAT]
+
+
+def test_the_page_has_every_metric_with_its_kind_labels_and_meaning() -> None:
+    rows = re.findall(r"^\| `(celery_rabbitdelay_\w+)` \| (.+?) \| (.*?) \| (.+?) \|$",
+                      (DOCS / "how-to" / "metrics.md").read_text(), re.MULTILINE)  # fmt: skip
+    assert rows == [
+        (each.metric, each.kind, ", ".join(f"`{label}`" for label in each.labels), each.help)
+        for each in INSTRUMENTS
+    ]
