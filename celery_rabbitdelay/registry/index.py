@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.store import Store
+from celery_rabbitdelay.registry.store import Answers, Store
 
 #: How many hash tags there are.
 SHARDS: Final = 32
@@ -356,7 +356,7 @@ class Index:
             if wanted.matches(task):
                 yield task
 
-    def fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
+    def fields(self, task_ids: Sequence[str], *fields: str) -> list[Answers]:
         """Return fields of the records of tasks."""
         names = [self.names.of("task", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])
