@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
+from itertools import groupby, islice
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
@@ -276,21 +276,14 @@ class Index:
             start_ms: The start of the first step. What is due earlier counts as due in that step.
             step_ms: The length of a step.
         """
-        begin, count = start_ms, 0
         instants = (
             (milliseconds_of(each.due) for each in self.pending(wanted))
             if wanted.needs_records
             else (due_ms for due_ms, _ in self._due(wanted, None))
         )
-        for due_ms in instants:
-            of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
-            if of_this != begin:
-                if count:
-                    yield begin, count
-                begin, count = of_this, 0
-            count += 1
-        if count:
-            yield begin, count
+        steps = (max(due_ms - start_ms, 0) // step_ms for due_ms in instants)
+        for step, tasks in groupby(steps):
+            yield start_ms + step * step_ms, sum(1 for _ in tasks)
 
     def least_ms(self) -> int:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""
