@@ -25,7 +25,7 @@ COMMANDS: Final = {
     "adopt": "celery_rabbitdelay.operations.move_commands:adopt",
     "cancel": "celery_rabbitdelay.registry.commands:cancel",
     "declare": "celery_rabbitdelay.command.levels:declare",
-    "delete": "celery_rabbitdelay.command.levels:delete",
+    "delete": "celery_rabbitdelay.operations.delete:delete",
     "export": "celery_rabbitdelay.operations.export:export",
     "forecast": "celery_rabbitdelay.registry.commands:forecast",
     "job": "celery_rabbitdelay.registry.commands:job",
