@@ -70,10 +70,9 @@ BUILT_IN: Final = (
             f"{_REGISTRY}.waiting:Waiting": (
                 *("registry", "has_registry", "cancel", "cancel_pending", "cancel_batches"),
                 *("cancel_stamped", "is_waiting", "postpone", "show", "pending", "count"),
-                *("forecast", "pending_since"),
+                *("forecast", "pending_since", "open_job", "commit_job", "abort_job", "job"),
+                *("pause", "resume", "paused"),
             ),
-            f"{_REGISTRY}.holding:OpenJobs": ("open_job", "commit_job", "abort_job", "job"),
-            f"{_REGISTRY}.holding:Pausing": ("pause", "resume", "paused"),
         },
         consumer_steps=(f"{_REGISTRY}.bootsteps:DecideOnArrival",),
         worker_steps=(f"{_REGISTRY}.bootsteps:ReturnPaused",),
