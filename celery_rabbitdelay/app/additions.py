@@ -73,10 +73,9 @@ BUILT_IN: Final = (
             f"{_REGISTRY}.waiting:Waiting": (
                 *("registry", "has_registry", "cancel", "cancel_pending", "cancel_batches"),
                 *("cancel_stamped", "is_waiting", "postpone", "show", "pending", "count"),
-                *("forecast", "pending_since"),
+                *("forecast", "pending_since", "open_job", "commit_job", "abort_job", "job"),
+                *("pause", "resume", "paused"),
             ),
-            f"{_REGISTRY}.holding:OpenJobs": ("open_job", "commit_job", "abort_job", "job"),
-            f"{_REGISTRY}.holding:Pausing": ("pause", "resume", "paused"),
         },
         consumer_steps=(f"{_REGISTRY}.bootsteps:DecideOnArrival",),
         worker_steps=(f"{_REGISTRY}.bootsteps:ReturnPaused",),
@@ -104,7 +103,7 @@ BUILT_IN: Final = (
             f"{_PACKAGE}.operations.undeliverable_commands": ("undeliverable",),
             **{
                 f"{_PACKAGE}.operations.{name}": (name,)
-                for name in ("export", "permissions", "status", "verify")
+                for name in ("delete", "export", "permissions", "status", "verify")
             },
         },
     ),
@@ -139,7 +138,7 @@ options: Final[dict[str, Entry]] = {}
 
 #: Where each command is, by its name; those of the kernel are there already.
 commands: Final[dict[str, str]] = {
-    name: f"{_PACKAGE}.command.levels:{name}" for name in ("declare", "delete", "route")
+    name: f"{_PACKAGE}.command.levels:{name}" for name in ("declare", "route")
 }
 
 #: The classes that have the attributes of ``app.rabbitdelay``, by the names of these.
