@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
-from celery_rabbitdelay.publishing.reading import AWAY, why
+from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.record import record_of
