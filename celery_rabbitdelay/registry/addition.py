@@ -31,6 +31,7 @@ from celery_rabbitdelay.registry.decision import (
     Registration,
     Ticket,
     Verdict,
+    attempt_of,
     new_copy,
 )
 from celery_rabbitdelay.registry.index import Filter
@@ -270,4 +271,7 @@ class RegisteredSend(AddedToSend):
         if self._wanted.track:
             name, message = self._send.name, stored(delayed, tolerance_ms=due.tolerance_ms)
         sent = Registration.of(task_id, delayed.message.headers, name, message)
-        register_sent(self._registry, [sent])
+        options = self._send.options
+        # In Celery's message protocol 1, the headers do not say it.
+        attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
+        register_sent(self._registry, [sent._replace(attempt=attempt)])

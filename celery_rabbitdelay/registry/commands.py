@@ -66,12 +66,7 @@ def with_registry() -> Iterator[RabbitDelay]:
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
 @click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="At most this many.",
+    "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="The maximum."
 )
 def pending(limit: int, **filters: Unpack[Filters]) -> None:
     """List the tracked tasks that wait, the next one first."""
@@ -134,11 +129,7 @@ def _facts(found: KnownTask) -> Iterator[str]:
 @shared.command()
 @_filters
 @click.option(
-    "--step",
-    type=shared.seconds_type,
-    default=60,
-    show_default=True,
-    help="The length of each step.",
+    "--step", type=shared.seconds_type, default=60, show_default=True, help="The length of a step."
 )
 def forecast(step: float, **filters: Unpack[Filters]) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
