@@ -38,6 +38,7 @@ from celery_rabbitdelay.app.rows import (
 from celery_rabbitdelay.app.seams import (
     NO_HEADERS,
     AddedToRows,
+    Call,
     additions_of,
     checked_added_options,
 )
