@@ -139,7 +139,7 @@ def capture(
         connection: The caller's own connection, which the message will be published over.
     """
     producer = CapturingProducer(delays, name_of(task), call.due, options, connection)
-    producer.says = {"registry": {**headers, **call.headers}}
+    producer.added_headers = {**headers, **call.headers}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(delays.app, task)(call.args, call.kwargs, **given)
     return producer

@@ -37,13 +37,10 @@ from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.metrics.collector import HasMetrics
-    from celery_rabbitdelay.registry.holding import OpenJobs, Pausing
     from celery_rabbitdelay.registry.waiting import Waiting
     from celery_rabbitdelay.schedules.addition import HasSchedules
 
     class Added(
-        OpenJobs,
-        Pausing,
         Waiting,
         HasSchedules,
         HasMetrics,

@@ -352,7 +352,7 @@ class TaskSending(Send):
             *(connection, pipeline, self._came_from),
         )
         headers = [part.headers(due) for part in parts]
-        producer.says = {"registry": {name: each[name] for each in headers for name in each}}
+        producer.added_headers = {name: each[name] for each in headers for name in each}
         result = self._send_by_celery(producer)
         if pipeline is None:
             for part in parts:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from itertools import groupby, islice
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.store import Answers, Store
 
 #: How many hash tags there are.
 SHARDS: Final = 32
@@ -229,12 +229,12 @@ class Index:
 
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
-        found = []
         records = self.fields(task_ids, *_SHOWN, "due", "not_before")
-        for task_id, (*shown, due, later) in zip(task_ids, records, strict=True):
-            if shown[0] is not None:
-                found.append(_pending(task_id, max(int(due), int(later or 0)), *shown))
-        return found
+        return [
+            _pending(task_id, max(int(due), int(later or 0)), name, *shown)
+            for task_id, (name, *shown, due, later) in zip(task_ids, records, strict=True)
+            if name is not None
+        ]
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
         """Return what it takes to send tasks anew.
@@ -276,21 +276,14 @@ class Index:
             start_ms: The start of the first step. What is due earlier counts as due in that step.
             step_ms: The length of a step.
         """
-        begin, count = start_ms, 0
         instants = (
             (milliseconds_of(each.due) for each in self.pending(wanted))
             if wanted.needs_records
             else (due_ms for due_ms, _ in self._due(wanted, None))
         )
-        for due_ms in instants:
-            of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
-            if of_this != begin:
-                if count:
-                    yield begin, count
-                begin, count = of_this, 0
-            count += 1
-        if count:
-            yield begin, count
+        steps = (max(due_ms - start_ms, 0) // step_ms for due_ms in instants)
+        for step, tasks in groupby(steps):
+            yield start_ms + step * step_ms, sum(1 for _ in tasks)
 
     def least_ms(self) -> int:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""
@@ -304,40 +297,11 @@ class Index:
         last: tuple[float, str] = (least_ms - 0.5, "")
         if after is not None:
             last = max(last, after)
-        ranks = self._ranks(names, last)
+        ranks = self.store.commands(
+            lambda pipe: [pipe.zcount(name, "-inf", f"({last[0]}") for name in names]
+        )
         shards = [self._shard(*each, last, wanted) for each in zip(names, ranks, strict=True)]
         return heapq.merge(*shards)
-
-    def _ranks(self, names: Sequence[str], last: tuple[float, str]) -> list[int]:
-        """Return how many tasks of each shard are not behind one of them, or a few less.
-
-        However many are due at the same time, only some are read.
-        """
-        due, task_id = last
-        counted = self.store.commands(
-            lambda pipe: (
-                [pipe.zcount(name, "-inf", f"({due}") for name in names]
-                + [pipe.zcount(name, "-inf", due) for name in names if task_id]
-            )
-        )
-        ranks, ends = counted[: len(names)], counted[len(names) :] or counted
-        bounds = {name: (start, end) for name, start, end in zip(names, ranks, ends, strict=True)}
-        # Redis orders what is due at the same time by the ids. A few are just read.
-        while wide := {
-            name: (start + end) // 2 for name, (start, end) in bounds.items() if end - start > FIRST
-        }:
-            for name, found in self._ids_at(wide).items():
-                start, end = bounds[name]
-                is_before = bool(found) and found[0] <= task_id
-                bounds[name] = (wide[name] + 1, end) if is_before else (start, wide[name])
-        return [start for start, _ in bounds.values()]
-
-    def _ids_at(self, ranks: Mapping[str, int]) -> dict[str, list[str]]:
-        """Return the id of the task at a rank of each shard, in a list; empty if there is none."""
-        found = self.store.commands(
-            lambda pipe: [pipe.zrange(name, rank, rank) for name, rank in ranks.items()]
-        )
-        return dict(zip(ranks, found, strict=True))
 
     def _shard(
         self, name: str, rank: int, last: tuple[float, str], wanted: Filter
@@ -385,7 +349,7 @@ class Index:
             if wanted.matches(task):
                 yield task
 
-    def fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
+    def fields(self, task_ids: Sequence[str], *fields: str) -> list[Answers]:
         """Return fields of the records of tasks."""
         names = [self.names.of("task", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from celery_rabbitdelay.app.copies import Call
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.options import OwnOptions
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY
@@ -64,7 +65,7 @@ class RowRegistration:
         self._ended: dict[int, bool] = {}
 
     @property
-    def shared_headers(self) -> dict[str, Any]:
+    def shared_headers(self) -> OwnOptions:
         """The headers that the messages of all rows have."""
         return self._wanted._replace(key="").headers("", job_id=self._job_id)
 
@@ -113,15 +114,13 @@ class RowRegistration:
     def _with_tickets(self, batch: list[tuple[int, Call]]) -> Iterator[tuple[int, Call]]:
         if not batch:
             return
-        calls = [call for _, call in batch]
         once = self._wanted.once
+        asked = [
+            (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
+            for _, call in batch
+        ]
         try:
-            tickets = registry_of(self._delays).ask(
-                [
-                    (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
-                    for call in calls
-                ]
-            )
+            tickets = registry_of(self._delays).ask(asked)
         except RegistryUnavailable as error:
             self._fail([number for number, _ in batch], error)
             return
