@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kombu.utils.json import loads
 
-from celery_rabbitdelay.app.copies import Call
+from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.exceptions import InvalidRow
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
