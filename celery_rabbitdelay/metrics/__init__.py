@@ -5,6 +5,6 @@ The kernel and the other additions define their own instruments and record value
 lives here; nobody else imports it.
 
 Read ``instruments`` (what only a worker that serves metrics measures, and the table of all
-instruments), ``collector`` (``app.rabbitdelay.metrics``) and ``bootstep`` (a worker serves its
-metrics and its health on a port).
+instruments), ``collector`` (``app.rabbitdelay.metrics``), ``bootstep`` (a worker serves its
+metrics and its health on a port) and ``probe`` (messages that show how late the levels are).
 """

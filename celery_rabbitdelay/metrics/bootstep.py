@@ -20,8 +20,8 @@ from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics import instruments
 from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
+from celery_rabbitdelay.metrics.probe import ProbeService
 from celery_rabbitdelay.metrics.settings import MetricsSettings
-from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.publish_loop import BLOCKED

@@ -97,7 +97,7 @@ class ModuleStatistics:
     redelivered: int = 0
     undeliverable: int = 0
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, object]:
         """Return the counts that the worker's status shows."""
         return {name: count for name, count in vars(self).items() if name != "finished"}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from typing import Any, Final
+from typing import Final
 
 from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError
@@ -274,6 +274,7 @@ class ModuleConsumer:
         self._deliveries.settle(publication.context.received)
 
 
+@dataclass(eq=False, repr=False)
 class Service(ABC):
     """A thread with connections of its own: when one is lost, it opens the next.
 
@@ -287,15 +288,15 @@ class Service(ABC):
         stopping: Set once no more messages are to be taken.
     """
 
-    name: str
-    timeout: float
-    max_bytes: int
     connection: Connection
     declare: Callable[[Connection], None]
     on_lost: Callable[[], None]
-    stopping: Event
+    name: str = field(init=False)
+    timeout: float = field(init=False)
+    max_bytes: int = field(init=False)
+    stopping: Event = field(init=False, default_factory=Event)
     #: Why the last connection was given up.
-    _lost: Exception | None = None
+    _lost: Exception | None = field(init=False, default=None)
 
     def start(self) -> None:
         """Start the thread."""
@@ -308,7 +309,7 @@ class Service(ABC):
         self._thread.join(STOP_TIMEOUT)
 
     @abstractmethod
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return what it has done, for the worker's status."""
 
     @property
@@ -376,18 +377,14 @@ class ModuleService(Service):
     """
 
     module: Module
-    connection: Connection
-    declare: Callable[[Connection], None]
-    on_lost: Callable[[], None]
     statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
-    stopping: Event = field(default_factory=Event)
     answer_times: AnswerTimes = field(default_factory=AnswerTimes)
 
     def __post_init__(self) -> None:
         self.name, self.timeout = self.module.name, self.module.timeout
         self.max_bytes = self.module.max_bytes
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return the counts of its messages."""
         return self.statistics.status()
 
