@@ -43,6 +43,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.app.options import (
     BESIDE_STAMPS,
     DelayOptions,
+    OwnOptions,
     Result,
     SendOptions,
     own_options,
@@ -181,7 +182,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             ValueError: A delay that is not finite.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        passed: dict[str, Any] = {**options}
+        passed: OwnOptions = {**options}
         if more:
             passed |= celery_internals.named(celery.Task.apply_async, 3, more)
         sent = self.app.rabbitdelay.part(Copies).send(self, args, kwargs, passed)
@@ -225,7 +226,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             TypeError: ``delay`` together with ``countdown`` or ``eta``.
             RegistryRequired: ``key``, ``job``, ``once`` or ``track``, and there is no registry.
         """
-        given: dict[str, Any] = {**options}
+        given: OwnOptions = {**options}
         checked_added_options(given, self.app.rabbitdelay)
         eta = plain(eta, "eta")
         if delay is not None and countdown is not None and celery_internals.retries_by_itself():
@@ -314,7 +315,7 @@ def _mixed(name: str, mix: Callable[[Any], object]) -> cached_property[Any]:
     return made.setter(lambda _, value: mix(value))  # type: ignore[attr-defined,no-any-return]
 
 
-def _if_given(**arguments: object) -> dict[str, Any]:
+def _if_given(**arguments: object) -> OwnOptions:
     """Return arguments that are not None: an application's override may have other defaults."""
     return {name: value for name, value in arguments.items() if value is not None}
 

@@ -11,13 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 from celery.canvas import Signature
 from celery.result import AsyncResult
 
 from celery_rabbitdelay.app.celery_internals import copied_as
-from celery_rabbitdelay.app.options import DelayOptions, Options, own_options, without_stamps
+from celery_rabbitdelay.app.options import (
+    DelayOptions,
+    Options,
+    OwnOptions,
+    own_options,
+    without_stamps,
+)
 from celery_rabbitdelay.exceptions import UnknownOption
 from celery_rabbitdelay.levels.delay import milliseconds, plain
 
@@ -61,7 +68,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
             of a chord before it gives it the options of the whole.
     """
 
-    former: Mapping[str, Any] = {}
+    former: Options = MappingProxyType({})
 
     def set(self, immutable: bool | None = None, **options: Unpack[DelayOptions]) -> Self:
         """Set options; setting one of delay, countdown, eta removes the other two."""
@@ -107,7 +114,7 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
             _drop_other_times(sent.options, given)
         return super(DelayingSignature, sent).apply_async(args, kwargs, route_name, **given)
 
-    def _checked(self, options: Options) -> dict[str, Any]:
+    def _checked(self, options: Options) -> OwnOptions:
         """Return options of this signature; refuse one that its stamps would hide."""
         own, _ = without_stamps(options)
         for name in self.options.get("stamped_headers") or ():
@@ -123,10 +130,10 @@ class DelayingSignature(Signature, Generic[ResultT_co]):
         return copy
 
 
-def _plain_times(options: Mapping[str, object]) -> dict[str, Any]:
+def _plain_times(options: Mapping[str, object]) -> OwnOptions:
     """Return options whose times are plain: Celery copies signatures, and JSON writes them."""
     stamps: Any = options.get("stamped_headers") or ()
-    times: dict[str, Any] = {
+    times: OwnOptions = {
         name: plain(options[name], name)
         for name in LENGTHS_AND_INSTANTS
         if name in options and name not in stamps
@@ -139,7 +146,7 @@ def _says_when(options: Options) -> bool:
     return any(own.get(time) is not None for time in TIMES)
 
 
-def _drop_other_times(own: dict[str, Any], given: Options) -> None:
+def _drop_other_times(own: OwnOptions, given: Options) -> None:
     if _says_when(given):
         stamps = own.get("stamped_headers") or ()
         for time in TIMES:
@@ -147,7 +154,7 @@ def _drop_other_times(own: dict[str, Any], given: Options) -> None:
                 own.pop(time, None)
 
 
-def restore_body_delay(options: Options, delay: Any) -> dict[str, Any]:
+def restore_body_delay(options: Options, delay: Any) -> OwnOptions:
     """Return options in which the body of a chord has its own delay, not that of the whole chord.
 
     Celery has given the options of the whole chord to the body, and gives them to each task of the
@@ -171,14 +178,14 @@ def restore_body_delay(options: Options, delay: Any) -> dict[str, Any]:
     return changed
 
 
-def _restore_within(signature: Any, delay: Any) -> dict[str, Any]:
+def _restore_within(signature: Any, delay: Any) -> OwnOptions:
     """Restore the bodies of all chords that have a task of the signature in their header."""
     changed = _with_parts(signature, lambda part: _restore_within(part, delay))
     return {**changed, "options": restore_body_delay(signature["options"], delay)}
 
 
-def _own_times(body: Any, delay: Any) -> Mapping[str, Any]:
-    former: Mapping[str, Any] = getattr(body, "former", {})
+def _own_times(body: Any, delay: Any) -> Options:
+    former: Options = getattr(body, "former", {})
     linked = any(body["options"].get(link) != former.get(link) for link in LINKS)
     if former.get("delay") == delay and linked:
         # link() has cloned the body after it got the chord's delay: ``former`` holds that delay,
@@ -187,7 +194,7 @@ def _own_times(body: Any, delay: Any) -> Mapping[str, Any]:
     return {time: former[time] for time in TIMES if time in former}
 
 
-def _with_parts(signature: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+def _with_parts(signature: Any, change: Callable[[Any], Any]) -> OwnOptions:
     """Return a copy of a signature in which the signatures that it consists of are changed."""
     kwargs = signature.get("kwargs") or {}
     parts = PARTS.get(signature.get("subtask_type"), ())
@@ -203,9 +210,7 @@ def _each(signatures: Any, change: Callable[[Any], Any]) -> Any:
     return change(signatures) if isinstance(signatures, Mapping) else signatures
 
 
-def translate_delays(
-    options: Options, word: str, check: Callable[[Mapping[str, Any]], object]
-) -> dict[str, Any]:
+def translate_delays(options: Options, word: str, check: Callable[[Options], object]) -> OwnOptions:
     """Return options whose nested signatures have a delay that any worker understands.
 
     Args:
@@ -226,9 +231,7 @@ def translate_delays(
     return {**options, **nested}
 
 
-def _translate(
-    signature: Mapping[str, Any], word: str, check: Callable[[Mapping[str, Any]], object]
-) -> dict[str, Any]:
+def _translate(signature: Options, word: str, check: Callable[[Options], object]) -> OwnOptions:
     options = signature.get("options") or {}
     options, stamps = without_stamps(options)
     check(options)
@@ -244,7 +247,7 @@ def _translate(
     return _add_delay(translated, word, milliseconds(delay) / 1000)
 
 
-def _add_delay(signature: Mapping[str, Any], word: str, seconds: float) -> dict[str, Any]:
+def _add_delay(signature: Options, word: str, seconds: float) -> OwnOptions:
     if signature.get("subtask_type") == "chord":
         # Each task of the header gets the delay: before 5.7, Celery does not pass it on.
         kwargs = signature["kwargs"]

@@ -77,7 +77,7 @@ def has_quorum_queue(app: celery.Celery) -> bool:
 # Combining our classes with those of an application.
 
 
-def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
+def combined_class(ours: type[object], base: type[object]) -> type[Any]:
     """Return a class that is ours and another one, whose methods ours call by ``super()``."""
     if issubclass(base, ours):
         return base
@@ -87,7 +87,7 @@ def combined_class(ours: type[Any], base: type[Any]) -> type[Any]:
     return type(base.__name__, (ours, base), own)
 
 
-def mixed(ours: type[Any], made: Any) -> Any:
+def mixed(ours: type[object], made: object) -> Any:
     """Return a class as :func:`combined_class` does; an object gets that class."""
     if isinstance(made, type):
         return combined_class(ours, made)
@@ -95,9 +95,9 @@ def mixed(ours: type[Any], made: Any) -> Any:
     return made
 
 
-def installed_on(cls: type[Any]) -> type[Any]:
+def installed_on(cls: type[object]) -> type[object]:
     """Return the other class of :func:`combined_class`: only it can be imported by name."""
-    base: type[Any] = getattr(cls, "_installed_on", cls)
+    base: type[object] = getattr(cls, "_installed_on", cls)
     return base
 
 
@@ -108,10 +108,10 @@ class MixingTasks(TaskRegistry):
     ``shared_task`` and ``register_task``.
     """
 
-    ours: type[Any]
+    ours: type[object]
 
     @classmethod
-    def mix(cls, app: celery.Celery, ours: type[Any]) -> None:
+    def mix(cls, app: celery.Celery, ours: type[object]) -> None:
         """Mix a class into the tasks that an application has, and into those to come."""
         private: Any = app
         tasks: MixingTasks = mixed(cls, private._tasks)
@@ -164,7 +164,7 @@ class DelayingAMQP(celery_amqp.AMQP):
 # Tasks and signatures.
 
 
-def check_arguments(task: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
+def check_arguments(task: Any, args: Iterable[object], kwargs: Mapping[str, object]) -> None:
     """Check the arguments of a task as Celery does.
 
     Args:
@@ -254,7 +254,7 @@ def sends_a_group() -> bool:
     return sys._getframe(2).f_code is code
 
 
-def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping[str, object]:
     """Return the headers of the message whose task is retried, or replaced, by one that is sent.
 
     They are those of the task that runs: what ``retry(headers=...)`` gives comes instead of them.
@@ -273,7 +273,7 @@ def headers_of_former(app: celery.Celery, options: Mapping[str, Any]) -> Mapping
     return (is_retry and options.get("headers")) or {}
 
 
-def named(method: Callable[..., Any], first: int, values: tuple[Any, ...]) -> dict[str, Any]:
+def named(method: Callable[..., Any], first: int, values: tuple[object, ...]) -> dict[str, Any]:
     """Return positional arguments of a method of Celery's by their names.
 
     Args:
@@ -288,12 +288,12 @@ def named(method: Callable[..., Any], first: int, values: tuple[Any, ...]) -> di
     return dict(zip(list(bound.arguments)[first:], values, strict=True))
 
 
-def celerys_repr(value: Any, size: int, depth: int | None) -> str:
+def celerys_repr(value: object, size: int, depth: int | None) -> str:
     """Return what Celery writes into such a header."""
     return saferepr(value, size, depth)  # type: ignore[arg-type]
 
 
-def eta_of(value: Any, timezone: tzinfo) -> datetime | None:
+def eta_of(value: object, timezone: tzinfo) -> datetime | None:
     """Return an ``eta`` as Celery's requests read it, None if missing or invalid.
 
     Args:

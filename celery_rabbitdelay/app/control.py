@@ -45,10 +45,10 @@ class DelayingControl(Control):
             *more: Further arguments of Celery.
             **options: Further arguments of Celery.
         """
-        app: Any = self.app
-        if app.rabbitdelay.stand_in is None:
+        stand_in = _delays_of(self).stand_in
+        if stand_in is None:
             return super().broadcast(command, arguments, *more, **options)
-        return app.rabbitdelay.stand_in.broadcast(command, arguments or {})
+        return stand_in.broadcast(command, arguments or {})
 
     def revoke(self, task_id: Any, *more: Any, **options: Any) -> Any:
         """Tell all workers not to run tasks, as in Celery; the registry, if there is one, as well.
@@ -59,7 +59,7 @@ class DelayingControl(Control):
             **options: Further arguments of Celery.
         """
         answer = super().revoke(task_id, *more, **options)
-        for each in self._additions:
+        for each in _additions(self):
             each.revoked([task_id] if isinstance(task_id, str) else list(task_id))
         return answer
 
@@ -74,15 +74,9 @@ class DelayingControl(Control):
             **options: Further arguments of Celery.
         """
         answer = super().revoke_by_stamped_headers(headers, *more, **options)
-        for each in self._additions:
+        for each in _additions(self):
             each.revoked_by_stamps(headers)
         return answer
-
-    @property
-    def _additions(self) -> Sequence[Addition]:
-        app: Any = self.app
-        delays: Delays = app.rabbitdelay
-        return additions_of(delays) if delays.available else ()
 
     def purge(self, connection: Connection | None = None) -> int:
         """Discard all tasks of the application's queues, and cancel the tracked ones that wait.
@@ -96,9 +90,20 @@ class DelayingControl(Control):
             How many tasks were discarded or cancelled.
         """
         discarded: int = super().purge(connection)
-        return discarded + sum(each.purged() for each in self._additions)
+        return discarded + sum(each.purged() for each in _additions(self))
 
     discard_all = purge
+
+
+def _delays_of(part: Any) -> Delays:
+    delays: Delays = part.app.rabbitdelay
+    return delays
+
+
+def _additions(part: Any) -> Sequence[Addition]:
+    """Return the additions of the application of a part of Celery's; none without the levels."""
+    delays = _delays_of(part)
+    return additions_of(delays) if delays.available else ()
 
 
 def revoke_by_celery(app: celery.Celery, task_ids: list[str]) -> None:
@@ -156,11 +161,6 @@ class WaitingResult(AsyncResult):  # type: ignore[type-arg]
         state = super().state
         if state != states.PENDING:
             return state
-        app: Any = self.app
-        delays: Delays = app.rabbitdelay
-        is_waiting = delays.available and any(
-            each.is_waiting(self.id) for each in additions_of(delays)
-        )
-        return DELAYED if is_waiting else state
+        return DELAYED if any(each.is_waiting(self.id) for each in _additions(self)) else state
 
     status = state

@@ -125,7 +125,7 @@ def capture(
     task: TaskOrName,
     call: Call,
     options: Options,
-    headers: Mapping[str, Any] = NO_HEADERS,
+    headers: Mapping[str, object] = NO_HEADERS,
     connection: Connection | None = None,
 ) -> CapturingProducer:
     """Send a task by Celery to a producer that keeps the message; return the producer.
@@ -139,7 +139,7 @@ def capture(
         connection: The caller's own connection, which the message will be published over.
     """
     producer = CapturingProducer(delays, name_of(task), call.due, options, connection)
-    producer.says = {"registry": {**headers, **call.headers}}
+    producer.added_headers = {**headers, **call.headers}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(delays.app, task)(call.args, call.kwargs, **given)
     return producer
@@ -263,7 +263,7 @@ class Template:
         return self._content(headers, properties, self._body(call))
 
     def _content(
-        self, headers: dict[str, Any], properties: Mapping[str, Any], body: bytes
+        self, headers: dict[str, object], properties: Mapping[str, object], body: bytes
     ) -> Content:
         """Return a message, signed if there is a key."""
         keys = self.producer.signing_keys
@@ -428,11 +428,13 @@ class Copies:
             or not options.keys() <= (OF_MEMBER if is_member else PLAIN)
             or not (isinstance(args, list | tuple) and type(kwargs) is dict)
             or type(task_id) is not str
+            or not delays.available
+            or (delay is None and not delays.settings.takeover)
         ):
             raise _NotACopy
         shared = {name: options[name] for name in SHARED if name in options}
-        of_group: dict[str, Any] = {}
-        own: Mapping[str, Any] = NO_HEADERS
+        of_group: dict[str, object] = {}
+        own: Mapping[str, object] = NO_HEADERS
         if is_member:
             # If its root is the task itself, its message is no template for others.
             if options.get("producer") is None or options.get("root_id") == task_id:
@@ -452,7 +454,7 @@ class Copies:
         if due.is_past:
             raise _NotACopy
         call = Call(task_id, args, kwargs, due, own)
-        template = self._template(task, call, shared, of_group, delay is None, connection)
+        template = self._template(task, call, shared, of_group, connection)
         delays.settings.check_delay(due)
         try:
             # Celery has an address for each thread.
@@ -470,7 +472,7 @@ class Copies:
         task: TaskOrName,
         first: Call,
         options: Options,
-        headers: Mapping[str, Any],
+        headers: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
         """Return the template of rows: one that is kept, or the message of the first row.
@@ -487,7 +489,7 @@ class Copies:
         of_thread = {"reply_to": delays.app.thread_oid}
         if connection is None and not headers and options.keys() <= set(SHARED):
             with suppress(_NotACopy):
-                return self._template(task, first, options, of_thread, False, None)
+                return self._template(task, first, options, of_thread, None)
         captured = partial(
             capture, delays, task, options=options, headers=headers, connection=connection
         )
@@ -500,9 +502,8 @@ class Copies:
         self,
         task: TaskOrName,
         call: Call,
-        shared: Mapping[str, Any],
-        of_group: Mapping[str, Any],
-        is_countdown: bool,
+        shared: Mapping[str, object],
+        of_group: Mapping[str, object],
         connection: Connection | None,
     ) -> Template:
         """Return the template of a call.
@@ -512,7 +513,6 @@ class Copies:
             call: The call.
             shared: Its options of :data:`SHARED`.
             of_group: Its options of :data:`OF_GROUP`; those of rows are the same for a thread.
-            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
             connection: The caller's own connection.
         """
         app = self._delays.app
@@ -525,11 +525,11 @@ class Copies:
         known = celery_internals.registered_task(app, task) if isinstance(task, str) else task
         # A group takes the place of the former one with the same task, and so do rows of a thread.
         made_from = _made_from(app, known), of_group
-        key = (task, is_countdown, *of_group, *shared.items())
+        key = (task, *of_group, *shared.items())
         former = self._templates.get(key)
         if former is None or former[0] != made_from:
             template = None
-            if self._may_copy(known, is_countdown):
+            if self._may_copy(known):
                 options = {**shared, **of_group}
                 if "group_index" in call.headers:
                     options["group_index"] = call.headers["group_index"]
@@ -544,7 +544,7 @@ class Copies:
             raise _NotACopy
         return former[1]
 
-    def _may_copy(self, task: Any, is_countdown: bool) -> bool:
+    def _may_copy(self, task: Any) -> bool:
         """Return whether Celery makes a task's messages from data alone.
 
         Not if a function of somebody else's has a part in it: a router, a receiver of a signal, a
@@ -553,7 +553,6 @@ class Copies:
 
         Args:
             task: The task; None for one that the application does not know.
-            is_countdown: Whether its time is Celery's ``countdown`` or ``eta``.
         """
         delays: Delays = self._delays
         app: Any = delays.app
@@ -562,9 +561,7 @@ class Copies:
         functions += (amqp.send_task_message, type(app.backend).on_task_call)
         functions.append(getattr(amqp.create_task_message, "__func__", None))
         return (
-            delays.available
-            and getattr(task, "rabbitdelay", True)
-            and (delays.settings.takeover or not is_countdown)
+            getattr(task, "rabbitdelay", True)
             and not any(each.shapes(task) for each in additions_of(delays))
             and not _is_publishing_watched(app)
             and not conf.task_always_eager
@@ -645,7 +642,7 @@ def _is_plain(task: Any) -> bool:
     )
 
 
-def _definers(instance: Any, name: str) -> list[object]:
+def _definers(instance: object, name: str) -> list[object]:
     """Return what defines a function: perhaps the instance, and classes, in their order."""
     return [each for each in (instance, *type(instance).__mro__) if name in vars(each)]
 

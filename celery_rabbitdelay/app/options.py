@@ -21,6 +21,9 @@ TaskOrName: TypeAlias = "celery.Task[Any, Any] | str"
 #: The options of a send by their names: what ``apply_async`` and ``send_task`` take.
 Options: TypeAlias = Mapping[str, Any]
 
+#: Options that whoever has them may change.
+OwnOptions: TypeAlias = dict[str, Any]
+
 #: The result of a task.
 Result: TypeAlias = AsyncResult[Any]
 
@@ -88,7 +91,7 @@ def own_options() -> tuple[str, ...]:
     return (*OWN_OPTIONS, *additions.options)
 
 
-def without_stamps(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def without_stamps(options: Options) -> tuple[OwnOptions, OwnOptions]:
     """Return the options of a send, and apart from them the stamps that have the name of one.
 
     Celery passes stamps among the options, and lists their names.

@@ -114,9 +114,9 @@ class WrittenRows:
         now_ms = wall_clock.ms()
         return Due(self.due_ms * NS_PER_MS, self.due_ms - now_ms, is_instant=True)
 
-    def read(self) -> Iterator[tuple[Row, bytes]]:
-        """Yield each row, and the bytes that it was read from."""
-        blocks, eta = blocks_of(self.items), instant_of(self.due_ms)
+    def read(self) -> Iterator[tuple[Call, bytes]]:
+        """Yield the call of each row, and the bytes that it was read from."""
+        blocks, due = blocks_of(self.items), self.due
         for own in blocks:
             body = next(blocks)
             headers = json.loads(bytes(own))["headers"]
@@ -124,7 +124,7 @@ class WrittenRows:
             if headers.get("argsrepr", "").startswith("("):
                 args = tuple(args)  # JSON has lists only
             item = length_prefixed(bytes(own)) + length_prefixed(bytes(body))
-            yield Row(args, kwargs, eta=eta, task_id=headers["id"]), item
+            yield Call(headers["id"], args, kwargs, due), item
 
 
 #: The input of a send: one row, or many rows in their written form.
@@ -135,7 +135,8 @@ def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, Any]]:
     """Yield each row, those that are written already as well."""
     for given in rows:
         if isinstance(given, WrittenRows):
-            yield from (row for row, _ in given.read())
+            eta = instant_of(given.due_ms)
+            yield from (Row(*call[1:3], eta=eta, task_id=call.task_id) for call, _ in given.read())
         else:
             yield given
 

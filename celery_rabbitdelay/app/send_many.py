@@ -36,7 +36,7 @@ from celery_rabbitdelay.app.rows import (
     row_of,
 )
 from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
-from celery_rabbitdelay.levels.delay import Delay, Due
+from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
@@ -85,24 +85,19 @@ class Sending:
 
     def take(self, rows: Iterable[GivenT]) -> Iterator[tuple[int, GivenT]]:
         """Yield rows, each with its number, or with that of the first of many."""
-        source = iter(rows)
-        while True:
-            try:
-                given = next(source)
-            except StopIteration:
-                return
-            except SoftTimeLimitExceeded:
-                raise
-            except Exception as error:  # noqa: BLE001 - the rows before it are sent first
-                self._error_of_rows, self._rest = error, self._taken
-                return
-            if self.stops_taking:
-                # Not sent: its existence shows that not all rows were taken.
-                self._rest = self._taken
-                return
-            number = self._taken
-            self._taken += given.count if isinstance(given, WrittenRows) else 1
-            yield number, given
+        try:
+            for given in rows:
+                if self.stops_taking:
+                    # Not sent: its existence shows that not all rows were taken.
+                    self._rest = self._taken
+                    return
+                number = self._taken
+                self._taken += given.count if isinstance(given, WrittenRows) else 1
+                yield number, given
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - the rows before it are sent first
+            self._error_of_rows, self._rest = error, self._taken
 
     def fail(self, rows: Sequence[int], error: Exception) -> None:
         """Note the error of rows, by their numbers; raise it if it is a soft time limit."""
@@ -219,7 +214,7 @@ class RowSender(Sending):
     def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
         work = self._asked(rows)
         for number, given in work:
-            first = given if isinstance(given, copies.Call) else next(self._read(given))[0]
+            first = given if isinstance(given, copies.Call) else next(given.read())[0]
             headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
             try:
                 self._template = self._delays.part(copies.Copies).of_rows(
@@ -257,32 +252,20 @@ class RowSender(Sending):
         """Yield the calls of the rows that can be sent, with the numbers of (the first of) them."""
         for number, given in self.take(rows):
             try:
-                if isinstance(given, WrittenRows):
-                    work: Work = self._checked(given)
-                else:
-                    work = self._call(given if isinstance(given, Row) else row_of(given))
+                # Who has written rows has checked each of them.
+                work = given if isinstance(given, WrittenRows) else self._call(given)
+                due = work.due
+                self._settings.check_delay(due)
+                for each in self._added:
+                    each.take(due)
             except Exception as error:  # noqa: BLE001 - a row may run code of the user's
                 self.fail(range(number, self._taken), error)
             else:
                 yield number, work
 
-    def _checked(self, written: WrittenRows) -> WrittenRows:
-        """Note that rows are due; who has written them has checked each."""
-        due = written.due
-        self._settings.check_delay(due)
-        for each in self._added:
-            each.take(due)
-        return written
-
-    def _read(self, written: WrittenRows) -> Iterator[tuple[copies.Call, bytes]]:
-        """Yield the calls of rows that are written already, and the bytes of each."""
-        due = written.due
-        for row, item in written.read():
-            yield copies.Call(str(row.task_id), row.args, row.kwargs, due), item
-
-    def _call(self, row: Row) -> copies.Call:
-        due: Due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
-        self._settings.check_delay(due)
+    def _call(self, given: Row | Mapping[str, Any]) -> copies.Call:
+        row = given if isinstance(given, Row) else row_of(given)
+        due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         args, kwargs = row.args or (), row.kwargs or {}
         if not isinstance(args, list | tuple):
             raise exceptions.InvalidRow(row, "takes a list or a tuple as args, such as [7]")
@@ -298,8 +281,6 @@ class RowSender(Sending):
         check_arguments(self._task, args, kwargs)
         if row.key is not None:
             checked_added_options({"key": row.key}, self._delays)
-        for each in self._added:
-            each.take(due)
         headers = copies.NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = given_id is not None
         return copies.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
@@ -314,7 +295,7 @@ class RowSender(Sending):
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
             else:
-                calls = enumerate((call for call, _ in self._read(given)), number)
+                calls = enumerate((call for call, _ in given.read()), number)
                 for each, call in self._asked(calls):
                     yield from self._add(grouper, each, call)
         yield from grouper.flush()
@@ -326,13 +307,12 @@ class RowSender(Sending):
         never do, or if the bound of a message is lower than the bytes of a group.
         """
         template = self._template
-        if not self._envelopes or not template.can_write_again:
-            return None
-        if any(each.needs_each for each in self._added):
+        is_ready = self._envelopes and template.can_write_again
+        if any(each.needs_each for each in self._added) or not is_ready:
             return None
         if len(written.items) > self._settings.max_message_bytes:
             return None
-        first, item = next(self._read(written))
+        first, item = next(written.read())
         if template.item(first) != item:
             return None
         numbers = list(range(number, number + written.count))

@@ -159,98 +159,6 @@ def _type_of(hint: Any, default: object) -> SettingType:
     )
 
 
-def read_settings(
-    kernel: type[SettingsGroup], configuration: Mapping[str, Any], namespace: str | None = None
-) -> Groups:
-    """Read and check our keys in a Celery configuration.
-
-    Args:
-        kernel: The group of the kernel, which is read in any case.
-        configuration: ``app.conf``, or any mapping.
-        namespace: ``app.namespace``: what Django's settings put before each key.
-
-    Returns:
-        The kernel's group, and those of the additions that have a key in the configuration.
-
-    Raises:
-        InvalidSetting: A key that does not exist, one that Celery does not read, or a value that it
-            does not take.
-    """
-    keys, by_group = _keys(kernel, configuration, namespace), {kernel: dict[str, str]()}
-    for name, key in keys.items():
-        by_group.setdefault(_group(kernel, name, key), {})[name] = key
-    groups = {}
-    for group, own in by_group.items():
-        try:
-            groups[group] = group(**{name: configuration[key] for name, key in own.items()})
-        except InvalidSetting as wrong:
-            # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
-            key = keys.get(wrong.key.removeprefix(PREFIX), wrong.key)
-            raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
-    for each in groups.values():
-        each.check_beside(groups)
-    return groups
-
-
-def _group(kernel: type[SettingsGroup], name: str, key: str) -> type[SettingsGroup]:
-    """Return the group of a setting."""
-    if name in setting_types(kernel):
-        return kernel
-    try:
-        group: type[SettingsGroup] = additions.load(additions.settings[name])
-    except AdditionMissing as missing:
-        raise InvalidSetting(key, HIDDEN, str(missing)) from missing
-    return group
-
-
-def _keys(
-    kernel: type[SettingsGroup], configuration: Mapping[str, Any], namespace: str | None
-) -> dict[str, str]:
-    """Return the key of each setting in a configuration, by the setting's name."""
-    known = (*setting_types(kernel), *additions.settings)
-    starts = PREFIX, _key_of("", namespace)
-    # Upper-case keys that Celery ignores: its own were written so before 4.0, and Django's are.
-    # Behind a namespace, CELERY_ may be another application's namespace.
-    ignored = PREFIX.upper(), PREFIX.upper() if namespace else f"CELERY_{PREFIX.upper()}"
-    read: dict[str, str] = {}
-    unread: dict[str | None, str] = {}
-    for key in configuration:
-        name = _name_in(key, starts)
-        if name is None:
-            unread[_name_in(key, ignored)] = key
-        elif name in known:
-            read[name] = key
-        else:
-            # Without its value: the key may be meant to be one of a secret.
-            close = get_close_matches(name, known, 1)
-            meant = f"there are {', '.join(PREFIX + each for each in known)}"
-            if close:
-                meant = f"did you mean {_key_of(close[0], namespace)}?"
-            raise InvalidSetting(key, HIDDEN, f"no such setting; {meant}")
-    for name in known:
-        if name in unread and name not in read:
-            key = unread[name]
-            kind = setting_types(_group(kernel, name, key))[name]
-            reason = f"the setting is not read from this key, write {_key_of(name, namespace)}"
-            raise InvalidSetting(key, kind.shown(configuration[key]), reason)
-    return read
-
-
-def _name_in(key: object, starts: tuple[str, ...]) -> str | None:
-    """Return the name of the setting whose key this is, behind one of these starts; or None."""
-    if not isinstance(key, str):
-        return None
-    return next((key.removeprefix(each).lower() for each in starts if key.startswith(each)), None)
-
-
-def _key_of(name: str, namespace: str | None) -> str:
-    """Return the key of a setting. It is in capitals where the namespace is, as in Celery."""
-    if not namespace:
-        return PREFIX + name
-    key = f"{namespace.rstrip('_')}_{PREFIX}{name}"
-    return key.upper() if namespace.isupper() else key.lower()
-
-
 #: The longest prefix that leaves every name on the broker below AMQP's 255 bytes.
 MAX_PREFIX_LENGTH: Final = 100
 
@@ -431,7 +339,7 @@ class Settings(SettingsGroup):
         Raises:
             InvalidSetting: As :func:`.read_settings`.
         """
-        own = read_settings(cls, configuration, namespace)[cls]
+        own = read_settings(configuration, namespace)[cls]
         assert isinstance(own, cls)
         return own
 
@@ -491,3 +399,91 @@ def _layout_of(value: Any, tick: float) -> Layout:
     if name == "custom":
         return custom(**options)
     return NAMED[name](**{"tick": tick, **options})
+
+
+def read_settings(configuration: Mapping[str, Any], namespace: str | None = None) -> Groups:
+    """Read and check our keys in a Celery configuration.
+
+    Args:
+        configuration: ``app.conf``, or any mapping.
+        namespace: ``app.namespace``: what Django's settings put before each key.
+
+    Returns:
+        The kernel's group, and those of the additions that have a key in the configuration.
+
+    Raises:
+        InvalidSetting: A key that does not exist, one that Celery does not read, or a value that it
+            does not take.
+    """
+    keys = _keys(configuration, namespace)
+    by_group: dict[type[SettingsGroup], dict[str, str]] = {Settings: {}}
+    for name, key in keys.items():
+        by_group.setdefault(_group(name, key), {})[name] = key
+    groups = {}
+    for group, own in by_group.items():
+        try:
+            groups[group] = group(**{name: configuration[key] for name, key in own.items()})
+        except InvalidSetting as wrong:
+            # As the user has written it, for example CELERY_RABBITDELAY_TICK in Django's settings.
+            key = keys.get(wrong.key.removeprefix(PREFIX), wrong.key)
+            raise InvalidSetting(key, wrong.value, wrong.takes) from wrong.__cause__
+    for each in groups.values():
+        each.check_beside(groups)
+    return groups
+
+
+def _group(name: str, key: str) -> type[SettingsGroup]:
+    """Return the group of a setting."""
+    if name in setting_types(Settings):
+        return Settings
+    try:
+        group: type[SettingsGroup] = additions.load(additions.settings[name])
+    except AdditionMissing as missing:
+        raise InvalidSetting(key, HIDDEN, str(missing)) from missing
+    return group
+
+
+def _keys(configuration: Mapping[str, Any], namespace: str | None) -> dict[str, str]:
+    """Return the key of each setting in a configuration, by the setting's name."""
+    known = (*setting_types(Settings), *additions.settings)
+    starts = PREFIX, _key_of("", namespace)
+    # Upper-case keys that Celery ignores: its own were written so before 4.0, and Django's are.
+    # Behind a namespace, CELERY_ may be another application's namespace.
+    ignored = PREFIX.upper(), PREFIX.upper() if namespace else f"CELERY_{PREFIX.upper()}"
+    read: dict[str, str] = {}
+    unread: dict[str | None, str] = {}
+    for key in configuration:
+        name = _name_in(key, starts)
+        if name is None:
+            unread[_name_in(key, ignored)] = key
+        elif name in known:
+            read[name] = key
+        else:
+            # Without its value: the key may be meant to be one of a secret.
+            close = get_close_matches(name, known, 1)
+            meant = f"there are {', '.join(PREFIX + each for each in known)}"
+            if close:
+                meant = f"did you mean {_key_of(close[0], namespace)}?"
+            raise InvalidSetting(key, HIDDEN, f"no such setting; {meant}")
+    for name in known:
+        if name in unread and name not in read:
+            key = unread[name]
+            kind = setting_types(_group(name, key))[name]
+            reason = f"the setting is not read from this key, write {_key_of(name, namespace)}"
+            raise InvalidSetting(key, kind.shown(configuration[key]), reason)
+    return read
+
+
+def _name_in(key: object, starts: tuple[str, ...]) -> str | None:
+    """Return the name of the setting whose key this is, behind one of these starts; or None."""
+    if not isinstance(key, str):
+        return None
+    return next((key.removeprefix(each).lower() for each in starts if key.startswith(each)), None)
+
+
+def _key_of(name: str, namespace: str | None) -> str:
+    """Return the key of a setting. It is in capitals where the namespace is, as in Celery."""
+    if not namespace:
+        return PREFIX + name
+    key = f"{namespace.rstrip('_')}_{PREFIX}{name}"
+    return key.upper() if namespace.isupper() else key.lower()

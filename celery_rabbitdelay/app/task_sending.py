@@ -7,7 +7,7 @@ Celery makes and routes the message in any case. A task that goes into the level
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from kombu.utils.uuid import uuid
 from celery_rabbitdelay.app import celery_internals, pipelines, signals
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
-from celery_rabbitdelay.app.options import Options, Result
+from celery_rabbitdelay.app.options import Options, OwnOptions, Result
 from celery_rabbitdelay.app.seams import AddedToSend, Send, additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import UnknownOption
@@ -39,7 +39,7 @@ from celery_rabbitdelay.publishing.publisher import Publisher
 
 
 def publish_policy(
-    app: celery.Celery, options: Options, retry: bool, retry_policy: Mapping[str, Any]
+    app: celery.Celery, options: Options, retry: bool, retry_policy: Options
 ) -> PublishPolicy:
     """Return how often a message is sent again, by the caller's options and the settings.
 
@@ -102,7 +102,7 @@ class DelayedTaskProducer(DelayedProducer):
     """
 
     body: Any
-    options: dict[str, Any]
+    options: OwnOptions
     delayed: Delayed
     policy: PublishPolicy
     declares: dict[str, Declaration | None]
@@ -217,7 +217,7 @@ class EtaProducer:
         when = wall_clock.now() + timedelta(seconds=countdown) if countdown else eta
         self._eta = when if when is None or isinstance(when, str) else when.isoformat()
 
-    def publish(self, body: Any, *, headers: dict[str, Any] | None = None, **options: Any) -> Any:
+    def publish(self, body: Any, *, headers: OwnOptions | None = None, **options: Any) -> Any:
         """Publish the task, or the event that follows it."""
         if headers and "eta" in headers:
             headers["eta"] = self._eta
@@ -249,7 +249,7 @@ class TaskSending(Send):
     by_celery: Callable[..., Result]
     delay: Delay | None
     tolerance_ms: int
-    stamps: Mapping[str, Any]
+    stamps: Options
 
     def send(self) -> Result:
         """Send the task, to where these rules lead, the first one that applies.
@@ -352,7 +352,7 @@ class TaskSending(Send):
             *(connection, pipeline, self._came_from),
         )
         headers = [part.headers(due) for part in parts]
-        producer.says = {"registry": {name: each[name] for each in headers for name in each}}
+        producer.added_headers = {name: each[name] for each in headers for name in each}
         result = self._send_by_celery(producer)
         if pipeline is None:
             for part in parts:
@@ -361,7 +361,7 @@ class TaskSending(Send):
         return result
 
     @property
-    def _celerys_options(self) -> dict[str, Any]:
+    def _celerys_options(self) -> OwnOptions:
         """The caller's options in Celery's words: a ``delay`` is a countdown."""
         own = {} if self.delay is None else {"countdown": milliseconds(self.delay) / 1000}
         return {**self.options, **own, **self.stamps}

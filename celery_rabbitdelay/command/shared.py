@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
-from functools import partial
-from threading import Event
 from typing import Any, Final, NoReturn, TypeAlias
 
 import amqp
@@ -227,28 +224,12 @@ def delays() -> RabbitDelay:
             f"the delays of {app()!r} are not in RabbitMQ: make it a "
             "celery_rabbitdelay.Celery, or call celery_rabbitdelay.install(app)"
         )
-    connection = _check(app().connection_for_write, f"the broker_url of {app()!r}")
+    connection = checked_connection(app().connection_for_write, f"the broker_url of {app()!r}")
     with usage_errors(OSError, TypeError, ValueError, of=f"the broker_use_ssl of {app()!r}: "):
         check_tls(connection)
     with usage_errors(exceptions.InvalidSetting):
         found.settings  # noqa: B018 - read, and so checked
     return found
-
-
-def broker_at(application: celery.Celery, url: str) -> Connection:
-    """Return a connection to another broker than the application's; it is not opened.
-
-    To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, but checks the certificate
-    for the host of the URL if that has a ``server_hostname``; to any other URL no TLS.
-
-    Raises:
-        click.UsageError: The URL is malformed, or not one of RabbitMQ.
-    """
-    shown = shown_url.without_password(url)
-    if "@" in url and "://" not in url:
-        raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
-    ssl = _ssl_elsewhere(application.conf.broker_use_ssl) if url.startswith("amqps:") else False
-    return _check(partial(application.connection_for_write, url, ssl=ssl), repr(shown))
 
 
 def first_of(names: Sequence[str], most: int = 5) -> str:
@@ -286,17 +267,7 @@ def broker() -> Iterator[Connection]:
         fail(error, message, EX_UNAVAILABLE)
 
 
-def _ssl_elsewhere(broker_use_ssl: Any) -> object:
-    """Return the TLS settings for another broker than the one that they are meant for."""
-    if not isinstance(broker_use_ssl, Mapping):
-        return broker_use_ssl or True
-    # A copy: instead of None, kombu writes the host of the connection into the dict.
-    is_of_host = "server_hostname"
-    own = {name: None if name == is_of_host else each for name, each in broker_use_ssl.items()}
-    return own or True
-
-
-def _check(connection: Callable[[], Connection], what: str) -> Connection:
+def checked_connection(connection: Callable[[], Connection], what: str) -> Connection:
     """Return a connection to RabbitMQ whose URL is well-formed."""
     try:
         made = connection()
@@ -315,31 +286,6 @@ def _check(connection: Callable[[], Connection], what: str) -> Connection:
     raise click.UsageError(
         f"{what} is malformed: percent-encode what is not a letter or digit in user and password"
     )
-
-
-management_option: Final = click.option(
-    "--management",
-    metavar="URL",
-    envvar="RABBITDELAY_MANAGEMENT_URL",
-    help="The management API, http://user:password@host:15672. By default, the broker's host and "
-    "user with port 15672, or 15671 for TLS.",
-)
-
-
-@contextmanager
-def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
-    """Let Ctrl-C, or SIGTERM, set an event; a second one ends the command as usual."""
-
-    def stop(number: int, frame: object) -> None:
-        signal.signal(number, former[signal.Signals(number)])
-        stopping.set()
-
-    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _instant(text: str, what: str) -> datetime:

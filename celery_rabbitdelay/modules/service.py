@@ -23,7 +23,6 @@ from celery_rabbitdelay.modules.deliveries import (
     MAX_HELD_BYTES,
     Deliveries,
     Module,
-    ModuleStatistics,
     Received,
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
@@ -114,15 +113,13 @@ class ModuleConsumer:
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._wire.receive_ahead()
-        self._deliveries = Deliveries(connection, module, service.statistics)
+        self._deliveries = Deliveries(connection, module)
         #: Received messages for which messages are published, in turns.
         self._unpacking: deque[Received] = deque()
         self._published = 0
         #: Since when all of these wait for answers about their destinations.
         self._held_up_since: float | None = None
-        self._attempts = Forwarder(
-            module, service.statistics, self._exists, self._wire.frame_max, service.answer_times
-        )
+        self._attempts = Forwarder(module, self._exists, self._wire.frame_max, service.answer_times)
         #: What the module's prefetch and window are multiplied by; 0: one message at a time.
         self._growth = 0
 
@@ -271,7 +268,7 @@ class ModuleConsumer:
         in_its_place = self._attempts.settled(publication)
         if in_its_place is not None:
             self._loop.send_first(in_its_place)
-        self._deliveries.settle(publication.context.received)
+        self._deliveries.settle(publication.context[0])
 
 
 @dataclass(eq=False, repr=False)
@@ -372,12 +369,10 @@ class ModuleService(Service):
 
     Attributes:
         module: The module.
-        statistics: The counts of its messages.
         answer_times: Which destinations have not answered, on any connection.
     """
 
     module: Module
-    statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
     answer_times: AnswerTimes = field(default_factory=AnswerTimes)
 
     def __post_init__(self) -> None:
@@ -386,11 +381,11 @@ class ModuleService(Service):
 
     def status(self) -> dict[str, object]:
         """Return the counts of its messages."""
-        return self.statistics.status()
+        return self.module.statistics.status()
 
     @property
     def _progress(self) -> int:
-        return self.statistics.finished
+        return self.module.statistics.finished
 
     def _serve_on(self, connection: Connection) -> bool:
         logger.info("%s: serving the queue %s.", self.name, self.module.queue.name)

@@ -1,8 +1,10 @@
 """The operator's work with messages that wait, from what it does to its commands.
 
 * To look: ``status`` (what waits, and what is due next), and ``verify`` (what on the broker breaks
-  a promise) with ``inventory``, ``checks`` and ``findings``.
-* To lay out: ``export`` (the topology in other formats) and ``permissions`` (what each user needs).
+  a promise) with ``inventory``, ``checks`` and ``findings``; ``management`` asks the
+  management API.
+* To lay out: ``export`` (the topology in other formats), ``permissions`` (what each user needs) and
+  ``delete``.
 * To move messages: ``source`` takes them from queues, ``mover`` publishes them elsewhere and
   acknowledges them once they are confirmed, and ``conversion`` converts those of other levels and
   mechanisms; ``move_commands`` has ``migrate``, ``transfer`` and ``adopt``.

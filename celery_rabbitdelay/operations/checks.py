@@ -22,8 +22,8 @@ from celery_rabbitdelay.operations.findings import (
     FoundRow,
 )
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
+from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
-from celery_rabbitdelay.publishing.management import Json
 
 #: The definition of the policy that the documentation recommends for the levels: it keeps other
 #: policies away.

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.levels.topology import Binding
-from celery_rabbitdelay.publishing.management import (
+from celery_rabbitdelay.operations.management import (
     CLOCK_STEP,
     NOTHING,
     Json,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
+from functools import partial
+from threading import Event
 from typing import Any, Final, cast
 
+import celery
 import click
 from celery.exceptions import QueueNotFound
 from celery.platforms import EX_UNAVAILABLE
@@ -17,6 +21,7 @@ from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.destinations import configured_destinations, configured_queues
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import LayoutConflict, SameTopology, TopologyIncomplete
+from celery_rabbitdelay.levels import shown_url
 from celery_rabbitdelay.levels.topology import DISTRIBUTE
 from celery_rabbitdelay.operations import conversion
 from celery_rabbitdelay.operations.mover import Convert, Destinations, Moved, Mover, Place
@@ -98,7 +103,7 @@ def transfer(from_url: str, **options: Any) -> None:
     an amqps:// URL uses the application's broker_use_ssl, that to an amqp:// URL is not encrypted.
     """
     shared.delays()  # checks the application
-    _migrate(shared.broker_at(shared.app(), from_url), **options)
+    _migrate(broker_at(shared.app(), from_url), **options)
 
 
 def _migrate(
@@ -277,7 +282,7 @@ def _run(
 def _moved(mover: Mover, follow: bool) -> Moved:
     """Move the messages; if a broker fails meanwhile, print how many were moved until then."""
     try:
-        with shared.set_by_ctrl_c(mover.stopping):
+        with set_by_ctrl_c(mover.stopping):
             return mover.move(follow=follow)
     except shared.BROKER_ERRORS as error:
         text = f"{mover.result.moved:,} messages are moved, the others are where they were: {error}"
@@ -315,3 +320,47 @@ def _lines(
             "they are due. Start a worker that consumes from them, or call "
             f"celery_rabbitdelay.kombu.bind_destination; --allow binds further ones: {names}"
         )
+
+
+def broker_at(application: celery.Celery, url: str) -> Connection:
+    """Return a connection to another broker than the application's; it is not opened.
+
+    To an ``amqps://`` URL it uses the application's ``broker_use_ssl``, but checks the certificate
+    for the host of the URL if that has a ``server_hostname``; to any other URL no TLS.
+
+    Raises:
+        click.UsageError: The URL is malformed, or not one of RabbitMQ.
+    """
+    shown = shown_url.without_password(url)
+    if "@" in url and "://" not in url:
+        raise click.UsageError(f"{shown!r} is not a URL such as amqp://host")
+    ssl = _ssl_elsewhere(application.conf.broker_use_ssl) if url.startswith("amqps:") else False
+    return shared.checked_connection(
+        partial(application.connection_for_write, url, ssl=ssl), repr(shown)
+    )
+
+
+def _ssl_elsewhere(broker_use_ssl: Any) -> object:
+    """Return the TLS settings for another broker than the one that they are meant for."""
+    if not isinstance(broker_use_ssl, Mapping):
+        return broker_use_ssl or True
+    # A copy: instead of None, kombu writes the host of the connection into the dict.
+    is_of_host = "server_hostname"
+    own = {name: None if name == is_of_host else each for name, each in broker_use_ssl.items()}
+    return own or True
+
+
+@contextmanager
+def set_by_ctrl_c(stopping: Event) -> Iterator[None]:
+    """Let Ctrl-C, or SIGTERM, set an event; a second one ends the command as usual."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(number, former[signal.Signals(number)])
+        stopping.set()
+
+    former = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -21,8 +21,8 @@ from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import duration_text
 from celery_rabbitdelay.levels.topology import PROBE, Topology
 from celery_rabbitdelay.operations.findings import blocked, lines_of
+from celery_rabbitdelay.operations.management import Json
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of
-from celery_rabbitdelay.publishing.management import Json
 
 
 class Status(NamedTuple):

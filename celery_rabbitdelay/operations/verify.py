@@ -32,10 +32,15 @@ from celery_rabbitdelay.operations.findings import (
     lines_of,
 )
 from celery_rabbitdelay.operations.inventory import read_inventory
+from celery_rabbitdelay.operations.management import (
+    Json,
+    ManagementAPI,
+    management_api,
+    management_option,
+)
 from celery_rabbitdelay.operations.permissions import check_permissions
 from celery_rabbitdelay.publishing.destination import may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import connect
-from celery_rabbitdelay.publishing.management import Json, ManagementAPI, management_api
 from celery_rabbitdelay.publishing.wire import Wire
 
 #: Seconds that an answer of the broker may take.
@@ -132,7 +137,7 @@ def verify_broker(
 
 
 @shared.command()
-@shared.management_option
+@management_option
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
 def verify(management: str | None, strict: bool) -> None:
     """Find what on the broker loses tasks, or makes them early or late.

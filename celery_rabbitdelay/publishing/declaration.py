@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Final, NamedTuple, cast
 
 from amqp import spec
@@ -190,17 +192,11 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
 
     AMQP has no method that says whether a binding exists.
     """
-    counts = queue_counts(connection, topology.queues)
-    absent = (name for name, found in counts.items() if found is None)
-    return (*missing_exchanges(connection, topology), *absent)
-
-
-def missing_exchanges(connection: Connection, topology: Topology) -> tuple[str, ...]:
-    """Return the names of the topology's exchanges that are not on the broker."""
-    names = [exchange.name for exchange in topology.all_exchanges]
+    exchanges = [exchange.name for exchange in topology.all_exchanges]
+    queues = [queue.name for queue in topology.queues]
     with opened_channel(connection) as channel:
-        exist = find_exchanges(channel, names)
-    return tuple(name for name, exists in zip(names, exist, strict=True) if not exists)
+        exist = [*find_exchanges(channel, exchanges), *find_queues(channel, queues)]
+    return tuple(compress((*exchanges, *queues), map(not_, exist)))
 
 
 def check_layout(connection: Connection, topology: Topology) -> None:

@@ -43,7 +43,6 @@ from celery_rabbitdelay.registry.decision import (
     Registration,
     Ticket,
     Verdict,
-    attempt_of,
     new_copy,
 )
 from celery_rabbitdelay.registry.index import Filter
@@ -181,8 +180,6 @@ class RegisteredSend(AddedToSend):
         self._send = send
         self._wanted = wanted
         self._registry = registry_of(send.delays)
-        self._copy = ""
-        self._ticket = Ticket()
 
     @property
     def is_alone(self) -> bool:
@@ -242,7 +239,6 @@ class RegisteredSend(AddedToSend):
         wanted, former = self._wanted, self._send.former
         if not self.is_alone:
             return wanted.headers("")
-        self._copy = new_copy() if wanted.is_registered else ""
         life, order = Ticket.of(former)
         if former.get(KEY, "") != wanted.key:
             order = 0
@@ -261,8 +257,8 @@ class RegisteredSend(AddedToSend):
             life = life if former else UNKNOWN_LIFE
             order = order or wall_clock.ns() // NS_PER_US
         # A task that runs once has one life.
-        self._ticket = Ticket(0 if wanted.once else life, order if wanted.key else 0)
-        return wanted.headers(self._copy, self._ticket, job_id)
+        ticket = Ticket(0 if wanted.once else life, order if wanted.key else 0)
+        return wanted.headers(new_copy() if wanted.is_registered else "", ticket, job_id)
 
     def _sent_although(self, error: RegistryUnavailable) -> None:
         """Let Celery send what follows a task without the registry; all others get the error."""
@@ -272,17 +268,10 @@ class RegisteredSend(AddedToSend):
 
     def confirmed(self, task_id: str, due: Due, delayed: Delayed) -> None:
         """Register the message."""
-        if not self._copy:
+        if not self._wanted.is_registered:
             return
-        wanted, options = self._wanted, self._send.options
-        attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
-        registration = Registration(
-            task_id, self._copy, due.at_ms, attempt, self._ticket, wanted.key
-        )
-        if wanted.track:
-            registration = registration._replace(
-                name=self._send.name,
-                job=wanted.job,
-                message=stored(delayed, tolerance_ms=due.tolerance_ms),
-            )
-        register_sent(self._registry, [registration])
+        name = message = ""
+        if self._wanted.track:
+            name, message = self._send.name, stored(delayed, tolerance_ms=due.tolerance_ms)
+        sent = Registration.of(task_id, delayed.message.headers, name, message)
+        register_sent(self._registry, [sent])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 from fractions import Fraction
 from functools import partial
 from itertools import chain, islice
@@ -16,7 +16,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.levels.delay import instant_of
+from celery_rabbitdelay.levels.delay import duration_text, instant_of
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.pauses import Paused
@@ -88,11 +88,10 @@ def pending(limit: int, **filters: Any) -> None:
 
 
 def _table(tasks: Sequence[Pending]) -> Iterator[str]:
-    now = wall_clock.now()
     rows = [("due", "in", "task", "id", "key", "job")]
     for each in tasks:
-        due, left = shared.local(each.due), _brief(each.due - now)
-        rows.append((due, left, each.task, each.task_id, each.key or "", each.job or ""))
+        task = each.task, each.task_id, each.key or "", each.job or ""
+        rows.append((shared.local(each.due), _left(each.due), *task))
     yield from shared.aligned(rows)
 
 
@@ -113,7 +112,7 @@ def show(task: str | None, key: str | None) -> None:
 
 def _facts(found: KnownTask) -> Iterator[str]:
     """Yield what is known, a line for each fact."""
-    due = found.due and f"{shared.local(found.due)}, in {_brief(found.due - wall_clock.now())}"
+    due = found.due and f"{shared.local(found.due)}, in {_left(found.due)}"
     may_be_in = ", ".join(f"{name} ({count:,})" for name, count in found.may_be_in.items())
     route = f"exchange {found.exchange!r}, routing key {found.routing_key!r}"
     facts = {
@@ -162,12 +161,9 @@ def _bars(steps: Sequence[tuple[datetime, int]], total: int) -> Iterator[str]:
     yield f"{total:,} tracked tasks wait"
 
 
-def _brief(length: timedelta) -> str:
-    """Return a length of time as days and a time of day."""
-    seconds = max(int(length.total_seconds()), 0)
-    days, rest = divmod(seconds, 86_400)
-    of_day = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"{days} d {of_day}" if days else of_day
+def _left(due: datetime) -> str:
+    """Return how long it is until an instant, in whole seconds."""
+    return duration_text(max(int((due - wall_clock.now()).total_seconds()), 0) * 1000)
 
 
 #: A hint that follows the outcome of an unknown id, in commands with the option --also-future.

@@ -1,4 +1,9 @@
-"""The question about a task that arrives, and the registry's answer. Pure."""
+"""The question about a task that arrives, the registry's answer, and the rule behind it. Pure.
+
+The rule is there twice: ``arrive.lua`` and its neighbours apply it in Redis, and the functions here
+in memory, for tests of applications. In ``tests/registry``, ``integration/test_registry_rule.py``
+compares the two, and ``unit/test_registry_rule.py`` explores what can happen to messages.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,8 @@ from enum import Enum
 from random import getrandbits
 from typing import Any, NamedTuple, Self
 
-from celery_rabbitdelay.levels.headers import (
-    COPY,
-    JOB,
-    JOB_ID,
-    KEY,
-    LIFE,
-    MAX_EXACT,
-    ONCE,
-    ORDER,
-    REDELIVERED,
-    SCHEDULE,
-    DelayHeaders,
-    Mark,
-    is_digits,
-    is_int,
-    is_life,
-)
+from celery_rabbitdelay.levels import headers as names
+from celery_rabbitdelay.levels.headers import DelayHeaders, Mark, is_digits, is_int, is_life
 
 
 class Verdict(Enum):
@@ -59,24 +49,24 @@ class Verdict(Enum):
 
 
 class Outcome(Enum):
-    """The state in which ``cancel`` or ``postpone`` found a task."""
-
-    #: The task was waiting, and will not run, or not before.
-    DONE = "done"
+    """The state in which ``cancel`` or ``postpone`` found a task, the least certain one first."""
 
     #: Too late: the task has arrived at a worker already. A cancel stops its retries, and a worker
     #: that has not started it may still revoke it, as Celery does; a postponement changes nothing.
     RELEASED = "released"
 
+    #: Nothing is known of the task, or no task has the key; nothing was noted.
+    UNKNOWN = "unknown"
+
     #: Nothing is known of the task, and the decision was noted: it will not run, or not before,
     #: unless it has arrived already.
     NOTED = "noted"
 
-    #: Nothing is known of the task, or no task has the key; nothing was noted.
-    UNKNOWN = "unknown"
-
     #: The task was cancelled or superseded before; nothing was changed.
     CANCELLED = "cancelled"
+
+    #: The task was waiting, and will not run, or not before.
+    DONE = "done"
 
 
 class Ticket(NamedTuple):
@@ -93,16 +83,19 @@ class Ticket(NamedTuple):
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Self:
         """Read it from what the headers say, which any sender may have written."""
-        life, order = words.get(LIFE), words.get(ORDER)
+        life, order = words.get(names.LIFE), words.get(names.ORDER)
         return cls(
-            int(life) if is_life(life) else 0, int(order) if is_digits(order, MAX_EXACT) else 0
+            int(life) if is_life(life) else 0,
+            int(order) if is_digits(order, names.MAX_EXACT) else 0,
         )
 
     @property
     def headers(self) -> dict[str, str]:
         """The headers in which a message carries it."""
         return {
-            name: str(value) for name, value in ((LIFE, self.life), (ORDER, self.order)) if value
+            name: str(value)
+            for name, value in ((names.LIFE, self.life), (names.ORDER, self.order))
+            if value
         }
 
 
@@ -176,8 +169,10 @@ class Arrival(NamedTuple):
         task_id = _text(others.get("id"))
         if not words:
             return cls(task_id, due_ms, redelivered=redelivered)
-        once = words.get(ONCE) if task_id else None
-        copy, key, job, job_id = (_text(words.get(name)) for name in (COPY, KEY, JOB, JOB_ID))
+        once = words.get(names.ONCE) if task_id else None
+        copy, key, job, job_id = (
+            _text(words.get(name)) for name in (names.COPY, names.KEY, names.JOB, names.JOB_ID)
+        )
         return cls(
             task_id,
             due_ms,
@@ -190,9 +185,9 @@ class Arrival(NamedTuple):
             (queue or "-") if once is not None else "",
             Mark.of(once),
             redelivered=redelivered,
-            in_doubt=REDELIVERED in words,
+            in_doubt=names.REDELIVERED in words,
             put_back_ms=headers.early.until_ms,
-            is_occurrence=SCHEDULE in words,
+            is_occurrence=names.SCHEDULE in words,
         )
 
 
@@ -220,6 +215,13 @@ class Registration(NamedTuple):
     name: str = ""
     job: str = ""
     message: str = ""
+
+    @classmethod
+    def of(cls, task_id: str, headers: DelayHeaders, name: str = "", message: str = "") -> Self:
+        """Return that of a message by its headers; ``name`` and ``message`` of a tracked task."""
+        sent = Arrival.of(headers, headers.due_ms or 0, "", redelivered=False)
+        of_message = sent.copy, sent.due_ms, sent.attempt, sent.ticket, sent.key
+        return cls(task_id, *of_message, name, sent.job if name else "", message)
 
 
 class Decision(NamedTuple):
@@ -258,9 +260,183 @@ def attempt_of(retries: object, nesting: object) -> str:
         retries: How often the task was retried: Celery's header ``retries``.
         nesting: How often it was replaced: Celery's header ``replaced_task_nesting``.
     """
-    counts = (each if is_int(each, 0, MAX_EXACT) else 0 for each in (retries, nesting))
+    counts = (each if is_int(each, 0, names.MAX_EXACT) else 0 for each in (retries, nesting))
     return ".".join(map(str, counts))
 
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+class Record(NamedTuple):
+    """What is noted about a task.
+
+    Attributes:
+        cancelled: The life up to which it is cancelled; None if it is not. After it has run, that
+            includes the one after it, of which a message may be on its way.
+        not_before: Until when it was postponed; None if it was not.
+        won: For each attempt the name of the message that was let run.
+        marks: With ``once``, for each attempt the mark of what was let run last, and the name of
+            its arrival.
+        ran: The latest life that a message was let run of; None if none was.
+        waits: The attempt that is registered and waits; None if none does.
+        copy: The name of its message that was registered last.
+        due: When the first of its messages is due.
+        order: Its order under its key.
+    """
+
+    cancelled: int | None = None
+    not_before: int | None = None
+    won: frozenset[tuple[tuple[str, str], str]] = frozenset()
+    marks: frozenset[tuple[str, tuple[Mark, str]]] = frozenset()
+    ran: int | None = None
+    waits: tuple[str, str] | None = None
+    copy: str = ""
+    due: int = 0
+    order: int = 0
+
+    @property
+    def life(self) -> int:
+        """The latest life of which anything is known."""
+        waiting = int(self.waits[0]) if self.waits and self.waits[0].isdigit() else 0
+        return max(self.ran or 0, waiting)
+
+    def is_cancelled(self, life: int) -> bool:
+        """Return whether messages of a life do not run."""
+        return self.cancelled is not None and life <= self.cancelled
+
+    def settled(self) -> Record:
+        """Return it without the attempt that waits."""
+        return self._replace(waits=None, copy="", due=0, order=0)
+
+    def marked(self, arrival: Arrival) -> Record:
+        """Return it with the mark of an arrival, instead of a former one."""
+        ran = arrival.mark._replace(former=()), arrival.name
+        return self._replace(marks=frozenset({**dict(self.marks), arrival.attempt: ran}.items()))
+
+
+EMPTY = Record()
+
+
+def arrive(record: Record, message: Arrival, word: str, is_old: bool = False) -> tuple[Record, str]:
+    """Return what is noted when a message arrives, and what becomes of it.
+
+    Args:
+        record: The record of the task.
+        message: The message.
+        word: What its key and its job say: ``run``, ``later``, ``expired``, ``superseded`` or
+            ``replaced``.
+        is_old: Whether it was due, and put back last, so long ago that decisions about it may be
+            forgotten.
+    """
+    full, is_paused = _full(message), bool(message.paused_ms)
+    winner = dict(record.won).get(full) if message.copy else None
+    first = dict(record.marks).get(message.attempt) if message.once else None
+    if record.is_cancelled(message.ticket.life):
+        return record, "cancelled"
+    if winner not in (None, message.copy):
+        return record, "replaced"
+    if first is not None:
+        if not _follows(message, *first):
+            return record, "duplicate"
+        return record.marked(message), "paused" if is_paused else "run"
+    waits = record.waits == full
+    if winner is None:
+        if word in ("superseded", "replaced", "expired"):
+            is_latest = waits and record.copy == message.copy
+            return (record.settled() if is_latest else record), word
+        if word == "later":
+            return record, word
+        is_known = waits and record.due <= message.due_ms
+        if is_old and message.has_options and not is_known:
+            return record, "forgotten"
+        if record.not_before is not None and record.not_before > message.due_ms:
+            changed = record._replace(due=record.not_before) if waits else record
+            return changed, str(record.not_before)
+    if is_paused:
+        return record, "paused"
+    if message.copy and winner is None:
+        won = record.won | {(full, message.copy)}
+        record = record._replace(won=won, ran=max(record.ran or 0, message.ticket.life, 0))
+        record = record.settled() if waits else record
+    if message.once:
+        record = record.marked(message)
+    return record, "run"
+
+
+def _full(message: Arrival | Registration) -> tuple[str, str]:
+    """Return the attempt of a message, with the life that it belongs to."""
+    life = message.ticket.life
+    return (f"?{message.copy}" if life < 0 else str(life)), message.attempt
+
+
+def _follows(message: Arrival, mark: Mark, arrival: str) -> bool:
+    """Return whether an arrival may take the place of the one that was let run."""
+    is_known = arrival in (*message.mark.former, message.name)
+    is_heir = is_known or mark.generation <= message.heir_of
+    return mark.name == message.mark.name and is_heir
+
+
+def register(record: Record, message: Registration) -> tuple[Record, str]:
+    """Return what is noted when a message was sent, and what that finds."""
+    full, (life, order) = _full(message), message.ticket
+    winner = dict(record.won).get(full)
+    if record.is_cancelled(life):
+        return record, "cancelled"
+    if winner is not None:
+        return record, "arrived" if winner == message.copy else "released"
+    waits, due = record.waits, message.due_ms
+    if waits is not None and _number(full) < _number(waits):
+        return record, "waiting"
+    if waits == full:
+        due = min(due, record.due)
+    return record._replace(waits=full, copy=message.copy, due=due, order=order), "waiting"
+
+
+def cancel(record: Record, newest: int = 0, also_future: bool = True) -> tuple[Record, str]:
+    """Return what is noted when a task is cancelled, and what that finds.
+
+    Args:
+        record: The record of the task.
+        newest: The order of the newest task under the key of this one.
+        also_future: Whether to note it if nothing is known of the task.
+    """
+    life, is_known = record.life, record.waits is not None or record.ran is not None
+    found = "done" if record.waits else "released" if is_known else "noted"
+    if record.is_cancelled(life) or (record.order and record.order < newest):
+        found = "cancelled"
+    if not is_known and not also_future:
+        return record, found.replace("noted", "unknown")
+    if record.ran is not None:
+        life = max(life, next_life(record))
+    return record._replace(cancelled=life).settled(), found
+
+
+def postpone(record: Record, due: int, newest: int, also_future: bool = True) -> tuple[Record, str]:
+    """Return what is noted when a task is postponed, and what that finds.
+
+    Args:
+        record: The record of the task.
+        due: The new due time; with ``earlier``, a second message has to be sent.
+        newest: The order of the newest task under the key of this one.
+        also_future: As for :func:`cancel`.
+    """
+    if record.is_cancelled(record.life) or (record.order and record.order < newest):
+        return record, "cancelled"
+    if record.waits is None and record.ran is not None:
+        return record, "released"
+    if record.waits is None and not also_future:
+        return record, "unknown"
+    changed = record._replace(not_before=due)
+    if record.waits is None:
+        return changed, "noted"
+    return changed, "earlier" if due < record.due else "done"
+
+
+def next_life(record: Record) -> int:
+    """Return the life of what is sent under a task's id."""
+    return 0 if record.ran is None else max(record.ran, record.cancelled or 0) + 1
+
+
+def _number(full: tuple[str, str]) -> int:
+    return int(full[0]) if full[0].isdigit() else -1

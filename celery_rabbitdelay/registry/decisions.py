@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from celery.utils.dispatch import Signal
 from celery.utils.log import get_logger
 
 from celery_rabbitdelay.app import signals
@@ -25,7 +26,7 @@ from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.lateness import lateness, may_run_since
+from celery_rabbitdelay.worker.restore import lateness, may_run_since
 
 logger = get_logger(__name__)
 
@@ -83,6 +84,11 @@ class _Due(NamedTuple):
     waited: DelayHeaders
     arrival: Arrival
     queue: str
+
+    @property
+    def shown_id(self) -> str:
+        """The task's id, for the log."""
+        return celery_internals.shown(self.arrival.task_id)
 
 
 def pause_ms(away: float) -> int:
@@ -151,12 +157,8 @@ class Decisions(BatchThread[_Due]):
         queue = celery_internals.name_of_queue(self._consumer, message) or ""
         said = waited
         if isinstance(body, Mapping):  # Celery's message protocol 1
-            others = {
-                **waited.others,
-                "id": celery_internals.id_of(message),
-                "retries": body.get("retries"),
-            }
-            said = waited._replace(others=others)
+            told = {"id": celery_internals.id_of(message), "retries": body.get("retries")}
+            said = waited._replace(others={**waited.others, **told})
         arrival = Arrival.of(said, waited.due_ms or 0, queue, delivery.redelivered).named()
         self.give(_Due(delivery, waited, arrival, queue))
 
@@ -192,7 +194,7 @@ class Decisions(BatchThread[_Due]):
 
     def _decide(self, batch: Sequence[_Due]) -> list[Decision]:
         try:
-            decisions: list[Decision] = self._breaker.call(lambda: self._ask_registry(batch))
+            decisions = self._breaker.call(lambda: self._ask_registry(batch))
         except RegistryUnavailable as error:
             self._failed(error)
             away = time.monotonic() - (self._down_since or time.monotonic())
@@ -202,7 +204,10 @@ class Decisions(BatchThread[_Due]):
                 else self._later(away)
                 for each in batch
             ]
-        self._succeeded()
+        if self._down_since is not None:
+            seconds = time.monotonic() - self._down_since
+            logger.warning("The registry answers again, after %.1f s.", seconds)
+            self._down_since = None
         return decisions
 
     def _ask_registry(self, batch: Sequence[_Due]) -> list[Decision]:
@@ -211,8 +216,7 @@ class Decisions(BatchThread[_Due]):
             arrival._replace(paused_ms=paused_since(paused, delivery.task, queue))
             for delivery, _, arrival, queue in batch
         ]
-        decisions: list[Decision] = self._registry.decide(arrivals)
-        return decisions
+        return self._registry.decide(arrivals)
 
     def _failed(self, error: RegistryUnavailable) -> None:
         self._down_since = self._down_since or time.monotonic()
@@ -226,12 +230,6 @@ class Decisions(BatchThread[_Due]):
             error,
         )
 
-    def _succeeded(self) -> None:
-        if self._down_since is not None:
-            seconds = time.monotonic() - self._down_since
-            logger.warning("The registry answers again, after %.1f s.", seconds)
-            self._down_since = None
-
     def _later(self, away: float) -> Decision:
         """Return that a task asks again after as long as there was no answer, within bounds."""
         return Decision(Verdict.LATER, wall_clock.ms() + pause_ms(away), is_answer=False)
@@ -241,8 +239,9 @@ class Decisions(BatchThread[_Due]):
             try:
                 self._carry_out(due, decision)
             except Exception:  # the others are carried out all the same
-                task_id = celery_internals.shown(due.arrival.task_id)
-                logger.exception("Task %s failed on its arrival; RabbitMQ redelivers it", task_id)
+                logger.exception(
+                    "Task %s failed on its arrival; RabbitMQ redelivers it", due.shown_id
+                )
 
     def _carry_out(self, due: _Due, decision: Decision) -> None:
         self._count(due, decision.verdict)
@@ -252,9 +251,7 @@ class Decisions(BatchThread[_Due]):
                 self._hand_on(due, partial(self._run_strategy, due))
             case Verdict.DUPLICATE | Verdict.REPLACED:
                 # Another message of the task runs, or has run: its result is the task's.
-                logger.info(
-                    "Task %s does not run twice.", celery_internals.shown(due.arrival.task_id)
-                )
+                logger.info("Task %s does not run twice.", due.shown_id)
                 self.acknowledge(due.delivery.ack)
             case Verdict.LATER:
                 self._put_back(due, decision)
@@ -265,7 +262,7 @@ class Decisions(BatchThread[_Due]):
                     logger.error(
                         "Task %s asks the registry again later: its record, key or job cannot be "
                         "read: %s",
-                        celery_internals.shown(due.arrival.task_id),
+                        due.shown_id,
                         decision.why,
                     )
                 self._put_back(due, self._later(lateness(due.waited.due_ms)))
@@ -307,13 +304,13 @@ class Decisions(BatchThread[_Due]):
             values = {COUNTED[verdict]: 1}
         self._consumer.app.rabbitdelay.recorder.record(values, due.delivery.task, due.queue)
 
-    def _signal(self, signal: Any, due: _Due) -> None:
+    def _signal(self, signal: Signal, due: _Due) -> None:
         signals.send(signal, self._consumer.app, due.arrival.task_id, due.waited.due_ms)
 
     def _put_back(self, due: _Due, decision: Decision) -> None:
         arrival = due.arrival
-        headers: dict[str, Any] = due.delivery.message.headers
         if arrival.once:
+            headers: dict[str, Any] = due.delivery.message.headers
             # If Redis has noted this arrival and its answer was lost, the next one is no duplicate.
             headers[ONCE] = arrival.mark.after(arrival.name).text
             if not decision.is_answer and len(arrival.mark.former) == MAX_FORMER:

@@ -19,8 +19,9 @@ from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.registry.application import registry_of
-from celery_rabbitdelay.registry.jobs import Jobs, JobState
-from celery_rabbitdelay.registry.pauses import Paused, Pauses
+from celery_rabbitdelay.registry.jobs import JobState
+from celery_rabbitdelay.registry.pauses import Paused
+from celery_rabbitdelay.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,11 @@ NOTE_SHARE: Final = 0.25
 NOTE_MS: Final = 60_000
 
 
-class OpenJobs:
-    """Open, commit and abort jobs: a part of ``app.rabbitdelay``.
+class Holding:
+    """What holds back due tasks: a part of ``app.rabbitdelay``.
+
+    All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
+    :class:`.RegistryUnavailable` if Redis does not answer.
 
     Args:
         delays: The application's delay levels.
@@ -41,8 +45,14 @@ class OpenJobs:
         self._delays = delays
 
     @property
-    def _jobs(self) -> Jobs:
-        return registry_of(self._delays).jobs
+    def registry(self) -> Registry:
+        """The registry of this process, which connects when it is first used.
+
+        Raises:
+            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
+            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
+        """
+        return registry_of(self._delays)
 
     def open_job(self, job: str, *, expires: Delay) -> None:
         """Open a job: the tasks that are sent with ``job=`` wait until it is committed.
@@ -55,7 +65,7 @@ class OpenJobs:
             JobClosed: There is such a job already.
             InvalidDelay: ``expires`` is invalid.
         """
-        self._jobs.open(job, milliseconds(expires))
+        self.registry.jobs.open(job, milliseconds(expires))
 
     def commit_job(self, job: str) -> None:
         """Let all tasks of a job run, when they are due. To do so again changes nothing.
@@ -66,7 +76,7 @@ class OpenJobs:
         Raises:
             JobClosed: The job was aborted, has expired, or does not exist.
         """
-        job_id, expires_ms = self._jobs.end(job, JobState.COMMITTED)
+        job_id, expires_ms = self.registry.jobs.end(job, JobState.COMMITTED)
         left_ms = expires_ms - wall_clock.ms()
         if left_ms <= 0 or DISTRIBUTE not in self._delays.settings.modules:
             return
@@ -89,7 +99,7 @@ class OpenJobs:
         Raises:
             JobClosed: The job was committed, or does not exist.
         """
-        self._jobs.end(job, JobState.ABORTED)
+        self.registry.jobs.end(job, JobState.ABORTED)
 
     @contextmanager
     def job(self, job: str, *, expires: Delay) -> Iterator[None]:
@@ -110,39 +120,6 @@ class OpenJobs:
             raise
         self.commit_job(job)
 
-
-def publish_signed(delays: Delays, delayed: Delayed, due: Due) -> None:
-    """Publish a message into the levels, signed, and confirmed.
-
-    Args:
-        delays: The application's delay levels.
-        delayed: The message, and where it goes.
-        due: When it is due.
-    """
-    with delays.publisher() as publisher:
-        producer = DelayedProducer(publisher, **delays.settings.for_producer)
-        signed = producer.sign(delayed.message)
-        policy = PublishPolicy(producer.timeout)
-        producer.publish_message(delayed._replace(message=signed), due, policy)
-
-
-class Pausing:
-    """Pause and resume due tasks: a part of ``app.rabbitdelay``.
-
-    All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
-    :class:`.RegistryUnavailable` if Redis does not answer.
-
-    Args:
-        delays: The application's delay levels.
-    """
-
-    def __init__(self, delays: Delays) -> None:
-        self._delays = delays
-
-    @property
-    def _pauses(self) -> Pauses:
-        return registry_of(self._delays).pauses
-
     def pause(self, *, task: str | None = None, queue: str | None = None) -> datetime:
         """Hold back the delayed tasks of a name, or for a queue, until they are resumed.
 
@@ -161,7 +138,7 @@ class Pausing:
         Raises:
             TypeError: Not exactly one of a task's name and a queue's name, or it is no text.
         """
-        return self._pauses.pause(*_one(task, queue))
+        return self.registry.pauses.pause(*_one(task, queue))
 
     def resume(self, *, task: str | None = None, queue: str | None = None) -> bool:
         """Let paused tasks run: workers return them to their queues at once.
@@ -176,11 +153,26 @@ class Pausing:
         Raises:
             TypeError: As for :meth:`pause`.
         """
-        return self._pauses.resume(*_one(task, queue))
+        return self.registry.pauses.resume(*_one(task, queue))
 
     def paused(self) -> list[Paused]:
         """Return what is paused: each with ``task`` or ``queue``, and ``since``; oldest first."""
-        return self._pauses.all()
+        return self.registry.pauses.all()
+
+
+def publish_signed(delays: Delays, delayed: Delayed, due: Due) -> None:
+    """Publish a message into the levels, signed, and confirmed.
+
+    Args:
+        delays: The application's delay levels.
+        delayed: The message, and where it goes.
+        due: When it is due.
+    """
+    with delays.publisher() as publisher:
+        producer = DelayedProducer(publisher, **delays.settings.for_producer)
+        signed = producer.sign(delayed.message)
+        policy = PublishPolicy(producer.timeout)
+        producer.publish_message(delayed._replace(message=signed), due, policy)
 
 
 def _one(task: object, queue: object) -> tuple[str | None, str | None]:

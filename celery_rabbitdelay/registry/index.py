@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.store import Store
 
 #: How many hash tags there are.
 SHARDS: Final = 32
@@ -229,12 +229,12 @@ class Index:
 
     def tasks(self, task_ids: Sequence[str]) -> list[Pending]:
         """Return those of some tasks that are tracked and wait."""
-        found = []
         records = self.fields(task_ids, *_SHOWN, "due", "not_before")
-        for task_id, (*shown, due, later) in zip(task_ids, records, strict=True):
-            if shown[0] is not None:
-                found.append(_pending(task_id, max(int(due), int(later or 0)), *shown))
-        return found
+        return [
+            _pending(task_id, max(int(due), int(later or 0)), name, *shown)
+            for task_id, (name, *shown, due, later) in zip(task_ids, records, strict=True)
+            if name is not None
+        ]
 
     def messages(self, task_ids: Sequence[str]) -> list[str | None]:
         """Return what it takes to send tasks anew.
@@ -304,40 +304,11 @@ class Index:
         last: tuple[float, str] = (least_ms - 0.5, "")
         if after is not None:
             last = max(last, after)
-        ranks = self._ranks(names, last)
+        ranks = self.store.commands(
+            lambda pipe: [pipe.zcount(name, "-inf", f"({last[0]}") for name in names]
+        )
         shards = [self._shard(*each, last, wanted) for each in zip(names, ranks, strict=True)]
         return heapq.merge(*shards)
-
-    def _ranks(self, names: Sequence[str], last: tuple[float, str]) -> list[int]:
-        """Return how many tasks of each shard are not behind one of them, or a few less.
-
-        However many are due at the same time, only some are read.
-        """
-        due, task_id = last
-        counted = self.store.commands(
-            lambda pipe: (
-                [pipe.zcount(name, "-inf", f"({due}") for name in names]
-                + [pipe.zcount(name, "-inf", due) for name in names if task_id]
-            )
-        )
-        ranks, ends = counted[: len(names)], counted[len(names) :] or counted
-        bounds = {name: (start, end) for name, start, end in zip(names, ranks, ends, strict=True)}
-        # Redis orders what is due at the same time by the ids. A few are just read.
-        while wide := {
-            name: (start + end) // 2 for name, (start, end) in bounds.items() if end - start > FIRST
-        }:
-            for name, found in self._ids_at(wide).items():
-                start, end = bounds[name]
-                is_before = bool(found) and found[0] <= task_id
-                bounds[name] = (wide[name] + 1, end) if is_before else (start, wide[name])
-        return [start for start, _ in bounds.values()]
-
-    def _ids_at(self, ranks: Mapping[str, int]) -> dict[str, list[str]]:
-        """Return the id of the task at a rank of each shard, in a list; empty if there is none."""
-        found = self.store.commands(
-            lambda pipe: [pipe.zrange(name, rank, rank) for name, rank in ranks.items()]
-        )
-        return dict(zip(ranks, found, strict=True))
 
     def _shard(
         self, name: str, rank: int, last: tuple[float, str], wanted: Filter

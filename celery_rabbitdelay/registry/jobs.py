@@ -8,9 +8,9 @@ from enum import Enum
 from typing import Final
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
-from celery_rabbitdelay.registry.connection import ScriptCall, Store, readable
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.index import Names
+from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
 
 logger = logging.getLogger(__name__)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import is_digits
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.registry.connection import ScriptCall, Store, readable
 from celery_rabbitdelay.registry.index import Names
+from celery_rabbitdelay.registry.store import ScriptCall, Store, readable
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +85,12 @@ class Pauses:
     def all(self) -> list[Paused]:
         """Return what is paused, the longest first."""
         found = sorted((since, field) for field, since in _read(self._look()).items())
-        return [
-            Paused(
-                field.removeprefix(_TASK) if field.startswith(_TASK) else None,
-                field.removeprefix(_QUEUE) if field.startswith(_QUEUE) else None,
-                instant_of(since),
-            )
-            for since, field in found
-        ]
+        paused = []
+        for since, field in found:
+            kind, _, name = field.partition(":")
+            task, queue = (name, None) if kind == "task" else (None, name)
+            paused.append(Paused(task, queue, instant_of(since)))
+        return paused
 
     def known(self) -> Mapping[str, int]:
         """Return what is paused, or was a second ago; for :func:`paused_since`.
@@ -107,13 +105,11 @@ class Pauses:
         if before is not None and time.monotonic() < self._known_until:
             return before
         try:
-            answer = self._look()
+            known = self._readable_ones(self._look())
         except RegistryUnavailable:
             if before is None:
                 raise
             known = before
-        else:
-            known = self._readable_ones(answer)
         if known.keys() != (before or {}).keys():
             logger.info("Due tasks are paused: %s", ", ".join(sorted(known)) or "none")
         self._known, self._known_until = known, time.monotonic() + FRESH
@@ -127,7 +123,7 @@ class Pauses:
         """
         return min(self.known().values(), default=None)
 
-    def _readable_ones(self, answer: Any) -> Mapping[str, int]:
+    def _readable_ones(self, answer: Sequence[str]) -> Mapping[str, int]:
         try:
             return _read(answer)
         except RegistryUnavailable as error:
@@ -135,9 +131,10 @@ class Pauses:
                 logger.error("No task is paused: %s", error)
             return {}
 
-    def _look(self) -> Any:
-        (answer,) = self._store.call_each([ScriptCall("pause", [self._key], [("look",)])])
-        return answer
+    def _look(self) -> Sequence[str]:
+        answers: list[Sequence[str]]
+        answers = self._store.call_each([ScriptCall("pause", [self._key], [("look",)])])
+        return answers[0]
 
     def _change(self, verb: str, field: str) -> str:
         call = ScriptCall("pause", [self._key], [(verb, field)])
@@ -174,7 +171,7 @@ def _field(task: str | None, queue: str | None) -> str:
     return f"{_QUEUE}{queue}" if task is None else f"{_TASK}{task}"
 
 
-def _read(answer: Any) -> dict[str, int]:
+def _read(answer: Sequence[str]) -> dict[str, int]:
     """Return since when what is paused, by field; what is no instant counts as long ago."""
     told = list(readable("what is paused", answer))
     return {

@@ -120,6 +120,11 @@ class Record(NamedTuple):
     job: str | None
     sent_ms: int | None
 
+    @property
+    def runs_ms(self) -> int:
+        """When it runs at the earliest, if it waits; in milliseconds since 1970-01-01 UTC."""
+        return max(self.due_ms or 0, self.postponed_ms or 0)
+
 
 def record_of(registry: Registry, task_id: str) -> Record | None:
     """Return what is noted about a task; None if that is nothing.
@@ -179,10 +184,9 @@ def holder_of(registry: Registry, key: str, unique_ms: int) -> str | None:
         (ticket,) = registry.ask([("", key)])
         if ticket.order < int(order) + unique_ms * 1000:
             return task_id
-    if record.state is TaskState.ARRIVED or record.due_ms is None:
+    if record.state is TaskState.ARRIVED:
         return None
-    due_ms = max(record.due_ms, record.postponed_ms or 0)
-    return task_id if due_ms >= registry.index.least_ms() else None
+    return task_id if record.runs_ms >= registry.index.least_ms() else None
 
 
 #: Celery's headers that say how a task is shown.
@@ -294,18 +298,12 @@ def known_task(
         return None
     said = Said.by(registry.index.messages([task_id])[0])
     job = registry.jobs.state(record.job) if record.job else None
-    known_ms = [each for each in (record.due_ms, record.postponed_ms) if each is not None]
     waits = record.state is TaskState.WAITING
     found = backlog() if waits else None
-    tolerance_ms = said.tolerance_ms
-    if record.due_ms is not None and (record.postponed_ms or 0) > record.due_ms <= wall_clock.ms():
-        # Its message was put back for the rest when the first due time came.
-        record = record._replace(sent_ms=record.due_ms, due_ms=record.postponed_ms)
-        tolerance_ms = 0
     return KnownTask(
         task_id,
         record.state.value,
-        instant_of(max(known_ms)) if waits else None,
+        instant_of(record.runs_ms) if waits else None,
         _instant(record.postponed_ms),
         _instant(record.sent_ms),
         record.key,
@@ -318,7 +316,7 @@ def known_task(
         said.exchange,
         said.routing_key,
         said.priority,
-        {} if found is None else dict(_may_be_in(layout, record, tolerance_ms, found)),
+        {} if found is None else dict(_may_be_in(layout, record, said.tolerance_ms, found)),
         () if found is None else found.missing,
     )
 
@@ -331,11 +329,14 @@ def _may_be_in(
     layout: Layout, record: Record, tolerance_ms: int | None, backlog: Backlog
 ) -> Iterator[tuple[str, int]]:
     """Yield the queues in which a message may be, and their messages; see :class:`KnownTask`."""
-    due_ms, now_ms = record.due_ms or 0, wall_clock.ms()
+    sent_ms, due_ms, now_ms = record.sent_ms, record.due_ms or 0, wall_clock.ms()
+    if record.runs_ms > due_ms <= now_ms:
+        # Its message was put back for the rest when the first due time came.
+        sent_ms, due_ms, tolerance_ms = due_ms, record.runs_ms, 0
     others = [CHECK_IN, "meditation"]
     digits = layout.may_wait_in(due_ms - now_ms)
-    if record.sent_ms is not None and tolerance_ms is not None:
-        delay_ms, passed_ms = due_ms - record.sent_ms, now_ms - record.sent_ms
+    if sent_ms is not None and tolerance_ms is not None:
+        delay_ms, passed_ms = due_ms - sent_ms, now_ms - sent_ms
         # If it is late, something has put it back.
         if delay_ms <= layout.capacity_ms and passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
             others, digits = [], layout.waits_in(delay_ms, passed_ms, tolerance_ms, SLACK_MS)

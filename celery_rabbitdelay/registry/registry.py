@@ -9,7 +9,6 @@ from typing import Final, NamedTuple
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.warning_limit import WarningLimit
-from celery_rabbitdelay.registry.connection import UNREADABLE, ScriptCall, Store, readable
 from celery_rabbitdelay.registry.decision import (
     Arrival,
     Decision,
@@ -21,6 +20,7 @@ from celery_rabbitdelay.registry.decision import (
 from celery_rabbitdelay.registry.index import SHARDS, Index, Kind, Names
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses, Questions
+from celery_rabbitdelay.registry.store import UNREADABLE, ScriptCall, Store, readable
 
 #: For how many milliseconds a cancel of a task of which nothing waits is remembered, because it is
 #: not known when one of its messages may arrive: ten years.

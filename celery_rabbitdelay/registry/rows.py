@@ -113,15 +113,13 @@ class RowRegistration:
     def _with_tickets(self, batch: list[tuple[int, Call]]) -> Iterator[tuple[int, Call]]:
         if not batch:
             return
-        calls = [call for _, call in batch]
         once = self._wanted.once
+        asked = [
+            (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
+            for _, call in batch
+        ]
         try:
-            tickets = registry_of(self._delays).ask(
-                [
-                    (call.task_id if call.has_id and not once else "", call.headers.get(KEY, ""))
-                    for call in calls
-                ]
-            )
+            tickets = registry_of(self._delays).ask(asked)
         except RegistryUnavailable as error:
             self._fail([number for number, _ in batch], error)
             return

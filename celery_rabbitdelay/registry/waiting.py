@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
-from itertools import islice
 from typing import Any, Final, TypeAlias, TypedDict, Unpack
 from uuid import UUID
 
@@ -34,25 +33,18 @@ from celery_rabbitdelay.registry.application import (
     Breaker,
     has_registry,
     register_sent,
-    registry_of,
 )
-from celery_rabbitdelay.registry.connection import readable
-from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, new_copy
-from celery_rabbitdelay.registry.holding import OpenJobs, publish_signed
+from celery_rabbitdelay.registry.decision import Outcome, Registration, new_copy
+from celery_rabbitdelay.registry.holding import Holding, publish_signed
 from celery_rabbitdelay.registry.index import Filter, Pending
 from celery_rabbitdelay.registry.record import KnownTask, known_task, restored
-from celery_rabbitdelay.registry.registry import Earlier, Registry
+from celery_rabbitdelay.registry.registry import Earlier
+from celery_rabbitdelay.registry.store import readable
 
 logger = logging.getLogger(__name__)
 
-#: The outcomes from the least to the most certain. Several tasks have the least certain of theirs.
-LEAST_CERTAIN: Final = (
-    Outcome.RELEASED,
-    Outcome.UNKNOWN,
-    Outcome.NOTED,
-    Outcome.CANCELLED,
-    Outcome.DONE,
-)
+#: Several tasks have the least certain of their outcomes.
+LEAST_CERTAIN: Final = tuple(Outcome)
 
 #: The outcomes by which a task will not run, or not before.
 _DECIDED: Final = (Outcome.DONE, Outcome.NOTED)
@@ -84,8 +76,8 @@ class Filters(TypedDict, total=False):
     due_after: datetime | None
 
 
-class Waiting:
-    """What the registry can do about tasks that wait: a part of ``app.rabbitdelay``.
+class Waiting(Holding):
+    """What the registry can do about tasks that wait, all of it a part of ``app.rabbitdelay``.
 
     All methods raise :class:`.RegistryRequired` where ``rabbitdelay_registry_url`` is not set, and
     :class:`.RegistryUnavailable` if Redis does not answer.
@@ -95,18 +87,8 @@ class Waiting:
     """
 
     def __init__(self, delays: Delays) -> None:
-        self._delays = delays
+        super().__init__(delays)
         self._breaker = Breaker()
-
-    @property
-    def registry(self) -> Registry:
-        """The registry of this process, which connects when it is first used.
-
-        Raises:
-            RegistryRequired: ``rabbitdelay_registry_url`` is not set.
-            InvalidSetting: There is no such URL, or the package ``redis`` is missing.
-        """
-        return registry_of(self._delays)
 
     @property
     def has_registry(self) -> bool:
@@ -150,7 +132,7 @@ class Waiting:
             if task is not None or key is not None:
                 raise TypeError(_one_of(task, key, job))
             with suppress(JobClosed):
-                self._delays.part(OpenJobs).abort_job(job)
+                self.abort_job(job)
                 return Outcome.DONE
             return self._cancel([each.task_id for each in self.pending(job=job)])
         return self._cancel(self._meant(task, key), also_future)
@@ -159,24 +141,26 @@ class Waiting:
         if not ids:
             return Outcome.UNKNOWN
         outcomes = self.registry.cancel(ids, also_future)
-        found = list(zip(ids, outcomes, strict=True))
+        found = dict(zip(ids, outcomes, strict=True))
         try:
-            for task_id, outcome in found:
+            for task_id, outcome in found.items():
                 if outcome is Outcome.DONE:
                     self._delays.app.backend.mark_as_revoked(task_id, REASON, store_result=True)
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - the tasks are cancelled, whatever a backend says
             logger.warning("Results become REVOKED only when their tasks are due: %s", error)
-        for task_id, outcome in found:
+        self._say_cancelled(found)
+        return min(outcomes, key=LEAST_CERTAIN.index)
+
+    def _say_cancelled(self, found: Mapping[str, Outcome | str]) -> None:
+        for task_id, outcome in found.items():
             if outcome in _DECIDED:
                 signals.send(signals.cancelled, self._delays.app, task_id, None)
         # No worker has a task that waits: it asks the registry when the task arrives.
-        nobodys = (Outcome.DONE, Outcome.UNKNOWN)
-        revoke_by_celery(
-            self._delays.app, [task_id for task_id, each in found if each not in nobodys]
-        )
-        return min(outcomes, key=LEAST_CERTAIN.index)
+        arrived = (Outcome.RELEASED, Outcome.NOTED, Outcome.CANCELLED)
+        ids = [task_id for task_id, outcome in found.items() if outcome in arrived]
+        revoke_by_celery(self._delays.app, ids)
 
     def cancel_pending(
         self,
@@ -214,20 +198,14 @@ class Waiting:
             for tasks in self.registry.index.batches(wanted, CHUNK):
                 ids = [each.task_id for each in tasks[:left]]
                 outcomes = self.registry.cancel_each(ids, also_future=False)
-                found = list(zip(ids, outcomes, strict=True))
-                done = [task_id for task_id, outcome in found if outcome is Outcome.DONE]
-                for task_id in done:
-                    signals.send(signals.cancelled, self._delays.app, task_id, None)
-                revoke_by_celery(
-                    self._delays.app,
-                    [task_id for task_id, outcome in found if outcome is Outcome.RELEASED],
-                )
-                yield len(done)
-                for task_id, outcome in found:
+                self._say_cancelled(dict(zip(ids, outcomes, strict=True)))
+                done = outcomes.count(Outcome.DONE)
+                yield done
+                for task_id, outcome in zip(ids, outcomes, strict=True):
                     readable(f"the record of task {task_id}", outcome)
-                has_found = has_found or bool(done)
+                has_found = has_found or done > 0
                 if left is not None:
-                    left -= len(done)
+                    left -= done
                     if not left:
                         return
 
@@ -241,15 +219,11 @@ class Waiting:
         if isinstance(headers, list):
             headers = dict(each.split("=")[:2] for each in headers)
         wanted = {name: set(maybe_list(stamps) or ()) for name, stamps in headers.items()}
-        waiting = self.pending()
         found: list[str] = []
-        while page := [each.task_id for each in islice(waiting, CHUNK)]:
-            messages = self.registry.index.messages(page)
-            found += [
-                task_id
-                for task_id, message in zip(page, messages, strict=True)
-                if message and _is_stamped(message, wanted)
-            ]
+        for tasks in self.registry.index.batches(Filter(), CHUNK):
+            ids = [each.task_id for each in tasks]
+            messages = zip(ids, self.registry.index.messages(ids), strict=True)
+            found += [each for each, text in messages if text and _is_stamped(text, wanted)]
         return self._cancel(found)
 
     def is_waiting(self, task_id: str) -> bool:
@@ -325,10 +299,7 @@ class Waiting:
         if queue is not None:
             queue = self._delays.app.amqp.queues.get(queue.name) or queue
         publish_signed(self._delays, delayed._replace(message=message, queue=queue), due)
-        arrival = Arrival.of(message.headers, due.at_ms, "", redelivered=False)
-        of_attempt = arrival.attempt, arrival.ticket, arrival.key
-        of_task = waiting.name, arrival.job, waiting.message
-        sent = Registration(task_id, copy, due.at_ms, *of_attempt, *of_task)
+        sent = Registration.of(task_id, message.headers, waiting.name, waiting.message)
         states = register_sent(self.registry, [sent])
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
 

@@ -27,12 +27,12 @@ from celery_rabbitdelay.publishing.producer import Delayed, DelayedProducer
 from celery_rabbitdelay.publishing.publish_loop import RESENDS
 from celery_rabbitdelay.registry.application import is_tracked as is_tracked_by_default
 from celery_rabbitdelay.registry.application import register_sent, registry_of
-from celery_rabbitdelay.registry.connection import ScriptCall
 from celery_rabbitdelay.registry.decision import Registration, new_copy
 from celery_rabbitdelay.registry.record import restored, stored
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
+from celery_rabbitdelay.registry.store import ScriptCall
 from celery_rabbitdelay.schedules.recurrence import Occurrence
-from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
+from celery_rabbitdelay.worker.early_tasks import ToPublish, publish_each
 
 logger = logging.getLogger(__name__)
 

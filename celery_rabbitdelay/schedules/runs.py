@@ -18,9 +18,9 @@ from celery.signals import worker_shutdown
 from celery.utils.log import get_logger
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import new_copy
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.store import Store
 from celery_rabbitdelay.schedules.recurrence import Occurrence
 from celery_rabbitdelay.worker import celery_internals
 

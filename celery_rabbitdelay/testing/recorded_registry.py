@@ -13,8 +13,7 @@ from typing import NoReturn
 from celery_rabbitdelay.exceptions import JobClosed, NotRecorded
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
-from celery_rabbitdelay.registry import rule
-from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry import decision as rule
 from celery_rabbitdelay.registry.decision import (
     Arrival,
     Decision,
@@ -27,6 +26,7 @@ from celery_rabbitdelay.registry.index import Filter, Index, Part
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.pauses import Pauses
 from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registry
+from celery_rabbitdelay.registry.store import Store
 
 
 @dataclass

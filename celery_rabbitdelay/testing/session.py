@@ -20,8 +20,8 @@ from kombu import Queue
 
 from celery_rabbitdelay.app.application import Celery
 from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.operations.management import ManagementAPI
 from celery_rabbitdelay.publishing.declaration import queue_counts
-from celery_rabbitdelay.publishing.management import ManagementAPI
 from celery_rabbitdelay.testing import worker as worker_module
 from celery_rabbitdelay.testing.servers import STOP_TIMEOUT, Process, ServerNotStarted, wait_for
 from celery_rabbitdelay.testing.travel import FORGET, TIMEOUT, DidNotSettle, Travel, on_all_keys

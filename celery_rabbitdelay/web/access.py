@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import RabbitDelayError
 from celery_rabbitdelay.levels import wall_clock
-from celery_rabbitdelay.publishing.reading import Readings
+from celery_rabbitdelay.metrics.reading import Readings
 from celery_rabbitdelay.web.options import NOBODY, Options, Role, User, is_password
 from celery_rabbitdelay.web.site import Site
 

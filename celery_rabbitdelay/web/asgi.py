@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from celery_rabbitdelay import __version__
 from celery_rabbitdelay.exceptions import RegistryUnavailable
-from celery_rabbitdelay.publishing.reading import AWAY, why
+from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.web import access, shown
 from celery_rabbitdelay.web.access import COOKIE, Session, Visitor
 from celery_rabbitdelay.web.asked import Asked, Fields, fields_of, form_of

@@ -16,7 +16,7 @@ from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels.delay import milliseconds_of, parse_duration
 from celery_rabbitdelay.levels.headers import is_digits
-from celery_rabbitdelay.publishing.reading import why
+from celery_rabbitdelay.metrics.reading import why
 from celery_rabbitdelay.web.options import User
 from celery_rabbitdelay.web.site import Site
 

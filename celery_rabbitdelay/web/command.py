@@ -9,6 +9,7 @@ import click
 
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.exceptions import InvalidSetting
+from celery_rabbitdelay.operations.management import management_option
 from celery_rabbitdelay.web.options import SETTING, hash_password
 
 
@@ -21,7 +22,7 @@ from celery_rabbitdelay.web.options import SETTING, hash_password
     show_default=True,
     help="The port; 0 for a free one.",
 )
-@shared.management_option
+@management_option
 @click.option(
     "--hash-password",
     "hashes",

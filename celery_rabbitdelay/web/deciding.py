@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.exceptions import InvalidDelay
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, check_max_delay, instant_of, milliseconds_of
-from celery_rabbitdelay.publishing.reading import AWAY, why
+from celery_rabbitdelay.metrics.reading import AWAY, why
 from celery_rabbitdelay.registry.commands import WORDS
 from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.record import record_of
@@ -58,7 +58,7 @@ def _decision(asked: Asked, until: search.Until | None) -> Callable[[str], Outco
         record = record_of(delays.registry, task_id)
         due = wall_clock.now()  # of what does not wait, the answer says what it is
         if record is not None and record.due_ms is not None:
-            due = instant_of(max(record.due_ms, record.postponed_ms or 0))
+            due = instant_of(record.runs_ms)
         eta = until(task_id, due) or due
         return delays.postpone(task_id, eta=eta, also_future=False)
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels.shown_url import HIDDEN
-from celery_rabbitdelay.publishing.management import parts_of_url
+from celery_rabbitdelay.operations.management import parts_of_url
 
 logger = logging.getLogger(__name__)
 

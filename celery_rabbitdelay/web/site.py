@@ -21,9 +21,9 @@ from starlette.exceptions import HTTPException
 from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import wall_clock
+from celery_rabbitdelay.metrics.reading import AWAY, Broker, Reading, Readings, why
 from celery_rabbitdelay.operations.status import Status, rates_between, status_of
 from celery_rabbitdelay.publishing.declaration import Backlog
-from celery_rabbitdelay.publishing.reading import AWAY, Broker, Reading, Readings, why
 from celery_rabbitdelay.web.options import Options, User
 from celery_rabbitdelay.web.settings import WebSettings
 

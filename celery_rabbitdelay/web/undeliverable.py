@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from celery_rabbitdelay.exceptions import DelayTooLong, InvalidDelay, InvalidDestination
+from celery_rabbitdelay.metrics.reading import Reading
 from celery_rabbitdelay.operations import undeliverable as read
 from celery_rabbitdelay.operations.mover import Place
 from celery_rabbitdelay.operations.undeliverable import Matches, RemovalReport
-from celery_rabbitdelay.publishing.reading import Reading
 from celery_rabbitdelay.web.asked import Asked, Wrong
 from celery_rabbitdelay.web.deciding import begin
 from celery_rabbitdelay.web.site import Site, Work, log_action

@@ -21,7 +21,8 @@ from kombu import Connection, pools
 
 from celery_rabbitdelay import Row
 from celery_rabbitdelay.publishing.declaration import backlog_of, declare
-from celery_rabbitdelay.registry.connection import ScriptCall, Store, connect
+from celery_rabbitdelay.registry.connection import connect
+from celery_rabbitdelay.registry.store import ScriptCall, Store
 from tests.registry.integration.registering import KINDS, TIMEOUT, RedisSetup
 
 #: Seconds; no task comes due meanwhile.

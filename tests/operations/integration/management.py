@@ -19,9 +19,9 @@ from celery_rabbitdelay import Celery
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import ManagementUnavailable
 from celery_rabbitdelay.operations.findings import Verification
+from celery_rabbitdelay.operations.management import ManagementAPI
 from celery_rabbitdelay.operations.verify import verify_broker
 from celery_rabbitdelay.publishing.declaration import declare_destination
-from celery_rabbitdelay.publishing.management import ManagementAPI
 from celery_rabbitdelay.schedules.addition import SchedulesAddition
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.kernel.integration.conftest import SHORT

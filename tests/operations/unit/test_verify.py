@@ -10,11 +10,12 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import InvalidManagementURL
 from celery_rabbitdelay.levels.topology import Binding, Topology
 from celery_rabbitdelay.operations import checks
 from celery_rabbitdelay.operations.findings import FAULTS, Severity, findings_of
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
-from celery_rabbitdelay.publishing.management import management_api_of
+from celery_rabbitdelay.operations.management import ManagementAPI, management_api_of
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "command_line.md"
 
@@ -183,6 +184,13 @@ def test_by_default_the_api_is_at_the_broker_s_host() -> None:
         "amqp://u:p@[::1]": "http://[::1]:15672",
     }.items():
         assert management_api_of(Connection(url)).url == expected
+
+
+@pytest.mark.parametrize("end", ["/@host:15672", "@[host:15672"])
+def test_a_url_that_is_refused_is_told_without_its_password(end: str) -> None:
+    with pytest.raises(InvalidManagementURL) as refused:
+        ManagementAPI(f"http://monitor:opensesame{end}")
+    assert "opensesame" not in str(refused.value)
 
 
 def test_late_probes_of_these_levels_are_found_and_that_no_worker_probes() -> None:

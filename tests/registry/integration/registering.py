@@ -10,9 +10,10 @@ from typing import Any, Final, NamedTuple
 from redis import Redis
 from redis import RedisCluster as ClusterClient
 
-from celery_rabbitdelay.registry.connection import Store, connect
+from celery_rabbitdelay.registry.connection import connect
 from celery_rabbitdelay.registry.decision import Arrival, Registration, Verdict, new_copy
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.store import Store
 from celery_rabbitdelay.testing import RedisServer
 from tests.redis_servers import RedisCluster
 

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Any
 
 from celery_rabbitdelay.kombu import Publisher
-from celery_rabbitdelay.registry.connection import Store
+from celery_rabbitdelay.registry.store import Store
 from tests.kernel.integration.shop import make_app
 
 
@@ -44,7 +44,7 @@ def main() -> None:
 
     given = json.load(sys.stdin)
     app: Any = make_app(json.loads(os.environ["SHOP"]))
-    count_around(Publisher, "publish_one")
+    count_around(Publisher, "publish")
     count_around(Store, "call_each")
     act = app.tasks["note"].apply_async if what == "send" else app.rabbitdelay.postpone
     act(**given)

@@ -12,10 +12,10 @@ import pytest
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import Mark
-from celery_rabbitdelay.registry.connection import KEYS_PER_CALL
 from celery_rabbitdelay.registry.decision import Arrival, Outcome, Registration, Ticket, Verdict
 from celery_rabbitdelay.registry.index import Filter
 from celery_rabbitdelay.registry.registry import NOTE_MS, Earlier, Registry
+from celery_rabbitdelay.registry.store import KEYS_PER_CALL
 from tests.registry.integration.registering import (
     KEEP_MS,
     MINUTE_MS,

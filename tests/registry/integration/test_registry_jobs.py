@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
-from celery_rabbitdelay.registry.connection import ScriptCall, Store
 from celery_rabbitdelay.registry.decision import Verdict
 from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.registry.jobs import Jobs, JobState
 from celery_rabbitdelay.registry.registry import Registry
+from celery_rabbitdelay.registry.store import ScriptCall, Store
 from celery_rabbitdelay.testing import wait_for
 from tests.registry.integration.registering import (
     KEEP_MS,

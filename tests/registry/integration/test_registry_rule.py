@@ -14,13 +14,19 @@ from typing import Any, Final
 import pytest
 
 from celery_rabbitdelay.levels.headers import Mark
-from celery_rabbitdelay.registry import rule as model
-from celery_rabbitdelay.registry.decision import Arrival, Registration, Ticket, Verdict, new_copy
+from celery_rabbitdelay.registry import decision as model
+from celery_rabbitdelay.registry.decision import (
+    EMPTY,
+    Arrival,
+    Registration,
+    Ticket,
+    Verdict,
+    new_copy,
+)
 from celery_rabbitdelay.registry.jobs import JobState
 from celery_rabbitdelay.registry.registry import Earlier, Registry
-from celery_rabbitdelay.registry.rule import EMPTY
 from tests.registry.integration.registering import MARGIN_MS, RedisSetup, now_ms
-from tests.registry_message import Message
+from tests.registry.registry_message import Message
 
 SEQUENCES: Final = int(os.environ.get("RABBITDELAY_SEQUENCES", "800"))
 SEED: Final = int(os.environ.get("RABBITDELAY_SEED", "0"))

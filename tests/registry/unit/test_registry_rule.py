@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from celery_rabbitdelay.registry import rule as registry_model
-from tests.registry_message import Message
+from celery_rabbitdelay.registry import decision as registry_model
+from tests.registry.registry_message import Message
 
 DEPTH = int(os.environ.get("RABBITDELAY_DEPTH", "3"))
 

@@ -13,11 +13,11 @@ from redis.crc import key_slot
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels.headers import COPY, JOB, LIFE, MAX_FORMER, ONCE, ORDER, Mark
 from celery_rabbitdelay.registry import pauses
-from celery_rabbitdelay.registry.connection import Store
 from celery_rabbitdelay.registry.decision import Arrival, Ticket
 from celery_rabbitdelay.registry.holding import _one
 from celery_rabbitdelay.registry.index import SHARDS, Kind, Names, shard_of
 from celery_rabbitdelay.registry.pauses import Pauses, Questions, paused_since
+from celery_rabbitdelay.registry.store import Store
 from tests.kernel.unit.clock import Clock
 from tests.kernel.unit.waiting import said
 

@@ -139,7 +139,7 @@ def test_the_queue_of_an_overdue_task_is_asked_for_once_however_many_look(
         return queue_counts(connection, queues)
 
     monkeypatch.setattr(waiting, "queue_counts", counted)
-    monkeypatch.setattr("celery_rabbitdelay.publishing.reading.time", Clock())
+    monkeypatch.setattr("celery_rabbitdelay.metrics.reading.time", Clock())
     (task_id,) = send(shop)
     three_hours_later = time.time_ns() + 3 * HOUR * 10**9
     monkeypatch.setattr(wall_clock, "source", lambda: three_hours_later)

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 from urllib.parse import SplitResult, quote, unquote, urlencode, urlsplit
 
+import click
 from kombu import Connection
 from kombu.transport.pyamqp import SSLTransport
 
@@ -36,13 +37,19 @@ CLOCK_STEP: Final = 2.0
 #: The plugin's default ports, without and with TLS.
 PORTS: Final = {"http": 15672, "https": 15671}
 
-#: Seconds. A quorum queue reports its totals every five seconds (``quorum_tick_interval``).
-TOTALS_AGE: Final = 6.0
-
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 #: An object as the API writes it, see https://www.rabbitmq.com/docs/http-api-reference
 Json: TypeAlias = Mapping[str, Any]
+
+
+management_option: Final = click.option(
+    "--management",
+    metavar="URL",
+    envvar="RABBITDELAY_MANAGEMENT_URL",
+    help="The management API, http://user:password@host:15672. By default, the broker's host and "
+    "user with port 15672, or 15671 for TLS.",
+)
 
 
 class ManagementAPI:
@@ -186,22 +193,3 @@ def parts_of_url(url: str) -> SplitResult | None:
         ):
             return parts
     return None
-
-
-def held_messages(api: ManagementAPI, virtual_host: str) -> Mapping[str, int]:
-    """Return how many messages dead-lettering holds in each quorum queue that has such messages.
-
-    They are due, and the queue that they go to has not taken them yet; perhaps it refuses. AMQP
-    counts the messages that are ready, and so leaves them out. Queues whose node is away are
-    missing, and figures are up to :data:`TOTALS_AGE` old.
-
-    Raises:
-        ManagementUnavailable: As :meth:`ManagementAPI.get`.
-    """
-    totals = api.get("queues", virtual_host, disable_stats="true", enable_queue_totals="true")
-    held = {
-        each["name"]: each["messages"] - each["messages_ready"] - each["messages_unacknowledged"]
-        for each in totals
-        if "messages" in each
-    }
-    return {name: messages for name, messages in held.items() if messages > 0}

@@ -8,7 +8,7 @@ from unittest.mock import ANY
 
 from kombu.exceptions import OperationalError
 
-from celery_rabbitdelay.publishing.reading import Reading, Readings
+from celery_rabbitdelay.metrics.reading import Reading, Readings
 from tests.kernel.unit.waiting import wait_until
 
 

@@ -1,0 +1,129 @@
+"""``celery rabbitdelay delete``: the levels, while nothing waits in them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import click
+from kombu import Connection
+
+from celery_rabbitdelay.command import shared
+from celery_rabbitdelay.exceptions import ManagementUnavailable
+from celery_rabbitdelay.operations.management import management_api, management_option
+from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.declaration import Counts
+
+#: Seconds. A quorum queue reports its totals every five seconds (``quorum_tick_interval``).
+TOTALS_AGE: Final = 6.0
+
+
+@shared.command()
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also delete queues in which messages wait, or that workers serve: lose the messages.",
+)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@management_option
+@shared.topology_options
+def delete(
+    force: bool, yes: bool, dry_run: bool, management: str | None, **options: object
+) -> None:
+    """Delete the levels from the broker; the queues of tasks stay.
+
+    Stop producers and workers first: a message that is published meanwhile is lost, and so is one
+    that a worker holds. Messages that dead-lettering holds, because the queue of a task refuses
+    them, are seen only where the management API answers.
+    """
+    if shared.as_json() and not (yes or dry_run):
+        raise click.UsageError("--json cannot ask: give --yes or --dry-run")
+    topology = shared.topology(options)
+    with shared.broker() as connection:
+        # Another layout under the prefix shares the queues of the modules with this one.
+        declaration.check_layout(connection, topology)
+        missing = declaration.missing(connection, topology)
+        exchanges = sum(each.name not in missing for each in topology.all_exchanges)
+        found = declaration.queue_counts(connection, topology.queues)
+        if not force:
+            declaration.refuse_to_lose(topology, found)
+        if any(found.values()):
+            found = _with_held(connection, management, found)
+        if not force:
+            declaration.refuse_to_lose(topology, found)
+        counts = {name: each for name, each in found.items() if each is not None}
+        waiting = {name: each.messages for name, each in counts.items() if each.messages}
+        consumers = sum(each.consumers for each in counts.values())
+        lines = [f"Nothing of {topology.prefix} exists"]
+        if deleted := bool(exchanges or counts):
+            lines = [f"{topology.prefix}: {exchanges} exchanges, {len(counts)} queues"]
+            if messages := sum(waiting.values()):
+                lines.append(f"{messages:,} messages are lost: {shared.first_of(list(waiting))}")
+            if consumers:
+                lines.append(
+                    f"{consumers} consumers: workers run, and what they hold is lost. Those that "
+                    "use these levels declare them again; stop them first"
+                )
+            deleted = not dry_run
+            if deleted and not yes:
+                click.echo("\n".join(lines))
+                lines = []
+                _ask(topology.prefix, messages)
+        if deleted:
+            declaration.delete(connection, topology, force=force)
+            lines.append("Deleted")
+    told = {
+        "prefix": topology.prefix,
+        "fingerprint": topology.identity.fingerprint,
+        "dry_run": dry_run,
+        "deleted": deleted,
+        "exchanges": exchanges,
+        "queues": len(counts),
+        "waiting": waiting,
+        "consumers": consumers,
+    }
+    shared.answer(told, lines)
+
+
+def _with_held(
+    connection: Connection, management: str | None, counts: Mapping[str, Counts | None]
+) -> dict[str, Counts | None]:
+    """Return the counts with the messages that dead-lettering holds; warn if nobody says them.
+
+    They are due, and the queue that they go to has not taken them yet; perhaps it refuses. AMQP
+    counts the messages that are ready, and so leaves them out.
+    """
+    held: dict[str, int] = {}
+    try:
+        api = management_api(connection, management)
+        api.get("overview")
+        time.sleep(TOTALS_AGE)  # what is held by now is in the figures then
+        totals = api.get(
+            *("queues", connection.virtual_host or "/"),
+            disable_stats="true",
+            enable_queue_totals="true",
+        )
+        for each in totals:
+            if "messages" in each:  # or its node is away
+                counted = each["messages_ready"] + each["messages_unacknowledged"]
+                held[each["name"]] = each["messages"] - counted
+    except ManagementUnavailable as error:
+        click.echo(
+            "Warning: if the queue of a task refuses due messages, they are held in the levels, "
+            f"and only the management API shows them; look before you delete. {error}",
+            err=True,
+        )
+    return {
+        name: each and each._replace(messages=each.messages + held.get(name, 0))
+        for name, each in counts.items()
+    }
+
+
+def _ask(prefix: str, messages: int) -> None:
+    if not sys.stdin.isatty():
+        raise click.UsageError("the standard input is no terminal: give --yes or --dry-run")
+    lost = f" and lose {messages:,} messages" if messages else ""
+    click.confirm(f"Delete the levels of {prefix}{lost}?", abort=True, err=True)

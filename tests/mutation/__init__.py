@@ -1,1 +1,0 @@
-"""How much of what the pure files say the unit tests notice: ``make mutation``."""
