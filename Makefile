@@ -8,8 +8,8 @@ BIN = $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help help-all demo test test-security test-operations test-schedules test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
-        bench lint types docs pictures tox coverage clean
+.PHONY: help help-all demo test test-security test-operations test-schedules test-trouble test-browser test-spark unit integration acceptance test-brokers test-upgrade test-valkey mutation chaos chaos-short probe hostile fuzz registry-sequences registry-mutants planted schedule-sequences travel \
+        bench bench-beside journeys lint types docs pictures tox coverage clean
 
 help:  ## List the targets that people need; `make help-all` lists the others too
 	@grep -hE '^[a-z0-9%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9%-]+):.*## /\1\t/' | expand -t 20
@@ -118,13 +118,16 @@ travel: $(VENV)/test.done  #: Time travel: a year of forty schedules, and 200 se
 	RABBITDELAY_SEQUENCES=200 $(BIN)/pytest -q --timeout=3600 tests/testing/integration/test_recorded_sequences.py
 
 registry-mutants: $(VENV)/test.done  #: Break each line of the registry's scripts once; its tests have to notice
-	$(BIN)/python -m tests.planted.scripts
+	$(BIN)/python -m tests.mutation.scripts
 
 without: $(VENV)/test.done  ## Delete a ROOM in a copy, and those that stand on it; what is left works: make without ROOM=web
 	$(BIN)/python -m tests.without $(ROOM)
 
 planted: $(VENV)/test.done  ## Break each promise once; the tests have to notice (half an hour)
 	$(BIN)/python -m tests.planted
+
+mutation: $(VENV)/test.done  #: Break the pure files in random places; the unit tests have to notice
+	$(BIN)/python -m tests.mutation
 
 chaos: $(VENV)/test.done  #: Every kind of trouble on clusters of RabbitMQ 4.3; what is lost, early, late (hours, root)
 	$(BIN)/python -m tests.chaos all
@@ -147,6 +150,13 @@ NAME ?= list
 
 bench: $(VENV)/test.done  ## Benchmarks beside peers: `make bench NAME=sends`; without a name, their list
 	$(BIN)/python -m tests.benchmarks $(NAME)
+
+bench-beside: $(VENV)/test.done  #: The version before and this one, with a key too: modules, and sends
+	$(BIN)/python -m tests.benchmarks beside --name modules --signing
+	$(BIN)/python -m tests.benchmarks beside --name sends --signing --turns 1
+
+journeys: $(VENV)/test.done  #: How many functions one send, one write and one message in distribution go through
+	$(BIN)/python tests/benchmarks/journeys.py
 
 lint: $(VENV)/check.done  ## ruff, and the direction of imports
 	$(BIN)/ruff check .

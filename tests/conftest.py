@@ -13,9 +13,9 @@ if find_spec("celery_rabbitdelay.testing") is not None:  # see tests/without.py
 settings.register_profile(
     "no-deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-# For tests.planted: one example that fails is enough, and each run tries the same ones.
+# For tests.mutation: one example that fails is enough, and each run tries the same ones.
 settings.register_profile(
-    "planted",
+    "mutation",
     deadline=None,
     derandomize=True,
     database=None,

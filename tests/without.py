@@ -27,7 +27,7 @@ ADDITIONS: Final = ("registry", "schedules", "operations", "metrics", "spark", "
 
 #: The folders of tests that belong to no room.
 OF_ALL_ROOMS: Final = (
-    *("benchmarks", "chaos", "documentation", "fuzz", "hostile", "planted", "upgrade"),
+    *("benchmarks", "chaos", "documentation", "fuzz", "hostile", "mutation", "planted", "upgrade"),
     "whole",
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-from tests.benchmarks import levels, sending, web, web_request, workers
+from tests.benchmarks import beside, journeys, levels, sending, web, web_request, workers
 
 CASES: Final[dict[str, Callable[..., None]]] = {
     "sends": sending.sends,
@@ -27,6 +27,8 @@ CASES: Final[dict[str, Callable[..., None]]] = {
     "schedules": workers.schedules,
     "web": web.web,
     "web-request": web_request.web_request,
+    "journeys": journeys.journeys,
+    "beside": beside.beside,
 }
 
 

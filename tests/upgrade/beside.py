@@ -15,13 +15,11 @@ This file is copied beside each version, where it is the application ``beside`` 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import random
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -37,10 +35,6 @@ import celery_rabbitdelay
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.testing import RedisServer, wait_for
 from celery_rabbitdelay.testing.servers import Server
-
-#: Where this version is, and the commit of the version before.
-REPOSITORY: Final = Path(__file__).resolve().parents[2]
-FORMER: Final = "ecbc7e6"
 
 #: Levels up to 19.9 s; and seconds that tasks wait, and that those wait which meditate.
 LEVELS: Final = [("seconds", 20, 1), ("ms", 10, 0.1)]
@@ -144,18 +138,9 @@ class Version(Server):
         return " ready." in self.log
 
 
-def extract(into: Path) -> str:
-    """Put the package of the version before into a folder; return why that fails, or nothing."""
-    archive = ["git", "-C", str(REPOSITORY), "archive", FORMER, "celery_rabbitdelay"]
-    found = subprocess.run(archive, capture_output=True, check=False)
-    if found.returncode == 0:
-        with tarfile.open(fileobj=io.BytesIO(found.stdout)) as files:
-            files.extractall(into, filter="data")
-    return found.stderr.decode().strip()
-
-
 def main() -> None:
     """Run both versions and report."""
+    from tests.former_version import REPOSITORY, FormerVersionMissing, extract
     from tests.private_broker import private_broker
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -164,11 +149,11 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         former = options.former or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        if options.former is None and (trouble := extract(former)):
-            parser.error(
-                f"commit {FORMER} is not in the git history here ({trouble}): fetch the whole "
-                "history with `git fetch --unshallow`, or name a folder with --former"
-            )
+        if options.former is None:
+            try:
+                extract(former, "celery_rabbitdelay")
+            except FormerVersionMissing as missing:
+                parser.error(str(missing))
         broker = stack.enter_context(private_broker())
         redis_server = stack.enter_context(RedisServer())
         servers = {"BESIDE_BROKER": broker.url, "BESIDE_REDIS": redis_server.url}

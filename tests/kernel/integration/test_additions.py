@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +16,9 @@ from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.publishing.producer import Delayed
 from tests.kernel.integration.arrivals import take
+from tests.kernel.integration.conftest import LEVELS
+
+PACKAGE = "celery_rabbitdelay"
 
 CONFIRMED: list[tuple[str, str]] = []
 
@@ -96,3 +101,23 @@ def test_what_belongs_to_a_deleted_addition_names_it(make_shop: Any) -> None:
     add(Entry("gone", methods={"celery_rabbitdelay.gone.methods:Gone": ("forgotten",)}))
     with pytest.raises(AdditionMissing, match="has no folder 'gone'"):
         make_shop().rabbitdelay.forgotten()
+
+
+def test_a_plain_delayed_send_imports_no_addition_and_no_redis(
+    broker_url: str, prefix: str, make_topology: Any
+) -> None:
+    make_topology()
+    program = f"""
+import sys, celery_rabbitdelay
+app = celery_rabbitdelay.Celery("shop", broker={broker_url!r}, set_as_current=False)
+app.conf.update(rabbitdelay_prefix={prefix!r}, rabbitdelay_layout={LEVELS!r})
+app.conf.update(task_default_queue="{prefix}-queue")
+app.send_task("look", delay=1)
+print(*sys.modules)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    rooms = {name.split(".")[1] for name in run.stdout.split() if name.startswith(f"{PACKAGE}.")}
+    assert rooms <= {"exceptions", "levels", "publishing", "modules", "app"}, rooms
+    assert "redis" not in run.stdout.split()

@@ -1,7 +1,7 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """Break each line of the scripts in Redis once; their tests have to notice.
 
-``python -m tests.planted.scripts`` copies the package and the tests, breaks one line of one script
+``python -m tests.mutation.scripts`` copies the package and the tests, breaks one line of one script
 at a time (leaves it out, or turns its condition around), and runs the tests of the registry, or of
 schedules, on one Redis until one fails. Names of scripts as arguments choose some of them.
 """

@@ -1,0 +1,1 @@
+"""How much of what the pure files say the unit tests notice: ``make mutation``."""
