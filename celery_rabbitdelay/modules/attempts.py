@@ -497,7 +497,7 @@ class Forwarder:
         return self._publication(received, later, content)
 
 
-def _reason(error: exceptions.PublishError, outgoing: Outgoing) -> str:
+def _reason(error: exceptions.RabbitDelayError, outgoing: Outgoing) -> str:
     """Say why a message was not taken."""
     if isinstance(error, exceptions.MessageNacked):
         return "the broker nacked it: its queue is full, or the queue's leader is away"

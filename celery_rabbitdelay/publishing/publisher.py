@@ -82,14 +82,10 @@ class Publisher:
         connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
             again whenever it was lost.
         is_alone: Whether nobody else reads from the connection, which is faster.
-
-    Attributes:
-        resent: How often :meth:`publish` has sent a message again.
     """
 
     def __init__(self, connection: Connection, is_alone: bool = False) -> None:
         self.connection = connection
-        self.resent = 0
         self._is_alone = is_alone
         self._channel: ConfirmChannel | None = None
         #: The functions that have declared what they declare on this connection.
@@ -127,10 +123,7 @@ class Publisher:
             ConnectionBlocked: The broker blocked the connection for all of that time.
             ConnectionLost: The connection could not be opened or broke, also at each resend.
         """
-        try:
-            self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
-        finally:
-            self.resent += publication.resent
+        self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         if publication.error is not None:
             raise publication.error
 
@@ -158,11 +151,12 @@ class Publisher:
             done: Called with each message that is confirmed, or has an error.
 
         Raises:
-            PublishError: Nothing can be published any more. All messages that were taken and have
-                no outcome have this error; further ones were not taken.
+            RabbitDelayError: Nothing can be published any more, or the topology cannot be declared.
+                All messages that were taken and have no outcome have this error; further ones were
+                not taken.
         """
         source = partial(next, iter(publications), None)
-        Run(self, source, policy, declare=declare, redeclare=redeclare, done=done).go_on()
+        Run(self, source, policy, declare, redeclare, done or (lambda _: None)).go_on()
 
     def channel(self, deadline: float, on_settled: OnSettled) -> ConfirmChannel:
         """Return a channel that can be used, and open the connection if needed.
@@ -204,7 +198,7 @@ class Publisher:
         with closing(self.connection):
             self.close_channel()
 
-    def give_up(self, error: PublishError) -> None:
+    def give_up(self, error: RabbitDelayError) -> None:
         """Leave the connection as the next caller may use it, after an error for all messages.
 
         Late answers must not be taken for answers about the next messages. A connection of our own
@@ -229,6 +223,7 @@ class Run:
             declares; an error with one destination then says nothing about the others.
 
     Attributes:
+        policy: The policy.
         loop: The publish loop.
     """
 
@@ -237,21 +232,20 @@ class Run:
         publisher: Publisher,
         source: NextPublication,
         policy: PublishPolicy,
-        *,
-        declare: Declaration | None = None,
-        redeclare: Declaration | None = None,
-        done: Callable[[Publication], None] | None = None,
+        declare: Declaration | None,
+        redeclare: Declaration | None,
+        done: Callable[[Publication], None],
         declares_each: bool = False,
     ) -> None:
+        self.policy = policy
         self._publisher = publisher
-        self._policy = policy
         self._declare = declare
         self._redeclare = redeclare
         self._declares_each = declares_each
         self.loop = PublishLoop(
             source,
             policy,
-            done or (lambda _: None),
+            done,
             None if redeclare is None else self._declare_again,
             self._declare_for if declares_each else None,
         )
@@ -261,37 +255,27 @@ class Run:
         self._unreached = 0
         self._reach_by = math.inf
 
-    def go_on(self, is_enough: Callable[[], bool] | None = None) -> None:
-        """Publish until each message has its outcome.
-
-        Args:
-            is_enough: Instead: until it returns True. It is asked whenever messages were sent;
-                those are written by then.
+    def go_on(self, until_written: bool = False) -> None:
+        """Publish until each message has its outcome, or only until each is written.
 
         Raises:
-            PublishError: Nothing can be published any more; all messages have this error.
-            RabbitDelayError: The topology cannot be declared; the messages have no outcome, as
-                after any other exception.
+            RabbitDelayError: Nothing can be published any more, or the topology cannot be declared;
+                all messages have this error. After any other exception, they have no outcome.
         """
         # Late confirms of messages in flight must not be taken for confirms of the next caller's.
         with unwrap_callers_errors(), conversation(self._publisher.connection):
-            while self.loop.has_more() and not (is_enough and is_enough()):
+            while self.loop.has_more() and (self.loop.has_unwritten or not until_written):
                 try:
                     if not self.loop.has_channel:
                         # kombu may have connected anew meanwhile.
                         self.loop.take_back()
                         self._open()
-                    self._publish(is_enough)
+                    self._publish(until_written)
                 except MayPass as refused:
-                    self._try_again(refused.error, refused.error.__cause__)
-                except PublishError as error:
-                    self._fail_all_and_raise(error, error.__cause__)
+                    (error,) = refused.args
+                    self._try_again(error, error.__cause__)
                 except RabbitDelayError as error:
-                    # The topology on the broker is incomplete, or belongs to another layout.
-                    self.loop.take_back()
-                    error.may_have_arrived = self.loop.may_have_arrived
-                    self._publisher.discard()
-                    raise
+                    self._fail_all_and_raise(error, error.__cause__)
                 except NotAllowed as refused:
                     # Do not retry: the virtual host is missing or not accessible.
                     self.loop.take_back()
@@ -306,7 +290,7 @@ class Run:
 
     def _open(self) -> None:
         """Use a channel on a connection where everything is declared."""
-        if self._policy.reconnects is not None and not self._unreached:
+        if self.policy.reconnects is not None and not self._unreached:
             limit = self._publisher.connection.connect_timeout or CONNECT_TIMEOUT
             self._reach_by = time.monotonic() + limit
         deadline = min(self.loop.next_waiting.deadline, self._reach_by)
@@ -354,12 +338,12 @@ class Run:
                 raise MayPass(error) from refused
             raise error from refused
 
-    def _publish(self, is_enough: Callable[[], bool] | None) -> None:
-        """Publish on one channel until nothing is left, or it is enough."""
+    def _publish(self, until_written: bool) -> None:
+        """Publish on one channel until nothing is left, or all is written."""
         try:
             while self.loop.has_more():
                 self.loop.send()
-                if is_enough and is_enough():
+                if until_written and not self.loop.has_unwritten:
                     self.loop.flush()
                     return
                 self.loop.wait()
@@ -376,11 +360,11 @@ class Run:
             if self._declares_each:
                 return
             if culprit is not None and isinstance(closed, AccessRefused | NotFound):
-                assert isinstance(culprit.error, PublishError)
+                assert culprit.error is not None
                 # Every further message to it would fail.
                 raise culprit.error.copy(culprit.may_have_arrived) from closed
 
-    def _try_again(self, error: PublishError | None, cause: BaseException | None) -> None:
+    def _try_again(self, error: RabbitDelayError | None, cause: BaseException | None) -> None:
         """Drop the connection, and go on after a pause; the next one may be to another node.
 
         Args:
@@ -395,11 +379,11 @@ class Run:
         if self.loop.last_settled > self._lost_at:
             self._losses = 0
         self._losses += 1
-        pause = self._policy.pause(self._unreached or self._losses)
+        pause = self.policy.pause(self._unreached or self._losses)
         late = time.monotonic() + pause >= min(self.loop.next_waiting.deadline, self._reach_by)
-        reconnects = self._policy.reconnects
+        reconnects = self.policy.reconnects
         is_unreachable = reconnects is not None and self._unreached > reconnects
-        if self._policy.is_over(self._losses) or is_unreachable or late:
+        if self.policy.is_over(self._losses) or is_unreachable or late:
             self._fail_all_and_raise(error or self._lost(cause), cause)
         self._lost_at = time.monotonic()
         time.sleep(pause)
@@ -409,7 +393,7 @@ class Run:
         reason = f"no connection to {broker}, attempt {attempt}: {cause and reason_of(cause)}"
         return ConnectionLost(*self.loop.next_waiting.address(), reason)
 
-    def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
+    def _fail_all_and_raise(self, error: RabbitDelayError, cause: BaseException | None) -> NoReturn:
         """Finish all messages that wait with this error, and raise it."""
         self.loop.take_back()
         if not isinstance(error, HARMLESS):
@@ -451,16 +435,18 @@ class PublisherPool:
         _pools.add(self)
 
     def _begin(self) -> None:
-        """Begin with no publishers.
+        """Begin with publishers that are not connected.
 
         In a forked process those of the parent are dropped and not closed: that would end the
         parent's connections.
         """
-        #: Those that are free; None for one that is not made yet.
-        self._free: LifoQueue[Publisher | None] = LifoQueue()
-        for _ in range(self._limit or 0):
-            self._free.put(None)
-        self._made: list[Publisher] = []
+        self._publishers = [self._publisher() for _ in range(self._limit or 0)]
+        self._free: LifoQueue[Publisher] = LifoQueue()
+        for each in self._publishers:
+            self._free.put(each)
+
+    def _publisher(self) -> Publisher:
+        return Publisher(self.connection.clone(), is_alone=True)
 
     @contextmanager
     def acquire(self, timeout: float | None = None) -> Iterator[Publisher]:
@@ -472,30 +458,29 @@ class PublisherPool:
         Raises:
             NoPublisherFree: All of them were in use for that long.
         """
-        # Returned to where it came from: a fork or a close may have begun anew meanwhile.
-        free, made, publisher = self._free, self._made, None
-        if self._limit:
+        if not self._limit:
+            publisher = self._publisher()
             try:
-                publisher = free.get(timeout=timeout)
-            except Empty as none_free:
-                raise NoPublisherFree(self._limit, timeout) from none_free
+                yield publisher
+            finally:
+                publisher.close()
+            return
+        free = self._free
         try:
-            if publisher is None:
-                publisher = Publisher(self.connection.clone(), is_alone=True)
-                if self._limit:
-                    made.append(publisher)
+            publisher = free.get(timeout=timeout)
+        except Empty as none_free:
+            raise NoPublisherFree(self._limit, timeout) from none_free
+        try:
             yield publisher
         finally:
-            if self._limit:
-                free.put(publisher)
-            elif publisher is not None:
-                publisher.close()
+            # To where it came from: a fork or a close may have begun anew meanwhile.
+            free.put(publisher)
 
     def close(self) -> None:
         """Close the connections of the pool; it can be used again."""
-        made = self._made
+        publishers = self._publishers
         self._begin()
-        for publisher in made:
+        for publisher in publishers:
             publisher.close()
 
 
