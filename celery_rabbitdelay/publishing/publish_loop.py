@@ -27,7 +27,7 @@ from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import Publication
-from celery_rabbitdelay.publishing.refusals import missing_permission
+from celery_rabbitdelay.publishing.refusals import error_of
 
 #: If a source takes this many seconds or more for a message, messages are written at once, not in
 #: batches.
@@ -518,35 +518,25 @@ class PublishLoop:
         (culprit,) = suspects
         self._queued.popleft()
         culprit.suspected = False
-        culprit.error = _error_of(culprit, closed)
+        address = culprit.exchange, culprit.routing_key
+        if isinstance(closed, NotFound):
+            culprit.error = exceptions.MessageReturned(*address, str(closed))
+        else:
+            kinds = exceptions.MessageRefused, exceptions.MessageNotPermitted
+            culprit.error = error_of(closed, address, *kinds)
         culprit.error.__cause__ = closed
         self._finish(culprit)
         return culprit
-
-    @property
-    def may_have_arrived(self) -> bool:
-        """Whether the broker may have one of the messages that wait to be sent again."""
-        return any(publication.may_have_arrived for _, publication in self._queued)
 
     def fail_all(self, error: exceptions.RabbitDelayError) -> None:
         """Finish all messages that wait with an error, or with its copy for the others.
 
         One of the two says that the broker may have the message, the other one that it has not.
         """
+        error.may_have_arrived |= any(each.may_have_arrived for _, each in self._queued)
         errors = {error.may_have_arrived: error}
         while self._queued:
             _, publication = self._queued.popleft()
             arrived = publication.may_have_arrived
             publication.error = errors.setdefault(arrived, error.copy(arrived))
             self._finish(publication)
-
-
-def _error_of(culprit: Publication, closed: ChannelError) -> exceptions.PublishError:
-    """Return the error of the message for which the broker has closed the channel."""
-    address = culprit.exchange, culprit.routing_key
-    if isinstance(closed, NotFound):
-        return exceptions.MessageReturned(*address, str(closed))
-    permission = missing_permission(closed)
-    if permission is not None:
-        return exceptions.MessageNotPermitted(permission, *address, str(permission))
-    return exceptions.MessageRefused(*address, str(closed))

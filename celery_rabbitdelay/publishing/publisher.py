@@ -20,46 +20,16 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError, NotAllowed, NotFound
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import (
-    ConnectionBlocked,
-    ConnectionLost,
-    DeclarationNotPermitted,
-    DeclarationRefused,
-    MessageNacked,
-    MessageRefused,
-    MessageReturned,
-    NoPublisherFree,
-    PublishError,
-    RabbitDelayError,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.shown_url import shown_broker
+from celery_rabbitdelay.publishing import kombu_internals, publish_loop
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
-from celery_rabbitdelay.publishing.kombu_internals import (
-    CONNECT_TIMEOUT,
-    closing,
-    connect,
-    conversation,
-    drop_connection,
-)
 from celery_rabbitdelay.publishing.message import Declaration, Publication
-from celery_rabbitdelay.publishing.publish_loop import (
-    BLOCKED,
-    DEFAULT_POLICY,
-    MayPass,
-    NextPublication,
-    PublishLoop,
-    PublishPolicy,
-    unwrap_callers_errors,
-)
-from celery_rabbitdelay.publishing.refusals import missing_permission, reason_of
+from celery_rabbitdelay.publishing.refusals import error_of, reason_of
 from celery_rabbitdelay.publishing.wire import Wire
 
 #: Seconds that closing a channel may take; all its messages are settled before.
 CLOSE_TIMEOUT: Final = 2.0
-
-#: After these errors, the connection can be used for the next messages.
-HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
-
 
 #: Why a message is not sent although the broker answers.
 NOT_DECLARED: Final = (
@@ -94,7 +64,7 @@ class Publisher:
     def publish(
         self,
         publication: Publication,
-        policy: PublishPolicy = DEFAULT_POLICY,
+        policy: publish_loop.PublishPolicy = publish_loop.DEFAULT_POLICY,
         *,
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
@@ -130,7 +100,7 @@ class Publisher:
     def publish_all(
         self,
         publications: Iterable[Publication],
-        policy: PublishPolicy = DEFAULT_POLICY,
+        policy: publish_loop.PublishPolicy = publish_loop.DEFAULT_POLICY,
         *,
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
@@ -170,7 +140,7 @@ class Publisher:
             self._channel.unconfirmed.on_settled = on_settled
             return self._channel
         self.declared.clear()
-        connect(self.connection, _remaining(deadline))
+        kombu_internals.connect(self.connection, _remaining(deadline))
         with Wire(self.connection).all_answers_within(_remaining(deadline)):
             self._channel = ConfirmChannel(self.connection, on_settled)
         if self._is_alone:
@@ -180,7 +150,7 @@ class Publisher:
     def discard(self) -> None:
         """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""
         self._channel = None
-        drop_connection(self.connection)
+        kombu_internals.drop_connection(self.connection)
 
     def close_channel(self) -> None:
         """Close the channel; the connection stays open for others."""
@@ -188,24 +158,24 @@ class Publisher:
         if channel is not None:
             # Everything that was published is settled; a close that fails changes nothing.
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
-            with conversation(self.connection), suppress(*errors):
+            with kombu_internals.conversation(self.connection), suppress(*errors):
                 channel.close(CLOSE_TIMEOUT)
 
     def close(self) -> None:
         """Close the connection in order; it cannot be used any more."""
         if self._channel is not None and self._channel.blocked is not None:
             self.discard()  # the broker would not answer
-        with closing(self.connection):
+        with kombu_internals.closing(self.connection):
             self.close_channel()
 
-    def give_up(self, error: RabbitDelayError) -> None:
-        """Leave the connection as the next caller may use it, after an error for all messages.
+    def give_up(self, error: exceptions.RabbitDelayError) -> None:
+        """Leave the connection as the next caller may use it, although messages are in flight.
 
         Late answers must not be taken for answers about the next messages. A connection of our own
         is kept while the broker blocks it: the broker does not notice that a blocked connection was
         closed, so each new one would stay with it until the alarm is over.
         """
-        if isinstance(error, ConnectionBlocked) and self._is_alone and self._channel is not None:
+        if self._is_alone and self._channel and isinstance(error, exceptions.ConnectionBlocked):
             self._channel.give_up()
         else:
             self.discard()
@@ -230,8 +200,8 @@ class Run:
     def __init__(
         self,
         publisher: Publisher,
-        source: NextPublication,
-        policy: PublishPolicy,
+        source: publish_loop.NextPublication,
+        policy: publish_loop.PublishPolicy,
         declare: Declaration | None,
         redeclare: Declaration | None,
         done: Callable[[Publication], None],
@@ -239,10 +209,12 @@ class Run:
     ) -> None:
         self.policy = policy
         self._publisher = publisher
+        self._connection = publisher.connection
+        self._errors = (*self._connection.connection_errors, *self._connection.channel_errors)
         self._declare = declare
         self._redeclare = redeclare
         self._declares_each = declares_each
-        self.loop = PublishLoop(
+        self.loop = publish_loop.PublishLoop(
             source,
             policy,
             done,
@@ -263,7 +235,7 @@ class Run:
                 all messages have this error. After any other exception, they have no outcome.
         """
         # Late confirms of messages in flight must not be taken for confirms of the next caller's.
-        with unwrap_callers_errors(), conversation(self._publisher.connection):
+        with publish_loop.unwrap_callers_errors(), kombu_internals.conversation(self._connection):
             while self.loop.has_more() and (self.loop.has_unwritten or not until_written):
                 try:
                     if not self.loop.has_channel:
@@ -271,34 +243,30 @@ class Run:
                         self.loop.take_back()
                         self._open()
                     self._publish(until_written)
-                except MayPass as refused:
-                    (error,) = refused.args
-                    self._try_again(error, error.__cause__)
-                except RabbitDelayError as error:
-                    self._fail_all_and_raise(error, error.__cause__)
+                except publish_loop.MayPass as refused:
+                    self._try_again(*refused.args)
+                except exceptions.RabbitDelayError as error:
+                    self._fail_all_and_raise(error)
                 except NotAllowed as refused:
                     # Do not retry: the virtual host is missing or not accessible.
                     self.loop.take_back()
                     self._publisher.discard()
                     if self.loop.has_more():
-                        self._fail_all_and_raise(self._lost(refused), refused)
-                except (
-                    *self._publisher.connection.connection_errors,
-                    *self._publisher.connection.channel_errors,
-                ) as lost:
-                    self._try_again(None, lost)
+                        self._fail_all_and_raise(self._lost(refused))
+                except self._errors as lost:
+                    self._try_again(lost)
 
     def _open(self) -> None:
         """Use a channel on a connection where everything is declared."""
         if self.policy.reconnects is not None and not self._unreached:
-            limit = self._publisher.connection.connect_timeout or CONNECT_TIMEOUT
+            limit = self._connection.connect_timeout or kombu_internals.CONNECT_TIMEOUT
             self._reach_by = time.monotonic() + limit
         deadline = min(self.loop.next_waiting.deadline, self._reach_by)
         try:
             channel = self._publisher.channel(deadline, self.loop.settled)
         except AccessRefused as refused:
             raise self._lost(refused) from refused
-        except self._publisher.connection.connection_errors:
+        except self._connection.connection_errors:
             self._unreached += 1
             raise
         self._unreached, self._reach_by = 0, math.inf
@@ -322,20 +290,21 @@ class Run:
         if channel.blocked is not None and not channel.drain(
             lambda: channel.blocked is None, publication.deadline
         ):
-            raise ConnectionBlocked(*publication.address(), BLOCKED)
+            raise exceptions.ConnectionBlocked(*publication.address(), publish_loop.BLOCKED)
         try:
             with channel.wire.all_answers_within(_remaining(publication.deadline)):
-                declare(self._publisher.connection)
+                declare(self._connection)
             declared.add(declare)
         except TimeoutError as slow:
             raise TimeoutError(NOT_DECLARED) from slow
-        except self._publisher.connection.channel_errors as refused:
+        except self._connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
                 raise  # for a message in flight
-            error = _declaration_refused(publication.address(), refused)
+            kinds = exceptions.DeclarationRefused, exceptions.DeclarationNotPermitted
+            error = error_of(refused, publication.address(), *kinds)
             if isinstance(refused, NotFound) and PASSING_REASONS.search(str(refused)):
                 error.__cause__ = refused
-                raise MayPass(error) from refused
+                raise publish_loop.MayPass(error) from refused
             raise error from refused
 
     def _publish(self, until_written: bool) -> None:
@@ -347,12 +316,6 @@ class Run:
                     self.loop.flush()
                     return
                 self.loop.wait()
-        except ConnectionBlocked:
-            raise  # see Publisher.give_up
-        except PublishError:
-            # Late answers about these messages must not be taken for answers about the next ones.
-            self._publisher.discard()
-            raise
         except ChannelError as closed:
             # py-amqp opens a channel that the broker closed again, but not in confirm mode.
             self._publisher.close_channel()
@@ -364,16 +327,15 @@ class Run:
                 # Every further message to it would fail.
                 raise culprit.error.copy(culprit.may_have_arrived) from closed
 
-    def _try_again(self, error: RabbitDelayError | None, cause: BaseException | None) -> None:
+    def _try_again(self, error: BaseException) -> None:
         """Drop the connection, and go on after a pause; the next one may be to another node.
 
         Args:
-            error: The error if that was one attempt too many; None if the connection is lost.
-            cause: The error of this attempt.
+            error: That of this attempt.
         """
         self.loop.take_back()
         self._publisher.discard()
-        self._publisher.connection.maybe_switch_next()
+        self._connection.maybe_switch_next()
         if not self.loop.has_more():
             return
         if self.loop.last_settled > self._lost_at:
@@ -384,36 +346,30 @@ class Run:
         reconnects = self.policy.reconnects
         is_unreachable = reconnects is not None and self._unreached > reconnects
         if self.policy.is_over(self._losses) or is_unreachable or late:
-            self._fail_all_and_raise(error or self._lost(cause), cause)
+            if not isinstance(error, exceptions.RabbitDelayError):
+                error = self._lost(error)
+            self._fail_all_and_raise(error)
         self._lost_at = time.monotonic()
         time.sleep(pause)
 
-    def _lost(self, cause: BaseException | None) -> ConnectionLost:
-        broker, attempt = shown_broker(self._publisher.connection), max(self._losses, 1)
-        reason = f"no connection to {broker}, attempt {attempt}: {cause and reason_of(cause)}"
-        return ConnectionLost(*self.loop.next_waiting.address(), reason)
-
-    def _fail_all_and_raise(self, error: RabbitDelayError, cause: BaseException | None) -> NoReturn:
-        """Finish all messages that wait with this error, and raise it."""
-        self.loop.take_back()
-        if not isinstance(error, HARMLESS):
-            self._publisher.give_up(error)
-        error.may_have_arrived = error.may_have_arrived or self.loop.may_have_arrived
+    def _lost(self, cause: BaseException) -> exceptions.ConnectionLost:
+        broker, attempt = shown_broker(self._connection), max(self._losses, 1)
+        reason = f"no connection to {broker}, attempt {attempt}: {reason_of(cause)}"
+        error = exceptions.ConnectionLost(*self.loop.next_waiting.address(), reason)
         error.__cause__ = cause
+        return error
+
+    def _fail_all_and_raise(self, error: exceptions.RabbitDelayError) -> NoReturn:
+        """Finish all messages that wait with this error, and raise it."""
+        if self.loop.take_back():
+            self._publisher.give_up(error)
         self.loop.fail_all(error)
-        raise error from cause
+        raise error from error.__cause__
 
 
 def _remaining(deadline: float) -> float:
     """Return the seconds until a deadline, at least 1 ms, for one read."""
     return max(deadline - time.monotonic(), 0.001)
-
-
-def _declaration_refused(address: tuple[str, str], refused: BaseException) -> DeclarationRefused:
-    permission = missing_permission(refused)
-    if permission is None:
-        return DeclarationRefused(*address, reason_of(refused))
-    return DeclarationNotPermitted(permission, *address, str(permission))
 
 
 class PublisherPool:
@@ -469,7 +425,7 @@ class PublisherPool:
         try:
             publisher = free.get(timeout=timeout)
         except Empty as none_free:
-            raise NoPublisherFree(self._limit, timeout) from none_free
+            raise exceptions.NoPublisherFree(self._limit, timeout) from none_free
         try:
             yield publisher
         finally:

@@ -7,14 +7,19 @@ RabbitMQ checks a permission for each resource that a method touches
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
 from amqp import spec
 from amqp.exceptions import AccessRefused, AMQPError, PreconditionFailed
 
-from celery_rabbitdelay.exceptions import LayoutConflict, MissingPermission, PermissionMissing
+from celery_rabbitdelay.exceptions import (
+    LayoutConflict,
+    MissingPermission,
+    PermissionMissing,
+    PublishError,
+)
 from celery_rabbitdelay.levels.topology import Topology
 
 #: What the broker says; see :data:`.UNNAMED_PERMISSION`.
@@ -96,6 +101,26 @@ def reason_of(refused: BaseException) -> str:
     return (
         f"{refused}: {_RAISE_LIMIT}" if is_limit_reached(refused) else str(refused) or repr(refused)
     )
+
+
+def error_of(
+    refused: BaseException,
+    address: tuple[str, str],
+    kind: Callable[[str, str, str], PublishError],
+    not_permitted: Callable[[MissingPermission, str, str, str], PublishError],
+) -> PublishError:
+    """Return the error of a message for which the broker has refused a method.
+
+    Args:
+        refused: What the broker said.
+        address: The message's exchange and routing key.
+        kind: The error's class.
+        not_permitted: Its class if a permission is lacking.
+    """
+    permission = missing_permission(refused)
+    if permission is not None:
+        return not_permitted(permission, *address, str(permission))
+    return kind(*address, reason_of(refused))
 
 
 @contextmanager
