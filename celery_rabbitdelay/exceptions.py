@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self, cast, dataclass_transform
+from typing import Any, ClassVar, Final, NamedTuple, Self, cast, dataclass_transform
 
 from kombu.exceptions import OperationalError
 
@@ -809,3 +809,13 @@ def _may_have_arrived(error: Exception) -> bool:
     # Celery's own publishing does not say.
     unknown = isinstance(error, OperationalError)
     return error.may_have_arrived if isinstance(error, RabbitDelayError) else unknown
+
+
+#: Errors of publishing after which another attempt may succeed.
+TEMPORARY_ERRORS: Final = (
+    MessageNacked,
+    ConfirmTimeout,
+    ConnectionBlocked,
+    ConnectionLost,
+    NoPublisherFree,
+)

@@ -13,13 +13,7 @@ from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
-from selenium.common.exceptions import (
-    ElementClickInterceptedException,
-    ElementNotInteractableException,
-    NoSuchElementException,
-    StaleElementReferenceException,
-    WebDriverException,
-)
+from selenium.common import exceptions
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -49,10 +43,10 @@ _ARGUMENTS: Final = (
 
 #: What may happen to an element while its page is replaced.
 _REPLACED: Final = (
-    NoSuchElementException,
-    StaleElementReferenceException,
-    ElementClickInterceptedException,
-    ElementNotInteractableException,
+    exceptions.NoSuchElementException,
+    exceptions.StaleElementReferenceException,
+    exceptions.ElementClickInterceptedException,
+    exceptions.ElementNotInteractableException,
 )
 
 #: What the driver says of the same in other words.
@@ -216,7 +210,7 @@ class Tab:
                 outcome.append(act())
             except _REPLACED as error:
                 failed.append(error)
-            except WebDriverException as error:
+            except exceptions.WebDriverException as error:
                 if not any(each in str(error) for each in _REPLACED_WORDS):
                     raise
                 failed.append(error)

@@ -30,6 +30,8 @@ class Entry(NamedTuple):
         consumer_steps: Bootsteps of a worker's consumer.
         worker_steps: Bootsteps of a worker.
         worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
+        commands: Commands of ``celery rabbitdelay``, by the modules that have them: a function or
+            group of click, whose name there has ``_`` for ``-``.
     """
 
     name: str
@@ -42,14 +44,15 @@ class Entry(NamedTuple):
     consumer_steps: tuple[str, ...] = ()
     worker_steps: tuple[str, ...] = ()
     worker_options: Mapping[str, str] = {}
+    commands: Mapping[str, tuple[str, ...]] = {}
 
 
 _PACKAGE: Final = "celery_rabbitdelay"
 
 _REGISTRY: Final = f"{_PACKAGE}.registry"
 
-#: The additions of this package that the kernel has to know by name. The others (operations,
-#: testing, Spark) are imported by their users.
+#: The additions of this package that the kernel has to know by name. Those for Spark and for tests
+#: are imported by their users.
 BUILT_IN: Final = (
     Entry(
         "registry",
@@ -76,6 +79,12 @@ BUILT_IN: Final = (
         },
         consumer_steps=(f"{_REGISTRY}.bootsteps:DecideOnArrival",),
         worker_steps=(f"{_REGISTRY}.bootsteps:ReturnPaused",),
+        commands={
+            f"{_REGISTRY}.commands": (
+                *("cancel", "forecast", "job", "pause", "pending", "postpone", "resume", "run-now"),
+                "show",
+            )
+        },
     ),
     Entry(
         "schedules",
@@ -85,6 +94,18 @@ BUILT_IN: Final = (
         settings=("beat",),
         methods={f"{_PACKAGE}.schedules.addition:HasSchedules": ("schedules",)},
         consumer_steps=(f"{_PACKAGE}.schedules.arrivals:ScheduleStep",),
+        commands={f"{_PACKAGE}.schedules.command": ("schedules",)},
+    ),
+    Entry(
+        "operations",
+        commands={
+            f"{_PACKAGE}.operations.move_commands": ("adopt", "migrate", "transfer"),
+            f"{_PACKAGE}.operations.undeliverable_commands": ("undeliverable",),
+            **{
+                f"{_PACKAGE}.operations.{name}": (name,)
+                for name in ("delete", "export", "permissions", "status", "verify")
+            },
+        },
     ),
     Entry(
         "metrics",
@@ -98,7 +119,12 @@ BUILT_IN: Final = (
         },
         methods={f"{_PACKAGE}.metrics.collector:HasMetrics": ("metrics",)},
     ),
-    Entry("web", group=f"{_PACKAGE}.web.settings:WebSettings", settings=("web",)),
+    Entry(
+        "web",
+        group=f"{_PACKAGE}.web.settings:WebSettings",
+        settings=("web",),
+        commands={f"{_PACKAGE}.web.command": ("web",)},
+    ),
 )
 
 #: All additions: those of this package, and those of applications.
@@ -109,6 +135,11 @@ settings: Final[dict[str, str]] = {}
 
 #: The additions by the names of the options that they bring.
 options: Final[dict[str, Entry]] = {}
+
+#: Where each command is, by its name; those of the kernel are there already.
+commands: Final[dict[str, str]] = {
+    name: f"{_PACKAGE}.command.levels:{name}" for name in ("declare", "route")
+}
 
 #: The classes that have the attributes of ``app.rabbitdelay``, by the names of these.
 methods: Final[dict[str, str]] = {}
@@ -121,17 +152,20 @@ def add(entry: Entry) -> None:
         entry: What it brings.
 
     Raises:
-        ValueError: Another addition has a setting, an option or an attribute of that name.
+        ValueError: Another addition has a name of a setting, an option, an attribute or a command.
     """
     attributes = [name for names in entry.methods.values() for name in names]
     _refuse_taken(entry.settings, settings)
     _refuse_taken(entry.options, options)
     _refuse_taken(attributes, methods)
+    _refuse_taken([name for names in entry.commands.values() for name in names], commands)
     entries.append(entry)
     settings.update(dict.fromkeys(entry.settings, entry.group))
     options.update(dict.fromkeys(entry.options, entry))
     for where, names in entry.methods.items():
         methods.update(dict.fromkeys(names, where))
+    for module, names in entry.commands.items():
+        commands.update({name: f"{module}:{name.replace('-', '_')}" for name in names})
 
 
 def _refuse_taken(names: Iterable[str], taken: Container[str]) -> None:

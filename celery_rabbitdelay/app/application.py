@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
+from importlib.metadata import version
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -33,7 +34,7 @@ from celery.exceptions import Reject, Retry
 from celery.result import AsyncResult
 from kombu import Producer
 
-from celery_rabbitdelay import __version__, exceptions
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import additions, canvas, celery_internals, task_sending
 from celery_rabbitdelay.app.canvas import DelayingSignature
 from celery_rabbitdelay.app.control import DelayingControl, WaitingResult
@@ -80,15 +81,6 @@ ResultT = TypeVar("ResultT")
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 TaskT = TypeVar("TaskT", bound="celery.Task[Any, Any]")
 
-
-#: Errors of publishing after which another attempt may succeed.
-TEMPORARY_ERRORS: Final = (
-    exceptions.MessageNacked,
-    exceptions.ConfirmTimeout,
-    exceptions.ConnectionBlocked,
-    exceptions.ConnectionLost,
-    exceptions.NoPublisherFree,
-)
 
 #: Maximum seconds to wait before a task whose retry could not be sent is requeued.
 MAX_REQUEUE_WAIT: Final = 10.0
@@ -251,7 +243,7 @@ class Task(celery.Task, TaskAttributes, Generic[P, ResultT_co]):  # type: ignore
             is_ours = isinstance(unsent, exceptions.RabbitDelayError)
             if not isinstance(unsent, Exception) or not (self.rabbitdelay or is_ours):
                 raise
-            if self.acks_late and isinstance(unsent, TEMPORARY_ERRORS):
+            if self.acks_late and isinstance(unsent, exceptions.TEMPORARY_ERRORS):
                 # Without a pause, the message would come back and fail in a hot loop.
                 time.sleep(min(max(countdown or 0.0, 1.0), MAX_REQUEUE_WAIT))
                 raise Reject(unsent, requeue=True) from unsent
@@ -355,7 +347,7 @@ class Celery(DelayingCelery):
 
     def bugreport(self) -> str:
         """Return what ``celery report`` prints; Celery hides the passwords of its own URLs only."""
-        ours = f"\npackage  -> celery-rabbitdelay:{__version__}"
+        ours = f"\npackage  -> celery-rabbitdelay:{version('celery-rabbitdelay')}"
         return ours + without_passwords(super().bugreport())
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import cached_property, partial
 from json.encoder import encode_basestring_ascii as quoted
 from types import FunctionType, NoneType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import celery
 from celery import signals as celery_signals
@@ -36,11 +36,11 @@ from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import Options, Result, TaskOrName
 from celery_rabbitdelay.app.pipelines import Sent, TaskPipeline, current_pipeline, publish_task
-from celery_rabbitdelay.app.seams import additions_of
+from celery_rabbitdelay.app.seams import NO_HEADERS, Call, additions_of
 from celery_rabbitdelay.app.task_sending import DelayedTaskProducer
 from celery_rabbitdelay.exceptions import InvalidDelay, RabbitDelayError
 from celery_rabbitdelay.levels import headers as header_names
-from celery_rabbitdelay.levels.delay import Due, tolerance_milliseconds
+from celery_rabbitdelay.levels.delay import tolerance_milliseconds
 from celery_rabbitdelay.levels.headers import COPY, ENVELOPE, KEY, LIFE, ORDER
 from celery_rabbitdelay.modules.envelope import Item, compressed, length_prefixed, shared_block
 from celery_rabbitdelay.publishing.kombu_internals import is_kombus_json
@@ -52,9 +52,6 @@ from celery_rabbitdelay.publishing.message import (
     WaitingMessage,
     encoded,
 )
-
-#: A message without headers of its own for the registry.
-NO_HEADERS: Final[Mapping[str, str]] = {}
 
 #: The headers for the registry in which calls differ; all others are the same for all.
 OWN_HEADERS: Final = (COPY, LIFE, KEY, ORDER)
@@ -92,27 +89,6 @@ ENVELOPE_HEADERS: Final = frozenset(
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
 
 
-class Call(NamedTuple):
-    """One call of a task.
-
-    Attributes:
-        task_id: Its id.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        due: When it may start.
-        headers: Those of :data:`OWN_HEADERS` that its message has, for the registry; or the
-            ``group_index`` of a group's member.
-        has_id: Whether the caller has given the id; otherwise no task had it before.
-    """
-
-    task_id: str
-    args: Any
-    kwargs: Any
-    due: Due
-    headers: Mapping[str, Any] = NO_HEADERS
-    has_id: bool = True
-
-
 class CapturingProducer(DelayedTaskProducer):
     """Keeps the message of a task that Celery has made and routed, instead of publishing it."""
 
@@ -139,7 +115,7 @@ def capture(
         connection: The caller's own connection, which the message will be published over.
     """
     producer = CapturingProducer(delays, name_of(task), call.due, options, connection)
-    producer.says = {"registry": {**headers, **call.headers}}
+    producer.added_headers = {**headers, **call.headers}
     given = {**options, "task_id": call.task_id, "producer": producer}
     function_to_send(delays.app, task)(call.args, call.kwargs, **given)
     return producer

@@ -22,7 +22,6 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of, forget_connections
 from celery_rabbitdelay.app.instruments import Recorder
 from celery_rabbitdelay.app.options import refuse_two_times
-from celery_rabbitdelay.app.pipelines import current_pipeline
 from celery_rabbitdelay.app.settings import Groups, Settings, SettingsGroup, read_settings
 from celery_rabbitdelay.levels.delay import TAKES_INSTANT, Delay, Due
 from celery_rabbitdelay.levels.topology import Topology
@@ -180,7 +179,7 @@ class Delays:
     def publisher(
         self, connection: Connection | None = None, timeout: float | None = None
     ) -> Iterator[Publisher]:
-        """Borrow a confirmed publisher: that of the block that a send belongs to, if there is one.
+        """Borrow a confirmed publisher.
 
         Args:
             connection: The caller's own connection, to be used instead of the pool's.
@@ -190,12 +189,8 @@ class Delays:
         Raises:
             NoPublisherFree: All publishers of the pool were in use for that long.
         """
-        pipeline = current_pipeline(self, connection)
         if self.stand_in is not None:
             yield self.stand_in.publisher
-        elif pipeline is not None and pipeline.has_publisher:
-            with pipeline.lent() as publisher:
-                yield publisher
         elif connection is None:
             limit = self.settings.confirm_timeout if timeout is None else timeout
             with self.pool.acquire(limit) as publisher:

@@ -23,7 +23,7 @@ from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.copies import function_to_send
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
 from celery_rabbitdelay.app.options import BESIDE_STAMPS, Result, TaskOrName, without_stamps
-from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, open_pipeline
+from celery_rabbitdelay.app.pipelines import MIN_TIMEOUT, current_pipeline, open_pipeline
 from celery_rabbitdelay.app.rows import Given, Report
 from celery_rabbitdelay.app.seams import additions_of, checked_added_options
 from celery_rabbitdelay.app.send_many import RowSender, send_one_by_one
@@ -34,6 +34,7 @@ from celery_rabbitdelay.publishing.declaration import check_complete, on_declare
 from celery_rabbitdelay.publishing.kombu_internals import closing
 from celery_rabbitdelay.publishing.message import Publication
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Publisher
 
 if TYPE_CHECKING:
     from celery_rabbitdelay.metrics.collector import HasMetrics
@@ -89,6 +90,25 @@ class RabbitDelay(Added, Delays):
     if TYPE_CHECKING:
 
         def __init__(self, app: DelayingCelery) -> None: ...
+
+    @contextmanager
+    def publisher(
+        self, connection: Connection | None = None, timeout: float | None = None
+    ) -> Iterator[Publisher]:
+        """Borrow a confirmed publisher: that of the block that a send belongs to, if there is one.
+
+        Args:
+            connection: As for :meth:`.Delays.publisher`.
+            timeout: As there.
+
+        Raises:
+            NoPublisherFree: As there.
+        """
+        pipeline = current_pipeline(self, connection)
+        is_lent = self.stand_in is None and pipeline is not None and pipeline.has_publisher
+        given = pipeline.lent() if is_lent and pipeline else super().publisher(connection, timeout)
+        with given as publisher:
+            yield publisher
 
     def check(self, timeout: float = 1.0) -> None:
         """Raise if a delayed task could not be sent now, for the readiness of a web server.

@@ -19,21 +19,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from celery.exceptions import Ignore, Reject
 from kombu import Connection, Producer
 
 from celery_rabbitdelay.app import signals
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
 from celery_rabbitdelay.publishing.declaration import declare_again
 from celery_rabbitdelay.publishing.message import Declaration, Publication
 from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-
-if TYPE_CHECKING:
-    from celery_rabbitdelay.app.delays import Delays
 
 logger = logging.getLogger(__name__)
 

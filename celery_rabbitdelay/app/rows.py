@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kombu.utils.json import loads
 
-from celery_rabbitdelay.app.copies import Call
+from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.exceptions import InvalidRow
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Delay, Due, instant_of
@@ -93,7 +93,7 @@ def row_of(given: Mapping[str, Any]) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class WrittenRows:
-    """Rows that are due in the same tick, each as :meth:`.Writer.item` writes it.
+    """Rows that are due in the same tick, each as :meth:`.Template.item` writes it.
 
     ``send_many`` writes the first of them again. If that gives other bytes, because the application
     has another serializer for example, it reads all of them and writes each itself.
@@ -132,11 +132,12 @@ Given: TypeAlias = "Row | Mapping[str, Any] | WrittenRows"
 
 
 def one_by_one(rows: Iterable[Given]) -> Iterator[Row | Mapping[str, Any]]:
-    """Yield each row, those that are written already as well."""
+    """Yield single rows, unpacking :class:`WrittenRows`."""
     for given in rows:
         if isinstance(given, WrittenRows):
             eta = instant_of(given.due_ms)
-            yield from (Row(*call[1:3], eta=eta, task_id=call.task_id) for call, _ in given.read())
+            for call, _ in given.read():
+                yield Row(call.args, call.kwargs, eta=eta, task_id=call.task_id)
         else:
             yield given
 

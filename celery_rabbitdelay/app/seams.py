@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 from celery.result import AsyncResult
 
@@ -19,8 +19,32 @@ from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
 
 if TYPE_CHECKING:
-    from celery_rabbitdelay.app.copies import Call
     from celery_rabbitdelay.publishing.message import Content
+
+
+#: A message without headers of its own for the registry.
+NO_HEADERS: Final[Mapping[str, str]] = {}
+
+
+class Call(NamedTuple):
+    """One call of a task.
+
+    Attributes:
+        task_id: Its id.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        due: When it may start.
+        headers: Those of the registry that only its message has; or the
+            ``group_index`` of a group's member.
+        has_id: Whether the caller has given the id; otherwise no task had it before.
+    """
+
+    task_id: str
+    args: Any
+    kwargs: Any
+    due: Due
+    headers: Mapping[str, Any] = NO_HEADERS
+    has_id: bool = True
 
 
 @dataclass

@@ -35,7 +35,13 @@ from celery_rabbitdelay.app.rows import (
     one_by_one,
     row_of,
 )
-from celery_rabbitdelay.app.seams import AddedToRows, additions_of, checked_added_options
+from celery_rabbitdelay.app.seams import (
+    NO_HEADERS,
+    AddedToRows,
+    Call,
+    additions_of,
+    checked_added_options,
+)
 from celery_rabbitdelay.levels.delay import Delay
 from celery_rabbitdelay.levels.headers import KEY
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
@@ -52,7 +58,7 @@ PROGRESS_INTERVAL: Final = 0.5
 GivenT = TypeVar("GivenT")
 
 #: An element of the caller's iterable, checked: one call, or many that are written already.
-Work: TypeAlias = "copies.Call | WrittenRows"
+Work: TypeAlias = "Call | WrittenRows"
 
 
 class Sending:
@@ -214,7 +220,7 @@ class RowSender(Sending):
     def _send(self, publisher: Publisher, rows: Iterator[tuple[int, Work]]) -> None:
         work = self._asked(rows)
         for number, given in work:
-            first = given if isinstance(given, copies.Call) else next(given.read())[0]
+            first = given if isinstance(given, Call) else next(given.read())[0]
             headers = chain.from_iterable(each.shared_headers.items() for each in self._added)
             try:
                 self._template = self._delays.part(copies.Copies).of_rows(
@@ -263,7 +269,7 @@ class RowSender(Sending):
             else:
                 yield number, work
 
-    def _call(self, given: Row | Mapping[str, Any]) -> copies.Call:
+    def _call(self, given: Row | Mapping[str, Any]) -> Call:
         row = given if isinstance(given, Row) else row_of(given)
         due = self._delays.due(row.delay, None, row.eta, self._tolerance_ms)
         args, kwargs = row.args or (), row.kwargs or {}
@@ -281,16 +287,16 @@ class RowSender(Sending):
         check_arguments(self._task, args, kwargs)
         if row.key is not None:
             checked_added_options({"key": row.key}, self._delays)
-        headers = copies.NO_HEADERS if row.key is None else {KEY: row.key}
+        headers = NO_HEADERS if row.key is None else {KEY: row.key}
         has_id = given_id is not None
-        return copies.Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
+        return Call(given_id or next(self._ids), args, kwargs, due, headers, has_id)
 
     def _groups(self, work: Iterator[tuple[int, Work]]) -> Iterator[Group]:
         """Yield the calls in groups; one that shares no envelope is a group without items."""
         layout, max_bytes = self._settings.topology.layout, self._settings.max_message_bytes // 2
         grouper = Grouper(layout, self._template.item, max_bytes=max_bytes)
         for number, given in work:
-            if isinstance(given, copies.Call):
+            if isinstance(given, Call):
                 yield from self._add(grouper, number, given)
             elif (group := self._ready_group(number, given)) is not None:
                 yield group
@@ -318,7 +324,7 @@ class RowSender(Sending):
         numbers = list(range(number, number + written.count))
         return Group(first.due, first, bytearray(written.items), numbers)
 
-    def _add(self, grouper: Grouper, number: int, call: copies.Call) -> Sequence[Group]:
+    def _add(self, grouper: Grouper, number: int, call: Call) -> Sequence[Group]:
         """Put a call into a group; return the groups that wait no longer."""
         if not self._envelopes:
             return [Group(call.due, call, rows=[number])]

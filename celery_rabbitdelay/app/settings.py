@@ -320,7 +320,7 @@ class Settings(SettingsGroup):
     may_refuse: Annotated[Sequence[str], _NAMES] = ()
 
     @classmethod
-    def of(cls, configuration: Mapping[str, Any], namespace: str | None = None) -> Self:
+    def of(cls, configuration: Mapping[str, object], namespace: str | None = None) -> Self:
         """Read and check our keys in a Celery configuration; return the kernel's own settings.
 
         Args:
@@ -392,7 +392,7 @@ def _layout_of(value: Any, tick: float) -> Layout:
     return NAMED[name](**{"tick": tick, **options})
 
 
-def read_settings(configuration: Mapping[str, Any], namespace: str | None = None) -> Groups:
+def read_settings(configuration: Mapping[str, object], namespace: str | None = None) -> Groups:
     """Read and check our keys in a Celery configuration.
 
     Args:
@@ -434,7 +434,7 @@ def _group(name: str, key: str) -> type[SettingsGroup]:
     return group
 
 
-def _keys(configuration: Mapping[str, Any], namespace: str | None) -> dict[str, str]:
+def _keys(configuration: Mapping[str, object], namespace: str | None) -> dict[str, str]:
     """Return the key of each setting in a configuration, by the setting's name."""
     known = (*setting_types(Settings), *additions.settings)
     starts = PREFIX, _key_of("", namespace)

@@ -27,7 +27,7 @@ from celery_rabbitdelay.app.instruments import queue_label
 from celery_rabbitdelay.app.options import Options, OwnOptions, Result
 from celery_rabbitdelay.app.seams import AddedToSend, Send, additions_of
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.exceptions import UnknownOption
+from celery_rabbitdelay.exceptions import RabbitDelayError, UnknownOption
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Delay, Due, milliseconds, plain
@@ -169,7 +169,11 @@ class DelayedTaskProducer(DelayedProducer):
         delayed, due = self.delayed, self._due
         sent = pipelines.Sent(self.name, self._given["task_id"], due.at_ms, queue_label(delayed))
         address = partial(self.address, delayed, due)
-        publication = Publication.of(delayed.message.amqp(), address, sent)
+        try:
+            publication = Publication.of(delayed.message.amqp(), address, sent)
+        except RabbitDelayError:  # AMQP cannot carry it
+            self._delays.recorder.record_send(sent.task, sent.queue, False, 0)
+            raise
         pipelines.publish_task(
             *(self._delays, publication, self.policy, self.declares),
             *(self._pipeline, self._callers_connection),
@@ -352,7 +356,7 @@ class TaskSending(Send):
             *(connection, pipeline, self._came_from),
         )
         headers = [part.headers(due) for part in parts]
-        producer.says = {"registry": {name: each[name] for each in headers for name in each}}
+        producer.added_headers = {name: each[name] for each in headers for name in each}
         result = self._send_by_celery(producer)
         if pipeline is None:
             for part in parts:

@@ -71,7 +71,7 @@ class DelayedProducer(Producer):
         signing_keys: What signs each message; None: messages are not signed.
 
     Attributes:
-        says: What else the headers of each message say: fields of :class:`.DelayHeaders`.
+        added_headers: Further headers of each message: those of :data:`.REGISTRY`, and others.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DelayedProducer(Producer):
         self.may_refuse = may_refuse
         self.signing_keys = signing_keys
         self.max_message_bytes = max_message_bytes
-        self.says: Mapping[str, Any] = {}
+        self.added_headers: Mapping[str, Any] = {}
 
     def publish_delayed(
         self,
@@ -216,10 +216,16 @@ class DelayedProducer(Producer):
         reply_to = properties.get("reply_to")
         if isinstance(reply_to, Queue):
             properties["reply_to"] = reply_to.name
+        registry = header_names.REGISTRY & self.added_headers.keys()
+        others = {name: self.added_headers[name] for name in self.added_headers.keys() - registry}
         said = header_names.DelayHeaders(
-            due.at_ms, destination.exchange, destination.routing_key, others=own_headers
+            due.at_ms,
+            destination.exchange,
+            destination.routing_key,
+            registry={name: self.added_headers[name] for name in registry},
+            others={**own_headers, **others},
         )
-        message = WaitingMessage(body, properties, said._replace(**self.says))
+        message = WaitingMessage(body, properties, said)
         return self.routed(message, destination.queue, due)
 
     def routed(self, message: WaitingMessage, queue: Queue | None, due: Due) -> Delayed:

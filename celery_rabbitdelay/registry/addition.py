@@ -7,27 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
-from celery.result import AsyncResult
-
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import is_sent_by_celery
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.options import Options, Result
 from celery_rabbitdelay.app.seams import AddedToSend, Addition, Send
-from celery_rabbitdelay.exceptions import (
-    JobClosed,
-    RegistryUnavailable,
-    UnknownOption,
-    UnprocessableMessage,
-)
+from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, milliseconds
-from celery_rabbitdelay.levels.headers import (
-    COMMITTED,
-    JOB,
-    JOB_ID,
-    KEY,
-    UNKNOWN_LIFE,
-    DelayHeaders,
-)
+from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.producer import Delayed
 from celery_rabbitdelay.registry.application import (
@@ -43,6 +31,7 @@ from celery_rabbitdelay.registry.decision import (
     Registration,
     Ticket,
     Verdict,
+    attempt_of,
     new_copy,
 )
 from celery_rabbitdelay.registry.index import Filter
@@ -76,7 +65,7 @@ class RegistryAddition(Addition):
     def _settings(self) -> RegistrySettings:
         return self.delays.settings_of(RegistrySettings)
 
-    def check(self, options: Mapping[str, Any]) -> None:
+    def check(self, options: Options) -> None:
         """Refuse wrong options, and all of them without a registry."""
         check_options(options, self._settings)
 
@@ -88,15 +77,15 @@ class RegistryAddition(Addition):
     def to_rows(
         self,
         name: str,
-        task: Any,
-        options: Mapping[str, Any],
+        task: object,
+        options: Options,
         fail: Callable[[Sequence[int], Exception], None],
     ) -> RowRegistration:
         """Return what registers the rows of a ``send_many``; each of them may have a key."""
         wanted = RegistryOptions.of(self._settings, task, options, {})
         return RowRegistration(self.delays, wanted, name, fail)
 
-    def shapes(self, task: Any) -> bool:
+    def shapes(self, task: object) -> bool:
         """Return whether the registry knows of all sends of a task."""
         return any(RegistryOptions.of(self._settings, task, {}, {}))
 
@@ -111,7 +100,7 @@ class RegistryAddition(Addition):
         arrivals = [Arrival.of(each, due_ms, "", redelivered=True) for each in inner]
         try:
             decisions = self._breaker.call(lambda: registry.look(arrivals))
-        except RegistryUnavailable:
+        except exceptions.RegistryUnavailable:
             return None
         waits = [each for each in decisions if each.verdict is Verdict.LATER]
         goes_on = any(each.verdict is Verdict.RUN or each.is_new_due for each in decisions)
@@ -122,12 +111,18 @@ class RegistryAddition(Addition):
     def note_arrived(self, note: WaitingMessage) -> Due | None:
         """Commit a job again that was committed; while Redis is away, the note waits again."""
         words = note.headers.registry
-        job, job_id = words.get(JOB), words.get(JOB_ID)
-        if COMMITTED not in words or job is None or note.properties.get("message_id") != job_id:
-            raise UnprocessableMessage("it says that a job was committed, and it names no job")
+        job, job_id = words.get(names.JOB), words.get(names.JOB_ID)
+        if (
+            names.COMMITTED not in words
+            or job is None
+            or note.properties.get("message_id") != job_id
+        ):
+            raise exceptions.UnprocessableMessage(
+                "it says that a job was committed, and it names no job"
+            )
         try:
             registry_of(self.delays).jobs.confirm(str(job), str(job_id))
-        except RegistryUnavailable:
+        except exceptions.RegistryUnavailable:
             return Due.after(CONFIRM_AGAIN)
         return None
 
@@ -147,14 +142,14 @@ class RegistryAddition(Addition):
         """Return whether a task is tracked and waits."""
         return self.delays.part(Waiting).is_waiting(task_id)
 
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> Mapping[str, object]:
         """Return when the next tracked task is due, and what is paused."""
         registry = registry_of(self.delays)
         try:
             # An overdue task in the list has lost its message, or is about to arrive.
             first = next(registry.index.pending(Filter(due_after_ms=wall_clock.ms())), None)
             paused = [each._asdict() for each in registry.pauses.all()]
-        except (RegistryUnavailable, OSError) as error:
+        except (exceptions.RegistryUnavailable, OSError) as error:
             return {"error": str(error)}
         return {"next_due": first and first.due, "paused": paused}
 
@@ -163,7 +158,7 @@ class RegistryAddition(Addition):
         registry = registry_of(self.delays)
         try:
             registry.store.commands(lambda pipe: pipe.exists(registry.names.only("complete-since")))
-        except RegistryUnavailable as error:
+        except exceptions.RegistryUnavailable as error:
             return " ".join(str(error).split())
         return ""
 
@@ -186,7 +181,7 @@ class RegisteredSend(AddedToSend):
         """Whether the registry is asked before the send, or told of it afterwards."""
         return bool(self._wanted.job) or self._wanted.is_registered
 
-    def around(self, due: Due, send: Callable[[], AsyncResult[Any]]) -> AsyncResult[Any]:
+    def around(self, due: Due, send: Callable[[], Result]) -> Result:
         """Send the task, unless it has ``unique="first"`` and another one waits under its key."""
         wanted, options = self._wanted, self._send.options
         if wanted.unique_ms is None:
@@ -197,14 +192,14 @@ class RegisteredSend(AddedToSend):
             try:
                 stack.enter_context(self._registry.alone_under(wanted.key))
                 holder = holder_of(self._registry, wanted.key, wanted.unique_ms)
-            except RegistryUnavailable as error:
+            except exceptions.RegistryUnavailable as error:
                 self._sent_although(error)
             if holder is None:
                 return send()
         task_id = options["task_id"]
         logger.info("Task %s is left out: %s has its key %r.", task_id, holder, wanted.key)
         result_of = options.get("result_cls") or self._send.delays.app.AsyncResult
-        result: AsyncResult[Any] = result_of(holder)
+        result: Result = result_of(holder)
         result.ignored = bool(options.get("ignore_result"))
         return result
 
@@ -224,9 +219,9 @@ class RegisteredSend(AddedToSend):
         elif unique_ms > milliseconds(settings.registry_keep):
             why = "unique_for is longer than rabbitdelay_registry_keep"
         if why:
-            raise UnknownOption("unique", "first", why)
+            raise exceptions.UnknownOption("unique", "first", why)
 
-    def headers(self, due: Due) -> Mapping[str, Any]:
+    def headers(self, due: Due) -> Options:
         """Ask the registry what the message has to carry: its ticket, and the id of its job.
 
         A retry, or a task that replaces another one, is of the same life as that one, and has its
@@ -240,27 +235,29 @@ class RegisteredSend(AddedToSend):
         if not self.is_alone:
             return wanted.headers("")
         life, order = Ticket.of(former)
-        if former.get(KEY, "") != wanted.key:
+        if former.get(names.KEY, "") != wanted.key:
             order = 0
-        job_id = former.get(JOB_ID, "") if former.get(JOB) == wanted.job else ""
+        job_id = former.get(names.JOB_ID, "") if former.get(names.JOB) == wanted.job else ""
         try:
             if wanted.job and not job_id:
                 state, job_id = self._registry.jobs.join(wanted.job, due.at_ms)
                 if state is not JobState.OPEN and not is_sent_by_celery():
-                    raise JobClosed(wanted.job, "unknown" if state is None else state.value)
+                    raise exceptions.JobClosed(
+                        wanted.job, "unknown" if state is None else state.value
+                    )
             if wanted.is_registered and (not former or (wanted.key and not order)):
                 known = self._send.options["task_id"] if self._send.has_id and not former else ""
                 (ticket,) = self._registry.ask([(known, wanted.key)])
                 life, order = life if former else ticket.life, ticket.order
-        except RegistryUnavailable as error:
+        except exceptions.RegistryUnavailable as error:
             self._sent_although(error)
-            life = life if former else UNKNOWN_LIFE
+            life = life if former else names.UNKNOWN_LIFE
             order = order or wall_clock.ns() // NS_PER_US
         # A task that runs once has one life.
         ticket = Ticket(0 if wanted.once else life, order if wanted.key else 0)
         return wanted.headers(new_copy() if wanted.is_registered else "", ticket, job_id)
 
-    def _sent_although(self, error: RegistryUnavailable) -> None:
+    def _sent_although(self, error: exceptions.RegistryUnavailable) -> None:
         """Let Celery send what follows a task without the registry; all others get the error."""
         if not self._send.former and not is_sent_by_celery():
             raise error
@@ -274,4 +271,7 @@ class RegisteredSend(AddedToSend):
         if self._wanted.track:
             name, message = self._send.name, stored(delayed, tolerance_ms=due.tolerance_ms)
         sent = Registration.of(task_id, delayed.message.headers, name, message)
-        register_sent(self._registry, [sent])
+        options = self._send.options
+        # In Celery's message protocol 1, the headers do not say it.
+        attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
+        register_sent(self._registry, [sent._replace(attempt=attempt)])

@@ -10,8 +10,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.app.instruments import Instrument, counter, gauge
+from celery_rabbitdelay.app.options import Options, OwnOptions
 from celery_rabbitdelay.app.settings import (
     NAME_PREFIX,
     PREFIX,
@@ -20,12 +22,6 @@ from celery_rabbitdelay.app.settings import (
     SettingType,
     hidden,
     whole_number,
-)
-from celery_rabbitdelay.exceptions import (
-    InvalidSetting,
-    RegistryRequired,
-    RegistryUnavailable,
-    UnknownOption,
 )
 from celery_rabbitdelay.levels.delay import milliseconds
 from celery_rabbitdelay.levels.headers import COPY, JOB, JOB_ID, KEY, ONCE, TRACKED
@@ -67,7 +63,7 @@ class RegistrySettings(SettingsGroup):
     #: Further arguments of redis-py's client, such as ``socket_timeout``: the seconds for
     #: connecting and for each answer, 0.5 by default. For Sentinel also ``master_name`` and
     #: ``sentinel_kwargs``.
-    registry_options: Annotated[Mapping[str, Any] | None, _REGISTRY_OPTIONS] = None
+    registry_options: Annotated[Options | None, _REGISTRY_OPTIONS] = None
 
     #: The first part of the registry's keys; None for ``prefix``. Set it to the former prefix
     #: before tasks are migrated to another one.
@@ -94,7 +90,9 @@ class RegistrySettings(SettingsGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.track == "all" and self.registry_url is None:
-            raise InvalidSetting(f"{PREFIX}track", "all", f"all needs {PREFIX}registry_url")
+            raise exceptions.InvalidSetting(
+                f"{PREFIX}track", "all", f"all needs {PREFIX}registry_url"
+            )
 
 
 _TEXT: Final = (
@@ -117,7 +115,7 @@ OPTIONS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
 }
 
 
-def check_options(options: Mapping[str, Any], settings: RegistrySettings) -> None:
+def check_options(options: Options, settings: RegistrySettings) -> None:
     """Refuse values that an option does not take, and all options without a registry.
 
     Args:
@@ -132,10 +130,10 @@ def check_options(options: Mapping[str, Any], settings: RegistrySettings) -> Non
     for name, value in given.items():
         is_taken, takes = OPTIONS[name]
         if not is_taken(value):
-            raise UnknownOption(name, value, takes.format(name=name))
+            raise exceptions.UnknownOption(name, value, takes.format(name=name))
     for name, value in given.items():
         if value is not False and settings.registry_url is None:
-            raise RegistryRequired(f"{name} = {value!r}")
+            raise exceptions.RegistryRequired(f"{name} = {value!r}")
 
 
 NO_TICKET: Final = Ticket()
@@ -164,8 +162,8 @@ class RegistryOptions(NamedTuple):
         cls,
         settings: RegistrySettings,
         task: object,
-        given: Mapping[str, Any],
-        former: Mapping[str, Any],
+        given: Options,
+        former: Options,
     ) -> Self:
         """Return the options of one send.
 
@@ -192,7 +190,7 @@ class RegistryOptions(NamedTuple):
         """Whether the task is noted in the registry when it is sent."""
         return bool(self.key) or self.track
 
-    def headers(self, copy: str, ticket: Ticket = NO_TICKET, job_id: str = "") -> dict[str, Any]:
+    def headers(self, copy: str, ticket: Ticket = NO_TICKET, job_id: str = "") -> OwnOptions:
         """Return the headers that the message gets.
 
         Args:
@@ -201,7 +199,7 @@ class RegistryOptions(NamedTuple):
             job_id: The id of its job.
         """
         once = self.once and new_copy()
-        headers: dict[str, Any] = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id}
+        headers: OwnOptions = {COPY: copy, KEY: self.key, JOB: self.job, JOB_ID: job_id}
         headers |= {ONCE: once, TRACKED: self.track}
         return {name: value for name, value in headers.items() if value} | ticket.headers
 
@@ -217,16 +215,16 @@ def is_tracked(delays: Delays, task: object) -> bool:
     return delays.uses("registry_url") and RegistryOptions.of(settings, task, {}, {}).track
 
 
-def _unique_ms(given: Mapping[str, Any], key: str) -> int | None:
+def _unique_ms(given: Options, key: str) -> int | None:
     """Return what ``unique`` and ``unique_for`` say; see :attr:`RegistryOptions.unique_ms`."""
     for name in ("unique", "unique_for"):
         if name in given and not key:
-            raise UnknownOption(name, given[name], "needs a key in the same call")
+            raise exceptions.UnknownOption(name, given[name], "needs a key in the same call")
     unique_for = given.get("unique_for")
     if given.get("unique") == "first":
         return 0 if unique_for is None else milliseconds(unique_for)
     if unique_for is not None:
-        raise UnknownOption("unique_for", unique_for, "needs unique='first'")
+        raise exceptions.UnknownOption("unique_for", unique_for, "needs unique='first'")
     return None
 
 
@@ -313,7 +311,7 @@ def how_kept(delays: Delays) -> tuple[str, int, int]:
     """
     settings = delays.settings_of(RegistrySettings)
     if settings.registry_url is None:
-        raise RegistryRequired("app.rabbitdelay.registry")
+        raise exceptions.RegistryRequired("app.rabbitdelay.registry")
     margin = delays.settings.retry_for + MARGIN
     keep_ms = milliseconds(max(settings.registry_keep, margin))
     return settings.registry_prefix or delays.settings.prefix, keep_ms, milliseconds(margin)
@@ -329,7 +327,7 @@ def register_sent(registry: Registry, registrations: Sequence[Registration]) -> 
     """
     try:
         return registry.register(registrations)
-    except RegistryUnavailable as error:
+    except exceptions.RegistryUnavailable as error:
         logger.warning(
             "%d tasks were sent, beginning with %s, and are neither listed nor supersede older "
             "ones before they arrive: %s",
@@ -340,17 +338,12 @@ def register_sent(registry: Registry, registrations: Sequence[Registration]) -> 
         return []
 
 
-#: Seconds for which a :class:`Breaker` is open after the first failure in a row; they double with
-#: each further one, up to the maximum.
-FIRST_PAUSE: Final = 1.0
-MAX_PAUSE: Final = 30.0
+#: Seconds for which a :class:`Breaker` is open after a failure.
+PAUSE: Final = 2.0
 
 
 class Breaker:
-    """Says whether a call is worth trying.
-
-    After a failure it is open for some time, in which calls fail at once. Then it lets calls
-    through again: the first one that succeeds closes it, and one that fails opens it for longer.
+    """Says whether a call is worth trying: for some time after a failure, calls fail at once.
 
     Args:
         now: Returns the time in seconds.
@@ -358,13 +351,12 @@ class Breaker:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._pause = 0.0
         self._again_at = 0.0
 
     @property
     def is_open(self) -> bool:
         """Whether calls are to be left out."""
-        return self._pause > 0 and self._now() < self._again_at
+        return self._now() < self._again_at
 
     def call(self, ask: Callable[[], AnswerT]) -> AnswerT:
         """Return what a call returns.
@@ -373,22 +365,9 @@ class Breaker:
             RegistryUnavailable: Redis did not answer, or the breaker is open.
         """
         if self.is_open:
-            raise RegistryUnavailable("Redis did not answer a moment ago")
+            raise exceptions.RegistryUnavailable("Redis did not answer a moment ago")
         try:
-            answer = ask()
-        except RegistryUnavailable:
-            self.failed()
+            return ask()
+        except exceptions.RegistryUnavailable:
+            self._again_at = self._now() + PAUSE
             raise
-        self.succeeded()
-        return answer
-
-    def succeeded(self) -> None:
-        """Note that a call has succeeded."""
-        self._pause = 0.0
-
-    def failed(self) -> None:
-        """Note that a call has failed."""
-        if self.is_open:
-            return  # the call began before: it is the same failure
-        self._pause = min(self._pause * 2, MAX_PAUSE) if self._pause else FIRST_PAUSE
-        self._again_at = self._now() + self._pause

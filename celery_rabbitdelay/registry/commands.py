@@ -8,7 +8,7 @@ from datetime import datetime
 from fractions import Fraction
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import click
 
@@ -21,6 +21,7 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import Pending
 from celery_rabbitdelay.registry.pauses import Paused
 from celery_rabbitdelay.registry.record import KnownTask
+from celery_rabbitdelay.registry.waiting import Filters
 
 #: The characters of the longest bar.
 BAR_LENGTH: Final = 50
@@ -44,9 +45,7 @@ _filters: Final = shared.options(
     click.option("--task", help="Only tasks of this name."),
     click.option("--job", help="Only tasks that were sent with this job."),
     click.option("--due-before", type=shared.instant_type, help="Only tasks that are due before."),
-)
-_due_after: Final = click.option(
-    "--due-after", type=shared.instant_type, help="Only tasks that are due then or later."
+    click.option("--due-after", type=shared.instant_type, help="Only tasks due then or later."),
 )
 
 
@@ -66,16 +65,10 @@ def with_registry() -> Iterator[RabbitDelay]:
 @shared.command()
 @_filters
 @click.option("--key", help="Only tasks that were sent with this key.")
-@_due_after
 @click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="At most this many.",
+    "-n", "--limit", type=click.IntRange(1), default=100, show_default=True, help="The maximum."
 )
-def pending(limit: int, **filters: Any) -> None:
+def pending(limit: int, **filters: Unpack[Filters]) -> None:
     """List the tracked tasks that wait, the next one first."""
     with with_registry() as delays:
         count = delays.count(**filters)
@@ -136,18 +129,14 @@ def _facts(found: KnownTask) -> Iterator[str]:
 @shared.command()
 @_filters
 @click.option(
-    "--step",
-    type=shared.seconds_type,
-    default=60,
-    show_default=True,
-    help="The length of each step.",
+    "--step", type=shared.seconds_type, default=60, show_default=True, help="The length of a step."
 )
-def forecast(step: float, **filters: Any) -> None:
+def forecast(step: float, **filters: Unpack[Filters]) -> None:
     """Show how many tracked tasks are due in each minute from now on."""
     with with_registry() as delays:
         steps = list(delays.forecast(step, **filters))
-    told = [{"start": at, "tasks": count} for at, count in steps]
     total = sum(count for _, count in steps)
+    told = [{"start": at, "tasks": count} for at, count in steps]
     shared.answer({"tasks": total, "steps": told}, _bars(steps, total))
 
 
@@ -183,7 +172,7 @@ _meant: Final = shared.options(
 
 
 def _decide(
-    tasks: Sequence[str], key: str | None, method: str, hint: str = HINT, **options: Any
+    tasks: Sequence[str], key: str | None, method: str, hint: str = HINT, **options: object
 ) -> None:
     """Decide about tasks, by their ids or by their key, and print the outcomes.
 
@@ -214,7 +203,6 @@ def _decide(
 @shared.command()
 @_meant
 @_filters
-@_due_after
 @_also_future
 @click.option("--dry-run", is_flag=True, help="Only count the tasks that the filters choose.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask whether to cancel them.")
@@ -272,8 +260,7 @@ def postpone(
     """Let tasks that wait run at another time."""
     if (delay is None) == (eta is None):
         raise click.UsageError("give --delay, or --eta")
-    given: Any = {"delay": delay, "eta": eta, "also_future": also_future}
-    _decide(tasks, key, "postpone", **given)
+    _decide(tasks, key, "postpone", delay=delay, eta=eta, also_future=also_future)
 
 
 @shared.command()
@@ -284,7 +271,7 @@ def postpone(
     type=shared.seconds_type,
     default=3600,
     show_default=True,
-    help="After which time an open job turns aborted.",
+    help="When it turns aborted.",
 )
 def job(action: str, name: str, expires: float) -> None:
     """Open, commit, abort or show the job NAME."""

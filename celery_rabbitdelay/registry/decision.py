@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 from random import getrandbits
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from celery_rabbitdelay.levels import headers as names
 from celery_rabbitdelay.levels.headers import DelayHeaders, Mark, is_digits, is_int, is_life
@@ -81,7 +81,7 @@ class Ticket(NamedTuple):
     order: int = 0
 
     @classmethod
-    def of(cls, words: Mapping[str, Any]) -> Self:
+    def of(cls, words: Mapping[str, object]) -> Self:
         """Read it from what the headers say, which any sender may have written."""
         life, order = words.get(names.LIFE), words.get(names.ORDER)
         return cls(

@@ -7,12 +7,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from itertools import groupby, islice
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of, milliseconds_of
-from celery_rabbitdelay.registry.store import Store
+from celery_rabbitdelay.registry.store import Answers, Store
 
 #: How many hash tags there are.
 SHARDS: Final = 32
@@ -276,21 +276,14 @@ class Index:
             start_ms: The start of the first step. What is due earlier counts as due in that step.
             step_ms: The length of a step.
         """
-        begin, count = start_ms, 0
         instants = (
             (milliseconds_of(each.due) for each in self.pending(wanted))
             if wanted.needs_records
             else (due_ms for due_ms, _ in self._due(wanted, None))
         )
-        for due_ms in instants:
-            of_this = start_ms + max(due_ms - start_ms, 0) // step_ms * step_ms
-            if of_this != begin:
-                if count:
-                    yield begin, count
-                begin, count = of_this, 0
-            count += 1
-        if count:
-            yield begin, count
+        steps = (max(due_ms - start_ms, 0) // step_ms for due_ms in instants)
+        for step, tasks in groupby(steps):
+            yield start_ms + step * step_ms, sum(1 for _ in tasks)
 
     def least_ms(self) -> int:
         """Return when a task that still waits was due at the earliest, as far as tasks come."""
@@ -356,7 +349,7 @@ class Index:
             if wanted.matches(task):
                 yield task
 
-    def fields(self, task_ids: Sequence[str], *fields: str) -> list[list[Any]]:
+    def fields(self, task_ids: Sequence[str], *fields: str) -> list[Answers]:
         """Return fields of the records of tasks."""
         names = [self.names.of("task", task_id) for task_id in task_ids]
         return self.store.commands(lambda pipe: [pipe.hmget(name, *fields) for name in names])

@@ -146,7 +146,7 @@ class Jobs:
             For each its state, or if its record cannot be read, a text that says so.
         """
         found = dict[tuple[str, str], JobState | str]()
-        found |= dict.fromkeys(self._committed.intersection(jobs), JobState.COMMITTED)
+        found |= {job: JobState.COMMITTED for job in jobs if job in self._committed}
         asked = [job for job in jobs if job not in found]
         calls = [self._script(name, "look", job_id) for name, job_id in asked]
         for job, answer in zip(asked, self._store.call_each(calls), strict=True):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from celery_rabbitdelay.app.copies import Call
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.options import OwnOptions
+from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.exceptions import JobClosed, RegistryUnavailable
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.levels.headers import COPY, KEY
@@ -64,7 +65,7 @@ class RowRegistration:
         self._ended: dict[int, bool] = {}
 
     @property
-    def shared_headers(self) -> dict[str, Any]:
+    def shared_headers(self) -> OwnOptions:
         """The headers that the messages of all rows have."""
         return self._wanted._replace(key="").headers("", job_id=self._job_id)
 

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from json import JSONEncoder, loads
-from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 from uuid import uuid4
 
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 
 ResultT = TypeVar("ResultT")
+
+#: What scripts or commands say, one after the other.
+Answers: TypeAlias = list[Any]
 
 _ROOT: Final = "celery_rabbitdelay"
 
@@ -122,7 +125,7 @@ class Store:
         """Whether only keys with the same hash tag are on the same server."""
         return self.scheme.endswith("+cluster")
 
-    def call_each(self, calls: Sequence[ScriptCall]) -> list[Any]:
+    def call_each(self, calls: Sequence[ScriptCall]) -> Answers:
         """Run scripts in one round trip to each server; return what each of them says.
 
         Raises:
@@ -138,7 +141,7 @@ class Store:
             )
         return [loads(answer) for answer in answers]
 
-    def of_each(self, *calls: ScriptCall, is_durable: bool = False) -> list[list[Any]]:
+    def of_each(self, *calls: ScriptCall, is_durable: bool = False) -> list[Answers]:
         """Run scripts about many keys; return for each of them what it says of each of its keys.
 
         Args:
@@ -173,7 +176,7 @@ class Store:
             self._scripts[call.script] = client.register_script(_text(call.script))
         return self._scripts[call.script](call.keys, call.packed, client)
 
-    def call_durably(self, calls: Sequence[ScriptCall]) -> list[Any]:
+    def call_durably(self, calls: Sequence[ScriptCall]) -> Answers:
         """Run scripts as :meth:`call_each`; return once what they wrote has its copies.
 
         The append-only file of the server counts as one copy, if it has one and is Redis 7.2 or
@@ -229,20 +232,20 @@ class Store:
 
         return self._try(on_connection)
 
-    def commands(self, add: Callable[[Client], object]) -> list[Any]:
+    def commands(self, add: Callable[[Client], object]) -> Answers:
         """Run commands in one round trip to each server.
 
         Args:
             add: Adds the commands to a pipeline of redis-py.
         """
 
-        def run(client: Client) -> list[Any]:
+        def run(client: Client) -> Answers:
             with client.pipeline(transaction=False) as pipeline:
                 if self.is_cluster:
                     # Its own one knows nothing of encoding_errors.
                     pipeline.encoder = client.encoder
                 add(pipeline)
-                results: list[Any] = pipeline.execute()
+                results: Answers = pipeline.execute()
                 return results
 
         return self._try(run)

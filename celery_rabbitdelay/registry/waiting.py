@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, Final, TypeAlias, TypedDict, Unpack
+from typing import Final, TypeAlias, TypedDict, Unpack
 from uuid import UUID
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -16,6 +16,7 @@ from kombu.utils.functional import maybe_list
 from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.app.control import revoke_by_celery
 from celery_rabbitdelay.app.delays import Delays
+from celery_rabbitdelay.app.options import Result
 from celery_rabbitdelay.exceptions import JobClosed, NotRecorded, NotTracked, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import (
@@ -209,7 +210,7 @@ class Waiting(Holding):
                     if not left:
                         return
 
-    def cancel_stamped(self, headers: Mapping[str, Any] | list[str]) -> Outcome:
+    def cancel_stamped(self, headers: Mapping[str, object] | list[str]) -> Outcome:
         """Cancel the tracked tasks that wait and have one of these stamps.
 
         Args:
@@ -304,7 +305,7 @@ class Waiting(Holding):
         return _FOUND.get(states[0], Outcome.DONE) if states else Outcome.DONE
 
     def show(
-        self, task: str | UUID | AsyncResult[Any] | None = None, *, key: str | None = None
+        self, task: str | UUID | Result | None = None, *, key: str | None = None
     ) -> KnownTask | None:
         """Return what is known of one task: its due time, where it goes, what was decided, ...
 
@@ -381,7 +382,7 @@ def _one_of(*given: object) -> str:
     return f"takes one of a task, a key='order:7' and, to cancel, a job='import-7', not {shown}"
 
 
-def _ids(task: Any) -> list[str]:
+def _ids(task: object) -> list[str]:
     """Return the ids that are meant: of a result, those of a chain from its start.
 
     Raises:
@@ -403,7 +404,7 @@ def _ids(task: Any) -> list[str]:
     return (_ids(parent) if parent is not None else []) + ids
 
 
-def _is_stamped(message: str, wanted: Mapping[str, set[Any]]) -> bool:
+def _is_stamped(message: str, wanted: Mapping[str, set[object]]) -> bool:
     """Return whether a stored message has one of these stamps, as Celery's workers see it."""
     stamps = restored(message, "").message.headers.others.get("stamps") or {}
     return any(

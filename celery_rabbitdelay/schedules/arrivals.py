@@ -20,8 +20,7 @@ from celery.utils.log import get_logger
 from kombu.utils.functional import LRUCache
 
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.app.application import TEMPORARY_ERRORS
-from celery_rabbitdelay.exceptions import RegistryUnavailable
+from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of
 from celery_rabbitdelay.levels.headers import COPY, NESTED_HEADERS, SCHEDULE, TRACKED

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_rabbitdelay.app.application import TEMPORARY_ERRORS
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
+from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS, InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.registry.application import registry_of
 from celery_rabbitdelay.schedules.record import Records

@@ -17,8 +17,9 @@ import celery
 from kombu import Message, serialization
 from kombu.exceptions import EncodeError
 
-from celery_rabbitdelay.app.copies import Call, capture
+from celery_rabbitdelay.app.copies import capture
 from celery_rabbitdelay.app.delays import DelayingCelery, Delays
+from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.exceptions import InvalidSchedule, RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import Due, instant_of

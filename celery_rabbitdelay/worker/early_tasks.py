@@ -19,8 +19,8 @@ from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay import exceptions
-from celery_rabbitdelay.app.application import TEMPORARY_ERRORS
 from celery_rabbitdelay.app.celery_internals import eta_of
+from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due, milliseconds

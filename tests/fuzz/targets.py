@@ -17,6 +17,7 @@ from celery_rabbitdelay.exceptions import InvalidEnvelope, LaterVersion, Unproce
 from celery_rabbitdelay.levels.headers import ENVELOPE
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.modules.checkin import CANVAS, CheckIn
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.envelope import (
@@ -24,13 +25,6 @@ from celery_rabbitdelay.modules.envelope import (
     Item,
     OpenedEnvelope,
     compressed,
-)
-from celery_rabbitdelay.modules.forwarding import (
-    EarlyMessages,
-    Outgoing,
-    Redelivery,
-    encoded,
-    to_undeliverable,
 )
 from celery_rabbitdelay.modules.limits import MAX_DEPTH, AllowedDestinations, DistributionReach
 from celery_rabbitdelay.modules.undeliverable import examine
@@ -101,11 +95,11 @@ def received(given: bytes, exchanges: tuple[str, ...]) -> amqp.Message | None:
     return message  # type: ignore[no-any-return]
 
 
-def _check(outgoing: Iterable[Outgoing], allowed: AllowedDestinations | None) -> None:
+def _check(outgoing: Iterable[forwarding.Outgoing], allowed: AllowedDestinations | None) -> None:
     """Assert that messages can be written, or are refused; and where they go."""
     for each in outgoing:
         try:
-            content = encoded(each, FRAME_MAX)
+            content = forwarding.encoded(each, FRAME_MAX)
         except UnprocessableMessage:
             continue
         read = content.message()
@@ -124,16 +118,16 @@ def _depth(value: Any) -> int:
 def _refused(message: amqp.Message, reason: str) -> None:
     """Assert that a refused message gets to ``undeliverable``, as it is or bare."""
     info: Any = message.delivery_info
-    outgoing = Outgoing(info["exchange"], info["routing_key"], waiting(message))
-    _check([to_undeliverable(UNDELIVERABLE, outgoing, reason)], None)
+    outgoing = forwarding.Outgoing(info["exchange"], info["routing_key"], waiting(message))
+    _check([forwarding.to_undeliverable(UNDELIVERABLE, outgoing, reason)], None)
 
 
-def _handled(module: CheckIn | Distribution, message: amqp.Message) -> list[Outgoing]:
+def _handled(module: CheckIn | Distribution, message: amqp.Message) -> list[forwarding.Outgoing]:
     """Return what a module makes of a message: nothing, if it refuses it."""
     try:
         outgoing = list(module.receive(message))
     except LaterVersion as later:
-        _check([Redelivery(TOPOLOGY, 60).until_upgraded(message, str(later))], None)
+        _check([forwarding.Redelivery(TOPOLOGY, 60).until_upgraded(message, str(later))], None)
     except UnprocessableMessage as refused:
         _refused(message, refused.reason)
     else:
@@ -190,7 +184,10 @@ def distribution(message: amqp.Message) -> None:
     """Whatever leaves the levels for distribution, envelopes among it."""
     if cast(Any, message).rabbitdelay_seen.skipped_bytes is not None:
         return
-    early, reach = EarlyMessages(TOPOLOGY, 1000).put_back, DistributionReach(ALLOWED, is_list=True)
+    early, reach = (
+        forwarding.EarlyMessages(TOPOLOGY, 1000).put_back,
+        DistributionReach(ALLOWED, is_list=True),
+    )
     _handled(
         Distribution(TOPOLOGY, early, reach=reach, max_message_bytes=MAX_MESSAGE_BYTES), message
     )

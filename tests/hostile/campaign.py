@@ -19,12 +19,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.kombu import Topology, examine
-from celery_rabbitdelay.publishing.declaration import (
-    declare,
-    declare_destination,
-    delete,
-    queue_counts,
-)
+from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.message import Content, Publication, body_of, headers_of
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -120,9 +115,9 @@ def attack(broker_url: str, prefix: str, count: int, seed: int, pool: str = "pre
 
 def _declared(connection: Connection, app: Any, topology: Topology) -> list[Queue]:
     """Declare everything; return the queues beside those of the levels."""
-    declare(connection, topology)
+    declaration.declare(connection, topology)
     for queue in app.amqp.queues.values():
-        declare_destination(connection, topology, queue)
+        declaration.declare_destination(connection, topology, queue)
     forbidden = Queue(f"{topology.prefix}.{FORBIDDEN}", channel=connection.default_channel)
     # By default, distribution reaches any exchange, but no queue that the application lacks.
     forbidden.queue_declare()
@@ -132,7 +127,7 @@ def _declared(connection: Connection, app: Any, topology: Topology) -> list[Queu
 
 
 def _delete(connection: Connection, topology: Topology) -> None:
-    delete(connection, topology, force=True)
+    declaration.delete(connection, topology, force=True)
     for name in NAMES:
         Queue(f"{topology.prefix}.{name}", channel=connection.default_channel).delete()
 
@@ -207,7 +202,7 @@ def _wait_until_at_rest(
     last: deque[list[int]] = deque(maxlen=10)
 
     def at_rest() -> bool:
-        found = queue_counts(connection, map(Queue, names)).values()
+        found = declaration.queue_counts(connection, map(Queue, names)).values()
         *busy, allowed, undeliverable = (each.messages for each in found if each)
         if sum(busy) > 5:  # honest tasks and meditation go on
             last.clear()

@@ -29,12 +29,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import DelayHeaders
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules.forwarding import (
-    EarlyMessages,
-    Outgoing,
-    Redelivery,
-    to_undeliverable,
-)
+from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.message import BEFORE_PROPERTIES, Content, headers_of
 from celery_rabbitdelay.publishing.wire import HEADER_FRAME, Wire, publish_frames
@@ -176,7 +171,7 @@ def _kinds(shop: Any, connection: Connection) -> list[tuple[str, str, Callable[[
     def publish(exchange: str, routing_key: str, message: Any) -> None:
         publish_raw(connection, exchange, routing_key, Content.of(message.amqp()))
 
-    def moved(outgoing: Outgoing | None) -> None:
+    def moved(outgoing: forwarding.Outgoing | None) -> None:
         assert outgoing is not None
         publish(outgoing.exchange, outgoing.routing_key, outgoing.message)
 
@@ -189,16 +184,16 @@ def _kinds(shop: Any, connection: Connection) -> list[tuple[str, str, Callable[[
         publish(exchange, key, made(number, reports))
 
     def tried_again(number: int) -> None:
-        redelivery = Redelivery(topology, 86_400, lambda least, most: 0.9)
-        outgoing = Outgoing("", queue, made(number))
+        redelivery = forwarding.Redelivery(topology, 86_400, lambda least, most: 0.9)
+        outgoing = forwarding.Outgoing("", queue, made(number))
         moved(redelivery.after_failure(outgoing, DelayHeaders(), "the broker nacked it"))
 
     def early(number: int) -> None:
-        moved(EarlyMessages(topology, 1000).put_back(made(number, late=DELAY)))
+        moved(forwarding.EarlyMessages(topology, 1000).put_back(made(number, late=DELAY)))
 
     def undeliverable(number: int) -> None:
-        outgoing = Outgoing("", queue, made(number))
-        moved(to_undeliverable(f"{PREFIX}.undeliverable", outgoing, "the queue is full"))
+        outgoing = forwarding.Outgoing("", queue, made(number))
+        moved(forwarding.to_undeliverable(f"{PREFIX}.undeliverable", outgoing, "the queue is full"))
 
     return [
         ("a task", straight, task),

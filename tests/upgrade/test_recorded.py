@@ -18,22 +18,13 @@ from tests.kernel.integration.notes import Notes
 from tests.kernel.integration.shop import PATIENCE, make_app
 from tests.kernel.integration.trouble import virtual_host
 from tests.kernel.integration.worker import Worker, run_celery
-from tests.upgrade.record import (
-    FOLDER,
-    LEVELS,
-    NOTES_KEY,
-    PREFIX,
-    Recorded,
-    configuration,
-    publish_raw,
-    read,
-)
+from tests.upgrade import record
 
-VERSIONS = sorted(FOLDER.iterdir())
+VERSIONS = sorted(record.FOLDER.iterdir())
 
 
 def test_this_version_has_a_recording() -> None:
-    assert FOLDER / celery_rabbitdelay.__version__ in VERSIONS
+    assert record.FOLDER / celery_rabbitdelay.__version__ in VERSIONS
 
 
 def declare_recorded(channel: Any, definitions: dict[str, Any]) -> None:
@@ -53,27 +44,27 @@ def declare_recorded(channel: Any, definitions: dict[str, Any]) -> None:
 def test_every_recorded_message_arrives_once_and_none_early(
     private_rabbitmq: RabbitMQServer, redis_url: str, folder: Path
 ) -> None:
-    messages = [Recorded(**each) for each in read(folder, "messages")]
+    messages = [record.Recorded(**each) for each in record.read(folder, "messages")]
     numbers = {number for each in messages for number in each.numbers}
     undeliverable = {n for each in messages if "undeliverable" in each.queue for n in each.numbers}
-    with virtual_host(private_rabbitmq, PREFIX) as url, Connection(url) as connection:
+    with virtual_host(private_rabbitmq, record.PREFIX) as url, Connection(url) as connection:
         # Its registry knows of no task that another test has run.
-        own = {"rabbitdelay_registry_prefix": f"{PREFIX}-{uuid4().hex}"}
-        settings = {**configuration(url, redis_url), **own}
+        own = {"rabbitdelay_registry_prefix": f"{record.PREFIX}-{uuid4().hex}"}
+        settings = {**record.configuration(url, redis_url), **own}
         shop, channel = make_app(settings), connection.default_channel
         notes = Notes(shop)
-        notes.key = NOTES_KEY
+        notes.key = record.NOTES_KEY
         notes.forget()
-        declare_recorded(channel, read(folder, "definitions")[0])
+        declare_recorded(channel, record.read(folder, "definitions")[0])
         any_channel: Any = channel
         for queue in shop.amqp.queues.values():
             queue(channel).declare()
             pattern = shop.rabbitdelay.topology.keys.destination_pattern(queue.name)
-            any_channel.queue_bind(queue.name, f"{PREFIX}.delivery", pattern)
+            any_channel.queue_bind(queue.name, f"{record.PREFIX}.delivery", pattern)
         due: dict[int, int] = {}
         for message in messages:
             content = message.due_from_now()
-            publish_raw(connection, message.exchange, message.routing_key, content)
+            record.publish_raw(connection, message.exchange, message.routing_key, content)
             headers = content.message().properties["application_headers"]
             due |= dict.fromkeys(message.numbers, headers.get(header_names.DUE, 0))
         with Worker(settings):
@@ -98,8 +89,8 @@ def test_what_each_version_has_declared_is_declared_by_this_one(folder: Path) ->
 
     Only the queue of paused tasks may be lacking.
     """
-    for recorded in read(folder, "definitions"):
-        topology = Topology(PREFIX, custom(LEVELS), **recorded["topology"])
+    for recorded in record.read(folder, "definitions"):
+        topology = Topology(record.PREFIX, custom(record.LEVELS), **recorded["topology"])
         identity, paused = topology.identity, topology.module_queues.paused.name
         ours = {
             each.name: (each.type, each.arguments or {})

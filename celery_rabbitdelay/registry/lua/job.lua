@@ -77,7 +77,6 @@ local function call(job, verb, own, instant, margin_ms)
   elseif verb == 'confirm' and own == id and (state == 'open' or expired) then
     state, is_new = 'committed', false
     redis.call('HSET', job, 'state', state)
-    redis.call('HDEL', job, 'expired')
     unlist_job(job)
   elseif verb == 'confirm' and redis.call('HGET', job, 'was:' .. own) == 'aborted' then
     redis.call('HSET', job, 'was:' .. own, 'committed')

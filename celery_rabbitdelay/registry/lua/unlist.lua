@@ -6,8 +6,5 @@
 
 return cjson.encode(of_each_key(function(record, newer)
   local order = redis.call('HGET', record, 'order')
-  if order and tonumber(order) < tonumber(newer) then
-    unlist(record)
-  end
-  return ''
+  return order and tonumber(order) < tonumber(newer) and unlist(record) or ''
 end))

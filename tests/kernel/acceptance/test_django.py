@@ -11,14 +11,7 @@ from kombu import Connection
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.publishing.declaration import delete
-from tests.kernel.acceptance.django_project import (
-    APPLICATIONS,
-    BEAT,
-    MIGRATE,
-    WORKER,
-    Project,
-    ProjectProcess,
-)
+from tests.kernel.acceptance import django_project
 from tests.kernel.integration.arrivals import wait_until_waiting
 
 #: Seconds that no test lasts, so that a task which waits so long is seen waiting.
@@ -31,20 +24,20 @@ LONG_QUEUE = "django_shop.seconds.900"
 LEVELS = custom([("seconds", 10, 100), ("seconds", 10, 10), ("seconds", 10, 1), ("ms", 10, 0.1)])
 
 
-@pytest.fixture(scope="module", params=APPLICATIONS)
+@pytest.fixture(scope="module", params=django_project.APPLICATIONS)
 def project(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     module_broker_url: str,
     broker_use_ssl: dict[str, Any] | bool,
-) -> Iterator[Project]:
+) -> Iterator[django_project.Project]:
     """The project with its tables, its application written in both ways, and a worker."""
     folder = tmp_path_factory.mktemp("django") / "shop"
     settings = {"CELERY_BROKER_URL": module_broker_url, "CELERY_BROKER_USE_SSL": broker_use_ssl}
-    project = Project(folder, APPLICATIONS[request.param], settings)
-    migrated = project.run(MIGRATE)
+    project = django_project.Project(folder, django_project.APPLICATIONS[request.param], settings)
+    migrated = project.run(django_project.MIGRATE)
     assert migrated.returncode == 0, migrated.stderr
-    with ProjectProcess(project, f"{WORKER} -c 1", " ready."):
+    with django_project.ProjectProcess(project, f"{django_project.WORKER} -c 1", " ready."):
         yield project
     with Connection(module_broker_url, ssl=broker_use_ssl) as connection:
         delete(connection, Topology("django_shop", LEVELS), force=True)
@@ -54,7 +47,7 @@ def project(
 
 
 @pytest.fixture
-def connection(project: Project) -> Iterator[Connection]:
+def connection(project: django_project.Project) -> Iterator[Connection]:
     url, ssl = (project.settings[f"CELERY_BROKER_{name}"] for name in ("URL", "USE_SSL"))
     with Connection(url, ssl=ssl) as connection:
         yield connection
@@ -63,7 +56,7 @@ def connection(project: Project) -> Iterator[Connection]:
 
 
 def test_a_shared_task_runs_when_it_is_due_and_its_result_is_in_the_database(
-    project: Project, connection: Connection
+    project: django_project.Project, connection: Connection
 ) -> None:
     sent_at = project.call(
         "import time\n"
@@ -84,7 +77,7 @@ def test_a_shared_task_runs_when_it_is_due_and_its_result_is_in_the_database(
 
 @pytest.mark.parametrize("project", ["Celery"], indirect=True)
 def test_tasks_are_sent_and_confirmed_after_the_commit_and_not_after_a_rollback(
-    project: Project, connection: Connection
+    project: django_project.Project, connection: Connection
 ) -> None:
     seen, orders = project.call(
         "from celery_rabbitdelay import signals\n"
@@ -112,7 +105,9 @@ def test_tasks_are_sent_and_confirmed_after_the_commit_and_not_after_a_rollback(
 
 
 @pytest.mark.parametrize("project", ["Celery"], indirect=True)
-def test_a_periodic_task_of_the_database_sends_delayed_tasks(project: Project) -> None:
+def test_a_periodic_task_of_the_database_sends_delayed_tasks(
+    project: django_project.Project,
+) -> None:
     before, _ = project.call(
         "from django_celery_results.models import TaskResult\n"
         "from orders.models import Order\n"
@@ -122,7 +117,9 @@ def test_a_periodic_task_of_the_database_sends_delayed_tasks(project: Project) -
         "before = TaskResult.objects.filter(task_name='orders.tasks.remind').count()\n"
         "answer = [before, Order.objects.create(customer='Ada').pk]"
     )
-    with ProjectProcess(project, f"{BEAT} --max-interval 1", "beat: Starting"):
+    with django_project.ProjectProcess(
+        project, f"{django_project.BEAT} --max-interval 1", "beat: Starting"
+    ):
         project.wait_for_results("orders.tasks.remind_all", 1, periodic="remind all")
         (*_, seen) = project.wait_for_results("orders.tasks.remind", before + 1)
     assert seen["due"] <= seen["at"]

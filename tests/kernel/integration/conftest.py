@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from uuid import uuid4
 
@@ -42,6 +42,11 @@ def channel(connection: Connection) -> Any:
 @pytest.fixture
 def prefix() -> str:
     """A prefix of this test's own."""
+    return own_prefix()
+
+
+def own_prefix() -> str:
+    """Return a prefix that nobody else has."""
     return f"test-{uuid4().hex[:8]}"
 
 
@@ -132,8 +137,11 @@ def publisher(connection: Connection) -> Iterator[Publisher]:
     publisher.close()
 
 
-def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any]:
-    """A small topology under a prefix, results in Redis."""
+def small_configuration(
+    broker_url: str, redis_url: str, prefix: str = "", **settings: Any
+) -> dict[str, Any]:
+    """A small topology under a prefix, by default one of its own, and results in Redis."""
+    prefix = prefix or own_prefix()
     return {
         "prefix": prefix,
         "broker_url": broker_url,
@@ -145,14 +153,21 @@ def small_configuration(broker_url: str, redis_url: str, prefix: str) -> dict[st
         "rabbitdelay_layout": LEVELS,
         "rabbitdelay_modules": MODULES,
         "rabbitdelay_registry_options": {"socket_timeout": 10},  # a slow machine's Redis
+        **settings,
     }
 
 
-def delete_what_it_declared(app: Any) -> None:
+@contextmanager
+def application(settings: dict[str, Any]) -> Iterator[Any]:
+    """An application, with its ``configuration``; what it declares is deleted in the end."""
+    app: Any = make_app(settings)
+    app.configuration = settings
+    yield app
     with Connection(app.conf.broker_url) as connection:
         delete(connection, app.rabbitdelay.topology, force=True)
         for queue in app.amqp.queues.values():
             delete_queue(connection, queue)
+    app.close()
 
 
 @pytest.fixture
@@ -164,16 +179,8 @@ def configuration(broker_url: str, redis_url: str, prefix: str) -> dict[str, Any
 @pytest.fixture
 def make_shop(configuration: Any) -> Iterator[Callable[..., Any]]:
     """Makes applications; what they have declared is deleted when the test is over."""
-    made: list[Any] = []
-
-    def make(**settings: Any) -> Any:
-        made.append(make_app({**configuration, **settings}))
-        return made[-1]
-
-    yield make
-    for app in made:
-        delete_what_it_declared(app)
-        app.close()
+    with ExitStack() as made:
+        yield lambda **settings: made.enter_context(application({**configuration, **settings}))
 
 
 @pytest.fixture
@@ -196,17 +203,15 @@ def served_configuration(module_broker_url: str, redis_url: str) -> Iterator[dic
     Only for modules whose tests leave broker and worker alone. The worker takes pickle as well, and
     what a destination does not take is undeliverable at once.
     """
-    configuration = {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        "accept_content": ["json", "pickle"],
-        "rabbitdelay_retry_for": 0,
+    configuration = small_configuration(
+        module_broker_url,
+        redis_url,
+        accept_content=["json", "pickle"],
+        rabbitdelay_retry_for=0,
         **OPEN,
-    }
-    with Worker(configuration):
+    )
+    with application(configuration), Worker(configuration):
         yield configuration
-    app = make_app(configuration)
-    delete_what_it_declared(app)
-    app.close()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tests.kernel.integration.worker import Worker
 MODULES: Final = ("check-in", "distribution")
 
 #: What lets check-in reach the tests' queues.
-OPEN: Final = {"rabbitdelay_checkin_allowed": ["test-*"]}
+OPEN: Final[dict[str, Any]] = {"rabbitdelay_checkin_allowed": ["test-*"]}
 
 
 def check_in(connection: Connection, shop: Any, key: str, **options: Any) -> None:

@@ -9,24 +9,10 @@ import pytest
 from amqp.exceptions import AccessRefused
 from kombu import Connection, Queue
 
-from celery_rabbitdelay.exceptions import (
-    DeclarationRefused,
-    LayoutConflict,
-    TopologyIncomplete,
-    TopologyInUse,
-    TopologyNotEmpty,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.layout import binary
 from celery_rabbitdelay.levels.topology import QueueType, Topology
-from celery_rabbitdelay.publishing.declaration import (
-    check_complete,
-    declare,
-    declare_if_missing,
-    delete,
-    forget,
-    is_declared,
-    missing,
-)
+from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.destination import Destination
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
@@ -40,11 +26,11 @@ from tests.kernel.integration.trouble import user
 def test_another_layout_under_the_same_prefix_is_refused_before_any_harm(
     connection: Connection, topology: Topology, other: dict[str, Any]
 ) -> None:
-    declare(connection, topology)
-    with pytest.raises(LayoutConflict) as caught:
-        declare(connection, Topology(topology.prefix, **{"layout": SHORT, **other}))
+    declaration.declare(connection, topology)
+    with pytest.raises(exceptions.LayoutConflict) as caught:
+        declaration.declare(connection, Topology(topology.prefix, **{"layout": SHORT, **other}))
     assert repr(topology.prefix) in str(caught.value)
-    assert missing(connection, topology) == ()
+    assert declaration.missing(connection, topology) == ()
 
 
 def test_what_is_not_there_as_a_whole_is_declared_on_the_same_connection(
@@ -55,12 +41,12 @@ def test_what_is_not_there_as_a_whole_is_declared_on_the_same_connection(
     topology.identity.guard(channel).declare()
     topology.exchanges[0](channel).declare()
     for _ in range(2):
-        assert not is_declared(connection, topology)
-        assert topology.digit_queues[0].name in missing(connection, topology)
-        declare_if_missing(connection, topology)
-        assert is_declared(connection, topology)
-        assert missing(connection, topology) == ()
-        delete(connection, topology)
+        assert not declaration.is_declared(connection, topology)
+        assert topology.digit_queues[0].name in declaration.missing(connection, topology)
+        declaration.declare_if_missing(connection, topology)
+        assert declaration.is_declared(connection, topology)
+        assert declaration.missing(connection, topology) == ()
+        declaration.delete(connection, topology)
 
 
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
@@ -69,16 +55,16 @@ def test_a_producer_looks_at_the_exchanges_behind_classic_queues(
 ) -> None:
     """The marker exists; only a classic queue drops what the missing exchange does not take."""
     topology = make_topology(queue_type=queue_type)
-    declare(connection, topology)
-    check_complete(connection, topology, by_marker=True)
-    forget(connection)
+    declaration.declare(connection, topology)
+    declaration.check_complete(connection, topology, by_marker=True)
+    declaration.forget(connection)
     gone = topology.exchanges[2]
     gone(connection.default_channel).delete()
     if queue_type == "quorum":
-        check_complete(connection, topology, by_marker=True)
+        declaration.check_complete(connection, topology, by_marker=True)
         return
-    with pytest.raises(TopologyIncomplete) as caught:
-        check_complete(connection, topology, by_marker=True)
+    with pytest.raises(exceptions.TopologyIncomplete) as caught:
+        declaration.check_complete(connection, topology, by_marker=True)
     assert caught.value.missing == (gone.name,)
 
 
@@ -86,7 +72,7 @@ def test_a_topology_is_not_deleted_while_a_consumer_holds_a_message(
     connection: Connection, topology: Topology
 ) -> None:
     """The message is in no count: the broker calls the queue empty."""
-    declare(connection, topology)
+    declaration.declare(connection, topology)
     distribution = topology.module_queues.distribution
     held: list[Any] = []
     with connection.clone() as other:
@@ -95,14 +81,14 @@ def test_a_topology_is_not_deleted_while_a_consumer_holds_a_message(
         connection.Producer().publish("held", exchange="", routing_key=distribution.name)
         other.drain_events(timeout=30)
         assert held
-        with pytest.raises(TopologyInUse) as caught:
-            delete(connection, topology)
+        with pytest.raises(exceptions.TopologyInUse) as caught:
+            declaration.delete(connection, topology)
         assert caught.value.consumers == {distribution.name: 1}
-        assert missing(connection, topology) == ()
+        assert declaration.missing(connection, topology) == ()
     # It is given back with the connection.
     wait_for(lambda: count(connection, distribution.name) == 1, "the message")
-    with pytest.raises(TopologyNotEmpty):
-        delete(connection, topology)
+    with pytest.raises(exceptions.TopologyNotEmpty):
+        declaration.delete(connection, topology)
 
 
 def test_the_error_of_a_queue_in_the_way_names_the_queue(
@@ -110,11 +96,11 @@ def test_the_error_of_a_queue_in_the_way_names_the_queue(
 ) -> None:
     in_the_way = Queue(topology.digit_queues[2].name, durable=True)
     in_the_way(connection.default_channel).queue_declare()
-    with pytest.raises(LayoutConflict, match=f"'{in_the_way.name}'"):
-        declare(connection, topology)
+    with pytest.raises(exceptions.LayoutConflict, match=f"'{in_the_way.name}'"):
+        declaration.declare(connection, topology)
     # The broker has ignored the methods behind it, and nothing looks complete.
-    assert topology.digit_queues[3].name in missing(connection, topology)
-    assert not is_declared(connection, topology)
+    assert topology.digit_queues[3].name in declaration.missing(connection, topology)
+    assert not declaration.is_declared(connection, topology)
 
 
 def test_the_error_of_a_user_without_permission_names_the_object(
@@ -127,12 +113,14 @@ def test_the_error_of_a_user_without_permission_names_the_object(
     configure = "^(" + "|".join(map(re.escape, names)) + ")$"
     with user(private_rabbitmq, prefix, configure) as url, Connection(url) as connection:
         with pytest.raises(AccessRefused, match=f"queue '{re.escape(refused.name)}'"):
-            declare(connection, topology)
+            declaration.declare(connection, topology)
         producer = DelayedProducer(Publisher(connection), topology)
         queue = Queue(refused.name)
-        with pytest.raises(DeclarationRefused, match=f"queue '{re.escape(refused.name)}'"):
+        with pytest.raises(
+            exceptions.DeclarationRefused, match=f"queue '{re.escape(refused.name)}'"
+        ):
             producer.publish_delayed("x", Destination(queue, "", queue.name), 1)
     with Connection(private_rabbitmq.url) as connection:
         # The broker has ignored the methods behind it.
-        assert behind.name in missing(connection, topology)
-        delete(connection, topology)
+        assert behind.name in declaration.missing(connection, topology)
+        declaration.delete(connection, topology)

@@ -14,12 +14,8 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from celery.signals import after_task_publish
 from kombu import Connection, Queue
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app import signals
-from celery_rabbitdelay.exceptions import (
-    DeclarationRefused,
-    MessageNacked,
-    TasksNotConfirmed,
-)
 from celery_rabbitdelay.publishing import publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.kernel.integration.arrivals import count
@@ -68,11 +64,11 @@ def waiting(connection: Connection, shop: Any) -> int:
     return sum(count(connection, queue.name) for queue in shop.rabbitdelay.topology.digit_queues)
 
 
-def not_confirmed_of(error: BaseException) -> TasksNotConfirmed:
+def not_confirmed_of(error: BaseException) -> exceptions.TasksNotConfirmed:
     """The end of an error's chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
-    assert isinstance(error, TasksNotConfirmed)
+    assert isinstance(error, exceptions.TasksNotConfirmed)
     return error
 
 
@@ -157,7 +153,7 @@ def refusing(private_rabbitmq: RabbitMQServer, make_shop: Any, prefix: str) -> I
     def refuses() -> bool:
         try:
             look.apply_async(delay=REFUSED, retry=False)
-        except MessageNacked:
+        except exceptions.MessageNacked:
             return True
         return False
 
@@ -178,10 +174,10 @@ def test_a_task_that_is_refused_is_named_and_holds_up_no_other(
             for task_id in (*refused, *others):
                 look.apply_async(delay=REFUSED if task_id in refused else 60, task_id=task_id)
 
-    with pytest.raises(TasksNotConfirmed) as caught:
+    with pytest.raises(exceptions.TasksNotConfirmed) as caught:
         block()
     assert {*caught.value.errors} == {*refused}
-    assert all(isinstance(each, MessageNacked) for each in caught.value.errors.values())
+    assert all(isinstance(each, exceptions.MessageNacked) for each in caught.value.errors.values())
     assert caught.value.uncertain == ()
     assert not caught.value.may_have_arrived
     assert refused[0] in str(caught.value)
@@ -197,7 +193,7 @@ def test_a_task_that_is_ignored_fails_if_what_it_has_sent_instead_is_not_confirm
             raise error
 
     for error in (Ignore(), Reject("no use", requeue=False)):
-        with pytest.raises(TasksNotConfirmed) as caught:
+        with pytest.raises(exceptions.TasksNotConfirmed) as caught:
             block(error)
         assert caught.value.__cause__ is error
     assert not caplog.records
@@ -260,7 +256,7 @@ def test_a_group_raises_the_error_of_its_member_and_the_others_are_sent(
     look = refusing.tasks["look"]
     members = [look.si().set(delay=delay) for delay in (60, REFUSED, 60)]
     confirmed.clear()
-    with pytest.raises(MessageNacked) as caught:
+    with pytest.raises(exceptions.MessageNacked) as caught:
         group(members, app=refusing).apply_async()
     assert [*not_confirmed_of(caught.value).errors.values()] == [caught.value]
     assert len(confirmed) == 2
@@ -274,7 +270,7 @@ def test_a_queue_that_cannot_be_declared_fails_the_send_and_no_other(
     look, differing = shop.tasks["look"], Queue(other.name, durable=False)
     with shop.rabbitdelay.pipeline():
         ids = [look.apply_async(delay=DELAY).id]
-        with pytest.raises(DeclarationRefused):
+        with pytest.raises(exceptions.DeclarationRefused):
             look.apply_async(delay=DELAY, queue=differing)
         ids.append(look.apply_async(delay=DELAY).id)
     assert confirmed == ids

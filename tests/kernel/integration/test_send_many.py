@@ -16,16 +16,9 @@ import pytest
 from celery import signals
 from kombu import Connection
 
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.rows import Report, Row
 from celery_rabbitdelay.app.send_many import MAX_ERRORS, PROGRESS_INTERVAL
-from celery_rabbitdelay.exceptions import (
-    InvalidDelay,
-    MessageTooLarge,
-    NeedsDistribution,
-    RegistryRequired,
-    RowsNotConfirmed,
-    UnknownOption,
-)
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from tests.kernel.integration.arrivals import take
@@ -273,7 +266,7 @@ def test_what_the_rows_raise_is_raised_once_all_before_it_are_confirmed(
         send_many("note", rows(), envelopes=envelopes)
     assert caught.value is broken
     cause = caught.value.__cause__
-    assert isinstance(cause, RowsNotConfirmed)
+    assert isinstance(cause, exceptions.RowsNotConfirmed)
     assert (list(cause.errors), cause.rest) == ([7], 30)
     assert numbers(notes.wait(29)) == [number for number in range(30) if number != 7]
 
@@ -284,7 +277,7 @@ def test_a_row_that_cannot_be_sent_is_an_error_of_its_own(
 ) -> None:
     good = [notes.row(number, delay=0.2) for number in range(len(BAD) + 1)]
     rows = [*chain(*zip(BAD.values(), good, strict=False)), good[-1], BAD["a wrong key"]]
-    with pytest.raises(RowsNotConfirmed) as caught:
+    with pytest.raises(exceptions.RowsNotConfirmed) as caught:
         # By name: nobody knows the signature.
         send_many("note", iter(rows), envelopes=envelopes)
     assert {*caught.value.errors} == {*range(0, len(rows), 2)} - {len(rows) - 2} | {len(rows) - 1}
@@ -299,10 +292,10 @@ def test_a_row_that_a_worker_would_refuse_for_its_size_is_an_error_of_its_own(
     # Together, they are larger than one message may be.
     rows: list[Any] = [{"args": (os.urandom(3000).hex(),), "delay": 0.2} for _ in range(12)]
     rows[0]["args"] = rows[7]["args"] = ("x" * 20_000,)
-    with pytest.raises(RowsNotConfirmed) as caught:
+    with pytest.raises(exceptions.RowsNotConfirmed) as caught:
         shop.rabbitdelay.send_many("look", rows, envelopes=True, priority=9)
     assert sorted(caught.value.errors) == [0, 7]
-    assert {*map(type, caught.value.errors.values())} == {MessageTooLarge}
+    assert {*map(type, caught.value.errors.values())} == {exceptions.MessageTooLarge}
     # A single message goes straight to its queue.
     assert shop.rabbitdelay.send_many("look", rows, envelopes=True).confirmed == 12
 
@@ -313,7 +306,7 @@ def test_after_so_many_errors_the_first_row_that_was_not_taken_is_named_if_there
 ) -> None:
     for further in (0, 1):
         rows = iter([{"delay": "x"}] * (MAX_ERRORS + further))
-        with pytest.raises(RowsNotConfirmed) as caught:
+        with pytest.raises(exceptions.RowsNotConfirmed) as caught:
             shop.rabbitdelay.send_many(task, rows, envelopes=envelopes)
         assert len(caught.value.errors) == MAX_ERRORS
         assert caught.value.rest == (MAX_ERRORS if further else None)
@@ -321,12 +314,12 @@ def test_after_so_many_errors_the_first_row_that_was_not_taken_is_named_if_there
 
 
 OPTIONS: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (UnknownOption, "delay", {"delay": 5}),
-    (UnknownOption, "task_id", {"task_id": "any"}),
-    (RegistryRequired, "job = 'import-7'", {"job": "import-7"}),
-    (InvalidDelay, "tolerance", {"tolerance": -1}),
-    (NeedsDistribution, "distribution", {"envelopes": True}),
-    (NeedsDistribution, "distribution", {"priority": 9}),
+    (exceptions.UnknownOption, "delay", {"delay": 5}),
+    (exceptions.UnknownOption, "task_id", {"task_id": "any"}),
+    (exceptions.RegistryRequired, "job = 'import-7'", {"job": "import-7"}),
+    (exceptions.InvalidDelay, "tolerance", {"tolerance": -1}),
+    (exceptions.NeedsDistribution, "distribution", {"envelopes": True}),
+    (exceptions.NeedsDistribution, "distribution", {"priority": 9}),
 ]
 
 
@@ -335,7 +328,7 @@ def test_options_that_no_row_could_be_sent_with_are_an_error_at_once(make_shop: 
     for error, words, options in OPTIONS:
         with pytest.raises(error, match=words):
             shop.rabbitdelay.send_many("look", [Row()], **options)
-    with pytest.raises(UnknownOption, match="producer"):
+    with pytest.raises(exceptions.UnknownOption, match="producer"):
         shop.rabbitdelay.send_many("celery-own", [Row()], producer="any")
 
 
@@ -345,7 +338,7 @@ def test_what_no_broker_was_tried_with_does_not_count_as_sent(
 ) -> None:
     shop = make_app({**configuration, "broker_url": "amqp://guest:guest@127.0.0.1:1//"})
     rows = [Row(eta=datetime(2100, 1, 1, second=number, tzinfo=UTC)) for number in range(30)]
-    with pytest.raises(RowsNotConfirmed) as caught:
+    with pytest.raises(exceptions.RowsNotConfirmed) as caught:
         shop.rabbitdelay.send_many("look", rows, envelopes=envelopes, retry=False)
     assert (caught.value.report.sent, caught.value.report.confirmed) == (1, 0)
     assert len(caught.value.errors) == (30 if envelopes else 1)
@@ -362,7 +355,7 @@ def test_without_distribution_every_row_is_a_message(
     arrivals = take(connection, [shop.amqp.queues[named(shop, "default")]], 50)
     assert sorted(arrival.body[0][0] for arrival in arrivals) == list(range(50))
     # Without check-in as well, what is above the capacity of 5.9 s is refused.
-    with pytest.raises(RowsNotConfirmed) as caught:
+    with pytest.raises(exceptions.RowsNotConfirmed) as caught:
         shop.rabbitdelay.send_many("look", [Row(delay=5), Row(delay=50)])
     assert list(caught.value.errors) == [1]
 
@@ -373,7 +366,7 @@ def test_what_keeps_celery_s_own_behavior_is_sent_one_by_one(
     told: list[int] = []
     rows = [{"delay": 50}, {"delay": "x"}, {}, {"eta": datetime(2100, 1, 1, tzinfo=UTC)}]
     for task in (shop.tasks["celery-own"], "celery-own"):
-        with pytest.raises(RowsNotConfirmed) as caught:
+        with pytest.raises(exceptions.RowsNotConfirmed) as caught:
             shop.rabbitdelay.send_many(task, rows, progress=lambda r: told.append(r.confirmed))
         assert list(caught.value.errors) == [1]
     assert told[-1] == 3
@@ -393,5 +386,5 @@ def test_one_by_one_an_error_of_the_rows_keeps_those_of_the_rows_before_it(make_
     with pytest.raises(ZeroDivisionError) as caught:
         shop.rabbitdelay.send_many(shop.tasks["look"], rows())
     cause = caught.value.__cause__
-    assert isinstance(cause, RowsNotConfirmed)
+    assert isinstance(cause, exceptions.RowsNotConfirmed)
     assert (list(cause.errors), cause.rest, cause.report.confirmed) == ([0], 2, 1)

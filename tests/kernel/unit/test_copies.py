@@ -30,7 +30,8 @@ from kombu.serialization import register
 import celery_rabbitdelay
 from celery_rabbitdelay import Celery, InvalidEnvelope
 from celery_rabbitdelay.app import copies
-from celery_rabbitdelay.app.copies import Call, CapturingProducer, Copies, Template, capture
+from celery_rabbitdelay.app.copies import CapturingProducer, Copies, Template, capture
+from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.app.task_sending import TaskSending
 from celery_rabbitdelay.kombu import Due, Topology
 from celery_rabbitdelay.levels import headers, wall_clock

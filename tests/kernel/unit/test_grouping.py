@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_rabbitdelay.app import rows
-from celery_rabbitdelay.app.copies import Call
 from celery_rabbitdelay.app.rows import Group, Grouper
+from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import NEGLIGIBLE_DIVISOR, Due
 from celery_rabbitdelay.levels.layout import Layout, clock

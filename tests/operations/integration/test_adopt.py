@@ -12,20 +12,10 @@ from uuid import uuid4
 import celery
 import pytest
 from kombu import Connection, Exchange, Queue
-from kombu.transport.native_delayed_delivery import (
-    bind_queue_to_native_delayed_delivery_exchange,
-    calculate_routing_key,
-    declare_native_delayed_delivery_exchanges_and_queues,
-    level_name,
-)
+from kombu.transport import native_delayed_delivery
 
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.operations.conversion import (
-    NOT_DELAYED,
-    TaskMessages,
-    eta_tasks,
-    native_queues,
-)
+from celery_rabbitdelay.operations import conversion
 from celery_rabbitdelay.operations.mover import Mover, Place
 from celery_rabbitdelay.publishing.declaration import queue_counts
 from celery_rabbitdelay.publishing.producer import DelayedProducer
@@ -65,16 +55,18 @@ def plain(shop: Any) -> Iterator[Any]:
 @pytest.fixture
 def native_chain(connection: Connection, plain: Any) -> Iterator[list[str]]:
     """Celery's native delayed delivery, as its workers lay it out; deleted with the test."""
-    declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+    native_delayed_delivery.declare_native_delayed_delivery_exchanges_and_queues(
+        connection, "quorum"
+    )
     for queue in plain.conf.task_queues:
         queue(connection.default_channel).declare()
-        bind_queue_to_native_delayed_delivery_exchange(connection, queue)
-    yield native_queues()
+        native_delayed_delivery.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+    yield conversion.native_queues()
     with connection.clone() as own:
         channel: Any = own.default_channel
         for level in range(28):
-            channel.queue_delete(level_name(level))
-            channel.exchange_delete(level_name(level))
+            channel.queue_delete(native_delayed_delivery.level_name(level))
+            channel.exchange_delete(native_delayed_delivery.level_name(level))
         channel.exchange_delete("celery_delayed_delivery")
 
 
@@ -124,7 +116,7 @@ def test_messages_in_a_queue_of_nservicebus_reach_the_end_of_its_chain_on_time(
         "NServiceBus.TimeSent": f"{sent:%Y-%m-%d %H:%M:%S}:{sent.microsecond:06} Z",
         "NServiceBus.Transport.RabbitMQ.DelayInSeconds": 5,
     }
-    key = calculate_routing_key(16, target.name)
+    key = native_delayed_delivery.calculate_routing_key(16, target.name)
     for number in range(20):
         connection.Producer().publish(number, exchange=level, routing_key=key, headers=headers)
     wait_for(lambda: waiting(connection, [level]) == 20, "the messages")
@@ -173,8 +165,10 @@ def test_tasks_that_stay_survive_many_runs(
     connection.Producer().publish({}, routing_key=target.name)
     topology = Topology(configuration["prefix"])
     producer = DelayedProducer(Publisher(connection), topology)
-    convert = eta_tasks(TaskMessages(producer, UTC, lambda name: None), topology, {})
+    convert = conversion.eta_tasks(
+        conversion.TaskMessages(producer, UTC, lambda name: None), topology, {}
+    )
     for _ in range(25):
         wait_for(lambda: waiting(connection, [target.name]) == 1, "the task")
         moved = Mover(connection, [target.name], Place(connection, topology), convert).move()
-        assert moved.left.keys() == {NOT_DELAYED}
+        assert moved.left.keys() == {conversion.NOT_DELAYED}

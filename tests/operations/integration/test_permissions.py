@@ -16,12 +16,7 @@ import pytest
 from amqp.exceptions import AccessRefused
 from kombu import Connection, Exchange, Queue
 
-from celery_rabbitdelay import Outcome
-from celery_rabbitdelay.exceptions import (
-    DeclarationNotPermitted,
-    MessageNotPermitted,
-    RowsNotConfirmed,
-)
+from celery_rabbitdelay import Outcome, exceptions
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import MODULES, Topology
@@ -413,7 +408,9 @@ def test_a_restricted_producer_cannot_name_another_destination(host: Host) -> No
             with pytest.raises(AccessRefused, match=f"(?s)access to .*rabbitdelay.{name}"):
                 channel.basic_publish(message, f"rabbitdelay.{name}", key)
     app = make_app({"broker_url": url, "rabbitdelay_modules": [], **NEVER})
-    with pytest.raises(MessageNotPermitted, match=r"lacks the topic permission write") as caught:
+    with pytest.raises(
+        exceptions.MessageNotPermitted, match=r"lacks the topic permission write"
+    ) as caught:
         app.tasks["remind"].apply_async((1,), delay=1, queue="secret")
     # What is left of the second when it is written.
     level, digits = caught.value.permission.name, caught.value.permission.topic
@@ -437,16 +434,16 @@ def test_a_producer_is_told_which_permission_it_lacks(host: Host, mode: str) -> 
         url = host.let("web", [each for each in every if each != right])
         app = make_app({"broker_url": url, **NEVER, "rabbitdelay_declare": mode})
         if mode == "auto":
-            with pytest.raises(DeclarationNotPermitted) as caught:
+            with pytest.raises(exceptions.DeclarationNotPermitted) as caught:
                 app.tasks["remind"].apply_async((1,), delay=1)
             error: Any = caught.value
             assert not error.may_have_arrived
         else:
             rows = [{"args": (1,), "delay": 0 if right.pattern.endswith("delivery") else 1}]
-            with frozen(), pytest.raises(RowsNotConfirmed) as refused:
+            with frozen(), pytest.raises(exceptions.RowsNotConfirmed) as refused:
                 app.rabbitdelay.send_many("remind", rows, envelopes=False)
             error = refused.value.errors[0]
-            assert isinstance(error, MessageNotPermitted)
+            assert isinstance(error, exceptions.MessageNotPermitted)
             assert refused.value.uncertain == ()
         lacks = error.permission
         assert right.permission in lacks.permission

@@ -30,17 +30,8 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application
 from tests.browser import Browser
 from tests.json_schemas import checked
+from tests.kernel.integration import faults
 from tests.kernel.integration.conftest import LEVELS
-from tests.kernel.integration.faults import (
-    FAULTS,
-    NAMED,
-    Plant,
-    full_destination,
-    harmless,
-    unbound_digit,
-    without_levels,
-    without_queue,
-)
 from tests.kernel.integration.shop import make_app
 from tests.kernel.integration.worker import Worker, run_celery
 from tests.node_control import run_tool, set_disk_limit, set_memory_limit
@@ -71,20 +62,20 @@ def test_nothing_is_found_on_a_sound_broker(place: Place, settings: Settings) ->
     for each in (settings, place.settings):
         place.settings = each
         assert place.verify().findings == ()
-    harmless(place)
+    faults.harmless(place)
     assert place.verify().findings == ()
 
 
-@pytest.mark.parametrize("plant", FAULTS)
+@pytest.mark.parametrize("plant", faults.FAULTS)
 def test_each_planted_fault_is_found_alone_and_mended_as_printed(
-    place: Place, redis_url: str, plant: Plant
+    place: Place, redis_url: str, plant: faults.Plant
 ) -> None:
-    place.redis_url, codes = redis_url, FAULTS[plant]
+    place.redis_url, codes = redis_url, faults.FAULTS[plant]
     plant(place)
     report = place.verify_until(codes)
     assert all(each.consequence and each.remedy for each in report.findings)
     named = " ".join(" ".join((each.what, *each.subjects)) for each in report.findings)
-    assert all(each in named for each in NAMED.get(plant, ()))
+    assert all(each in named for each in faults.NAMED.get(plant, ()))
     texts = [text for each in report.findings for text in each[3:]]
     assert not any("{policy" in text or "{difference" in text for text in texts)
     run_printed(place, report)
@@ -93,7 +84,7 @@ def test_each_planted_fault_is_found_alone_and_mended_as_printed(
 
 
 def test_each_finding_is_planted() -> None:
-    planted = set().union(*FAULTS.values())
+    planted = set().union(*faults.FAULTS.values())
     assert planted.isdisjoint(PLANTED_ELSEWHERE)
     assert planted | PLANTED_ELSEWHERE == {*FINDINGS}
 
@@ -163,8 +154,8 @@ def test_nothing_on_the_broker_is_changed(place: Place) -> None:
         names = sorted(queue["name"] for queue in queues)
         return names, *(place.api.get(each, place.name) for each in lists)
 
-    without_queue(place)
-    unbound_digit(place)
+    faults.without_queue(place)
+    faults.unbound_digit(place)
     before = everything()
     place.verify()
     assert everything() == before
@@ -233,7 +224,7 @@ def test_only_a_danger_exits_with_1_and_a_warning_if_asked_to(
 def test_delete_refuses_while_dead_lettering_holds_due_messages(
     place: Place, settings: dict[str, Any]
 ) -> None:
-    full_destination(place)
+    faults.full_destination(place)
     wait_for(lambda: not waiting(place), "all levels to be empty, as far as AMQP says")
 
     command = "rabbitdelay delete --yes --management"
@@ -291,7 +282,7 @@ def test_without_the_management_api_the_error_says_how_to_name_it(settings: dict
 def test_a_limit_of_the_broker_is_named_and_no_queue_is_advised_to_be_deleted(
     place: Place,
 ) -> None:
-    without_levels(place)
+    faults.without_levels(place)
     place.put("vhost-limits", place.name, "max-queues", value=3)
     with pytest.raises(PublishError) as sent:
         place.app().send_task("look", delay=2, confirm_timeout=2)

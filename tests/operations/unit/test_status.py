@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from celery_rabbitdelay.kombu import Topology, custom
-from celery_rabbitdelay.operations.status import (
-    Status,
-    due_at_least,
-    due_within,
-    rates_between,
-    status_lines,
-)
+from celery_rabbitdelay.operations import status
 from celery_rabbitdelay.publishing.declaration import Backlog, Counts
 
 LAYOUT = custom([("hours", 6, 3600), ("minutes", 60, 60)])
@@ -33,25 +27,25 @@ def test_the_shortest_long_wait_counts() -> None:
         ({"hours.x1": {3: 1, 1: 1}}, 119 * minute),
         ({"hours.x1": {1: 1}, "minutes.x1": {5: 9}}, 5 * minute),
     ):
-        assert due_within(TOPOLOGY, backlog(waiting)) == bound
+        assert status.due_within(TOPOLOGY, backlog(waiting)) == bound
     found = backlog({"hours.x1": {1: 5, 3: 7}, "minutes.x1": {1: 3}})
     for within, count in ((minute - 1, 0), (minute, 3), (119 * minute, 8), (1440 * minute, 15)):
-        assert due_at_least(TOPOLOGY, found, within) == count
+        assert status.due_at_least(TOPOLOGY, found, within) == count
     # What meditates is due after the loop and the levels at the latest.
     others = backlog({}, meditation=1, undeliverable=5)
-    assert due_within(TOPOLOGY, others) == 2 * LAYOUT.capacity_ms
+    assert status.due_within(TOPOLOGY, others) == 2 * LAYOUT.capacity_ms
 
 
-def look(taken_at: float, waiting: dict[str, dict[int, int]], **received: int) -> Status:
+def look(taken_at: float, waiting: dict[str, dict[int, int]], **received: int) -> status.Status:
     workers = {name: {"tasks": {"received": n, "latest": 0.0}} for name, n in received.items()}
-    return Status(taken_at, backlog(waiting), workers)
+    return status.Status(taken_at, backlog(waiting), workers)
 
 
 def test_rates_are_what_changed_between_two_looks_in_a_second() -> None:
     before = look(10.0, {"hours.x1": {1: 50}}, a=100, b=5, gone=9)
     after = look(12.0, {"hours.x1": {1: 40, 2: 0}, "minutes.x1": {7: 3}}, a=120, b=0, new=8)
-    rates = rates_between(before, after)
+    rates = status.rates_between(before, after)
     assert rates == {"hours.x1": -5.0, "minutes.x1": 1.5, "tasks": 10.0}
-    lines = list(status_lines(TOPOLOGY, after, with_digits=True))
+    lines = list(status.status_lines(TOPOLOGY, after, with_digits=True))
     assert f"    {'hours.1':14} {40:10,}" in lines
     assert not any(line.strip().startswith("hours.2 ") for line in lines)

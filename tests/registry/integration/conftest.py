@@ -11,31 +11,25 @@ from celery_rabbitdelay.registry import index as index_module
 from celery_rabbitdelay.registry.index import Index
 from celery_rabbitdelay.registry.registry import Registry
 from tests.kernel.integration.conftest import *  # noqa: F403 - its fixtures
-from tests.registry.integration.registering import (
-    KEEP_MS,
-    KINDS,
-    MARGIN_MS,
-    RedisSetup,
-    assert_all_expire,
-)
+from tests.registry.integration import registering
 
 
 @pytest.fixture(scope="session", params=["single", "cluster"])
-def redis_setup(request: pytest.FixtureRequest) -> Iterator[RedisSetup]:
+def redis_setup(request: pytest.FixtureRequest) -> Iterator[registering.RedisSetup]:
     """A server of its own, and a cluster, where a script sees one slot; tests leave it alone.
 
     Behind Sentinel, the same client asks one server; see test_registry_trouble.py.
     """
-    with KINDS[request.param]() as setup:
+    with registering.KINDS[request.param]() as setup:
         yield setup
 
 
 @pytest.fixture
-def registry(redis_setup: RedisSetup, prefix: str) -> Iterator[Registry]:
+def registry(redis_setup: registering.RedisSetup, prefix: str) -> Iterator[Registry]:
     """A registry of this test's own; at the end, all that it has written must expire."""
     store = redis_setup.connect()
-    yield Registry(store, prefix, KEEP_MS, MARGIN_MS)
-    assert_all_expire(redis_setup, prefix)
+    yield Registry(store, prefix, registering.KEEP_MS, registering.MARGIN_MS)
+    registering.assert_all_expire(redis_setup, prefix)
     store.close()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
-from uuid import uuid4
 
 import pytest
 
@@ -33,7 +32,7 @@ def module_settings(
 ) -> dict[str, Any]:
     """A configuration with a registry, whose queues one worker serves for all tests."""
     return {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        **small_configuration(module_broker_url, redis_url),
         "rabbitdelay_registry_url": redis_setup.url,
         "rabbitdelay_registry_options": {"socket_timeout": TIMEOUT, **redis_setup.options},
     }

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_rabbitdelay.exceptions import InvalidSetting
-from celery_rabbitdelay.registry.application import FIRST_PAUSE, MAX_PAUSE, Breaker
+from celery_rabbitdelay.exceptions import InvalidSetting, RegistryUnavailable
+from celery_rabbitdelay.registry.application import PAUSE, Breaker
 from celery_rabbitdelay.registry.connection import connect
 from tests.kernel.unit.clock import Clock
 from tests.told import told
@@ -91,21 +91,20 @@ def test_it_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         connect("redis://host")
 
 
-def test_the_breaker_is_open_twice_as_long_after_each_failure_in_a_row() -> None:
-    clock = Clock(1000)
+def test_the_breaker_is_open_for_a_while_after_a_failure() -> None:
+    clock, asked = Clock(1000), list[float]()
     breaker = Breaker(clock)
 
-    def pause() -> float:
-        """Let calls fail together, which is one failure; return for how many seconds it is open."""
-        breaker.failed()
-        breaker.failed()
-        start = clock.now
-        while breaker.is_open:
-            clock.now += 0.125
-        return clock.now - start
+    def fail() -> None:
+        asked.append(clock.now)
+        raise RegistryUnavailable("away")
 
-    assert [pause() for _ in range(7)] == [1, 2, 4, 8, 16, MAX_PAUSE, MAX_PAUSE]
-    breaker.failed()
-    breaker.succeeded()
+    while clock.now < 1000 + 3 * PAUSE:
+        with pytest.raises(RegistryUnavailable):
+            breaker.call(fail)
+        assert breaker.is_open
+        clock.now += PAUSE / 4
+    assert asked == [1000, 1000 + PAUSE, 1000 + 2 * PAUSE]
     assert not breaker.is_open
-    assert pause() == FIRST_PAUSE
+    assert breaker.call(lambda: "answer") == "answer"
+    assert not breaker.is_open

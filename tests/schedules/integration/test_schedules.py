@@ -52,7 +52,7 @@ SECOND = timedelta(seconds=1)
 @pytest.fixture
 def settings(redis_setup: RedisSetup, broker_url: str, redis_url: str) -> dict[str, Any]:
     return {
-        **small_configuration(broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
+        **small_configuration(broker_url, redis_url),
         "rabbitdelay_registry_url": redis_setup.url,
         "rabbitdelay_registry_options": {"socket_timeout": TIMEOUT, **redis_setup.options},
         "rabbitdelay_signing_key": "schedules" * 4,

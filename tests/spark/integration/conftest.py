@@ -6,12 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
-from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration
-from tests.kernel.integration.shop import make_app
+from tests.kernel.integration.conftest import application, small_configuration
 from tests.kernel.integration.worker import Worker
 from tests.registry.integration.conftest import *  # noqa: F403 - its fixtures
 from tests.spark.integration.spark_apps import publish
@@ -41,8 +39,7 @@ def spark_settings(
     """The settings of an application with a registry that Spark's Python processes find."""
     url = os.environ.get("RABBITDELAY_BROKER_URL")
     url = url or request.getfixturevalue("session_rabbitmq").url
-    settings = small_configuration(url, redis_url, f"spark-{uuid4().hex[:8]}")
-    settings["rabbitdelay_registry_url"] = redis_url
+    settings = small_configuration(url, redis_url, rabbitdelay_registry_url=redis_url)
     publish(spark_folder, "shop", settings)
     return settings
 
@@ -50,8 +47,5 @@ def spark_settings(
 @pytest.fixture(scope="session")
 def spark_shop(spark_settings: dict[str, Any]) -> Iterator[Any]:
     """The application; one worker serves its queues for all tests of Spark."""
-    app = make_app(spark_settings)
-    with Worker(spark_settings):
+    with application(spark_settings) as app, Worker(spark_settings):
         yield app
-    delete_what_it_declared(app)
-    app.close()

@@ -13,8 +13,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as T  # noqa: N812 - the name that Spark's users know
 
 from celery_rabbitdelay import InvalidColumn, InvalidOption, Row
-from celery_rabbitdelay.app.copies import Call, Template, capture
+from celery_rabbitdelay.app.copies import Template, capture
 from celery_rabbitdelay.app.rows import WrittenRows
+from celery_rabbitdelay.app.seams import Call
 from celery_rabbitdelay.levels.delay import Due
 from celery_rabbitdelay.spark import grouped
 from celery_rabbitdelay.spark.application import application_of

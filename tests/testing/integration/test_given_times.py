@@ -20,8 +20,7 @@ from celery_rabbitdelay.kombu import DelayedProducer, Due, Topology, clock, cust
 from celery_rabbitdelay.registry.record import restored
 from celery_rabbitdelay.testing import recorded
 from tests.given_times import KINDS, PLAIN, Kind
-from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration
-from tests.kernel.integration.shop import make_app
+from tests.kernel.integration.conftest import application, small_configuration
 from tests.kernel.unit.clock import frozen
 
 HOUR: Final = timedelta(hours=1)
@@ -37,13 +36,11 @@ def _look(*args: Any) -> None:
 @pytest.fixture(scope="module")
 def app(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     """An application with a registry, and without a worker."""
-    settings = small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}")
-    app = make_app({**settings, "rabbitdelay_registry_url": redis_url, "rabbitdelay_track": "all"})
-    app.task(name="look-at-it", shared=False)(_look)
-    with frozen(NOW.timestamp()):
-        yield app
-    delete_what_it_declared(app)
-    app.close()
+    registry = {"rabbitdelay_registry_url": redis_url, "rabbitdelay_track": "all"}
+    with application(small_configuration(module_broker_url, redis_url, **registry)) as app:
+        app.task(name="look-at-it", shared=False)(_look)
+        with frozen(NOW.timestamp()):
+            yield app
 
 
 Entrance = Callable[[Any, Kind], Any]

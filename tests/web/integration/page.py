@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import httpx
+from kombu import Connection
 
 from tests.browser import quick_hash
+from tests.kernel.integration.conftest import application, small_configuration
+from tests.kernel.integration.shop import named
 from tests.kernel.integration.worker import ShopProcess
 
 #: An operator, and the password.
@@ -35,6 +40,26 @@ def with_users(redis_url: str, **options: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def standing_shop(broker_url: str, redis_url: str, **settings: Any) -> Iterator[Any]:
+    """An application whose levels and default queue stand; no worker serves it."""
+    with (
+        application(small_configuration(broker_url, redis_url, **settings)) as app,
+        Connection(broker_url) as connection,
+    ):
+        app.rabbitdelay.declare(connection)
+        app.amqp.queues[named(app, "default")](connection.default_channel).declare()
+        yield app
+
+
+def answers(url: str) -> bool:
+    """Return whether a server has this page."""
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
+
+
 class ServedPage(ShopProcess):
     """``celery -A tests.kernel.integration.shop rabbitdelay web``.
 
@@ -51,7 +76,4 @@ class ServedPage(ShopProcess):
         return self.celery(f"rabbitdelay web --port={self.port}")
 
     def _ready(self) -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/static/icon.svg").is_success
-        except httpx.TransportError:
-            return False
+        return answers(f"http://127.0.0.1:{self.port}/static/icon.svg")

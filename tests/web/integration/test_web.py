@@ -29,13 +29,12 @@ from celery_rabbitdelay.web.access import COOKIE
 from celery_rabbitdelay.web.options import hash_password, is_password
 from tests.browser import Browser, assert_harmless, quick_hash
 from tests.kernel.integration.arrivals import count
-from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.trouble import suspended
 from tests.kernel.integration.worker import run_command
 from tests.kernel.unit.clock import Clock
 from tests.operations.integration.undeliverable_messages import message, put, straight
-from tests.web.integration.page import HOUR, ServedPage
+from tests.web.integration.page import HOUR, ServedPage, standing_shop
 
 #: Few queues, whose highest digits last for hours, so that nothing is due unless a test says so.
 HOURS = [("hours", 8, 3600), ("parts", 8, 450), ("steps", 10, 45), ("ticks", 9, 5)]
@@ -45,19 +44,12 @@ HOURS = [("hours", 8, 3600), ("parts", 8, 450), ("steps", 10, 45), ("ticks", 9, 
 def module_shop(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     """An application with a registry; no worker serves it."""
     settings = {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
         "rabbitdelay_registry_url": redis_url,
         "rabbitdelay_layout": HOURS,
         "rabbitdelay_track": "all",
     }
-    app: Any = make_app(settings)
-    app.configuration = settings
-    with Connection(app.conf.broker_url) as connection:
-        app.rabbitdelay.declare(connection)
-        app.amqp.queues[named(app, "default")](connection.default_channel).declare()
-    yield app
-    delete_what_it_declared(app)
-    app.close()
+    with standing_shop(module_broker_url, redis_url, **settings) as app:
+        yield app
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ from celery_rabbitdelay.levels.headers import EXCHANGE, QUEUE, REASON, ROUTING_K
 from celery_rabbitdelay.testing import RabbitMQServer, RedisServer
 from celery_rabbitdelay.web import pages
 from tests.chromium import Chromium, Tab
-from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration
-from tests.kernel.integration.shop import make_app, named
 from tests.kernel.integration.worker import Worker
 from tests.operations.integration.undeliverable_messages import message, put, straight
 from tests.web.integration.page import (
@@ -27,6 +25,7 @@ from tests.web.integration.page import (
     OPERATOR,
     PASSWORD,
     ServedPage,
+    standing_shop,
     with_users,
 )
 
@@ -81,19 +80,12 @@ def signed_in(open_tab: Callable[..., Tab], page: ServedPage) -> Tab:
 @pytest.fixture(scope="module")
 def served(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     """An application and its page, for the tests of this module."""
-    configuration = {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        **with_users(redis_url, shows_arguments=True),
-    }
-    app: Any = make_app(configuration)
-    with Connection(app.conf.broker_url) as connection:
-        app.rabbitdelay.declare(connection)
-        app.amqp.queues[named(app, "default")](connection.default_channel).declare()
-    with ServedPage(configuration) as page:
-        app.page, app.configuration = page, configuration
+    settings = with_users(redis_url, shows_arguments=True)
+    with (
+        standing_shop(module_broker_url, redis_url, **settings) as app,
+        ServedPage(app.configuration) as app.page,
+    ):
         yield app
-    delete_what_it_declared(app)
-    app.close()
 
 
 def send(served: Any, number: int = 1, **options: Any) -> list[str]:

@@ -17,11 +17,10 @@ from celery_rabbitdelay.web.pages import PAGES
 from tests.browser import ADDRESSES, Form, read
 from tests.celery_process import REPOSITORY
 from tests.documentation.page import blocks
-from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration
-from tests.kernel.integration.shop import PATIENCE, make_app
+from tests.kernel.integration.shop import PATIENCE
 from tests.kernel.integration.worker import ShopProcess
 from tests.operations.integration.undeliverable_messages import message, put, straight
-from tests.web.integration.page import HOUR, OPERATOR, PASSWORD, with_users
+from tests.web.integration.page import HOUR, OPERATOR, PASSWORD, answers, standing_shop, with_users
 
 #: The programs of the documentation, by the names of their files.
 PROGRAMS: Final = {
@@ -76,30 +75,21 @@ class Mounted(ShopProcess):
         return {**super()._environment(), "PYTHONPATH": f"{self.folder}:{REPOSITORY}"}
 
     def _ready(self) -> bool:
-        try:
-            return httpx.get(f"{self.address}/tasks/static/icon.svg").is_success
-        except httpx.TransportError:
-            return False
+        return answers(f"{self.address}/tasks/static/icon.svg")
 
 
 @pytest.fixture(scope="module")
 def shop(module_broker_url: str, redis_url: str) -> Iterator[Any]:
     """An application with something on each page; no worker serves it."""
-    configuration = {
-        **small_configuration(module_broker_url, redis_url, f"test-{uuid4().hex[:8]}"),
-        **with_users(redis_url, shows_arguments=True),
-    }
-    app: Any = make_app(configuration)
-    app.configuration = configuration
-    app.tasks["look"].apply_async(delay=HOUR, key="order:7")
-    app.rabbitdelay.schedules.put("each hour", "look", timedelta(hours=1))
-    with Connection(app.conf.broker_url) as connection:
-        lost = message("[]", straight("gone", id="lost", task="look"))
-        put(connection, app.rabbitdelay.topology, lost)
-    yield app
-    app.rabbitdelay.schedules.delete("each hour")
-    delete_what_it_declared(app)
-    app.close()
+    settings = with_users(redis_url, shows_arguments=True)
+    with standing_shop(module_broker_url, redis_url, **settings) as app:
+        app.tasks["look"].apply_async(delay=HOUR, key="order:7")
+        app.rabbitdelay.schedules.put("each hour", "look", timedelta(hours=1))
+        with Connection(app.conf.broker_url) as connection:
+            lost = message("[]", straight("gone", id="lost", task="look"))
+            put(connection, app.rabbitdelay.topology, lost)
+        yield app
+        app.rabbitdelay.schedules.delete("each hour")
 
 
 @pytest.mark.parametrize("program", SERVERS)

@@ -10,14 +10,7 @@ import pytest
 from celery.signals import before_task_publish
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import (
-    ConfirmTimeout,
-    ConnectionBlocked,
-    ConnectionLost,
-    NoPublisherFree,
-    PublishError,
-    TopologyIncomplete,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.kernel.integration.arrivals import count, take
 from tests.kernel.integration.publishing import TIMEOUT
@@ -41,7 +34,7 @@ def test_a_send_that_meets_a_frozen_broker_holds_up_no_other_coroutine(
                 await asyncio.sleep(0)
             assert turns > 10
             failed = sending.exception()
-            assert isinstance(failed, PublishError)
+            assert isinstance(failed, exceptions.PublishError)
             assert failed.may_have_arrived
         await send("look", delay=0.3)
 
@@ -99,7 +92,11 @@ def test_a_send_that_finds_no_thread_in_time_is_not_sent(
             return await asyncio.gather(*sends, return_exceptions=True)
 
     errors = asyncio.run(crowded())
-    assert [type(each) for each in errors] == [ConfirmTimeout, NoPublisherFree, NoPublisherFree]
+    assert [type(each) for each in errors] == [
+        exceptions.ConfirmTimeout,
+        exceptions.NoPublisherFree,
+        exceptions.NoPublisherFree,
+    ]
 
 
 def test_one_warning_says_that_apply_async_blocks_an_event_loop(
@@ -127,7 +124,7 @@ def test_check_says_in_time_that_a_send_would_fail(
     shop = make_shop(broker_url=private_rabbitmq.url)
     if is_connected:
         shop.rabbitdelay.check(timeout=PATIENCE)
-    with suspended(private_rabbitmq), pytest.raises(PublishError):
+    with suspended(private_rabbitmq), pytest.raises(exceptions.PublishError):
         shop.rabbitdelay.check(timeout=1)
     shop.rabbitdelay.check(timeout=PATIENCE)
 
@@ -142,10 +139,10 @@ def test_check_and_sends_that_fail_keep_the_connection_that_the_broker_blocks(
     before = connections_of(private_rabbitmq)
     with alarm(private_rabbitmq):
         for _ in range(2):
-            with pytest.raises(ConnectionBlocked):
+            with pytest.raises(exceptions.ConnectionBlocked):
                 shop.rabbitdelay.check(timeout=0.5)
             # Its queue is to be declared first, which the broker would not answer.
-            with pytest.raises(ConnectionBlocked) as caught:
+            with pytest.raises(exceptions.ConnectionBlocked) as caught:
                 shop.tasks["look"].apply_async(delay=0.1, confirm_timeout=0.5)
             assert not caught.value.may_have_arrived
         assert connections_of(private_rabbitmq) == before
@@ -163,7 +160,7 @@ def test_check_needs_neither_levels_that_a_send_would_declare_nor_a_right_to_dec
     with user(private_rabbitmq, f"{prefix}-user", "", exchanges, "") as url:
         shop = make_shop(broker_url=private_rabbitmq.url, broker_write_url=url)
         shop.conf.rabbitdelay_declare = "never"
-        with pytest.raises(TopologyIncomplete):
+        with pytest.raises(exceptions.TopologyIncomplete):
             shop.rabbitdelay.check(timeout=PATIENCE)
         with declaring.connection_for_write() as connection:
             declaring.rabbitdelay.declare(connection)
@@ -172,5 +169,5 @@ def test_check_needs_neither_levels_that_a_send_would_declare_nor_a_right_to_dec
             assert not count(connection, f"{prefix}.undeliverable"), "it leaves nothing"
         shop.close()
     nowhere = make_shop(broker_write_url="amqp://guest:guest@127.0.0.1:1//")
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(exceptions.ConnectionLost):
         nowhere.rabbitdelay.check()

@@ -14,7 +14,8 @@ from celery.platforms import EX_UNAVAILABLE
 from click.testing import CliRunner, Result
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.command.group import COMMANDS, rabbitdelay
+from celery_rabbitdelay.app.additions import commands as all_commands
+from celery_rabbitdelay.command.group import rabbitdelay
 from tests.json_schemas import checked
 from tests.kernel.integration.worker import run_command
 
@@ -85,7 +86,7 @@ def invoke(line: str, **settings: Any) -> Result:
     return told
 
 
-@pytest.mark.parametrize("command", [*commands(rabbitdelay), *COMMANDS])
+@pytest.mark.parametrize("command", [*commands(rabbitdelay), *all_commands])
 def test_the_help_needs_no_broker(command: str) -> None:
     told = invoke(f"{command} --help")
     assert (told.exit_code, told.stderr) == (0, "")

@@ -20,7 +20,7 @@ from celery_rabbitdelay.command.group import rabbitdelay
 from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.testing.servers import free_port
-from tests.kernel.integration.conftest import delete_what_it_declared, small_configuration
+from tests.kernel.integration.conftest import application, small_configuration
 from tests.kernel.integration.shop import PATIENCE, make_app
 from tests.kernel.integration.worker import Worker, run_celery
 from tests.metrics.integration.metrics import is_served
@@ -83,18 +83,15 @@ def configure(
 
     def configuration(password: str = PLANTED, **more: Any) -> dict[str, Any]:
         broker = f"amqp://{USER}:{password}@127.0.0.1:{node.port}//"
-        return {
-            **small_configuration(broker, redis_url, prefix),
+        given = {
             # What cannot succeed lasts as long.
             "rabbitdelay_confirm_timeout": 30 if password == PLANTED else 2,
             "rabbitdelay_registry_url": f"redis://:{password}@127.0.0.1:{redis.port}/0",
-            **more,
         }
+        return small_configuration(broker, redis_url, prefix, **{**given, **more})
 
-    yield configuration
-    app = make_app(configuration())
-    delete_what_it_declared(app)
-    app.close()
+    with application(configuration()):
+        yield configuration
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,16 @@
+"""What an addition of your own imports: see the page "Add your own" of the documentation."""
+
+from celery_rabbitdelay.app.additions import Entry, add
+from celery_rabbitdelay.app.seams import AddedToRows, AddedToSend, Addition, Send
+from celery_rabbitdelay.app.settings import SettingsGroup, SettingType
+
+__all__ = [
+    "AddedToRows",
+    "AddedToSend",
+    "Addition",
+    "Entry",
+    "Send",
+    "SettingType",
+    "SettingsGroup",
+    "add",
+]
