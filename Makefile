@@ -136,8 +136,8 @@ chaos-short: $(VENV)/test.done  #: Three of these, in seven minutes
 	$(BIN)/python -m tests.chaos short
 
 probe: $(VENV)/test.done  #: Probes: each trouble with a round a minute, and as many rounds as a week has minutes (half an hour)
-	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/kernel/integration/test_probe.py -k trouble
-	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest tests/kernel/integration/test_probe.py -k sound
+	RABBITDELAY_PROBE_INTERVAL=60 $(BIN)/pytest --numprocesses=4 tests/metrics/integration/test_probe.py -k trouble
+	RABBITDELAY_PROBE_ROUNDS=10080 $(BIN)/pytest tests/metrics/integration/test_probe.py -k sound
 
 hostile: $(VENV)/test.done  #: Malformed, oversized and forged messages against one worker after another (ten minutes)
 	$(BIN)/python -m tests.hostile --seconds 600

@@ -30,6 +30,9 @@ class Entry(NamedTuple):
         consumer_steps: Bootsteps of a worker's consumer.
         worker_steps: Bootsteps of a worker.
         worker_options: Options of ``celery worker``, with their help; its bootsteps get them.
+        services: By the names that ``rabbitdelay_modules`` has for them, what makes the services
+            that a worker runs beside the modules: each is called as
+            :func:`.worker.bootsteps.module_service` is.
         commands: Commands of ``celery rabbitdelay``, by the modules that have them: a function or
             group of click, whose name there has ``_`` for ``-``.
     """
@@ -44,6 +47,7 @@ class Entry(NamedTuple):
     consumer_steps: tuple[str, ...] = ()
     worker_steps: tuple[str, ...] = ()
     worker_options: Mapping[str, str] = {}
+    services: Mapping[str, str] = {}
     commands: Mapping[str, tuple[str, ...]] = {}
 
 
@@ -118,6 +122,7 @@ BUILT_IN: Final = (
             "rabbitdelay_metrics_port. Empty for none.",
         },
         methods={f"{_PACKAGE}.metrics.collector:HasMetrics": ("metrics",)},
+        services={"probe": f"{_PACKAGE}.metrics.probe:probe_service"},
     ),
     Entry(
         "web",
@@ -144,6 +149,9 @@ commands: Final[dict[str, str]] = {
 #: The classes that have the attributes of ``app.rabbitdelay``, by the names of these.
 methods: Final[dict[str, str]] = {}
 
+#: What makes the services of a worker, by the names of these.
+services: Final[dict[str, str]] = {}
+
 
 def add(entry: Entry) -> None:
     """Add an addition, for applications that are made from now on.
@@ -152,16 +160,19 @@ def add(entry: Entry) -> None:
         entry: What it brings.
 
     Raises:
-        ValueError: Another addition has a name of a setting, an option, an attribute or a command.
+        ValueError: Another addition has a name of a setting, an option, an attribute, a command or
+            a service.
     """
     attributes = [name for names in entry.methods.values() for name in names]
     _refuse_taken(entry.settings, settings)
     _refuse_taken(entry.options, options)
     _refuse_taken(attributes, methods)
+    _refuse_taken(entry.services, services)
     _refuse_taken([name for names in entry.commands.values() for name in names], commands)
     entries.append(entry)
     settings.update(dict.fromkeys(entry.settings, entry.group))
     options.update(dict.fromkeys(entry.options, entry))
+    services.update(entry.services)
     for where, names in entry.methods.items():
         methods.update(dict.fromkeys(names, where))
     for module, names in entry.commands.items():

@@ -24,7 +24,7 @@ from celery_rabbitdelay.exceptions import (
 from celery_rabbitdelay.levels.delay import Due, check_max_delay
 from celery_rabbitdelay.levels.layout import NAMED, Layout, custom
 from celery_rabbitdelay.levels.shown_url import HIDDEN
-from celery_rabbitdelay.levels.topology import CHECK_IN, MODULES, QueueType, Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, QueueType, Topology
 from celery_rabbitdelay.modules.deliveries import MAX_PREFETCH
 from celery_rabbitdelay.publishing.message import DEFAULT_MAX_MESSAGE_BYTES
 from celery_rabbitdelay.publishing.signature import MIN_KEY_BYTES, SigningKeys
@@ -217,9 +217,18 @@ _TICK: Final = SettingType(
     "a positive number of seconds, in whole milliseconds, at most 366 days", _is_tick
 )
 
+_KNOWN_MODULES: Final = (CHECK_IN, DISTRIBUTE, *additions.services)
+
+#: All of them that are installed.
+_INSTALLED_MODULES: Final = tuple(
+    name
+    for name in _KNOWN_MODULES
+    if all(additions.exists(each) for each in additions.entries if name in each.services)
+)
+
 _MODULES: Final = SettingType(
-    f"a list of any of {', '.join(MODULES)}",
-    lambda value: _is_list_of_words(value) and set(value) <= set(MODULES),
+    f"a list of any of {', '.join(_KNOWN_MODULES)}",
+    lambda value: _is_list_of_words(value) and set(value) <= set(_KNOWN_MODULES),
 )
 
 _SIGNING_KEY: Final = SettingType(
@@ -283,7 +292,7 @@ class Settings(SettingsGroup):
 
     #: Which modules the workers serve. A producer whose setting lacks one refuses what only that
     #: one could deliver.
-    modules: Annotated[Sequence[str], _MODULES] = MODULES
+    modules: Annotated[Sequence[str], _MODULES] = _INSTALLED_MODULES
 
     #: The names of the queues and exchanges that check-in may reach; ``*`` and ``?`` stand for any
     #: characters and for one. None: those that the application knows.

@@ -30,12 +30,13 @@ from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, PROBES, RoutingK
 
 QueueType: TypeAlias = Literal["quorum", "classic"]
 
-#: What a worker can serve, as ``rabbitdelay_modules`` names it: the modules around the levels, and
-#: the probe.
+#: The modules around the levels, as ``rabbitdelay_modules`` names them, and the service of probes.
 CHECK_IN: Final = "check-in"
 DISTRIBUTE: Final = "distribution"
 PROBE: Final = "probe"
-MODULES: Final = (CHECK_IN, DISTRIBUTE, PROBE)
+
+#: The type of a probe, which measures how late the levels are.
+PROBE_TYPE: Final = "rabbitdelay-probe"
 
 #: Milliseconds after which probes that no worker receives are dropped.
 PROBE_TTL: Final = 300_000

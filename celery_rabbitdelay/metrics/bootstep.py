@@ -20,9 +20,9 @@ from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.metrics import instruments
 from celery_rabbitdelay.metrics.collector import ChildCounts, Metrics, Sample
+from celery_rabbitdelay.metrics.probe import ProbeService
 from celery_rabbitdelay.metrics.reading import Broker, Readings
 from celery_rabbitdelay.metrics.settings import MetricsSettings
-from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import Backlog, backlog_of, module_queues
 from celery_rabbitdelay.publishing.publish_loop import BLOCKED
@@ -153,7 +153,7 @@ def observed(worker: Any, backlogs: Readings[Backlog]) -> Iterator[Sample]:
     services: list[Service] = worker.rabbitdelay_services
     for service in tuple(services):
         if isinstance(service, ModuleService):
-            queue, statistics = service.module.queue.name, service.statistics
+            queue, statistics = service.module.queue.name, service.module.statistics
             yield instruments.MODULE_RECEIVED, (queue,), statistics.received
             yield instruments.MODULE_PUBLISHED, (queue,), statistics.published
             yield instruments.MODULE_REDELIVERED, (queue,), statistics.redelivered

@@ -7,7 +7,6 @@ kombu connections and know nothing of Celery, whose workers serve them.
 Read ``checkin`` and ``distribution`` (transform one message, without I/O), ``limits`` (what a
 message may reach and cost), ``envelope``, ``forwarding`` (the one way back into the levels, also
 for workers) and ``undeliverable``; then ``deliveries`` (what a worker serves and counts; how each
-message is taken and settled), ``attempts`` (what becomes of a message that is not taken),
-``service`` (the thread that receives, publishes and acknowledges, and connects again) and ``probe``
-(messages that show how late the levels are).
+message is taken and settled), ``attempts`` (what becomes of a message that is not taken), and
+``service`` (the thread that receives, publishes and acknowledges, and connects again).
 """

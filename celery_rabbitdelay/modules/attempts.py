@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 from amqp.exceptions import NotFound
 
@@ -15,10 +15,12 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.headers import DelayHeaders, shortened, unopened
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
-from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics, Received
+from celery_rabbitdelay.modules.deliveries import Module, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import Content, Publication, WaitingMessage, headers_of
 from celery_rabbitdelay.publishing.wire import REJECT
+
+logger = logging.getLogger(__name__)
 
 #: Seconds without an answer after which a destination gets no further messages until it answers.
 SILENCE: Final = 1.0
@@ -56,6 +58,9 @@ MAX_REMEMBERED: Final = 1000
 #: Whether a destination may get another message: if it is full, that one has to wait until others
 #: are answered; if it is silent, it should not be published at all.
 State: TypeAlias = Literal["ready", "full", "silent"]
+
+#: The context of a publication: the received message, and what is published for it.
+Origin: TypeAlias = tuple[Received, Outgoing]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -235,21 +240,6 @@ def no_exchange(exchange: str) -> str:
     return f"there is no exchange {exchange!r}"
 
 
-logger = logging.getLogger(__name__)
-
-
-class _Origin(NamedTuple):
-    """Links a publication to its received message.
-
-    Attributes:
-        received: The received message.
-        outgoing: The message that is published for it.
-    """
-
-    received: Received
-    outgoing: Outgoing
-
-
 @dataclass(eq=False, repr=False)
 class Forwarder:
     """Turns messages into publications, and replaces each publication that fails by another one.
@@ -266,7 +256,6 @@ class Forwarder:
 
     Attributes:
         module: The module.
-        statistics: Where to count what is done.
         exists: Asks the broker whether an exchange exists.
         frame_max: The bytes of a frame of the connection.
         answer_times: What is known of destinations, also from former connections.
@@ -274,7 +263,6 @@ class Forwarder:
     """
 
     module: Module
-    statistics: ModuleStatistics
     exists: Callable[[str], bool]
     frame_max: int
     answer_times: AnswerTimes
@@ -282,6 +270,7 @@ class Forwarder:
 
     def __post_init__(self) -> None:
         """Begin to note answers, and to count warnings."""
+        self.statistics = self.module.statistics
         self.name, topology = self.module.name, self.module.topology
         self.undeliverable = topology.module_queues.undeliverable.exchange.name
         self.redelivery = forwarding.Redelivery(
@@ -332,7 +321,7 @@ class Forwarder:
         Raises:
             PublishError: ``undeliverable`` cannot be published to.
         """
-        received, outgoing = cast(_Origin, publication.context)
+        received, outgoing = cast(Origin, publication.context)
         error, destination = publication.error, self._destination(outgoing)
         received.pending -= 1
         self.bytes_in_flight -= len(publication.content.body)
@@ -458,7 +447,7 @@ class Forwarder:
 
     def _publication(self, received: Received, outgoing: Outgoing, content: Content) -> Publication:
         address, destination = outgoing.address, self._destination(outgoing)
-        origin = _Origin(received, outgoing)
+        origin: Origin = received, outgoing
         publication = Publication(content, outgoing.reroute or (lambda: address), origin)
         publication.deadline = time.monotonic() + self.module.timeout
         publication.single_attempt = destination is not None
@@ -499,10 +488,8 @@ class Forwarder:
 
 def _reason(error: exceptions.RabbitDelayError, outgoing: Outgoing) -> str:
     """Say why a message was not taken."""
-    if isinstance(error, exceptions.MessageNacked):
-        return "the broker nacked it: its queue is full, or the queue's leader is away"
-    if isinstance(error, exceptions.ConfirmTimeout):
-        return "the broker did not confirm it in time"
+    if isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout):
+        return error.reason
     if isinstance(error, exceptions.MessageRefused):
         return f"the broker does not take it: {error.reason}"
     if isinstance(error.__cause__, NotFound):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import amqp
@@ -44,40 +44,6 @@ HEADER_EXPANSION: Final = 25
 LATEST: Final = 200
 
 
-@dataclass(frozen=True)
-class Module:
-    """A module, as a worker serves it.
-
-    Attributes:
-        name: Its name.
-        topology: The topology that its queue belongs to.
-        queue: The queue.
-        receive: Takes a message; returns the messages to publish for it.
-        prefetch: How many messages are taken from the queue before the first is acknowledged.
-        max_unconfirmed: How many messages may be in flight, unconfirmed.
-        timeout: Seconds without any confirm until the connection is given up; and without the
-            confirm of one message until that one is put into the levels, to be tried again.
-        retry_for: Seconds during which a message that its destination does not take is tried
-            again; after that, it is undeliverable.
-        signing_keys: What signs the messages that wait to be tried again; None: nothing does.
-        max_bytes: The largest message that is read. The broker dead-letters a larger one to
-            ``undeliverable``; it never takes memory here.
-        admit: Removes from a received message what its sender may not say; None: it may say all.
-    """
-
-    name: str
-    topology: Topology
-    queue: Queue
-    receive: Callable[[amqp.Message], Iterator[Outgoing]]
-    prefetch: int
-    max_unconfirmed: int
-    timeout: float
-    retry_for: float
-    signing_keys: SigningKeys | None = None
-    max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
-    admit: Callable[[amqp.Message], None] | None = None
-
-
 @dataclass(eq=False)
 class ModuleStatistics:
     """Counts what a module does.
@@ -97,9 +63,45 @@ class ModuleStatistics:
     redelivered: int = 0
     undeliverable: int = 0
 
-    def status(self) -> dict[str, int]:
+    def status(self) -> dict[str, object]:
         """Return the counts that the worker's status shows."""
         return {name: count for name, count in vars(self).items() if name != "finished"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module, as a worker serves it.
+
+    Attributes:
+        name: Its name.
+        topology: The topology that its queue belongs to.
+        queue: The queue.
+        receive: Takes a message; returns the messages to publish for it.
+        prefetch: How many messages are taken from the queue before the first is acknowledged.
+        max_unconfirmed: How many messages may be in flight, unconfirmed.
+        timeout: Seconds without any confirm until the connection is given up; and without the
+            confirm of one message until that one is put into the levels, to be tried again.
+        retry_for: Seconds during which a message that its destination does not take is tried
+            again; after that, it is undeliverable.
+        signing_keys: What signs the messages that wait to be tried again; None: nothing does.
+        max_bytes: The largest message that is read. The broker dead-letters a larger one to
+            ``undeliverable``; it never takes memory here.
+        admit: Removes from a received message what its sender may not say; None: it may say all.
+        statistics: The counts of its messages.
+    """
+
+    name: str
+    topology: Topology
+    queue: Queue
+    receive: Callable[[amqp.Message], Iterator[Outgoing]]
+    prefetch: int
+    max_unconfirmed: int
+    timeout: float
+    retry_for: float
+    signing_keys: SigningKeys | None = None
+    max_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    admit: Callable[[amqp.Message], None] | None = None
+    statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -174,7 +176,6 @@ class Deliveries:
     Args:
         connection: A connection that is open.
         module: The module.
-        statistics: Where to count what is received and settled.
 
     Attributes:
         waiting: The messages that were taken, and for which nothing was published yet.
@@ -184,9 +185,7 @@ class Deliveries:
         channel: The channel.
     """
 
-    def __init__(
-        self, connection: Connection, module: Module, statistics: ModuleStatistics
-    ) -> None:
+    def __init__(self, connection: Connection, module: Module) -> None:
         self.waiting: deque[Received] = deque()
         self.unfinished = 0
         self.are_redelivered = True
@@ -199,7 +198,7 @@ class Deliveries:
         )
         self._wire = Wire(connection)
         self._module = module
-        self._statistics = statistics
+        self._statistics = module.statistics
         self._held = HeldBytes()
         #: The prefetch count that is wanted, and the one that is set, which fits the budget.
         self._wanted = self._prefetch = 1

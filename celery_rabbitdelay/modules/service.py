@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from typing import Any, Final
+from typing import Final
 
 from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError
@@ -23,7 +23,6 @@ from celery_rabbitdelay.modules.deliveries import (
     MAX_HELD_BYTES,
     Deliveries,
     Module,
-    ModuleStatistics,
     Received,
 )
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
@@ -114,15 +113,13 @@ class ModuleConsumer:
         self._loop.use(ConfirmChannel(connection, self._loop.settled))
         self._wire = self._loop.channel.wire
         self._wire.receive_ahead()
-        self._deliveries = Deliveries(connection, module, service.statistics)
+        self._deliveries = Deliveries(connection, module)
         #: Received messages for which messages are published, in turns.
         self._unpacking: deque[Received] = deque()
         self._published = 0
         #: Since when all of these wait for answers about their destinations.
         self._held_up_since: float | None = None
-        self._attempts = Forwarder(
-            module, service.statistics, self._exists, self._wire.frame_max, service.answer_times
-        )
+        self._attempts = Forwarder(module, self._exists, self._wire.frame_max, service.answer_times)
         #: What the module's prefetch and window are multiplied by; 0: one message at a time.
         self._growth = 0
 
@@ -271,9 +268,10 @@ class ModuleConsumer:
         in_its_place = self._attempts.settled(publication)
         if in_its_place is not None:
             self._loop.send_first(in_its_place)
-        self._deliveries.settle(publication.context.received)
+        self._deliveries.settle(publication.context[0])
 
 
+@dataclass(eq=False, repr=False)
 class Service(ABC):
     """A thread with connections of its own: when one is lost, it opens the next.
 
@@ -287,15 +285,15 @@ class Service(ABC):
         stopping: Set once no more messages are to be taken.
     """
 
-    name: str
-    timeout: float
-    max_bytes: int
     connection: Connection
     declare: Callable[[Connection], None]
     on_lost: Callable[[], None]
-    stopping: Event
+    name: str = field(init=False)
+    timeout: float = field(init=False)
+    max_bytes: int = field(init=False)
+    stopping: Event = field(init=False, default_factory=Event)
     #: Why the last connection was given up.
-    _lost: Exception | None = None
+    _lost: Exception | None = field(init=False, default=None)
 
     def start(self) -> None:
         """Start the thread."""
@@ -308,7 +306,7 @@ class Service(ABC):
         self._thread.join(STOP_TIMEOUT)
 
     @abstractmethod
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return what it has done, for the worker's status."""
 
     @property
@@ -371,29 +369,23 @@ class ModuleService(Service):
 
     Attributes:
         module: The module.
-        statistics: The counts of its messages.
         answer_times: Which destinations have not answered, on any connection.
     """
 
     module: Module
-    connection: Connection
-    declare: Callable[[Connection], None]
-    on_lost: Callable[[], None]
-    statistics: ModuleStatistics = field(default_factory=ModuleStatistics)
-    stopping: Event = field(default_factory=Event)
     answer_times: AnswerTimes = field(default_factory=AnswerTimes)
 
     def __post_init__(self) -> None:
         self.name, self.timeout = self.module.name, self.module.timeout
         self.max_bytes = self.module.max_bytes
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return the counts of its messages."""
-        return self.statistics.status()
+        return self.module.statistics.status()
 
     @property
     def _progress(self) -> int:
-        return self.statistics.finished
+        return self.module.statistics.finished
 
     def _serve_on(self, connection: Connection) -> bool:
         logger.info("%s: serving the queue %s.", self.name, self.module.queue.name)

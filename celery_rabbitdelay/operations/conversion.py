@@ -32,14 +32,13 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import routing_key
 from celery_rabbitdelay.levels.delay import NS_PER_MS, Due
 from celery_rabbitdelay.levels.headers import UNREADABLE, DelayHeaders, shortened
-from celery_rabbitdelay.levels.topology import Topology
+from celery_rabbitdelay.levels.topology import PROBE_TYPE, Topology
 from celery_rabbitdelay.modules.forwarding import (
     Outgoing,
     delayed_task,
     for_distribution,
     into_levels,
 )
-from celery_rabbitdelay.modules.probe import PROBE_TYPE
 from celery_rabbitdelay.modules.undeliverable import examine
 from celery_rabbitdelay.operations.mover import Place, Stay
 from celery_rabbitdelay.publishing import declaration

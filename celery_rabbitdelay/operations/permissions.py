@@ -22,7 +22,7 @@ from kombu.common import Broadcast
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.command import shared
 from celery_rabbitdelay.levels.routing_key import encode_destination
-from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, MODULES, PROBE, Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
 from celery_rabbitdelay.operations.findings import FoundRow
 from celery_rabbitdelay.operations.inventory import Inventory
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
@@ -58,7 +58,7 @@ def rights(
     conf: Configuration,
     *,
     may_declare: bool,
-    modules: Sequence[str] = MODULES,
+    modules: Sequence[str] = (CHECK_IN, DISTRIBUTE, PROBE),
 ) -> Iterator[Right]:
     """Yield what a user needs.
 

@@ -73,13 +73,6 @@ def declare(connection: Connection, topology: Topology) -> None:
         )
 
 
-def declare_probe(connection: Connection, topology: Topology) -> None:
-    """Declare and bind the queue of probes, which levels of an earlier version lack."""
-    with opened_channel(connection) as channel:
-        topology.probe(channel).queue_declare()
-        _bind_method(channel, topology.probe_binding)()
-
-
 def declare_if_missing(connection: Connection, topology: Topology) -> None:
     """Declare a topology unless its marker exists; checked once for each connection.
 

@@ -26,7 +26,7 @@ from celery_rabbitdelay.worker.batch_thread import Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import run_strategy
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks
-from celery_rabbitdelay.worker.lateness import lateness, may_run_since
+from celery_rabbitdelay.worker.restore import lateness, may_run_since
 
 logger = get_logger(__name__)
 

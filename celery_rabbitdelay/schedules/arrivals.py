@@ -45,7 +45,7 @@ from celery_rabbitdelay.schedules.recurrence import INVALID, OCCURRENCES, OVERDU
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import BatchThread
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, waiting_task
-from celery_rabbitdelay.worker.lateness import lateness
+from celery_rabbitdelay.worker.restore import lateness
 
 logger = get_logger(__name__)
 

@@ -33,7 +33,7 @@ from celery_rabbitdelay.registry.record import restored, stored
 from celery_rabbitdelay.registry.registry import NOTE_MS, Registry
 from celery_rabbitdelay.registry.store import ScriptCall
 from celery_rabbitdelay.schedules.recurrence import Occurrence
-from celery_rabbitdelay.worker.republishing import ToPublish, publish_each
+from celery_rabbitdelay.worker.early_tasks import ToPublish, publish_each
 
 logger = logging.getLogger(__name__)
 

@@ -47,9 +47,8 @@ from celery_rabbitdelay.levels.delay import (
 )
 from celery_rabbitdelay.levels.headers import ATTEMPTS, COPY, DUE, EARLY, parse
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION, encode_destination
-from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE_TYPE, Topology
 from celery_rabbitdelay.modules.forwarding import encoded
-from celery_rabbitdelay.modules.probe import PROBE_TYPE
 from celery_rabbitdelay.operations.conversion import Migration
 from celery_rabbitdelay.operations.mover import Stay
 from celery_rabbitdelay.operations.source import Source

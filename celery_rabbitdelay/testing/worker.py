@@ -38,7 +38,7 @@ from celery_rabbitdelay.modules import attempts
 from celery_rabbitdelay.modules.service import ModuleService
 from celery_rabbitdelay.registry import pauses
 from celery_rabbitdelay.worker.bootsteps import RestoreTasks
-from celery_rabbitdelay.worker.celery_internals import RabbitMQStep, call_after
+from celery_rabbitdelay.worker.celery_internals import RabbitMQStep
 
 logger = get_logger(__name__)
 
@@ -205,8 +205,8 @@ class Rest(RabbitMQStep):
         """Answer a look again and again until the worker is at rest."""
         unfinished = self._unfinished()
         if unfinished:
-            call_after(self._consumer, ANSWER_EVERY, lambda: self.look(number))
-        served = {each.name: each.statistics.received for each in self._modules()}
+            self._consumer.timer.call_after(ANSWER_EVERY, lambda: self.look(number))
+        served = {each.name: each.module.statistics.received for each in self._modules()}
         answer = {"look": number, "taken": self._taken, "served": served, "unfinished": unfinished}
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
@@ -225,7 +225,7 @@ class Rest(RabbitMQStep):
         for bucket in self._consumer.task_buckets.values():
             if bucket is not None and bucket.contents:
                 words.append(f"{len(bucket.contents)} tasks that wait for their rate limit")
-        for module in self._modules():
+        for module in (each.module for each in self._modules()):
             if module.statistics.received > module.statistics.finished:
                 words.append(f"messages in {module.name}")
         return words

@@ -2,9 +2,7 @@
 
 Read ``bootsteps`` (how a worker becomes ready, and starts the modules), ``restore`` (a task arrives
 and looks as if it had had no delay), ``early_tasks`` (a task goes back into the levels),
-``decisions`` and ``plain_arrivals`` (the registry says whether a task runs), ``status`` (control
-commands) and ``lateness`` (how late tasks arrive). ``decisions`` and ``early_tasks`` work in a
-``batch_thread``, beside the worker's event loop; what the latter publishes is sent by
-``republishing``. ``celery_internals`` has all uses of the worker's private parts. Occurrences of
-schedules are taken by :mod:`celery_rabbitdelay.schedules`.
+``celery_requests`` (an error that Celery raises about a message concerns that message alone) and
+``status`` (control commands). ``early_tasks`` works in a ``batch_thread``, beside the event loop of
+the worker, as additions do. ``celery_internals`` has uses of the worker's private parts.
 """

@@ -18,23 +18,23 @@ from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Message
 from kombu.common import Broadcast
 
+from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
 from celery_rabbitdelay.app.instruments import EARLY
 from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
+from celery_rabbitdelay.exceptions import AdditionMissing, InvalidSetting
 from celery_rabbitdelay.levels.delay import milliseconds
-from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.modules.checkin import CheckIn
 from celery_rabbitdelay.modules.deliveries import Module
 from celery_rabbitdelay.modules.distribution import Distribution
 from celery_rabbitdelay.modules.forwarding import EarlyMessages
-from celery_rabbitdelay.modules.probe import ProbeService
 from celery_rabbitdelay.modules.service import ModuleService, Service
 from celery_rabbitdelay.publishing.declaration import (
     bind_destination,
     declare_destination,
-    declare_probe,
     is_complete,
 )
 from celery_rabbitdelay.publishing.kombu_internals import connect
@@ -251,7 +251,7 @@ HEARTBEAT: Final = 60
 
 
 class Modules(RabbitMQStep):
-    """Serves check-in, distribution and the probe, each in a thread, on a connection of its own.
+    """Serves the modules and what additions bring, each in a thread, on a connection of its own.
 
     They start after the pool, so that pool processes do not inherit their threads and sockets, and
     keep running when the worker's own consumer reconnects.
@@ -266,7 +266,7 @@ class Modules(RabbitMQStep):
 
     def __init__(self, worker: Any, rabbitdelay_modules: str | None = None, **options: Any) -> None:
         self._given = rabbitdelay_modules
-        self._modules: Sequence[str] = ()
+        self._makers: list[Callable[..., Service]] = []
         self._services: list[Service] = []
         worker.rabbitdelay_services = self._services
         self._declaration = worker.rabbitdelay_declaration = WorkerDeclaration(worker.app)
@@ -276,19 +276,20 @@ class Modules(RabbitMQStep):
         """Find out which modules are served.
 
         Raises:
-            InvalidSetting: There is no such module; the worker ends.
+            InvalidSetting: There is no such module, or the addition that brings it is not
+                installed; the worker ends.
         """
-        self._modules = worker.app.rabbitdelay.settings.modules
+        names: Sequence[str] = worker.app.rabbitdelay.settings.modules
         if self._given is not None:
             words = filter(None, map(str.strip, self._given.split(",")))
-            self._modules = Settings.checked("rabbitdelay_modules", tuple(words))
+            names = Settings.checked("rabbitdelay_modules", tuple(words))
+        self._makers = [*map(service_maker, names)]
         guard_pool(worker, lambda *given: _refuse(worker.consumer, *given))
 
     def start(self, worker: Any) -> None:
         """Start the modules."""
-        for name in self._modules:
-            make = _probe if name == PROBE else partial(_service, name=name)
-            self._services.append(make(worker.app, declaration=self._declaration))
+        for make in self._makers:
+            self._services.append(make(worker.app, self._declaration))
         for service in self._services:
             service.start()
 
@@ -300,21 +301,25 @@ class Modules(RabbitMQStep):
             service.stop()
 
 
-def _probe(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeService:
-    settings = app.rabbitdelay.settings
-    topology = settings.topology
-
-    def declare(connection: Connection) -> None:
-        declaration.declare(connection)
-        if settings.declare == "auto":
-            declare_probe(connection, topology)
-
-    connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    on_lost, timeout = declaration.connection_lost, settings.confirm_timeout
-    return ProbeService(topology, connection, declare, on_lost, timeout)
+def service_maker(name: str) -> Callable[..., Service]:
+    """Return what makes the service of a name; it takes what :func:`module_service` takes."""
+    if name not in additions.services:
+        return partial(module_service, name=name)
+    try:
+        make: Callable[..., Service] = additions.load(additions.services[name])
+    except AdditionMissing as missing:
+        raise InvalidSetting("rabbitdelay_modules", name, str(missing)) from missing
+    return make
 
 
-def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> ModuleService:
+def module_service(app: DelayingCelery, declaration: WorkerDeclaration, name: str) -> ModuleService:
+    """Return the service of a module.
+
+    Args:
+        app: The worker's application.
+        declaration: Declares what the worker needs.
+        name: The module's name.
+    """
     settings = app.rabbitdelay.settings
     topology = settings.topology
     if name == CHECK_IN:
@@ -357,4 +362,4 @@ def _service(app: DelayingCelery, name: str, declaration: WorkerDeclaration) -> 
         admit=admit,
     )
     connection = app.connection_for_write(heartbeat=HEARTBEAT)
-    return ModuleService(module, connection, declaration.declare, declaration.connection_lost)
+    return ModuleService(connection, declaration.declare, declaration.connection_lost, module)

@@ -167,11 +167,6 @@ def why_not_consuming(worker: Any) -> str:
     return ""
 
 
-def is_revoked(consumer: Any, task_id: object) -> bool:
-    """Return whether a worker is not to run a task; any sender may have written its id."""
-    return isinstance(task_id, str) and task_id in consumer.controller.state.revoked
-
-
 def may_hold(consumer: Any, number: int) -> bool:
     """Return whether a worker's prefetch count lets it hold so many messages."""
     count: int = consumer.qos.value
@@ -206,11 +201,6 @@ def has_static_prefetch(consumer: Any) -> bool:
     return bool(app.conf.worker_detect_quorum_queues and detect_quorum_queues(app, "amqp")[0])
 
 
-def raise_prefetch(consumer: Any) -> None:
-    """Raise the prefetch count by one, as Celery does for each task that a worker holds."""
-    consumer.qos.increment_eventually()
-
-
 def discard_as_revoked(consumer: Any, task_id: str, strategy: Callable[[], Any]) -> None:
     """Run a task's strategy so that the task counts as revoked.
 
@@ -225,38 +215,3 @@ def discard_as_revoked(consumer: Any, task_id: str, strategy: Callable[[], Any])
     finally:
         if not was_revoked:
             revoked.discard(task_id)
-
-
-def call_after(consumer: Any, seconds: float, callback: Callable[[], None]) -> None:
-    """Let the worker's timer call something."""
-    consumer.timer.call_after(seconds, callback)
-
-
-def lower_prefetch(consumer: Any) -> None:
-    """Take :func:`raise_prefetch` back."""
-    consumer.qos.decrement_eventually()
-
-
-def has_event_loop(consumer: Any) -> bool:
-    """Return whether a worker has an event loop; with gevent and eventlet it has none."""
-    return consumer.hub is not None
-
-
-def watch(hub: Any, file_descriptor: int, callback: Callable[[], None]) -> None:
-    """Register a read callback of a file descriptor with an event loop."""
-    hub.add_reader(file_descriptor, callback)
-
-
-def stop_watching(consumer: Any, file_descriptor: int) -> None:
-    """Take :func:`watch` back, if the worker has an event loop."""
-    if has_event_loop(consumer):
-        consumer.hub.remove_reader(file_descriptor)
-
-
-def write_pending_acknowledgements(consumer: Any) -> None:
-    """Without an event loop, send deferred acknowledgements now.
-
-    Before 5.7, Celery defers them until the broker happens to send something.
-    """
-    if not has_event_loop(consumer):
-        consumer.perform_pending_operations()

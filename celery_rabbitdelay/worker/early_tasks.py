@@ -8,18 +8,20 @@ Celery would start it at once. And the registry may say that a task waits on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+import amqp
 import kombu
 from celery.utils.log import get_logger
 from kombu import Message
 
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.celery_internals import eta_of
+from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import TEMPORARY_ERRORS
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
@@ -28,9 +30,11 @@ from celery_rabbitdelay.levels.headers import DelayHeaders, EarlyHeader, shorten
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.modules import forwarding
 from celery_rabbitdelay.publishing.destination import Destination
-from celery_rabbitdelay.publishing.message import WaitingMessage
+from celery_rabbitdelay.publishing.message import Address, Publication, WaitingMessage
 from celery_rabbitdelay.publishing.producer import DelayedProducer
-from celery_rabbitdelay.worker import celery_internals, republishing
+from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
+from celery_rabbitdelay.publishing.publisher import Run
+from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
 from celery_rabbitdelay.worker.celery_internals import Delivery
 from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
@@ -46,6 +50,11 @@ TRY_AGAIN: Final = 5.0
 #: Where a message goes: into the levels, to the queue of paused tasks, or to ``undeliverable``;
 #: ``bare`` means there without its headers.
 Place: TypeAlias = Literal["levels", "paused", "undeliverable", "bare"]
+
+ItemT = TypeVar("ItemT")
+
+#: The queue that has to exist, if a message is for one; the message; and where it is published.
+ToPublish: TypeAlias = tuple[kombu.Queue | None, amqp.Message, Address]
 
 
 @dataclass(slots=True)
@@ -104,6 +113,55 @@ def warn_undeliverable(message: Message, why: str) -> None:
     logger.warning("Task %s is undeliverable: %s", name, why)
 
 
+def publish_each(
+    delays: Delays,
+    items: Sequence[ItemT],
+    made: Callable[[DelayedProducer, ItemT], ToPublish],
+    settled: Callable[[ItemT, Exception | None], None],
+    resends: int | None,
+) -> None:
+    """Publish a message for each item. Raises nothing.
+
+    Args:
+        delays: The ``app.rabbitdelay``.
+        items: What messages are made of.
+        made: Makes the message of an item; what it raises is the error of that item alone.
+        settled: Called once with each item, and with its error if its message is not confirmed.
+        resends: How often each is sent again.
+    """
+    unsettled = {id(item): item for item in items}
+
+    def settle(item: ItemT, error: Exception | None) -> None:
+        if unsettled.pop(id(item), None) is not None:
+            settled(item, error)
+
+    def publications(producer: DelayedProducer) -> Iterator[Publication]:
+        for item in items:
+            try:
+                queue, message, address = made(producer, item)
+                publication = Publication.of(message, address, item)
+            except Exception as error:  # noqa: BLE001 - the others are published
+                settle(item, error)
+            else:
+                publication.declare = producer.declarations(queue, ())["declare"]
+                yield publication
+
+    try:
+        with delays.publisher() as publisher:
+            producer = DelayedProducer(publisher, **delays.settings.for_producer)
+            Run(
+                publisher,
+                partial(next, publications(producer), None),
+                PublishPolicy(producer.timeout, resends=resends),
+                redeclare=producer.declarations(None, ())["redeclare"],
+                done=lambda each: settle(each.context, each.error),
+                declares_each=True,
+            ).go_on()
+    except Exception as error:  # noqa: BLE001 - it is the error of all that are not confirmed
+        for item in items:
+            settle(item, error)
+
+
 class EarlyTasks(BatchThread[Early]):
     """Tells which tasks are early, and puts them back into the levels, in a thread.
 
@@ -145,8 +203,8 @@ class EarlyTasks(BatchThread[Early]):
             ask: Asks the registry about a task that has left the levels; None without one.
         """
         message, body = delivery.message, delivery.body
-        task_id = message.headers.get("id")
-        if celery_internals.is_revoked(self._consumer, task_id):
+        task_id = celery_internals.id_of(message)
+        if task_id in self._consumer.controller.state.revoked:
             return False
         due = None
         if waited is not None:
@@ -176,11 +234,11 @@ class EarlyTasks(BatchThread[Early]):
         """Hold a task until it is due, beside those that the prefetch count allows."""
 
         def go_on_now() -> None:
-            celery_internals.lower_prefetch(self._consumer)
+            self._consumer.qos.decrement_eventually()
             go_on()
 
-        celery_internals.raise_prefetch(self._consumer)
-        celery_internals.call_after(self._consumer, due.remaining_ms() / 1000, go_on_now)
+        self._consumer.qos.increment_eventually()
+        self._consumer.timer.call_after(due.remaining_ms() / 1000, go_on_now)
 
     def put_back(
         self,
@@ -308,9 +366,9 @@ class EarlyTasks(BatchThread[Early]):
         """Publish what replaces messages."""
         # Without resends, so as not to block the others: a message that is tried again gets a new
         # route.
-        republishing.publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
+        publish_each(self._delays, batch, self._replacement, self._settled, resends=0)
 
-    def _replacement(self, producer: DelayedProducer, early: Early) -> republishing.ToPublish:
+    def _replacement(self, producer: DelayedProducer, early: Early) -> ToPublish:
         """Return what replaces a message."""
         if early.why:
             left = self._not_run_here(early)
@@ -424,14 +482,14 @@ class EarlyTasks(BatchThread[Early]):
         """
         if not early.is_held:
             early.is_held = True
-            self.act(partial(celery_internals.raise_prefetch, self._consumer))
+            self.act(self._consumer.qos.increment_eventually)
         self.give(early, seconds)
 
     def _finish(self, early: Early, action: Action) -> None:
         """Lower the prefetch count if it was raised for a message, and acknowledge or hold it."""
         if early.is_held:
             early.is_held = False
-            celery_internals.lower_prefetch(self._consumer)
+            self._consumer.qos.decrement_eventually()
         action()
 
     def _needs_distribution(self, message: WaitingMessage, waited: DelayHeaders | None) -> bool:

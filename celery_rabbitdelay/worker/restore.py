@@ -6,6 +6,7 @@ distribution only. With a key, the registry is asked about a task only as its se
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Final, Protocol, TypeAlias
@@ -18,6 +19,7 @@ from celery_rabbitdelay.app.destinations import distribution_reach
 from celery_rabbitdelay.app.instruments import EARLY, LATENESS, TAKEN_OVER, Instrument
 from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
+from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
 from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
@@ -30,9 +32,62 @@ from celery_rabbitdelay.worker.celery_internals import (
 )
 from celery_rabbitdelay.worker.celery_requests import is_ours
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
-from celery_rabbitdelay.worker.lateness import Arrivals, lateness, may_run_since
 
 logger = get_logger(__name__)
+
+#: The steps in which a worker's status shows the latest arrival, in seconds, and how many.
+STEP: Final = 60
+STEPS: Final = 10
+
+
+class Arrivals:
+    """Notes how late delayed tasks are that run, for the worker's status.
+
+    Attributes:
+        received: How many delayed tasks have arrived, without those that were put back.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        #: The seconds of the latest arrival in each step that had any.
+        self._latest: dict[int, float] = {}
+
+    def note(self, due_ms: object) -> None:
+        """Note that a task arrives now; see :func:`lateness`."""
+        self.received += 1
+        step = int(time.monotonic()) // STEP
+        self._latest = {each: late for each, late in self._latest.items() if each > step - STEPS}
+        self._latest[step] = max(lateness(due_ms), self._latest.get(step, 0.0))
+
+    def status(self, by_minute: bool = False) -> dict[str, object]:
+        """Return how many tasks have arrived, and how many seconds late the latest one was.
+
+        Args:
+            by_minute: Whether to add the latest one of each minute, this minute's first; None for a
+                minute in which no task has arrived.
+        """
+        step, latest = int(time.monotonic()) // STEP, self._latest
+        minutes = [latest.get(step - ago) for ago in range(STEPS)]
+        most = max((late for late in minutes if late is not None), default=0)
+        status: dict[str, object] = {"received": self.received, "latest": most}
+        if by_minute:
+            status["by_minute"] = minutes
+        return status
+
+
+def may_run_since(waited: DelayHeaders) -> int | None:
+    """Return since when a task that has come may run: what was put back until then is not late."""
+    return None if waited.due_ms is None else max(waited.due_ms, waited.early.until_ms)
+
+
+def lateness(due_ms: object) -> float:
+    """Return how many seconds late a task is now; 0 if it is not due, or nobody knows.
+
+    Args:
+        due_ms: The value of its header ``rabbitdelay-due``; any sender may have written it.
+    """
+    late_ms = wall_clock.ms() - due_ms if isinstance(due_ms, int) else 0
+    return max(late_ms, 0) / 1000
 
 
 class Origins:

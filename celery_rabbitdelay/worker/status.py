@@ -48,21 +48,19 @@ def conf(state: Any, with_defaults: bool = False, **options: Any) -> dict[str, A
 @inspect_command(name=COMMAND, signature="[about=False]", args=[(ABOUT, strtobool)])
 def rabbitdelay_status(
     state: Any, about: bool = False, **options: Any
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Rates and backlog of the modules around the delay levels; how late tasks and probes are."""
     consumer = state.consumer
     services: list[Service] = getattr(consumer.controller, "rabbitdelay_services", [])
     status = {each.name: each.status() for each in services}
     if isinstance(consumer.strategies, RestoringStrategies):
-        status[ARRIVALS] = consumer.strategies.arrivals.status()
-        if about:
-            status[ARRIVALS]["by_minute"] = consumer.strategies.arrivals.by_minute()
+        status[ARRIVALS] = consumer.strategies.arrivals.status(about)
     if about:
         status[ABOUT] = _about(state.app)
     return status
 
 
-def _about(app: DelayingCelery) -> dict[str, Any]:
+def _about(app: DelayingCelery) -> dict[str, object]:
     """Return the versions of a worker, and its settings as text, without secrets."""
     versions = {
         "celery_rabbitdelay": __version__,

@@ -26,7 +26,7 @@ from celery_rabbitdelay import Celery, Row
 from celery_rabbitdelay.spark.options import WriteOptions
 from celery_rabbitdelay.spark.write import BatchWriter
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
-from celery_rabbitdelay.worker.bootsteps import WorkerDeclaration, _service
+from celery_rabbitdelay.worker.bootsteps import WorkerDeclaration, module_service
 
 PACKAGE: Final = Path(celery_rabbitdelay.__file__).parent
 ROWS: Final = 100
@@ -58,12 +58,12 @@ def distribute(app: Any, exchange: Exchange) -> set[tuple[str, str]]:
     """Return the functions by which distribution passes one message on, in a thread of its own."""
     functions: set[tuple[str, str]] = set()
     threading.setprofile(counting(functions))
-    service = _service(app, "distribution", WorkerDeclaration(app))
+    service = module_service(app, WorkerDeclaration(app), "distribution")
     service.start()
     threading.setprofile(None)  # threads that start later have none
 
     def has_finished(messages: int) -> bool:
-        return service.statistics.finished >= messages
+        return service.module.statistics.finished >= messages
 
     for number in range(3):
         functions.clear()

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kombu import Queue
 
 from celery_rabbitdelay import Celery
-from celery_rabbitdelay.levels.topology import MODULES
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE
 from tests.celery_process import CeleryProcess
 from tests.hostile.kinds import ALLOWED, MAX_BODY, TASKS
 
@@ -71,6 +71,10 @@ def make_app(settings: dict[str, Any]) -> Celery:
     return app
 
 
+#: What a worker serves by default.
+SERVED: Final = (CHECK_IN, DISTRIBUTE, PROBE)
+
+
 class AttackedWorker(CeleryProcess):
     """``celery -A tests.hostile.application worker``, which consumes the tasks' queue."""
 
@@ -84,7 +88,7 @@ class AttackedWorker(CeleryProcess):
         return self.celery(f"worker -P {pool} -c 1 -l INFO -Q {queue} {silent}")
 
     def _ready(self) -> bool:
-        return " ready." in self.log and self.log.count("serving the queue") == len(MODULES)
+        return " ready." in self.log and self.log.count("serving the queue") == len(SERVED)
 
 
 if "HOSTILE" in os.environ:

@@ -215,7 +215,7 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
     module = Module("test", topology, source, receive, 100, 1000, timeout=30, retry_for=0)
     serving: Any = connection.clone()
     reading_unreadable_properties(serving)
-    service = ModuleService(module, serving, lambda _: None, lambda: None)
+    service = ModuleService(serving, lambda _: None, lambda: None, module)
     consumer = ModuleConsumer(service, serving)
 
     def serve() -> None:

@@ -22,7 +22,7 @@ from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.levels.warning_limit import LOGGED
 from celery_rabbitdelay.modules import attempts as attempts_module
 from celery_rabbitdelay.modules.attempts import AnswerTimes, Forwarder, MissingExchanges
-from celery_rabbitdelay.modules.deliveries import Module, ModuleStatistics, Received
+from celery_rabbitdelay.modules.deliveries import Module, Received
 from celery_rabbitdelay.modules.forwarding import Outgoing, encoded
 from celery_rabbitdelay.publishing.message import Content, Publication, headers_of
 from celery_rabbitdelay.publishing.wire import REJECT
@@ -67,14 +67,12 @@ class Consumer:
         self.exchanges = {"office", "rabbitdelay.seconds.x1"}
         self.asked: list[str] = []
         self.silent_for = 0.0
-        self.statistics = ModuleStatistics()
         queue = TOPOLOGY.module_queues.distribution
         module = Module(
             "distribution", TOPOLOGY, queue, lambda message: iter(()), 1, 1, TIMEOUT, 86_400.0
         )
-        self.attempts = Forwarder(
-            module, self.statistics, self._exists, frame_max, AnswerTimes(clock)
-        )
+        self.statistics = module.statistics
+        self.attempts = Forwarder(module, self._exists, frame_max, AnswerTimes(clock))
 
     def _exists(self, exchange: str) -> bool:
         self.asked.append(exchange)
@@ -134,7 +132,7 @@ def for_undeliverable() -> Outgoing:
 
 def pending(publication: Publication) -> int:
     """How many publications are not settled of the message that it was received for."""
-    received: Received = publication.context.received
+    received: Received = publication.context[0]
     return received.pending - 1  # that all its messages are known
 
 
@@ -243,7 +241,7 @@ def test_without_room_for_our_headers_it_is_undeliverable(monkeypatch: pytest.Mo
     given_up = consumer.answer(consumer.publish(outgoing), NACKED)
     assert is_undeliverable(given_up)
     assert headers(given_up).keys() == {header_names.REASON}
-    assert reason(given_up).startswith("the broker nacked it")
+    assert reason(given_up).startswith("nacked; ")
     assert "its headers and properties take" in reason(given_up)
     consumer.confirm(given_up)
     assert consumer.counts == (1, 0, 1)
@@ -289,7 +287,7 @@ def test_what_undeliverable_never_takes_loses_its_headers_and_is_rejected(
     assert headers(bare) == {
         header_names.REASON: "why; its headers are left out: the broker does not take it: too large"
     }
-    received = bare.context.received
+    received = bare.context[0]
     bare.error = REFUSED
     assert consumer.attempts.settled(bare) is None
     assert (received.settlement, pending(bare)) == (REJECT, 0)
@@ -374,7 +372,7 @@ def test_the_log_about_messages_of_strangers_is_finite(
 ) -> None:
     for number in range(300):
         assert is_tried_again(consumer.publish(for_exchange(f"forged.{number}")))
-    received = consumer.publish(for_exchange()).context.received
+    received = consumer.publish(for_exchange()).context[0]
     for number in range(300):
         consumer.attempts.give_up(received, for_exchange(), f"reason {number}")
     assert len(caplog.messages) == 2 * LOGGED

@@ -15,7 +15,6 @@ from celery_rabbitdelay.modules.deliveries import (
     HEADER_EXPANSION,
     Deliveries,
     Module,
-    ModuleStatistics,
 )
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.wire import ACK, REJECT, REQUEUE, Seen
@@ -37,7 +36,7 @@ def deliveries() -> Deliveries:
         channel=lambda: channel, connection=SimpleNamespace(frame_max=4096, transport=transport)
     )
     module = Module("m", Topology(), Queue("q"), receive, 9, 9, 9.0, 9.0, admit=admit)
-    return Deliveries(connection, module, ModuleStatistics())
+    return Deliveries(connection, module)
 
 
 def arrive(deliveries: Deliveries, seen: Seen, tag: int = 1, redelivered: bool = False) -> None:

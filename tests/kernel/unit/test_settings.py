@@ -7,9 +7,11 @@ from typing import Any
 import celery
 import pytest
 
+from celery_rabbitdelay.app import additions
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import InvalidSetting
 from celery_rabbitdelay.kombu import clock
+from celery_rabbitdelay.worker.bootsteps import service_maker
 
 
 @pytest.mark.parametrize(
@@ -104,3 +106,9 @@ def test_what_is_set_on_the_configuration_itself_counts() -> None:
     app.config_from_object({"RABBITDELAY_PREFIX": "other"})
     settings = Settings.of(app.conf)
     assert (settings.prefix, settings.tick) == ("one", 1)
+
+
+def test_a_service_whose_addition_was_deleted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(additions.services, "probe", "celery_rabbitdelay.gone.probe:service")
+    with pytest.raises(InvalidSetting, match=r"rabbitdelay_modules.*no folder 'gone'"):
+        service_maker("probe")

@@ -19,7 +19,7 @@ from kombu import Connection, Exchange, Queue
 from celery_rabbitdelay import Outcome, exceptions
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import MODULES, Topology
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
 from celery_rabbitdelay.operations.permissions import (
     Right,
     commands,
@@ -187,7 +187,7 @@ class Acting:
             "rabbitdelay_confirm_timeout": 150,
             "rabbitdelay_registry_prefix": host.name,
             "rabbitdelay_declare": mode,
-            "rabbitdelay_modules": list(MODULES),
+            "rabbitdelay_modules": [CHECK_IN, DISTRIBUTE, PROBE],
             "rabbitdelay_layout": LEVELS,
         }
         if user == "shop-web-only":

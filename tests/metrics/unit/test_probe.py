@@ -10,9 +10,9 @@ import pytest
 from kombu import Connection
 
 from celery_rabbitdelay.levels.layout import Layout, custom
-from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.modules import probe
-from celery_rabbitdelay.modules.probe import PROBE_TYPE, ROUTE, TOKEN_TYPE, ProbeService
+from celery_rabbitdelay.levels.topology import PROBE_TYPE, Topology
+from celery_rabbitdelay.metrics import probe
+from celery_rabbitdelay.metrics.probe import ROUTE, TOKEN_TYPE, ProbeService
 from tests.kernel.unit.clock import Clock
 from tests.kernel.unit.test_app import NOWHERE
 
@@ -33,7 +33,7 @@ class Probing:
             lambda _, names: [(self.waiting.get(each, 0), 0) for each in names],
         )
         topology = Topology("p", layout)
-        self.service = ProbeService(topology, Connection(NOWHERE), mock.Mock(), mock.Mock())
+        self.service = ProbeService(Connection(NOWHERE), mock.Mock(), mock.Mock(), topology)
 
     def send_round(self) -> list[tuple[str, str, Any]]:
         """Return where the probes of a round go, and their expiration."""

@@ -16,8 +16,8 @@ from kombu import Connection
 from celery_rabbitdelay.app.control import status_of_workers
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.levels.layout import custom
-from celery_rabbitdelay.levels.topology import MODULES, Topology
-from celery_rabbitdelay.modules.probe import ROUTE, ProbeService
+from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, PROBE, Topology
+from celery_rabbitdelay.metrics.probe import ROUTE, ProbeService
 from celery_rabbitdelay.operations.checks import check_probes
 from celery_rabbitdelay.publishing.declaration import declare, queue_counts
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
@@ -52,10 +52,10 @@ def serve_probe(connection: Connection, make_topology: Any) -> Iterator[Any]:
         def serve(interval: float = INTERVAL, missing_after: float = MISSING_AFTER) -> ProbeService:
             topology: Topology = make_topology(LAYOUT)
             service = ProbeService(
-                topology,
                 connection.clone(transport_options={"confirm_publish": True}),
                 lambda opened: declare(opened, topology),
                 lambda: None,
+                topology,
                 interval=interval,
                 missing_after=missing_after,
             )
@@ -160,7 +160,10 @@ def test_the_next_worker_goes_on_if_the_active_one_is_killed(
                 told[name] = each["probe"]
         return set(told)
 
-    first, second = (Worker({**configuration, "rabbitdelay_modules": MODULES}) for _ in range(2))
+    first, second = (
+        Worker({**configuration, "rabbitdelay_modules": (CHECK_IN, DISTRIBUTE, PROBE)})
+        for _ in range(2)
+    )
     with first, second:
         wait_for(probes, "an active worker", PATIENCE)
         (active,) = told

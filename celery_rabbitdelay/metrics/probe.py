@@ -5,28 +5,28 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from threading import Event
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 from uuid import uuid4
 
 import amqp
 from kombu import Connection
 from kombu.transport.pyamqp import Channel
 
+from celery_rabbitdelay.app.delays import DelayingCelery
 from celery_rabbitdelay.levels.routing_key import PROBES
-from celery_rabbitdelay.levels.topology import PROBE, Route, Topology
+from celery_rabbitdelay.levels.topology import PROBE, PROBE_TYPE, Route, Topology
 from celery_rabbitdelay.modules.service import Service
+from celery_rabbitdelay.publishing.declaration import opened_channel
 from celery_rabbitdelay.publishing.kombu_internals import find_queues
 from celery_rabbitdelay.publishing.refusals import permissions_named
 from celery_rabbitdelay.publishing.wire import Wire
+from celery_rabbitdelay.worker.bootsteps import HEARTBEAT, WorkerDeclaration
 
 logger = logging.getLogger(__name__)
 
-#: The type of a probe, and of the message that says which worker sends them.
-PROBE_TYPE: Final = "rabbitdelay-probe"
+#: The type of the message that says which worker sends the probes.
 TOKEN_TYPE: Final = "rabbitdelay-probe-token"  # noqa: S105 - no password
 
 #: The name, beside those of the levels, of the route through all of them.
@@ -83,20 +83,15 @@ class ProbeService(Service):
     """
 
     topology: Topology
-    connection: Connection
-    declare: Callable[[Connection], None]
-    on_lost: Callable[[], None]
-    timeout: float = 30.0
+    timeout: float = field(default=30.0, kw_only=True)
     interval: float = 60.0
     missing_after: float = 60.0
-    name: str = PROBE
-    max_bytes: int = 1  # a probe has no body
-    stopping: Event = field(default_factory=Event)
     late: dict[str, float] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
     rounds: int = 0
 
     def __post_init__(self) -> None:
+        self.name, self.max_bytes = PROBE, 1  # a probe has no body
         # Nothing is lost with a probe that is refused but the probe, which is then missing.
         options = {**(self.connection.transport_options or {}), "confirm_publish": False}
         self.connection = self.connection.clone(transport_options=options)
@@ -105,7 +100,7 @@ class ProbeService(Service):
         self._token: amqp.Message | None = None
         self._is_active = False
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return what is measured, by level, and the prefix of these levels."""
         measured = {"late": dict(self.late), "missing": dict(self.missing)}
         return {"prefix": self.topology.prefix, **measured}
@@ -216,3 +211,27 @@ class ProbeService(Service):
                     logger.error("%s: delays do not end, or not in time: %s", self.name, level)
                 self.late[level] = now - due
                 self.missing[level] += 1
+
+
+def probe_service(app: DelayingCelery, declaration: WorkerDeclaration) -> ProbeService:
+    """Return the service that sends a worker's probes.
+
+    Args:
+        app: The worker's application.
+        declaration: Declares what the worker needs.
+    """
+    settings = app.rabbitdelay.settings
+    topology = settings.topology
+
+    def declare(connection: Connection) -> None:
+        declaration.declare(connection)
+        if settings.declare == "auto":
+            # Levels are complete without the queue of probes.
+            with opened_channel(connection) as channel:
+                topology.probe(channel).queue_declare()
+                source, pattern, target, _ = topology.probe_binding
+                channel.queue_bind(target, source, pattern)
+
+    connection = app.connection_for_write(heartbeat=HEARTBEAT)
+    on_lost, timeout = declaration.connection_lost, settings.confirm_timeout
+    return ProbeService(connection, declare, on_lost, topology, timeout=timeout)
