@@ -60,7 +60,8 @@ class Pipeline:
         if self._run is None:
             self._run = Run(
                 *(self._publisher, lambda: None, policy),
-                *(None, self._redeclare, self._finish),
+                redeclare=self._redeclare,
+                done=self._finish,
                 declares_each=True,
             )
         else:

@@ -126,7 +126,7 @@ class Publisher:
                 not taken.
         """
         source = partial(next, iter(publications), None)
-        Run(self, source, policy, declare, redeclare, done or (lambda _: None)).go_on()
+        Run(self, source, policy, declare=declare, redeclare=redeclare, done=done).go_on()
 
     def channel(self, deadline: float, on_settled: OnSettled) -> ConfirmChannel:
         """Return a channel that can be used, and open the connection if needed.
@@ -202,9 +202,10 @@ class Run:
         publisher: Publisher,
         source: publish_loop.NextPublication,
         policy: publish_loop.PublishPolicy,
-        declare: Declaration | None,
-        redeclare: Declaration | None,
-        done: Callable[[Publication], None],
+        *,
+        declare: Declaration | None = None,
+        redeclare: Declaration | None = None,
+        done: Callable[[Publication], None] | None = None,
         declares_each: bool = False,
     ) -> None:
         self.policy = policy
@@ -217,7 +218,7 @@ class Run:
         self.loop = publish_loop.PublishLoop(
             source,
             policy,
-            done,
+            done or (lambda _: None),
             None if redeclare is None else self._declare_again,
             self._declare_for if declares_each else None,
         )
