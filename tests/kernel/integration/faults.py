@@ -1,7 +1,5 @@
 """Faults that an operator, or an accident, plants on a broker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final

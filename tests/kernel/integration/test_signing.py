@@ -1,7 +1,5 @@
 """Signed tasks on every path through the levels, with real workers; nothing unsigned is opened."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta

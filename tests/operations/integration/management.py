@@ -3,8 +3,6 @@
 A test module that uses the fixtures imports them and names them in its ``__all__``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """``adopt``: what waits elsewhere goes into the levels, keeps its due time, and runs once."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator

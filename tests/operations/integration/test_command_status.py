@@ -1,7 +1,5 @@
 """``celery rabbitdelay status``: what waits, until when, and the workers."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """``celery rabbitdelay undeliverable``, run as a user does."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

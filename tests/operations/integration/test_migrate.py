@@ -1,7 +1,5 @@
 """``migrate`` and ``transfer``: all that waits goes to other levels, while workers run."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

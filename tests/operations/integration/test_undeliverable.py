@@ -1,7 +1,5 @@
 """Undeliverable messages are read and published again; all others stay where they are."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing

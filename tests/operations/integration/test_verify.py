@@ -1,7 +1,5 @@
 """``verify`` finds each fault that is planted on a real broker, and none on a sound one."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What is published for a message that was undeliverable, and which ones stay; without a broker."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

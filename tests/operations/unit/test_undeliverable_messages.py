@@ -1,7 +1,5 @@
 """Undeliverable messages: filtered, counted by reason, written as JSON and as Spark's rows."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta

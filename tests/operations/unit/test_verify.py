@@ -1,7 +1,5 @@
 """What ``verify`` concludes from an inventory, without a broker."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args

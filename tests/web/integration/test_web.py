@@ -1,7 +1,5 @@
 """The page against real servers: what it shows, what its actions do, and the command."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
