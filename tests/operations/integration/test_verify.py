@@ -25,11 +25,11 @@ from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from celery_rabbitdelay.web import application
 from tests.browser import Browser
 from tests.json_schemas import checked, invoke
-from tests.kernel.integration import faults
 from tests.kernel.integration.conftest import LEVELS
 from tests.kernel.integration.shop import make_app
 from tests.kernel.integration.worker import Worker, run_celery
 from tests.node_control import run_tool, set_disk_limit, set_memory_limit
+from tests.operations.integration import faults
 from tests.operations.integration.management import (
     QUORUM,
     Place,

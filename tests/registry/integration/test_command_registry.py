@@ -16,13 +16,7 @@ from tests.kernel.integration.worker import Worker
 
 @pytest.fixture
 def configuration(configuration: dict[str, Any], redis_url: str) -> dict[str, Any]:
-    # Redis may take its time, as the machine may.
-    patient = {"socket_timeout": PATIENCE}
-    return {
-        **configuration,
-        "rabbitdelay_registry_url": redis_url,
-        "rabbitdelay_registry_options": patient,
-    }
+    return {**configuration, "rabbitdelay_registry_url": redis_url}
 
 
 def invoke(shop: Any, command: str, given: str = "") -> Result:
