@@ -160,7 +160,7 @@ class PublishLoop:
         #: channel.
         self._suspects_left = 0
         #: Whether the source had no message when it was last asked.
-        self.source_is_empty = False
+        self._source_is_empty = False
         #: Seconds that the source took for its last message; unknown before the first.
         self._source_took = SLOW_SOURCE
         #: Time of the last progress; basis of the timeout.
@@ -334,7 +334,7 @@ class PublishLoop:
         self._source_took = now - began
         if self._source_took >= READ_EVERY:
             self.excuse(self._source_took)
-        self.source_is_empty = publication is None
+        self._source_is_empty = publication is None
         if publication is not None and publication.deadline == math.inf:
             publication.deadline = now + self._policy.timeout
         return publication
@@ -357,7 +357,7 @@ class PublishLoop:
         elif self._queued and resend_at <= now:
             room = self.window
         else:
-            room = 0 if self.source_is_empty else max(self.window - len(self._queued), 0)
+            room = 0 if self._source_is_empty else max(self.window - len(self._queued), 0)
         # Wait until a quarter of the window is free, so that messages are written in batches.
         enough = room * 3 // 4
         was_blocked, was_in_flight = channel.blocked is not None, bool(channel.unconfirmed)
