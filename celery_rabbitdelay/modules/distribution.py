@@ -27,7 +27,7 @@ from celery_rabbitdelay.modules.envelope import Item, OpenedEnvelope
 from celery_rabbitdelay.modules.forwarding import Outgoing, into_levels, to_undeliverable
 from celery_rabbitdelay.modules.limits import (
     ANYWHERE,
-    DistributionReach,
+    AllowedDestinations,
     check_depth,
     not_allowed,
     where_in_words,
@@ -84,7 +84,7 @@ class Distribution:
     topology: Topology
     put_back: Callable[[WaitingMessage], Outgoing | None] = lambda message: None
     asked: Asked | None = None
-    reach: DistributionReach = ANYWHERE
+    reach: AllowedDestinations = ANYWHERE
     signing_keys: SigningKeys | None = None
     is_signing_required: bool = True
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES

@@ -15,7 +15,6 @@ from celery import bootsteps
 from celery.exceptions import CeleryCommandException
 from celery.platforms import EX_FAILURE
 from celery.utils.quorum_queues import detect_quorum_queues
-from celery.worker import state
 from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Message
 from kombu.compression import compress
@@ -155,41 +154,6 @@ def as_received(message: Message) -> amqp.Message:
     return received
 
 
-def why_not_consuming(worker: Any) -> str:
-    """Return why a worker takes no tasks from the broker; empty if it does. From any thread."""
-    consumer = getattr(worker, "consumer", None)
-    connection = getattr(consumer, "connection", None)
-    if connection is None or not connection.connected:
-        return "not connected to the broker"
-    tasks = getattr(consumer, "task_consumer", None)
-    if tasks is None or not any(map(tasks.consuming_from, tasks.queues)):
-        return "consuming from no queue"
-    return ""
-
-
-def may_hold(consumer: Any, number: int) -> bool:
-    """Return whether a worker's prefetch count lets it hold so many messages."""
-    count: int = consumer.qos.value
-    return count == 0 or count >= number
-
-
-def is_reserved(task_id: str) -> bool:
-    """Return whether this worker has a task that runs, or waits for its pool."""
-    return task_id in state.requests
-
-
-def waits_for_rate(consumer: Any, delivery: Delivery) -> bool:
-    """Return whether a task waits in Celery's bucket because of its rate limit. From any thread."""
-    bucket = consumer.task_buckets[delivery.task]
-    contents = () if bucket is None else tuple(bucket.contents)
-    return id_of(delivery.message) in {request.id for request, _ in contents}
-
-
-def active_ids() -> set[str]:
-    """Return the ids of the tasks that this worker's pool has begun."""
-    return {request.id for request in tuple(state.active_requests)}
-
-
 def has_static_prefetch(consumer: Any) -> bool:
     """Return whether each task that a worker holds takes one of the places of its prefetch count.
 
@@ -199,19 +163,3 @@ def has_static_prefetch(consumer: Any) -> bool:
     """
     app = consumer.app
     return bool(app.conf.worker_detect_quorum_queues and detect_quorum_queues(app, "amqp")[0])
-
-
-def discard_as_revoked(consumer: Any, task_id: str, strategy: Callable[[], Any]) -> None:
-    """Run a task's strategy so that the task counts as revoked.
-
-    The strategy acknowledges the message, stores the result, tells the chord, and sends the signal
-    and the event.
-    """
-    revoked = consumer.controller.state.revoked
-    was_revoked = task_id in revoked
-    revoked.add(task_id)
-    try:
-        strategy()
-    finally:
-        if not was_revoked:
-            revoked.discard(task_id)

@@ -21,7 +21,6 @@ from celery_rabbitdelay.exceptions import UnprocessableMessage
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
-from celery_rabbitdelay.levels.warning_limit import HOUR, WarningLimit
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker.celery_internals import (
     Delivery,
@@ -30,7 +29,6 @@ from celery_rabbitdelay.worker.celery_internals import (
     name_of_queue,
     shown,
 )
-from celery_rabbitdelay.worker.celery_requests import is_ours
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 
 logger = get_logger(__name__)
@@ -201,7 +199,6 @@ class RestoringStrategies(dict[str, Strategy]):
         self._origins = origins
         self._delivery = consumer.app.rabbitdelay.topology.delivery.name
         self._has_static_prefetch = has_static_prefetch(consumer)
-        self._unheld = WarningLimit(logger, "Tasks that wait in the levels all the same", HOUR)
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -219,20 +216,9 @@ class RestoringStrategies(dict[str, Strategy]):
             except Exception:  # anybody may have written the message
                 logger.exception("A message for the task %s is left to Celery.", task_name)
                 is_taken = False
-            if is_taken and not (is_ours(message) or is_ours_to_hold):
-                self._warn_unheld(task_name)
             return None if is_taken else go_on()
 
         super().__setitem__(task_name, restoring)
-
-    def _warn_unheld(self, task_name: str) -> None:
-        if self._unheld.allows(task_name):
-            logger.warning(
-                "The task %s has rabbitdelay=False, or rabbitdelay_takeover is False, and waits in "
-                "the levels all the same: with quorum queues, the prefetch count is fixed, and the "
-                "tasks that a worker holds until they are due would keep all others away.",
-                task_name,
-            )
 
     def _take(self, delivery: Delivery, takes_eta: bool) -> bool:
         """Restore a message; return whether it is not passed to Celery, or not now."""
