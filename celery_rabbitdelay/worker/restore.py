@@ -22,13 +22,8 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.headers import DelayHeaders, later_version
 from celery_rabbitdelay.publishing.signature import NOT_SIGNED
-from celery_rabbitdelay.worker.celery_internals import (
-    Delivery,
-    has_static_prefetch,
-    id_of,
-    name_of_queue,
-    shown,
-)
+from celery_rabbitdelay.worker import celery_internals
+from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, name_of_queue
 from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
 
 logger = get_logger(__name__)
@@ -100,7 +95,7 @@ class Origins:
         consumer: The worker's consumer.
     """
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
         self._reach = distribution_reach(consumer.app)
         settings = consumer.app.rabbitdelay.settings
@@ -121,7 +116,7 @@ class Origins:
             return exchange, routing_key
         logger.warning(
             "Task %s claims the origin %r, and its retries go to the queue %r: it %s.",
-            shown(message.headers.get("id")),
+            celery_internals.shown(message.headers.get("id")),
             (exchange, routing_key),
             queue,
             why,
@@ -186,7 +181,7 @@ class RestoringStrategies(dict[str, Strategy]):
     """
 
     def __init__(
-        self, consumer: Any, takeover: bool = True, origins: Origins | None = None
+        self, consumer: Consumer, takeover: bool = True, origins: Origins | None = None
     ) -> None:
         super().__init__()
         self.early_tasks: EarlyTasks | None = None
@@ -198,7 +193,7 @@ class RestoringStrategies(dict[str, Strategy]):
         self._takeover = takeover
         self._origins = origins
         self._delivery = consumer.app.rabbitdelay.topology.delivery.name
-        self._has_static_prefetch = has_static_prefetch(consumer)
+        self._has_static_prefetch = celery_internals.has_static_prefetch(consumer)
         for task_name, strategy in consumer.strategies.items():
             self[task_name] = strategy
 
@@ -243,7 +238,7 @@ class RestoringStrategies(dict[str, Strategy]):
         if self.early_tasks is None or (waited is None and not takes_eta):
             return False
         ask = None
-        if self.decisions is not None and waited is not None and id_of(message):
+        if self.decisions is not None and waited is not None and celery_internals.id_of(message):
             ask = partial(self.decisions.ask, delivery, waited)
         if self.early_tasks.try_enqueue(delivery, waited, takes_eta, ask):
             self._record(TAKEN_OVER if waited is None else EARLY, 1, delivery)
@@ -255,7 +250,9 @@ class RestoringStrategies(dict[str, Strategy]):
             since_ms = may_run_since(waited)
             self.arrivals.note(since_ms)
             self._record(LATENESS, lateness(since_ms), delivery)
-            signals.send(signals.released, self._app, id_of(message), waited.due_ms)
+            signals.send(
+                signals.released, self._app, celery_internals.id_of(message), waited.due_ms
+            )
         return False
 
     def _hide_delivery(self, message: Message) -> None:
