@@ -91,6 +91,17 @@ class RabbitDelayError(Exception):
         # What it is pickled with: errors pass between processes.
         self.args = tuple(getattr(self, each.name) for each in fields(cast(Any, self)))
 
+    def copy(self, may_have_arrived: bool) -> Self:
+        """Return the same error of another message.
+
+        Args:
+            may_have_arrived: Whether the broker may have that one.
+        """
+        copied = type(self)(*self.args)
+        copied.__cause__ = self.__cause__
+        copied.may_have_arrived = may_have_arrived
+        return copied
+
     def __str__(self) -> str:
         return self.text.format(self=self) if self.text else super().__str__()
 
@@ -368,17 +379,6 @@ class PublishError(RabbitDelayError, OperationalError):
     reason: str
 
     text: ClassVar = "{self.exchange!r} with key {self.routing_key!r}: {self.reason}"
-
-    def copy(self, may_have_arrived: bool) -> Self:
-        """Return the same error of another message.
-
-        Args:
-            may_have_arrived: Whether the broker may have that one.
-        """
-        copied = type(self)(*self.args)
-        copied.__cause__ = self.__cause__
-        copied.may_have_arrived = may_have_arrived
-        return copied
 
 
 class MessageNacked(PublishError):

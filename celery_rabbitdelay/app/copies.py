@@ -17,12 +17,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from json.encoder import encode_basestring_ascii as quoted
 from types import FunctionType, NoneType
 from typing import Any, Final
 
 import celery
+from amqp.serialization import dumps
 from celery import signals as celery_signals
 from celery.app import amqp as celery_amqp
 from celery.app.routes import MapRoute, Router
@@ -87,6 +88,13 @@ ENVELOPE_HEADERS: Final = frozenset(
 #: If ``repr()`` contains one of these after its first character (quotes, escapes, objects, nested
 #: values), Celery's ``saferepr`` may differ from it.
 _MAY_DIFFER: Final = re.compile(r'[\\"<\[({]')
+
+#: Stand for the correlation id and the headers, where the encoded properties are divided.
+_MARK: Final = uuid()
+_MARKED: Final = {_MARK: True}
+
+#: The bytes before a table that say how many follow.
+_SIZE: Final = 4
 
 
 class CapturingProducer(DelayedTaskProducer):
@@ -176,6 +184,8 @@ class Template:
             for name, value in message.properties.items()
             if name in MESSAGE_PROPERTIES and name not in ("application_headers", "correlation_id")
         }
+        #: Threads have a ``reply_to`` each.
+        self._encoded = lru_cache(maxsize=16)(self._encode_shared)
         self._json = JSONEncoder().encode
         #: The end of each body, if it is JSON, which is then written faster; otherwise empty.
         self._rest = ""
@@ -229,24 +239,42 @@ class Template:
         return own
 
     def content(self, call: Call, reply_to: str | None = None) -> Content:
-        """Return the message of a call; with its own ``reply_to``, unless that is that of all."""
-        headers = {**self._headers, **self._own_headers(call), header_names.DUE: call.due.at_ms}
+        """Return the message of a call; with its own ``reply_to``, unless that is that of all.
+
+        The headers and properties that all messages share are encoded once: to encode them for each
+        message takes twice as long as all else here.
+        """
+        own = {**self._own_headers(call), header_names.DUE: call.due.at_ms}
         if self._has_root:
-            headers["root_id"] = call.task_id
-        properties = {**self._properties, "correlation_id": self._correlation_id or call.task_id}
+            own["root_id"] = call.task_id
+        correlation_id, body = self._correlation_id or call.task_id, self._body(call)
+        self._sign(own, self._headers, {**self._properties, "correlation_id": correlation_id}, body)
+        before, table, between, behind = self._encoded(reply_to)
+        table += dumps("F", (own,))[_SIZE:]
+        parts = before, len(table).to_bytes(_SIZE, "big"), table, between
+        return Content(b"".join((*parts, dumps("s", (correlation_id,)), behind)), body)
+
+    def _encode_shared(self, reply_to: str | None) -> tuple[bytes, bytes, bytes, bytes]:
+        """Return the bytes before the headers, shared headers, and around the correlation id."""
+        properties = {**self._properties, "application_headers": _MARKED, "correlation_id": _MARK}
         if reply_to is not None:
             properties["reply_to"] = reply_to
-        return self._content(headers, properties, self._body(call))
+        before, behind_headers = encoded(properties).split(dumps("F", (_MARKED,)))
+        between, behind = behind_headers.split(dumps("s", (_MARK,)))
+        return before, dumps("F", (self._headers,))[_SIZE:], between, behind
 
-    def _content(
-        self, headers: dict[str, object], properties: Mapping[str, object], body: bytes
-    ) -> Content:
-        """Return a message, signed if there is a key."""
+    def _sign(
+        self,
+        own: dict[str, Any],
+        shared: Mapping[str, object],
+        properties: Mapping[str, object],
+        body: bytes,
+    ) -> None:
+        """Add the signature to a message's own headers, if there is a key."""
         keys = self.producer.signing_keys
         if keys is not None:
-            said, _ = header_names.parse(headers)
-            headers[header_names.SIGNATURE] = keys.signature(body, properties, said)
-        return Content(encoded({**properties, "application_headers": headers}), body)
+            said, _ = header_names.parse({**shared, **own})
+            own[header_names.SIGNATURE] = keys.signature(body, properties, said)
 
     def item(self, call: Call) -> bytes:
         """Return a call as it stands in an envelope: two blocks.
@@ -275,7 +303,9 @@ class Template:
             "priority": self._properties.get("priority", 0),
         }
         body = compressed(self._shared + items)
-        return self._content({**destination, header_names.DUE: due_ms}, properties, body)
+        headers = {**destination, header_names.DUE: due_ms}
+        self._sign(headers, NO_HEADERS, properties, body)
+        return Content(encoded({**properties, "application_headers": headers}), body)
 
     @cached_property
     def _shared(self) -> bytes:

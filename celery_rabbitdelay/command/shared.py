@@ -23,7 +23,6 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import delay, shown_url, wall_clock
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.kombu_internals import check_tls
 from celery_rabbitdelay.publishing.refusals import is_limit_reached, reason_of
 
 _Function: TypeAlias = Callable[..., None]
@@ -224,9 +223,7 @@ def delays() -> RabbitDelay:
             f"the delays of {app()!r} are not in RabbitMQ: make it a "
             "celery_rabbitdelay.Celery, or call celery_rabbitdelay.install(app)"
         )
-    connection = checked_connection(app().connection_for_write, f"the broker_url of {app()!r}")
-    with usage_errors(OSError, TypeError, ValueError, of=f"the broker_use_ssl of {app()!r}: "):
-        check_tls(connection)
+    checked_connection(app().connection_for_write, f"the broker_url of {app()!r}")
     with usage_errors(exceptions.InvalidSetting):
         found.settings  # noqa: B018 - read, and so checked
     return found

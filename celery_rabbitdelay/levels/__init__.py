@@ -5,6 +5,6 @@ here if it says how a delay is written, where a message waits, or what its key a
 
 Read ``delay``, ``layout`` (the digits), ``routing_key``, ``topology`` (the levels as exchanges,
 queues and bindings, and the route of a message) and ``headers`` (what is written into a message's
-headers, and what is believed of them); then ``quirks`` (where versions of RabbitMQ differ),
-``shown_url`` (URLs without passwords) and ``wall_clock``.
+headers, and what is believed of them); then ``shown_url`` (URLs without passwords) and
+``wall_clock``.
 """

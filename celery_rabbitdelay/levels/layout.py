@@ -149,43 +149,6 @@ class Layout:
             digits.append(digit)
         return tuple(digits)
 
-    def may_wait_in(self, remaining_ms: int) -> Iterator[tuple[Level, int]]:
-        """Yield the digits in whose queues a message may be that is due in so many milliseconds.
-
-        It waits the longest digits first. Its delay when it was sent is not known, so these are all
-        digits that last so long, together with the lower ones behind them; see :meth:`waits_in`.
-        """
-        for level in self.levels:
-            for digit in range(max(remaining_ms // level.place_ms, 1), level.base):
-                yield level, digit
-
-    def waits_in(
-        self, delay_ms: int, passed_ms: int, tolerance_ms: int, slack_ms: int
-    ) -> Iterator[tuple[Level, int]]:
-        """Yield the digits in whose queues a message may be, some time after it was sent.
-
-        One, or two around the moment when it goes from one to the next; a few more if its
-        tolerance allowed a longer delay with fewer stops.
-
-        Args:
-            delay_ms: Its delay when it was sent, at most the capacity.
-            passed_ms: How long ago that was.
-            tolerance_ms: By how much its delay may have been longer.
-            slack_ms: How exact both times are, and how long the broker takes to pass it on.
-        """
-        found: dict[tuple[Level, int], None] = {}
-        latest_ms = min(delay_ms + slack_ms, self.capacity_ms)
-        for about_ms in {*range(max(delay_ms - slack_ms, 1), latest_ms, self.tick_ms), latest_ms}:
-            multiples = {-(-about_ms // place_ms) * place_ms for place_ms in self.places_ms}
-            longest_ms = min(about_ms + tolerance_ms, self.capacity_ms)
-            for each_ms in {about_ms, *(each for each in multiples if each <= longest_ms)}:
-                until_ms = 0
-                for level, digit in zip(self.levels, self.digits(each_ms), strict=True):
-                    since_ms, until_ms = until_ms, until_ms + digit * level.place_ms
-                    if digit and since_ms - slack_ms <= passed_ms <= until_ms + slack_ms:
-                        found[level, digit] = None
-        yield from sorted(found, key=lambda each: -each[0].place_ms * each[1])
-
     def round_to_fewest_stops(
         self, delay_ms: int, tolerance_ms: int, *, coarsest: bool = False
     ) -> int:

@@ -486,7 +486,7 @@ class Forwarder:
         return self._publication(received, later, content)
 
 
-def _reason(error: exceptions.PublishError, outgoing: Outgoing) -> str:
+def _reason(error: exceptions.RabbitDelayError, outgoing: Outgoing) -> str:
     """Say why a message was not taken."""
     if isinstance(error, exceptions.MessageNacked | exceptions.ConfirmTimeout):
         return error.reason

@@ -2,7 +2,7 @@
 
 * To look: ``status`` (what waits, and what is due next), and ``verify`` (what on the broker breaks
   a promise) with ``inventory``, ``checks`` and ``findings``; ``management`` asks the
-  management API.
+  management API, and ``quirks`` names where versions of RabbitMQ differ.
 * To lay out: ``export`` (the topology in other formats), ``permissions`` (what each user needs) and
   ``delete``.
 * To move messages: ``source`` takes them from queues, ``mover`` publishes them elsewhere and

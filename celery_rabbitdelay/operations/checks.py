@@ -13,7 +13,6 @@ from typing import Any, Final
 from kombu import Queue
 
 from celery_rabbitdelay.app.settings import Settings
-from celery_rabbitdelay.levels.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG, DISTRIBUTE, PROBE, Binding, Topology
 from celery_rabbitdelay.operations.findings import (
     BOUNDS,
@@ -23,6 +22,7 @@ from celery_rabbitdelay.operations.findings import (
 )
 from celery_rabbitdelay.operations.inventory import Inventory, effective_policies
 from celery_rabbitdelay.operations.management import Json
+from celery_rabbitdelay.operations.quirks import OLDEST, STUCK_DEAD_LETTERING, version_of
 from celery_rabbitdelay.publishing.kombu_internals import declared_arguments
 
 #: The definition of the policy that the documentation recommends for the levels: it keeps other

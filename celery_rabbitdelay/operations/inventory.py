@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from celery_rabbitdelay.levels.quirks import DEAD_LETTERING_FLAG, version_of
 from celery_rabbitdelay.levels.topology import Binding
 from celery_rabbitdelay.operations.management import (
     CLOCK_STEP,
@@ -16,6 +15,7 @@ from celery_rabbitdelay.operations.management import (
     Json,
     ManagementAPI,
 )
+from celery_rabbitdelay.operations.quirks import DEAD_LETTERING_FLAG, version_of
 
 #: Keys of which a policy and an operator policy both hold, so that the smaller value counts:
 #: https://www.rabbitmq.com/docs/policies#operator-policies. For all others, the operator's counts.

@@ -20,8 +20,8 @@ from amqp.exceptions import NotFound
 from kombu import Connection, Queue
 
 from celery_rabbitdelay.exceptions import ReadTooLong
-from celery_rabbitdelay.levels.quirks import ORDER_OF_REQUEUED, version_of
 from celery_rabbitdelay.levels.topology import CONSUMER_TAG
+from celery_rabbitdelay.operations.quirks import ORDER_OF_REQUEUED, version_of
 from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.kombu_internals import connect, conversation, drop_connection
 from celery_rabbitdelay.publishing.wire import (

@@ -19,7 +19,7 @@ from kombu import Connection
 
 from celery_rabbitdelay.exceptions import MessageNacked, MessageReturned
 from celery_rabbitdelay.publishing.message import Content, Publication
-from celery_rabbitdelay.publishing.wire import Wire, publish_frames
+from celery_rabbitdelay.publishing.wire import Callback, Wire, publish_frames
 
 #: Bytes that are collected before a write: enough to save system calls, few enough that the broker
 #: starts early.
@@ -116,7 +116,8 @@ class ConfirmChannel:
         channel.events["basic_return"].add(self.unconfirmed.returned)
         self._channel = channel
         self._number: int = channel.channel_id
-        self._callers_callbacks = self.wire.set_on_blocked(self._on_blocked, self._on_unblocked)
+        callbacks = self._callers_callbacks = self.wire.on_blocked
+        self.wire.on_blocked = tuple(partial(self._note_blocked, each) for each in callbacks)
 
     @property
     def open(self) -> bool:
@@ -142,6 +143,7 @@ class ConfirmChannel:
             struct.error: The exchange's name or the routing key is too long. In both cases,
                 nothing is sent.
         """
+        publication.resent += bool(publication.exchange or publication.routing_key)
         publication.exchange, publication.routing_key = publication.address()
         frames = publish_frames(
             self._number,
@@ -219,17 +221,12 @@ class ConfirmChannel:
 
     def close(self, timeout: float) -> None:
         """Close the channel, and leave the connection's callbacks as they were."""
-        self.wire.set_on_blocked(*self._callers_callbacks)
+        self.wire.on_blocked = self._callers_callbacks
         if self.open:
             with self.wire.answers_within(timeout):
                 self._channel.close()
 
-    def _on_blocked(self, reason: str) -> None:
-        self.blocked = reason
-        if callback := self._callers_callbacks[0]:
-            callback(reason)
-
-    def _on_unblocked(self) -> None:
-        self.blocked = None
-        if callback := self._callers_callbacks[1]:
-            callback()
+    def _note_blocked(self, callback: Callback | None, *reason: str) -> None:
+        self.blocked = reason[0] if reason else None
+        if callback is not None:
+            callback(*reason)

@@ -27,14 +27,7 @@ from kombu.transport.pyamqp import Channel
 
 from celery_rabbitdelay.exceptions import TopologyIncomplete, TopologyInUse, TopologyNotEmpty
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Binding, Topology
-from celery_rabbitdelay.publishing.kombu_internals import (
-    closing,
-    connect,
-    conversation,
-    declared_entities,
-    find_exchanges,
-    find_queues,
-)
+from celery_rabbitdelay.publishing import kombu_internals
 from celery_rabbitdelay.publishing.refusals import conflict_explained
 
 #: Every 20th method waits for a reply; the others use ``nowait``. Fewer replies would do, but the
@@ -87,11 +80,11 @@ def declare_if_missing(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout is declared under the same prefix.
     """
     key = _key(topology)
-    if key in declared_entities(connection):
+    if key in kombu_internals.declared_entities(connection):
         return
     if not is_declared(connection, topology):
         declare(connection, topology)
-    declared_entities(connection).add(key)
+    kombu_internals.declared_entities(connection).add(key)
 
 
 def check_complete(
@@ -121,7 +114,7 @@ def check_complete(
     Raises:
         TopologyIncomplete: An exchange or a queue is missing.
     """
-    known = declared_entities(connection)
+    known = kombu_internals.declared_entities(connection)
     if _key(topology) not in known:
         if absent := _absent(connection, topology, by_marker):
             raise TopologyIncomplete(topology.prefix, absent)
@@ -156,7 +149,7 @@ def _absent(connection: Connection, topology: Topology, by_marker: bool) -> tupl
 def _exists_or_hidden(channel: Channel, exchange: str) -> bool:
     """Return whether an exchange exists, or the user has no permission on it."""
     try:
-        return all(find_exchanges(channel, [exchange]))
+        return all(kombu_internals.find_exchanges(channel, [exchange]))
     except AccessRefused:
         return True  # py-amqp has opened the channel again
 
@@ -164,7 +157,7 @@ def _exists_or_hidden(channel: Channel, exchange: str) -> bool:
 def is_declared(connection: Connection, topology: Topology) -> bool:
     """Return whether a process has declared the whole of this topology on the broker."""
     with opened_channel(connection) as channel:
-        return all(find_exchanges(channel, [topology.identity.marker.name]))
+        return all(kombu_internals.find_exchanges(channel, [topology.identity.marker.name]))
 
 
 def is_complete(connection: Connection, topology: Topology) -> bool:
@@ -195,7 +188,10 @@ def missing(connection: Connection, topology: Topology) -> tuple[str, ...]:
     exchanges = [exchange.name for exchange in topology.all_exchanges]
     queues = [queue.name for queue in topology.queues]
     with opened_channel(connection) as channel:
-        exist = [*find_exchanges(channel, exchanges), *find_queues(channel, queues)]
+        exist = [
+            *kombu_internals.find_exchanges(channel, exchanges),
+            *kombu_internals.find_queues(channel, queues),
+        ]
     return tuple(compress((*exchanges, *queues), map(not_, exist)))
 
 
@@ -209,7 +205,7 @@ def check_layout(connection: Connection, topology: Topology) -> None:
         LayoutConflict: Another layout is declared under the same prefix.
     """
     with conflict_explained(topology), opened_channel(connection) as channel:
-        if all(find_exchanges(channel, [topology.identity.guard.name])):
+        if all(kombu_internals.find_exchanges(channel, [topology.identity.guard.name])):
             topology.identity.guard(channel).declare()
 
 
@@ -280,7 +276,7 @@ def queue_counts(connection: Connection, queues: Iterable[Queue]) -> dict[str, C
     """Return the counts of queues by their names; None for a queue that does not exist."""
     names = [queue.name for queue in queues]
     with opened_channel(connection) as channel:
-        found = find_queues(channel, names)
+        found = kombu_internals.find_queues(channel, names)
     return {
         name: None if counts is None else Counts(*counts)
         for name, counts in zip(names, found, strict=True)
@@ -378,7 +374,7 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
         amqp.exceptions.NotFound: The queue is exclusive, and nobody has declared it.
     """
     key = _key(topology, queue)
-    if key in declared_entities(connection):
+    if key in kombu_internals.declared_entities(connection):
         return
     declare_if_missing(connection, topology)
     with opened_channel(connection) as channel:
@@ -388,7 +384,7 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
         else:
             queue(channel).declare()
             _bind_destination(channel, topology, queue.name)
-    declared_entities(connection).add(key)
+    kombu_internals.declared_entities(connection).add(key)
 
 
 def on_declared(connection: Connection, topology: Topology) -> Callable[[str, int, int], None]:
@@ -404,7 +400,7 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
     """
 
     def declare_and_bind(queue_name: str, message_count: int, consumer_count: int) -> None:
-        with closing(connection.clone()) as own:
+        with kombu_internals.closing(connection.clone()) as own:
             declare_if_missing(own, topology)
             bind_destination(own, topology, queue_name)
 
@@ -413,7 +409,7 @@ def on_declared(connection: Connection, topology: Topology) -> Callable[[str, in
 
 def forget(connection: Connection) -> None:
     """Forget what is known to be declared on the broker, so that the next call asks again."""
-    declared_entities(connection).clear()
+    kombu_internals.declared_entities(connection).clear()
 
 
 def _key(topology: Topology, *queues: Queue) -> tuple[str, ...]:
@@ -433,10 +429,10 @@ def opened_channel(connection: Connection) -> Iterator[Channel]:
     A channel of its own, because the broker closes the channel on which it refuses a method. If the
     block is interrupted, the connection is dropped.
     """
-    with conversation(connection):
-        connect(connection)
+    with kombu_internals.conversation(connection):
+        kombu_internals.connect(connection)
         channel = cast("Channel", connection.channel())
-        with conversation(connection, channel.close):
+        with kombu_internals.conversation(connection, channel.close):
             yield channel
 
 

@@ -5,19 +5,16 @@ When kombu moves one of them, tests/kernel/unit/test_upstream.py says which.
 
 from __future__ import annotations
 
-import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
-from pathlib import Path
 from socket import SHUT_RDWR
 from typing import TYPE_CHECKING, Any, Final
 
 from amqp import spec
 from amqp.exceptions import ChannelError, NotFound
-from amqp.transport import SSLTransport
 from kombu import Connection, Consumer, Producer, Queue
 from kombu import compression as compressions
 from kombu.serialization import registry  # type: ignore[attr-defined]
@@ -187,25 +184,6 @@ def declared_arguments(queue: Queue) -> dict[str, object]:
     names = ("expires", "message_ttl", "max_length", "max_length_bytes", "max_priority")
     attributes = {name: getattr(queue, name) for name in names}
     return dict(to_rabbitmq_queue_arguments(queue.queue_arguments or {}, **attributes))
-
-
-def check_tls(connection: Connection) -> None:
-    """Check the TLS settings of a connection, without connecting.
-
-    Raises:
-        OSError: A file is missing, or has no certificate or key.
-        TypeError: There is no such setting, or its value has a wrong type.
-        ValueError: A value is wrong.
-    """
-    options: Any = connection.ssl
-    if not isinstance(options, Mapping):
-        return
-    for name in ("ca_certs", "certfile", "keyfile"):
-        if options.get(name):
-            Path(options[name]).read_bytes()  # OpenSSL does not say which file it is
-    transport: Any = SSLTransport("localhost")
-    with socket.socket() as unconnected:
-        transport._wrap_socket(unconnected, **options).close()
 
 
 #: Seconds that opening a connection may take, within a limit, if it sets none of its own.

@@ -17,7 +17,7 @@ import amqp
 from amqp.exceptions import FrameSyntaxError
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import PublishError
+from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError
 from celery_rabbitdelay.levels.headers import MAX_PRIORITY, DelayHeaders, unopened
 
 #: The largest message that RabbitMQ 4 takes by default (``max_message_size``): 16 MiB.
@@ -184,8 +184,7 @@ class Publication:
     Attributes:
         exchange: The exchange of the last attempt.
         routing_key: The routing key of the last attempt.
-        error: Why the broker has not confirmed the message; None if it has. If its ``declare`` has
-            raised, that error, which may be another one of this package.
+        error: Why the broker has not confirmed the message; None if it has.
         resent: How often the message was sent again.
         deadline: When to give up, on the clock of :func:`time.monotonic`. The publish loop sets it
             for all attempts together, and a module for each of them.
@@ -204,7 +203,7 @@ class Publication:
     declare: Declaration | None = None
     exchange: str = ""
     routing_key: str = ""
-    error: PublishError | None = None
+    error: RabbitDelayError | None = None
     resent: int = 0
     deadline: float = math.inf
     single_attempt: bool = False

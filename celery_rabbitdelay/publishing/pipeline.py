@@ -7,7 +7,6 @@ the publish loop between two of them.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 from celery_rabbitdelay.exceptions import PublishError, RabbitDelayError
@@ -35,11 +34,9 @@ class Pipeline:
         self._publisher = publisher
         self._redeclare = redeclare
         self._done = done
-        self._given: deque[Publication] = deque()
         #: The messages without an outcome, in their order.
         self._open: dict[Publication, None] = {}
         self._run: Run | None = None
-        self._policy: PublishPolicy | None = None
         self._left_at = 0.0
 
     @property
@@ -58,66 +55,53 @@ class Pipeline:
         Raises:
             RabbitDelayError: The message has an error already.
         """
-        if policy != self._policy:
+        if self._run is not None and self._run.policy != policy:
             self.confirm()
         if self._run is None:
-            self._policy = policy
             self._run = Run(
-                self._publisher,
-                self._next,
-                policy,
+                *(self._publisher, lambda: None, policy),
                 redeclare=self._redeclare,
                 done=self._finish,
                 declares_each=True,
             )
         else:
-            # The caller's own work, during which no answers were read.
-            away = time.monotonic() - self._left_at
-            if away >= READ_EVERY:
-                self._run.loop.excuse(away)
+            self._excuse(self._run, READ_EVERY)
         self._open[publication] = None
-        self._given.append(publication)
-        loop = self._run.loop
-        loop.source_is_empty = False
-        self._go_on(self._run, lambda: not self._given and not loop.has_unwritten)
+        self._run.loop.add(publication)
+        self._go_on(self._run, until_written=True)
         if publication.error is not None and publication not in self._open:
             raise publication.error
 
     def confirm(self) -> None:
         """Wait until each message is confirmed, or has an error; others may then publish."""
         if self._run is not None:
-            self._run.loop.excuse(max(time.monotonic() - self._left_at, 0.0))
-            self._go_on(self._run, None)
-            self._abandon(None, "no answer")
+            self._excuse(self._run)
+            self._go_on(self._run)
+            self._run = None
 
-    def _go_on(self, run: Run, is_enough: Callable[[], bool] | None) -> None:
+    def _excuse(self, run: Run, least: float = 0.0) -> None:
+        """Extend all deadlines by the caller's own work, during which no answers were read."""
+        away = time.monotonic() - self._left_at
+        if away >= least:
+            run.loop.excuse(away)
+
+    def _go_on(self, run: Run, until_written: bool = False) -> None:
         try:
-            run.go_on(is_enough)
-        except RabbitDelayError as error:
-            self._abandon(error)
-        except BaseException as error:
-            self._abandon(None, repr(error))
+            run.go_on(until_written)
+        except RabbitDelayError:
+            self._run = None  # each message has this error
+        except BaseException as interrupt:
+            self._run = None
+            for publication in list(self._open):
+                reason = f"interrupted before the broker has confirmed: {interrupt!r}"
+                publication.error = PublishError(*publication.address(), reason)
+                # Even if it is unknown whether a byte of it was written.
+                publication.error.may_have_arrived = bool(publication.routing_key)
+                self._finish(publication)
             raise
         finally:
             self._left_at = time.monotonic()
 
-    def _next(self) -> Publication | None:
-        return self._given.popleft() if self._given else None
-
     def _finish(self, publication: Publication) -> None:
         self._open.pop(publication, None)
         self._done(publication)
-
-    def _abandon(self, error: RabbitDelayError | None, reason: str = "") -> None:
-        """Give up: the messages that have no outcome get an error."""
-        self._run = None
-        self._given.clear()
-        for publication in list(self._open):
-            if error is None or isinstance(error, PublishError):
-                text = f"interrupted before the broker has confirmed: {reason}"
-                why = error or PublishError(*publication.address(), text)
-                # Even if it is unknown whether a byte of it was written.
-                publication.error = why.copy(may_have_arrived=bool(publication.routing_key))
-            else:
-                publication.error = error  # type: ignore[assignment]  # see the attribute
-            self._finish(publication)

@@ -15,12 +15,7 @@ from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.delay import Delay, Due, check_max_delay
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE, Topology
-from celery_rabbitdelay.publishing.declaration import (
-    check_complete,
-    declare_again,
-    declare_destination,
-    declare_if_missing,
-)
+from celery_rabbitdelay.publishing import declaration
 from celery_rabbitdelay.publishing.destination import Destination, may_refuse
 from celery_rabbitdelay.publishing.kombu_internals import SERIALIZING, serialized
 from celery_rabbitdelay.publishing.message import (
@@ -320,12 +315,12 @@ class DelayedProducer(Producer):
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
     ) -> None:
         if not self.may_declare:
-            check_complete(connection, self.topology, queue, by_marker=True)
+            declaration.check_complete(connection, self.topology, queue, by_marker=True)
             return
         if queue is None:
-            declare_if_missing(connection, self.topology)
+            declaration.declare_if_missing(connection, self.topology)
         else:
-            declare_destination(connection, self.topology, queue)
+            declaration.declare_destination(connection, self.topology, queue)
         for entity in further:
             # Each worker declares its own queue of a broadcast.
             declared = entity.exchange if isinstance(entity, Broadcast) else entity
@@ -334,5 +329,5 @@ class DelayedProducer(Producer):
     def _redeclare(
         self, connection: Connection, queue: Queue | None, further: list[Exchange | Queue]
     ) -> None:
-        declare_again(connection, self.topology)
+        declaration.declare_again(connection, self.topology)
         self._declare(connection, queue, further)

@@ -27,7 +27,7 @@ from amqp.exceptions import ChannelError, FrameSyntaxError, NotFound
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel
 from celery_rabbitdelay.publishing.message import Publication
-from celery_rabbitdelay.publishing.refusals import missing_permission
+from celery_rabbitdelay.publishing.refusals import error_of
 
 #: If a source takes this many seconds or more for a message, messages are written at once, not in
 #: batches.
@@ -100,19 +100,11 @@ DEFAULT_POLICY: Final = PublishPolicy()
 
 
 class MayPass(Exception):
-    """Wraps an error that another attempt may not have."""
-
-    def __init__(self, error: exceptions.PublishError) -> None:
-        super().__init__(error)
-        self.error = error
+    """Wraps an error of this package that another attempt may not have."""
 
 
 class _CallersError(BaseException):
     """Wraps an error of source or ``done``, so that it is not handled as a connection error."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 @contextmanager
@@ -121,7 +113,8 @@ def unwrap_callers_errors() -> Iterator[None]:
     try:
         yield
     except _CallersError as wrapped:
-        raise wrapped.error from wrapped.error.__cause__
+        (error,) = wrapped.args
+        raise error from error.__cause__
 
 
 class PublishLoop:
@@ -163,8 +156,6 @@ class PublishLoop:
         #: Messages to send before any new one of the source, and when, the earliest first: most of
         #: them were sent before.
         self._queued: deque[tuple[float, Publication]] = deque()
-        #: How many of the first ones were in flight on the former channel.
-        self._taken_back = 0
         #: How many messages are still to be resent one at a time, to find the one that closed the
         #: channel.
         self._suspects_left = 0
@@ -187,9 +178,6 @@ class PublishLoop:
         """Send on this channel from now on; the former one must not have messages in flight."""
         self._channel = channel
         self._progress = time.monotonic()
-        for _, publication in islice(self._queued, self._taken_back):
-            publication.resent += 1
-        self._taken_back = 0
 
     def has_more(self) -> bool:
         """Return whether work is left; may take a message from the source."""
@@ -208,6 +196,14 @@ class PublishLoop:
     def has_unwritten(self) -> bool:
         """Whether a message waits to be sent, and not for the end of a pause."""
         return bool(self._queued) and self._queued[0][0] <= time.monotonic()
+
+    def add(self, publication: Publication) -> None:
+        """Queue a message behind those that wait to be sent now, beside those of the source."""
+        publication.deadline = time.monotonic() + self._policy.timeout
+        self._queue(publication, time.monotonic())
+
+    def _queue(self, publication: Publication, at: float) -> None:
+        insort(self._queued, (at, publication), key=itemgetter(0))
 
     @property
     def silent_for(self) -> float:
@@ -285,10 +281,11 @@ class PublishLoop:
         try:
             self._prepare(publication)
         except MayPass as refused:
-            publication.error = refused.error
+            (publication.error,) = refused.args
             self.settled(publication, may_pass=True)
+            publication.resent += 1
         except exceptions.RabbitDelayError as error:
-            publication.error = error  # type: ignore[assignment]  # see the attribute
+            publication.error = error
             self.settled(publication)
         except BaseException:
             self._queued.appendleft((0.0, publication))
@@ -454,8 +451,7 @@ class PublishLoop:
 
     def _send_again(self, publication: Publication, at: float) -> None:
         publication.error = None
-        publication.resent += 1
-        insort(self._queued, (at, publication), key=itemgetter(0))
+        self._queue(publication, at)
 
     def _finish(self, publication: Publication) -> None:
         if publication.error is not None:
@@ -478,7 +474,6 @@ class PublishLoop:
         if self._channel is not None:
             self._note_unanswered(self._channel.unanswered, closed_for_one)
             in_flight, self._channel = self._channel.unconfirmed.all(), None
-            self._taken_back = len(in_flight)
         for publication in in_flight:
             # The connection may be lost between its return and the ack that settles it.
             publication.error = None
@@ -522,37 +517,26 @@ class PublishLoop:
         self._suspects_left = max(self._suspects_left - 1, 0)
         (culprit,) = suspects
         self._queued.popleft()
-        self._taken_back = 0
         culprit.suspected = False
-        culprit.error = _error_of(culprit, closed)
+        address = culprit.exchange, culprit.routing_key
+        if isinstance(closed, NotFound):
+            culprit.error = exceptions.MessageReturned(*address, str(closed))
+        else:
+            kinds = exceptions.MessageRefused, exceptions.MessageNotPermitted
+            culprit.error = error_of(closed, address, *kinds)
         culprit.error.__cause__ = closed
         self._finish(culprit)
         return culprit
 
-    @property
-    def may_have_arrived(self) -> bool:
-        """Whether the broker may have one of the messages that wait to be sent again."""
-        return any(publication.may_have_arrived for _, publication in self._queued)
-
-    def fail_all(self, error: exceptions.PublishError) -> None:
+    def fail_all(self, error: exceptions.RabbitDelayError) -> None:
         """Finish all messages that wait with an error, or with its copy for the others.
 
         One of the two says that the broker may have the message, the other one that it has not.
         """
+        error.may_have_arrived |= any(each.may_have_arrived for _, each in self._queued)
         errors = {error.may_have_arrived: error}
         while self._queued:
             _, publication = self._queued.popleft()
             arrived = publication.may_have_arrived
             publication.error = errors.setdefault(arrived, error.copy(arrived))
             self._finish(publication)
-
-
-def _error_of(culprit: Publication, closed: ChannelError) -> exceptions.PublishError:
-    """Return the error of the message for which the broker has closed the channel."""
-    address = culprit.exchange, culprit.routing_key
-    if isinstance(closed, NotFound):
-        return exceptions.MessageReturned(*address, str(closed))
-    permission = missing_permission(closed)
-    if permission is not None:
-        return exceptions.MessageNotPermitted(permission, *address, str(permission))
-    return exceptions.MessageRefused(*address, str(closed))

@@ -20,46 +20,16 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, ChannelError, NotAllowed, NotFound
 from kombu import Connection
 
-from celery_rabbitdelay.exceptions import (
-    ConnectionBlocked,
-    ConnectionLost,
-    DeclarationNotPermitted,
-    DeclarationRefused,
-    MessageNacked,
-    MessageRefused,
-    MessageReturned,
-    NoPublisherFree,
-    PublishError,
-    RabbitDelayError,
-)
+from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.levels.shown_url import shown_broker
+from celery_rabbitdelay.publishing import kombu_internals, publish_loop
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled
-from celery_rabbitdelay.publishing.kombu_internals import (
-    CONNECT_TIMEOUT,
-    closing,
-    connect,
-    conversation,
-    drop_connection,
-)
 from celery_rabbitdelay.publishing.message import Declaration, Publication
-from celery_rabbitdelay.publishing.publish_loop import (
-    BLOCKED,
-    DEFAULT_POLICY,
-    MayPass,
-    NextPublication,
-    PublishLoop,
-    PublishPolicy,
-    unwrap_callers_errors,
-)
-from celery_rabbitdelay.publishing.refusals import missing_permission, reason_of
+from celery_rabbitdelay.publishing.refusals import error_of, reason_of
 from celery_rabbitdelay.publishing.wire import Wire
 
 #: Seconds that closing a channel may take; all its messages are settled before.
 CLOSE_TIMEOUT: Final = 2.0
-
-#: After these errors, the connection can be used for the next messages.
-HARMLESS: Final = (MessageNacked, MessageRefused, MessageReturned, DeclarationRefused)
-
 
 #: Why a message is not sent although the broker answers.
 NOT_DECLARED: Final = (
@@ -82,14 +52,10 @@ class Publisher:
         connection: A kombu connection to RabbitMQ by py-amqp; opened when it is first needed, and
             again whenever it was lost.
         is_alone: Whether nobody else reads from the connection, which is faster.
-
-    Attributes:
-        resent: How often :meth:`publish` has sent a message again.
     """
 
     def __init__(self, connection: Connection, is_alone: bool = False) -> None:
         self.connection = connection
-        self.resent = 0
         self._is_alone = is_alone
         self._channel: ConfirmChannel | None = None
         #: The functions that have declared what they declare on this connection.
@@ -98,7 +64,7 @@ class Publisher:
     def publish(
         self,
         publication: Publication,
-        policy: PublishPolicy = DEFAULT_POLICY,
+        policy: publish_loop.PublishPolicy = publish_loop.DEFAULT_POLICY,
         *,
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
@@ -127,17 +93,14 @@ class Publisher:
             ConnectionBlocked: The broker blocked the connection for all of that time.
             ConnectionLost: The connection could not be opened or broke, also at each resend.
         """
-        try:
-            self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
-        finally:
-            self.resent += publication.resent
+        self.publish_all([publication], policy, declare=declare, redeclare=redeclare)
         if publication.error is not None:
             raise publication.error
 
     def publish_all(
         self,
         publications: Iterable[Publication],
-        policy: PublishPolicy = DEFAULT_POLICY,
+        policy: publish_loop.PublishPolicy = publish_loop.DEFAULT_POLICY,
         *,
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
@@ -158,8 +121,9 @@ class Publisher:
             done: Called with each message that is confirmed, or has an error.
 
         Raises:
-            PublishError: Nothing can be published any more. All messages that were taken and have
-                no outcome have this error; further ones were not taken.
+            RabbitDelayError: Nothing can be published any more, or the topology cannot be declared.
+                All messages that were taken and have no outcome have this error; further ones were
+                not taken.
         """
         source = partial(next, iter(publications), None)
         Run(self, source, policy, declare=declare, redeclare=redeclare, done=done).go_on()
@@ -176,7 +140,7 @@ class Publisher:
             self._channel.unconfirmed.on_settled = on_settled
             return self._channel
         self.declared.clear()
-        connect(self.connection, _remaining(deadline))
+        kombu_internals.connect(self.connection, _remaining(deadline))
         with Wire(self.connection).all_answers_within(_remaining(deadline)):
             self._channel = ConfirmChannel(self.connection, on_settled)
         if self._is_alone:
@@ -186,7 +150,7 @@ class Publisher:
     def discard(self) -> None:
         """Drop the connection without AMQP's handshake; :meth:`channel` opens a new one."""
         self._channel = None
-        drop_connection(self.connection)
+        kombu_internals.drop_connection(self.connection)
 
     def close_channel(self) -> None:
         """Close the channel; the connection stays open for others."""
@@ -194,24 +158,24 @@ class Publisher:
         if channel is not None:
             # Everything that was published is settled; a close that fails changes nothing.
             errors = (*self.connection.connection_errors, *self.connection.channel_errors)
-            with conversation(self.connection), suppress(*errors):
+            with kombu_internals.conversation(self.connection), suppress(*errors):
                 channel.close(CLOSE_TIMEOUT)
 
     def close(self) -> None:
         """Close the connection in order; it cannot be used any more."""
         if self._channel is not None and self._channel.blocked is not None:
             self.discard()  # the broker would not answer
-        with closing(self.connection):
+        with kombu_internals.closing(self.connection):
             self.close_channel()
 
-    def give_up(self, error: PublishError) -> None:
-        """Leave the connection as the next caller may use it, after an error for all messages.
+    def give_up(self, error: exceptions.RabbitDelayError) -> None:
+        """Leave the connection as the next caller may use it, although messages are in flight.
 
         Late answers must not be taken for answers about the next messages. A connection of our own
         is kept while the broker blocks it: the broker does not notice that a blocked connection was
         closed, so each new one would stay with it until the alarm is over.
         """
-        if isinstance(error, ConnectionBlocked) and self._is_alone and self._channel is not None:
+        if self._is_alone and self._channel and isinstance(error, exceptions.ConnectionBlocked):
             self._channel.give_up()
         else:
             self.discard()
@@ -229,26 +193,29 @@ class Run:
             declares; an error with one destination then says nothing about the others.
 
     Attributes:
+        policy: The policy.
         loop: The publish loop.
     """
 
     def __init__(
         self,
         publisher: Publisher,
-        source: NextPublication,
-        policy: PublishPolicy,
+        source: publish_loop.NextPublication,
+        policy: publish_loop.PublishPolicy,
         *,
         declare: Declaration | None = None,
         redeclare: Declaration | None = None,
         done: Callable[[Publication], None] | None = None,
         declares_each: bool = False,
     ) -> None:
+        self.policy = policy
         self._publisher = publisher
-        self._policy = policy
+        self._connection = publisher.connection
+        self._errors = (*self._connection.connection_errors, *self._connection.channel_errors)
         self._declare = declare
         self._redeclare = redeclare
         self._declares_each = declares_each
-        self.loop = PublishLoop(
+        self.loop = publish_loop.PublishLoop(
             source,
             policy,
             done or (lambda _: None),
@@ -261,60 +228,46 @@ class Run:
         self._unreached = 0
         self._reach_by = math.inf
 
-    def go_on(self, is_enough: Callable[[], bool] | None = None) -> None:
-        """Publish until each message has its outcome.
-
-        Args:
-            is_enough: Instead: until it returns True. It is asked whenever messages were sent;
-                those are written by then.
+    def go_on(self, until_written: bool = False) -> None:
+        """Publish until each message has its outcome, or only until each is written.
 
         Raises:
-            PublishError: Nothing can be published any more; all messages have this error.
-            RabbitDelayError: The topology cannot be declared; the messages have no outcome, as
-                after any other exception.
+            RabbitDelayError: Nothing can be published any more, or the topology cannot be declared;
+                all messages have this error. After any other exception, they have no outcome.
         """
         # Late confirms of messages in flight must not be taken for confirms of the next caller's.
-        with unwrap_callers_errors(), conversation(self._publisher.connection):
-            while self.loop.has_more() and not (is_enough and is_enough()):
+        with publish_loop.unwrap_callers_errors(), kombu_internals.conversation(self._connection):
+            while self.loop.has_more() and (self.loop.has_unwritten or not until_written):
                 try:
                     if not self.loop.has_channel:
                         # kombu may have connected anew meanwhile.
                         self.loop.take_back()
                         self._open()
-                    self._publish(is_enough)
-                except MayPass as refused:
-                    self._try_again(refused.error, refused.error.__cause__)
-                except PublishError as error:
-                    self._fail_all_and_raise(error, error.__cause__)
-                except RabbitDelayError as error:
-                    # The topology on the broker is incomplete, or belongs to another layout.
-                    self.loop.take_back()
-                    error.may_have_arrived = self.loop.may_have_arrived
-                    self._publisher.discard()
-                    raise
+                    self._publish(until_written)
+                except publish_loop.MayPass as refused:
+                    self._try_again(*refused.args)
+                except exceptions.RabbitDelayError as error:
+                    self._fail_all_and_raise(error)
                 except NotAllowed as refused:
                     # Do not retry: the virtual host is missing or not accessible.
                     self.loop.take_back()
                     self._publisher.discard()
                     if self.loop.has_more():
-                        self._fail_all_and_raise(self._lost(refused), refused)
-                except (
-                    *self._publisher.connection.connection_errors,
-                    *self._publisher.connection.channel_errors,
-                ) as lost:
-                    self._try_again(None, lost)
+                        self._fail_all_and_raise(self._lost(refused))
+                except self._errors as lost:
+                    self._try_again(lost)
 
     def _open(self) -> None:
         """Use a channel on a connection where everything is declared."""
-        if self._policy.reconnects is not None and not self._unreached:
-            limit = self._publisher.connection.connect_timeout or CONNECT_TIMEOUT
+        if self.policy.reconnects is not None and not self._unreached:
+            limit = self._connection.connect_timeout or kombu_internals.CONNECT_TIMEOUT
             self._reach_by = time.monotonic() + limit
         deadline = min(self.loop.next_waiting.deadline, self._reach_by)
         try:
             channel = self._publisher.channel(deadline, self.loop.settled)
         except AccessRefused as refused:
             raise self._lost(refused) from refused
-        except self._publisher.connection.connection_errors:
+        except self._connection.connection_errors:
             self._unreached += 1
             raise
         self._unreached, self._reach_by = 0, math.inf
@@ -338,37 +291,32 @@ class Run:
         if channel.blocked is not None and not channel.drain(
             lambda: channel.blocked is None, publication.deadline
         ):
-            raise ConnectionBlocked(*publication.address(), BLOCKED)
+            raise exceptions.ConnectionBlocked(*publication.address(), publish_loop.BLOCKED)
         try:
             with channel.wire.all_answers_within(_remaining(publication.deadline)):
-                declare(self._publisher.connection)
+                declare(self._connection)
             declared.add(declare)
         except TimeoutError as slow:
             raise TimeoutError(NOT_DECLARED) from slow
-        except self._publisher.connection.channel_errors as refused:
+        except self._connection.channel_errors as refused:
             if isinstance(refused, ChannelError) and refused.method_sig == spec.Basic.Publish:
                 raise  # for a message in flight
-            error = _declaration_refused(publication.address(), refused)
+            kinds = exceptions.DeclarationRefused, exceptions.DeclarationNotPermitted
+            error = error_of(refused, publication.address(), *kinds)
             if isinstance(refused, NotFound) and PASSING_REASONS.search(str(refused)):
                 error.__cause__ = refused
-                raise MayPass(error) from refused
+                raise publish_loop.MayPass(error) from refused
             raise error from refused
 
-    def _publish(self, is_enough: Callable[[], bool] | None) -> None:
-        """Publish on one channel until nothing is left, or it is enough."""
+    def _publish(self, until_written: bool) -> None:
+        """Publish on one channel until nothing is left, or all is written."""
         try:
             while self.loop.has_more():
                 self.loop.send()
-                if is_enough and is_enough():
+                if until_written and not self.loop.has_unwritten:
                     self.loop.flush()
                     return
                 self.loop.wait()
-        except ConnectionBlocked:
-            raise  # see Publisher.give_up
-        except PublishError:
-            # Late answers about these messages must not be taken for answers about the next ones.
-            self._publisher.discard()
-            raise
         except ChannelError as closed:
             # py-amqp opens a channel that the broker closed again, but not in confirm mode.
             self._publisher.close_channel()
@@ -376,60 +324,53 @@ class Run:
             if self._declares_each:
                 return
             if culprit is not None and isinstance(closed, AccessRefused | NotFound):
-                assert isinstance(culprit.error, PublishError)
+                assert culprit.error is not None
                 # Every further message to it would fail.
                 raise culprit.error.copy(culprit.may_have_arrived) from closed
 
-    def _try_again(self, error: PublishError | None, cause: BaseException | None) -> None:
+    def _try_again(self, error: BaseException) -> None:
         """Drop the connection, and go on after a pause; the next one may be to another node.
 
         Args:
-            error: The error if that was one attempt too many; None if the connection is lost.
-            cause: The error of this attempt.
+            error: That of this attempt.
         """
         self.loop.take_back()
         self._publisher.discard()
-        self._publisher.connection.maybe_switch_next()
+        self._connection.maybe_switch_next()
         if not self.loop.has_more():
             return
         if self.loop.last_settled > self._lost_at:
             self._losses = 0
         self._losses += 1
-        pause = self._policy.pause(self._unreached or self._losses)
+        pause = self.policy.pause(self._unreached or self._losses)
         late = time.monotonic() + pause >= min(self.loop.next_waiting.deadline, self._reach_by)
-        reconnects = self._policy.reconnects
+        reconnects = self.policy.reconnects
         is_unreachable = reconnects is not None and self._unreached > reconnects
-        if self._policy.is_over(self._losses) or is_unreachable or late:
-            self._fail_all_and_raise(error or self._lost(cause), cause)
+        if self.policy.is_over(self._losses) or is_unreachable or late:
+            if not isinstance(error, exceptions.RabbitDelayError):
+                error = self._lost(error)
+            self._fail_all_and_raise(error)
         self._lost_at = time.monotonic()
         time.sleep(pause)
 
-    def _lost(self, cause: BaseException | None) -> ConnectionLost:
-        broker, attempt = shown_broker(self._publisher.connection), max(self._losses, 1)
-        reason = f"no connection to {broker}, attempt {attempt}: {cause and reason_of(cause)}"
-        return ConnectionLost(*self.loop.next_waiting.address(), reason)
-
-    def _fail_all_and_raise(self, error: PublishError, cause: BaseException | None) -> NoReturn:
-        """Finish all messages that wait with this error, and raise it."""
-        self.loop.take_back()
-        if not isinstance(error, HARMLESS):
-            self._publisher.give_up(error)
-        error.may_have_arrived = error.may_have_arrived or self.loop.may_have_arrived
+    def _lost(self, cause: BaseException) -> exceptions.ConnectionLost:
+        broker, attempt = shown_broker(self._connection), max(self._losses, 1)
+        reason = f"no connection to {broker}, attempt {attempt}: {reason_of(cause)}"
+        error = exceptions.ConnectionLost(*self.loop.next_waiting.address(), reason)
         error.__cause__ = cause
+        return error
+
+    def _fail_all_and_raise(self, error: exceptions.RabbitDelayError) -> NoReturn:
+        """Finish all messages that wait with this error, and raise it."""
+        if self.loop.take_back():
+            self._publisher.give_up(error)
         self.loop.fail_all(error)
-        raise error from cause
+        raise error from error.__cause__
 
 
 def _remaining(deadline: float) -> float:
     """Return the seconds until a deadline, at least 1 ms, for one read."""
     return max(deadline - time.monotonic(), 0.001)
-
-
-def _declaration_refused(address: tuple[str, str], refused: BaseException) -> DeclarationRefused:
-    permission = missing_permission(refused)
-    if permission is None:
-        return DeclarationRefused(*address, reason_of(refused))
-    return DeclarationNotPermitted(permission, *address, str(permission))
 
 
 class PublisherPool:
@@ -451,16 +392,18 @@ class PublisherPool:
         _pools.add(self)
 
     def _begin(self) -> None:
-        """Begin with no publishers.
+        """Begin with publishers that are not connected.
 
         In a forked process those of the parent are dropped and not closed: that would end the
         parent's connections.
         """
-        #: Those that are free; None for one that is not made yet.
-        self._free: LifoQueue[Publisher | None] = LifoQueue()
-        for _ in range(self._limit or 0):
-            self._free.put(None)
-        self._made: list[Publisher] = []
+        self._publishers = [self._publisher() for _ in range(self._limit or 0)]
+        self._free: LifoQueue[Publisher] = LifoQueue()
+        for each in self._publishers:
+            self._free.put(each)
+
+    def _publisher(self) -> Publisher:
+        return Publisher(self.connection.clone(), is_alone=True)
 
     @contextmanager
     def acquire(self, timeout: float | None = None) -> Iterator[Publisher]:
@@ -472,30 +415,29 @@ class PublisherPool:
         Raises:
             NoPublisherFree: All of them were in use for that long.
         """
-        # Returned to where it came from: a fork or a close may have begun anew meanwhile.
-        free, made, publisher = self._free, self._made, None
-        if self._limit:
+        if not self._limit:
+            publisher = self._publisher()
             try:
-                publisher = free.get(timeout=timeout)
-            except Empty as none_free:
-                raise NoPublisherFree(self._limit, timeout) from none_free
+                yield publisher
+            finally:
+                publisher.close()
+            return
+        free = self._free
         try:
-            if publisher is None:
-                publisher = Publisher(self.connection.clone(), is_alone=True)
-                if self._limit:
-                    made.append(publisher)
+            publisher = free.get(timeout=timeout)
+        except Empty as none_free:
+            raise exceptions.NoPublisherFree(self._limit, timeout) from none_free
+        try:
             yield publisher
         finally:
-            if self._limit:
-                free.put(publisher)
-            elif publisher is not None:
-                publisher.close()
+            # To where it came from: a fork or a close may have begun anew meanwhile.
+            free.put(publisher)
 
     def close(self) -> None:
         """Close the connections of the pool; it can be used again."""
-        made = self._made
+        publishers = self._publishers
         self._begin()
-        for publisher in made:
+        for publisher in publishers:
             publisher.close()
 
 

@@ -7,14 +7,19 @@ RabbitMQ checks a permission for each resource that a method touches
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
 from amqp import spec
 from amqp.exceptions import AccessRefused, AMQPError, PreconditionFailed
 
-from celery_rabbitdelay.exceptions import LayoutConflict, MissingPermission, PermissionMissing
+from celery_rabbitdelay.exceptions import (
+    LayoutConflict,
+    MissingPermission,
+    PermissionMissing,
+    PublishError,
+)
 from celery_rabbitdelay.levels.topology import Topology
 
 #: What the broker says; see :data:`.UNNAMED_PERMISSION`.
@@ -98,6 +103,26 @@ def reason_of(refused: BaseException) -> str:
     )
 
 
+def error_of(
+    refused: BaseException,
+    address: tuple[str, str],
+    kind: Callable[[str, str, str], PublishError],
+    not_permitted: Callable[[MissingPermission, str, str, str], PublishError],
+) -> PublishError:
+    """Return the error of a message for which the broker has refused a method.
+
+    Args:
+        refused: What the broker said.
+        address: The message's exchange and routing key.
+        kind: The error's class.
+        not_permitted: Its class if a permission is lacking.
+    """
+    permission = missing_permission(refused)
+    if permission is not None:
+        return not_permitted(permission, *address, str(permission))
+    return kind(*address, reason_of(refused))
+
+
 @contextmanager
 def permissions_named() -> Iterator[None]:
     """Raise :class:`.PermissionMissing` where the broker refuses a method for a permission."""
@@ -109,20 +134,6 @@ def permissions_named() -> Iterator[None]:
             raise
         raise PermissionMissing(permission) from refused
 
-
-#: Layout, queue type, shards and arguments in a fingerprint; see :meth:`.Topology.identity`.
-_FINGERPRINT: Final = re.compile(
-    r"(?P<layout>.+)-(?P<queue_type>quorum|classic)(-s(?P<shards>\d+))?-(?P<arguments>v.+)",
-    re.DOTALL,
-)
-
-#: What decides each part of a fingerprint.
-_DECIDED_BY: Final = {
-    "layout": "rabbitdelay_layout or rabbitdelay_tick",
-    "queue_type": "rabbitdelay_queue_type",
-    "shards": "rabbitdelay_shards",
-    "arguments": "the version of celery_rabbitdelay",
-}
 
 #: What RabbitMQ says if something exists with other arguments. It closes the channel with the same
 #: code for other reasons, such as a limit of the virtual host.
@@ -157,34 +168,12 @@ def conflict_with(topology: Topology, reply: str) -> LayoutConflict:
             "that differ"
         )
         return LayoutConflict(topology.prefix, reply, advice)
-    here, there = parts_of(topology.identity.fingerprint), declared_parts(topology, reply)
-    differing = "; ".join(
-        f"{decided_by} ({there[part]} there, {here[part]} here)"
-        for part, decided_by in _DECIDED_BY.items()
-        if there and here[part] != there[part]
-    )
     advice = (
-        f"the levels there differ in {differing or ' or '.join(_DECIDED_BY.values())}. Restore "
-        "what they were declared with; or use another rabbitdelay_prefix for these, and move what "
-        "waits with `celery rabbitdelay migrate`; or, once no message waits in them any more, "
-        "remove them with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
+        "the levels there have another rabbitdelay_layout, rabbitdelay_tick, "
+        "rabbitdelay_queue_type or rabbitdelay_shards, or are of another version of "
+        "celery_rabbitdelay; the names that follow say all of these. Restore what they were "
+        "declared with; or use another rabbitdelay_prefix for these, and move what waits with "
+        "`celery rabbitdelay migrate`; or, once no message waits in them any more, remove them "
+        "with `celery rabbitdelay delete`, or celery_rabbitdelay.kombu.delete"
     )
     return LayoutConflict(topology.prefix, reply, advice)
-
-
-def declared_parts(topology: Topology, reply: str) -> dict[str, str]:
-    """Return the parts of the fingerprint of what is declared; empty if the answer lacks some.
-
-    RabbitMQ cuts its answer off, which may end within the last part.
-    """
-    start = re.escape(f"'{topology.identity.guard.name}.")
-    found = set(re.findall(rf"{start}([A-Za-z0-9_.-]+)'", reply))
-    found.update(re.findall(rf"is {start}([A-Za-z0-9_.-]+-v[a-z0-9.]+)$", reply))
-    others = found - {topology.identity.fingerprint}
-    return parts_of(others.pop()) if len(others) == 1 else {}
-
-
-def parts_of(fingerprint: str) -> dict[str, str]:
-    """Return the parts of a fingerprint; empty if it is unknown, or none."""
-    found = _FINGERPRINT.fullmatch(fingerprint)
-    return found.groupdict(default="1") if found else {}

@@ -252,13 +252,14 @@ class Wire:
             finally:
                 del self._amqp.blocking_read
 
-    def set_on_blocked(
-        self, on_blocked: Callback | None, on_unblocked: Callback | None
-    ) -> tuple[Callback | None, Callback | None]:
-        """Set the callbacks for blocked and unblocked; return the former ones."""
-        former = self._amqp.on_blocked, self._amqp.on_unblocked
-        self._amqp.on_blocked, self._amqp.on_unblocked = on_blocked, on_unblocked
-        return former
+    @property
+    def on_blocked(self) -> tuple[Callback | None, ...]:
+        """The callbacks for blocked and unblocked."""
+        return self._amqp.on_blocked, self._amqp.on_unblocked
+
+    @on_blocked.setter
+    def on_blocked(self, callbacks: tuple[Callback | None, ...]) -> None:
+        self._amqp.on_blocked, self._amqp.on_unblocked = callbacks
 
 
 def _receive(receive: Callable[[int], bytes], at_once: int, size: int) -> bytes:

@@ -18,7 +18,7 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable
 from celery_rabbitdelay.levels import wall_clock
 from celery_rabbitdelay.levels.delay import instant_of
 from celery_rabbitdelay.levels.headers import parse
-from celery_rabbitdelay.levels.layout import Layout
+from celery_rabbitdelay.levels.layout import Layout, Level
 from celery_rabbitdelay.levels.topology import CHECK_IN, DISTRIBUTE
 from celery_rabbitdelay.modules.envelope import DICTIONARY
 from celery_rabbitdelay.publishing.declaration import Backlog
@@ -334,12 +334,12 @@ def _may_be_in(
         # Its message was put back for the rest when the first due time came.
         sent_ms, due_ms, tolerance_ms = due_ms, record.runs_ms, 0
     others = [CHECK_IN, "meditation"]
-    digits = layout.may_wait_in(due_ms - now_ms)
+    digits = may_wait_in(layout, due_ms - now_ms)
     if sent_ms is not None and tolerance_ms is not None:
         delay_ms, passed_ms = due_ms - sent_ms, now_ms - sent_ms
         # If it is late, something has put it back.
         if delay_ms <= layout.capacity_ms and passed_ms <= delay_ms + tolerance_ms + SLACK_MS:
-            others, digits = [], layout.waits_in(delay_ms, passed_ms, tolerance_ms, SLACK_MS)
+            others, digits = [], waits_in(layout, delay_ms, passed_ms, tolerance_ms, SLACK_MS)
     if due_ms <= now_ms:
         others += [DISTRIBUTE, "paused"]
     for name in others:
@@ -348,3 +348,43 @@ def _may_be_in(
     for level, digit in digits:
         if messages := backlog.digits[level.name].get(digit):
             yield level.queue_name(digit), messages
+
+
+def may_wait_in(layout: Layout, remaining_ms: int) -> Iterator[tuple[Level, int]]:
+    """Yield the digits in whose queues a message may be that is due in so many milliseconds.
+
+    It waits the longest digits first. Its delay when it was sent is not known, so these are all
+    digits that last so long, together with the lower ones behind them; see :func:`waits_in`.
+    """
+    for level in layout.levels:
+        for digit in range(max(remaining_ms // level.place_ms, 1), level.base):
+            yield level, digit
+
+
+def waits_in(
+    layout: Layout, delay_ms: int, passed_ms: int, tolerance_ms: int, slack_ms: int
+) -> Iterator[tuple[Level, int]]:
+    """Yield the digits in whose queues a message may be, some time after it was sent.
+
+    One, or two around the moment when it goes from one to the next; a few more if its
+    tolerance allowed a longer delay with fewer stops.
+
+    Args:
+        layout: The layout.
+        delay_ms: Its delay when it was sent, at most the capacity.
+        passed_ms: How long ago that was.
+        tolerance_ms: By how much its delay may have been longer.
+        slack_ms: How exact both times are, and how long the broker takes to pass it on.
+    """
+    found: dict[tuple[Level, int], None] = {}
+    latest_ms = min(delay_ms + slack_ms, layout.capacity_ms)
+    for about_ms in {*range(max(delay_ms - slack_ms, 1), latest_ms, layout.tick_ms), latest_ms}:
+        multiples = {-(-about_ms // place_ms) * place_ms for place_ms in layout.places_ms}
+        longest_ms = min(about_ms + tolerance_ms, layout.capacity_ms)
+        for each_ms in {about_ms, *(each for each in multiples if each <= longest_ms)}:
+            until_ms = 0
+            for level, digit in zip(layout.levels, layout.digits(each_ms), strict=True):
+                since_ms, until_ms = until_ms, until_ms + digit * level.place_ms
+                if digit and since_ms - slack_ms <= passed_ms <= until_ms + slack_ms:
+                    found[level, digit] = None
+    yield from sorted(found, key=lambda each: -each[0].place_ms * each[1])

@@ -14,10 +14,8 @@ from uuid import uuid4
 import pytest
 from pytest_celery import CeleryTestBackend, CeleryTestBroker, CeleryTestSetup, CeleryTestWorker
 
-from celery_rabbitdelay.publishing.declaration import delete
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer, Server
-from tests.kernel.integration.conftest import delete_queue
-from tests.kernel.integration.shop import make_app
+from tests.kernel.integration.conftest import application
 from tests.kernel.integration.worker import Worker
 
 
@@ -81,13 +79,8 @@ def celery_setup_config(
 
 @pytest.fixture
 def celery_setup_app(celery_setup_config: dict[str, Any]) -> Iterator[Any]:
-    app = make_app(celery_setup_config)
-    yield app
-    with app.connection_for_write() as connection:
-        delete(connection, app.rabbitdelay.topology, force=True)
-        for queue in app.amqp.queues.values():
-            delete_queue(connection, queue)
-    app.close()
+    with application(celery_setup_config) as app:
+        yield app
 
 
 @pytest.fixture

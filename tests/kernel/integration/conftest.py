@@ -13,7 +13,7 @@ from kombu import Connection, Queue
 
 from celery_rabbitdelay.levels.layout import custom
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.declaration import delete
+from celery_rabbitdelay.publishing.declaration import declare, delete
 from celery_rabbitdelay.publishing.publisher import Publisher
 from celery_rabbitdelay.testing import RedisServer
 from tests.kernel.integration.modules import MODULES, OPEN, wait_until_served
@@ -187,6 +187,15 @@ def make_shop(configuration: Any) -> Iterator[Callable[..., Any]]:
 def shop(make_shop: Any) -> Any:
     """An application with quorum queues on exchanges of every type."""
     return make_shop()
+
+
+@pytest.fixture
+def standing(shop: Any, connection: Connection) -> Topology:
+    """The shop's levels, which are declared, as its default queue is."""
+    topology: Topology = shop.rabbitdelay.topology
+    declare(connection, topology)
+    shop.amqp.queues[named(shop, "default")](connection.default_channel).declare()
+    return topology
 
 
 @pytest.fixture

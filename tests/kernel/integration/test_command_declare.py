@@ -5,50 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from kombu import Connection
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.kombu import Topology, declare, missing
+from celery_rabbitdelay.kombu import Topology, missing
 from celery_rabbitdelay.publishing.declaration import is_declared, queue_counts
 from tests.kernel.integration.arrivals import wait_until_waiting
 from tests.kernel.integration.shop import named
 from tests.kernel.integration.worker import answer, run_command
 
 
-@pytest.fixture
-def topology(shop: Any, connection: Connection) -> Topology:
-    """The application's topology, which is declared."""
-    found: Topology = shop.rabbitdelay.topology
-    declare(connection, found)
-    return found
-
-
 def test_declare_says_what_was_missing_and_declares_it(
-    configuration: dict[str, Any], topology: Topology, connection: Connection, channel: Any
+    configuration: dict[str, Any], standing: Topology, connection: Connection, channel: Any
 ) -> None:
-    queue = topology.level_queues["ms.x100"][4]
-    for part in (queue, topology.exchanges[2], topology.identity.marker):
+    queue = standing.level_queues["ms.x100"][4]
+    for part in (queue, standing.exchanges[2], standing.identity.marker):
         part(channel).delete()
     # Nobody can ask for a binding.
-    (binding,) = [each for each in topology.bindings if each.pattern == "*.3.#"]
+    (binding,) = [each for each in standing.bindings if each.pattern == "*.3.#"]
     channel.queue_unbind(binding.target, binding.source, binding.pattern)
-    gone = missing(connection, topology)
+    gone = missing(connection, standing)
     assert len(gone) == 3
 
     assert answer(configuration, "declare --dry-run", "declare", 1)["missing"] == list(gone)
-    assert missing(connection, topology) == gone
+    assert missing(connection, standing) == gone
     told = run_command(configuration, "declare")
 
-    total = len(topology.exchanges) + 2 + len(topology.queues)
-    assert f"3 of {total} exchanges and queues of {topology.prefix} were missing" in told.stdout
-    assert is_declared(connection, topology)
-    route = topology.route(0.3, "nobody")
+    total = len(standing.exchanges) + 2 + len(standing.queues)
+    assert f"3 of {total} exchanges and queues of {standing.prefix} were missing" in told.stdout
+    assert is_declared(connection, standing)
+    route = standing.route(0.3, "nobody")
     connection.Producer().publish("x", exchange=route.exchange, routing_key=route.routing_key)
     # It passes its level, and not the alternate exchange.
-    wait_until_waiting(connection, topology.module_queues.distribution.name, 1)
+    wait_until_waiting(connection, standing.module_queues.distribution.name, 1)
     found = answer(configuration, "declare", "declare")
-    assert (found["missing"], found["fingerprint"]) == ([], topology.identity.fingerprint)
+    assert (found["missing"], found["fingerprint"]) == ([], standing.identity.fingerprint)
 
 
 def test_declare_with_queues_is_all_that_declare_never_needs(

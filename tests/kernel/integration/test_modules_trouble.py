@@ -17,7 +17,7 @@ from celery_rabbitdelay.modules.service import STOP_TIMEOUT
 from celery_rabbitdelay.publishing.declaration import declare, delete, missing
 from celery_rabbitdelay.testing import RabbitMQServer, ServerNotStarted, wait_for
 from tests.kernel.integration.modules import OPEN, Client, wait_until_served
-from tests.kernel.integration.shop import PATIENCE, named
+from tests.kernel.integration.shop import PATIENCE
 from tests.kernel.integration.trouble import alarm, suspended
 from tests.node_control import is_any_blocked
 
@@ -26,15 +26,6 @@ NEVER = {**OPEN, "rabbitdelay_declare": "never"}
 
 #: Messages that are due when the broker is in trouble.
 MESSAGES = 200
-
-
-@pytest.fixture
-def standing(shop: Any, connection: Connection) -> Topology:
-    """The levels of an application, which operators have declared, and a queue."""
-    topology: Topology = shop.rabbitdelay.topology
-    declare(connection, topology)
-    shop.amqp.queues[named(shop, "default")](connection.default_channel).declare()
-    return topology
 
 
 def assert_delays(connection: Connection, shop: Any, target: Queue) -> None:

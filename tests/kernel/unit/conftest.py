@@ -1,4 +1,4 @@
-"""Commands that ask no broker."""
+"""An application without a broker, and its commands."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ from click.testing import CliRunner, Result
 
 from celery_rabbitdelay import Celery
 from celery_rabbitdelay.command.group import rabbitdelay
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """An application that nothing connects."""
+    app = Celery("shop", broker="amqp://", set_as_current=False)
+    yield app
+    app.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ QUEUES = (
     Queue("news", Exchange("papers", type="topic"), "#"),
     Queue("mixed", bindings=[binding(Exchange("left"), "a"), binding(Exchange("right"), "b")]),
 )
-
-
-@pytest.fixture
-def app() -> Iterator[Celery]:
-    app = Celery("shop", broker="amqp://", set_as_current=False)
-    yield app
-    app.close()
 
 
 NAMED = AllowedDestinations.of_queues(QUEUES)

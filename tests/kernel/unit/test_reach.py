@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import amqp
@@ -28,13 +27,6 @@ KNOWN = AllowedDestinations(
     queues=frozenset({"known"}), never_patterns=("*.pidbox",), is_list=False
 )
 distributed = Distribution(TOPOLOGY, reach=KNOWN).receive
-
-
-@pytest.fixture
-def app() -> Iterator[Celery]:
-    app = Celery("shop", broker="amqp://", set_as_current=False)
-    yield app
-    app.close()
 
 
 @pytest.mark.filterwarnings("ignore:.*The 'queue' task attribute is deprecated:Warning")

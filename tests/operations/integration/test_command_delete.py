@@ -21,34 +21,26 @@ from tests.kernel.integration.worker import answer, run_command, start_celery
 from tests.node_control import bindings, listed
 
 
-@pytest.fixture
-def topology(shop: Any, connection: Connection) -> Topology:
-    """The application's topology, which is declared."""
-    found: Topology = shop.rabbitdelay.topology
-    declare(connection, found)
-    return found
-
-
 def test_delete_deletes_the_levels_and_leaves_the_queues_of_tasks(
-    configuration: dict[str, Any], topology: Topology, connection: Connection, target: Any
+    configuration: dict[str, Any], standing: Topology, connection: Connection, target: Any
 ) -> None:
-    bind_destination(connection, topology, target.name)
+    bind_destination(connection, standing, target.name)
     other = {**configuration, "rabbitdelay_layout": [("hours", 6, 3600)]}
     refused = answer(other, "delete --yes --force", "error", 1)["error"]
     assert "other levels under the prefix" in refused
-    assert missing(connection, topology) == ()
+    assert missing(connection, standing) == ()
     # As an interrupted one has begun.
-    for part in (topology.identity.marker, topology.queues[3], topology.exchanges[2]):
+    for part in (standing.identity.marker, standing.queues[3], standing.exchanges[2]):
         part(connection.default_channel).delete()
 
     found = answer(configuration, "delete --dry-run", "delete")
     assert (found["dry_run"], found["deleted"]) == (True, False)
-    assert len(missing(connection, topology)) == 3
+    assert len(missing(connection, standing)) == 3
 
     found = answer(configuration, "delete --yes", "delete")
-    assert found["exchanges"] == len(topology.exchanges)
-    assert found["queues"] == len(topology.queues) - 1
-    assert len(missing(connection, topology)) == found["exchanges"] + found["queues"] + 3
+    assert found["exchanges"] == len(standing.exchanges)
+    assert found["queues"] == len(standing.queues) - 1
+    assert len(missing(connection, standing)) == found["exchanges"] + found["queues"] + 3
     assert count(connection, target.name) == 0
     assert answer(configuration, "delete --yes", "delete")["deleted"] is False
 
@@ -84,12 +76,12 @@ def test_delete_refuses_while_messages_or_consumers_are_there_unless_forced(
 
 
 def test_delete_asks_before_it_deletes(
-    configuration: dict[str, Any], topology: Topology, connection: Connection
+    configuration: dict[str, Any], standing: Topology, connection: Connection
 ) -> None:
     told = run_command(configuration, "delete", "y\n")
     assert told.returncode == 2
     assert "give --yes" in told.stderr
-    assert missing(connection, topology) == ()
+    assert missing(connection, standing) == ()
 
     for given, exit_status in ((b"n\n", 1), (b"y\n", 0)):
         primary, secondary = pty.openpty()
@@ -98,7 +90,7 @@ def test_delete_asks_before_it_deletes(
             assert asking.wait(PATIENCE) == exit_status
         os.close(primary)
         os.close(secondary)
-        assert bool(missing(connection, topology)) == (exit_status == 0)
+        assert bool(missing(connection, standing)) == (exit_status == 0)
 
 
 @pytest.mark.parametrize("zeros", ["queue", "skip"])

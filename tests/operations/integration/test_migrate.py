@@ -238,7 +238,7 @@ def test_levels_that_differ_from_the_options_are_refused_and_described(
 ) -> None:
     topology = make_topology(clock(1.0))
     declare(connection, topology)
-    with pytest.raises(LayoutConflict, match=r"differ in rabbitdelay_layout .*\(clock-"):
+    with pytest.raises(LayoutConflict, match=r"another rabbitdelay_layout.*\.clock-"):
         check_source(Place(connection, Topology(topology.prefix, custom(OLD))))
     with pytest.raises(TopologyIncomplete):
         check_source(Place(connection, Topology("nobodys")))

@@ -13,26 +13,14 @@ from celery_rabbitdelay.exceptions import RegistryUnavailable, UnprocessableMess
 from celery_rabbitdelay.levels import headers as header_names
 from celery_rabbitdelay.levels.headers import COMMITTED, COPY, ENVELOPE, JOB, JOB_ID, ONCE
 from celery_rabbitdelay.levels.routing_key import DISTRIBUTION
-from celery_rabbitdelay.levels.topology import Topology
 from celery_rabbitdelay.modules.distribution import Distribution
-from celery_rabbitdelay.modules.envelope import Envelope, Item
+from celery_rabbitdelay.modules.envelope import Item
 from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.registry.addition import RegistryAddition
 from celery_rabbitdelay.registry.decision import Arrival, Decision, Verdict
 from tests.kernel.unit.clock import frozen
-
-TOPOLOGY = Topology()
-
-DUE = 1_800_000_000_000
-
-#: Where the tasks of an envelope go that the registry is asked about.
-QUEUE = {header_names.EXCHANGE: "", header_names.ROUTING_KEY: "queue"}
-
-
-def letter(*items: Item, **told: str) -> amqp.Message:
-    headers = {header_names.DUE: DUE, **told}
-    return amqp.Message(Envelope(items).pack(), content_type=ENVELOPE, application_headers=headers)
+from tests.kernel.unit.test_distribution import DUE, QUEUE, TOPOLOGY, letter, tasks
 
 
 def distribution_with(**registry: Any) -> Distribution:
@@ -54,11 +42,6 @@ EXPIRED = Decision(Verdict.EXPIRED)
 CANCELLED = Decision(Verdict.CANCELLED)
 ITS_JOB_IS_OPEN = Decision(Verdict.LATER, DUE + 60_000)
 POSTPONED = Decision(Verdict.LATER, DUE + 60_000, is_new_due=True)
-
-
-def tasks(number: int) -> amqp.Message:
-    """An envelope with tasks whose ids are numbers from 0."""
-    return letter(*(Item(b"", {"id": str(each)}) for each in range(number)), **QUEUE)
 
 
 def ids(outgoing: Sequence[Outgoing]) -> list[str]:

@@ -134,9 +134,6 @@ def test_a_url_of_something_else_is_a_usage_error(
 @pytest.mark.parametrize(
     ("settings", "command", "says"),
     [
-        ({"broker_use_ssl": {"nonsense": 1}}, "status", "unexpected keyword argument 'nonsense'"),
-        ({"broker_use_ssl": {"ca_certs": "/nowhere"}}, "status", "No such file or directory: '/no"),
-        ({"broker_use_ssl": {"ciphers": "word"}}, "pending", "No cipher can be selected"),
         ({"rabbitdelay_registry_url": "unix://"}, "status", "begins with one of redis, rediss"),
         ({"rabbitdelay_web": {"management": "ftp://h"}}, "web", "URL such as http://user"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_rabbitdelay.levels.quirks import Quirk, version_of
+from celery_rabbitdelay.operations.quirks import Quirk, version_of
 
 
 @pytest.mark.parametrize(
