@@ -18,11 +18,8 @@ from celery.worker.consumer.tasks import Tasks
 from kombu import Connection, Message
 from kombu.common import Broadcast
 
-from celery_rabbitdelay.app import additions
+from celery_rabbitdelay.app import additions, destinations, instruments, seams
 from celery_rabbitdelay.app.delays import DelayingCelery
-from celery_rabbitdelay.app.destinations import checkin_destinations, distribution_reach
-from celery_rabbitdelay.app.instruments import EARLY
-from celery_rabbitdelay.app.seams import additions_of
 from celery_rabbitdelay.app.settings import Settings
 from celery_rabbitdelay.exceptions import AdditionMissing, InvalidSetting
 from celery_rabbitdelay.levels.delay import milliseconds
@@ -331,7 +328,7 @@ def module_service(app: DelayingCelery, declaration: WorkerDeclaration, name: st
         queue = topology.module_queues.checkin
         check_in = CheckIn(
             topology,
-            checkin_destinations(app).includes,
+            destinations.checkin_destinations(app).includes,
             settings.signing_keys,
             settings.checkin_trusted,
             CeleryRequests(app).check,
@@ -339,13 +336,13 @@ def module_service(app: DelayingCelery, declaration: WorkerDeclaration, name: st
         receive, admit = check_in.receive, check_in.admit
     else:
         queue = topology.module_queues.distribution
-        on_early = partial(app.rabbitdelay.recorder.record, {EARLY: 1}, "", queue.name)
+        on_early = partial(app.rabbitdelay.recorder.record, {instruments.EARLY: 1}, "", queue.name)
         early = EarlyMessages(topology, milliseconds(settings.early_tolerance), on_early=on_early)
-        asked = filter(attrgetter("is_asked_by_distribution"), additions_of(app.rabbitdelay))
+        asked = filter(attrgetter("is_asked_by_distribution"), seams.additions_of(app.rabbitdelay))
         distribution = Distribution(
             topology,
             early.put_back,
-            reach=distribution_reach(app),
+            reach=destinations.distribution_reach(app),
             signing_keys=settings.signing_keys,
             is_signing_required=settings.signing_required,
             max_message_bytes=settings.max_message_bytes,

@@ -37,12 +37,7 @@ from celery_rabbitdelay.modules.checkin import is_read, may_be_version_1
 from celery_rabbitdelay.publishing.kombu_internals import may_be_decoded
 from celery_rabbitdelay.publishing.message import WaitingMessage
 from celery_rabbitdelay.publishing.wire import read_unreadable_properties
-from celery_rabbitdelay.worker.celery_internals import (
-    Consumer,
-    Delivery,
-    Request,
-    Worker,
-)
+from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, Request, Worker
 
 #: Takes a message for which Celery has raised an error.
 Refuse: TypeAlias = Callable[[Message, Exception], None]
