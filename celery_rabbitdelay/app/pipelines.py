@@ -29,9 +29,8 @@ from celery_rabbitdelay.app.delays import Delays
 from celery_rabbitdelay.exceptions import NoPublisherFree, RabbitDelayError, TasksNotConfirmed
 from celery_rabbitdelay.publishing.declaration import declare_again
 from celery_rabbitdelay.publishing.message import Declaration, Publication
-from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.publisher import Pipeline, Publisher
 
 logger = logging.getLogger(__name__)
 

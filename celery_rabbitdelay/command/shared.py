@@ -23,7 +23,7 @@ from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.app.extension import RabbitDelay
 from celery_rabbitdelay.levels import delay, shown_url, wall_clock
 from celery_rabbitdelay.levels.topology import Topology
-from celery_rabbitdelay.publishing.refusals import is_limit_reached, reason_of
+from celery_rabbitdelay.publishing.refusals import reason_of
 
 _Function: TypeAlias = Callable[..., None]
 _Decorator: TypeAlias = Callable[[_Function], _Function]
@@ -338,8 +338,6 @@ def fail(error: Exception, message: str, exit_status: int = FAILED) -> NoReturn:
     reason = reason_of(error)
     if reason != str(error):
         message = f"{message.removesuffix(str(error))}{reason}"
-    if is_limit_reached(error):
-        exit_status = FAILED  # the broker has answered
     line = shown_url.without_passwords(" ".join(message.split()))
     if click.get_current_context().meta.get(_JSON):
         click.echo(json.dumps({"error": line}))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import compress, count
 from operator import getitem
+from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from kombu import Exchange, Queue
@@ -254,7 +255,7 @@ class Topology:
     @cached_property
     def probe(self) -> Queue:
         """The queue of probes. Levels that lack it are complete, as those of an earlier version."""
-        return self._queue("probe", ttl_ms=PROBE_TTL, single_active_consumer=True)
+        return self._queue("probe", further={"x-single-active-consumer": True}, ttl_ms=PROBE_TTL)
 
     @cached_property
     def probe_binding(self) -> Binding:
@@ -391,12 +392,10 @@ class Topology:
         ttl_ms: int | None = None,
         dead_letter_to: str | None = None,
         delivery_limit: int | None = None,
-        single_active_consumer: bool = False,
+        further: Mapping[str, object] = MappingProxyType({}),
     ) -> Queue:
         """Return a queue; arguments that its type does not support are left out."""
-        arguments: dict[str, object] = {"x-queue-type": self.queue_type}
-        if single_active_consumer:
-            arguments["x-single-active-consumer"] = True
+        arguments: dict[str, object] = {"x-queue-type": self.queue_type, **further}
         if ttl_ms is not None:
             arguments["x-message-ttl"] = ttl_ms
         if dead_letter_to is not None:

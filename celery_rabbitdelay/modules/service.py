@@ -35,7 +35,7 @@ from celery_rabbitdelay.publishing.publish_loop import (
     unwrap_callers_errors,
 )
 from celery_rabbitdelay.publishing.refusals import permissions_named
-from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
+from celery_rabbitdelay.publishing.wire import Wire, read_unreadable_properties
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class ModuleConsumer:
 
     Args:
         service: What serves the module.
-        connection: A connection that is open; see :func:`.reading_unreadable_properties`.
+        connection: A connection that is open; see :func:`.read_unreadable_properties`.
         careful: Whether to take one message at a time while messages are redelivered.
     """
 
@@ -346,10 +346,10 @@ class Service(ABC):
                 pause = min(pause * 2, longest)
 
     def _serve(self, connection: Connection) -> None:
-        reading_unreadable_properties(connection, self.max_bytes)
         finished = False
         try:
             connect(connection)
+            read_unreadable_properties(connection, self.max_bytes)
             try:
                 with Wire(connection).answers_within(self.timeout):
                     self.declare(connection)

@@ -28,7 +28,7 @@ from celery_rabbitdelay.publishing.wire import (
     ACK,
     REQUEUE,
     Wire,
-    reading_unreadable_properties,
+    read_unreadable_properties,
     settle_frames,
 )
 
@@ -101,8 +101,8 @@ class Source:
         self.connection = like.clone(heartbeat=0)
         self._timeout = timeout
         self._arguments = {"x-priority": priority}
-        reading_unreadable_properties(self.connection)
         connect(self.connection)  # where a channel of kombu's would try for ever
+        read_unreadable_properties(self.connection)
         self.errors: tuple[type[BaseException], ...] = (
             *self.connection.connection_errors,
             *self.connection.channel_errors,

@@ -378,11 +378,9 @@ def declare_destination(connection: Connection, topology: Topology, queue: Queue
         return
     declare_if_missing(connection, topology)
     with opened_channel(connection) as channel:
-        if queue.exclusive:
-            with suppress(ResourceLocked):  # it belongs to another connection
-                _bind_destination(channel, topology, queue.name)
-        else:
+        if not queue.exclusive:
             queue(channel).declare()
+        with suppress(ResourceLocked):  # it is exclusive, and belongs to another connection
             _bind_destination(channel, topology, queue.name)
     kombu_internals.declared_entities(connection).add(key)
 

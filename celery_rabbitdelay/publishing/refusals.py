@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from amqp import spec
-from amqp.exceptions import AccessRefused, AMQPError, PreconditionFailed
+from amqp.exceptions import AccessRefused, PreconditionFailed
 
 from celery_rabbitdelay.exceptions import (
     LayoutConflict,
@@ -88,19 +88,10 @@ _RAISE_LIMIT: Final = (
 )
 
 
-def is_limit_reached(refused: BaseException) -> bool:
-    """Return whether the broker has refused a method because a limit is reached."""
-    return isinstance(refused, AMQPError) and _LIMIT.search(str(refused.reply_text)) is not None
-
-
 def reason_of(refused: BaseException) -> str:
     """Return why the broker has refused a method, with the way out as far as it is known."""
-    permission = missing_permission(refused)
-    if permission is not None:
-        return str(permission)
-    return (
-        f"{refused}: {_RAISE_LIMIT}" if is_limit_reached(refused) else str(refused) or repr(refused)
-    )
+    reason = str(missing_permission(refused) or refused) or repr(refused)
+    return f"{reason}: {_RAISE_LIMIT}" if _LIMIT.search(reason) else reason
 
 
 def error_of(

@@ -300,8 +300,8 @@ class Seen(NamedTuple):
     skipped_bytes: int | None = None
 
 
-def reading_unreadable_properties(connection: Connection, max_bytes: int | None = None) -> None:
-    """Install a frame handler that delivers messages which py-amqp cannot read.
+def read_unreadable_properties(connection: Connection, max_bytes: int | None = None) -> None:
+    """Let an open connection deliver messages which py-amqp cannot read, until it is lost.
 
     If the properties of a message cannot be read, they are replaced by two headers: the error
     (:data:`.UNREADABLE`), and the raw bytes (:data:`.UNREADABLE_PROPERTIES`). If its exchange or
@@ -310,19 +310,12 @@ def reading_unreadable_properties(connection: Connection, max_bytes: int | None 
     says the same, and cannot be forged.
 
     Args:
-        connection: A connection that is not open yet.
+        connection: The connection, which is open.
         max_bytes: The largest body that is kept. A larger one is read and dropped, frame by frame,
             so that it never takes memory; its message can only be rejected. None: any is kept.
     """
-    options = connection.transport_options or {}
-    handler = partial(_frame_handler, max_bytes=max_bytes)
-    connection.transport_options = {**options, "frame_handler": handler}
-
-
-def read_unreadable_properties(connection: Connection) -> None:
-    """Do the same on a connection that is open, as long as it is not opened again."""
-    transport: Any = connection.connection
-    transport.on_inbound_frame = _frame_handler(transport, transport.on_inbound_method)
+    own: Any = connection.connection
+    own.on_inbound_frame = _frame_handler(own, own.on_inbound_method, max_bytes)
 
 
 def _frame_handler(

@@ -34,7 +34,7 @@ from celery_rabbitdelay.levels.warning_limit import WarningLimit
 from celery_rabbitdelay.publishing.declaration import opened_channel
 from celery_rabbitdelay.publishing.kombu_internals import connect, find_queues
 from celery_rabbitdelay.publishing.message import headers_of
-from celery_rabbitdelay.publishing.wire import Wire, reading_unreadable_properties
+from celery_rabbitdelay.publishing.wire import Wire, read_unreadable_properties
 from celery_rabbitdelay.registry.application import has_registry, registry_of
 from celery_rabbitdelay.registry.decisions import Decisions
 from celery_rabbitdelay.registry.index import Filter, Index, Pending
@@ -149,9 +149,9 @@ class ReturnPaused(RabbitMQStep):
         settings, returned = self._delays.settings, 0
         queue = self._delays.topology.module_queues.paused.name
         with self._delays.app.connection_for_write(heartbeat=0) as connection:
-            # Bodies do not matter: no message is published anew.
-            reading_unreadable_properties(connection, settings.max_message_bytes)
             connect(connection)
+            # Bodies do not matter: no message is published anew.
+            read_unreadable_properties(connection, settings.max_message_bytes)
             in_time = Wire(connection).answers_within(settings.confirm_timeout)
             with in_time, opened_channel(connection) as channel:
                 (found,) = find_queues(channel, [queue])

@@ -20,10 +20,11 @@ from kombu import Connection, Queue
 from celery_rabbitdelay.exceptions import PublishError
 from celery_rabbitdelay.kombu import Topology, examine
 from celery_rabbitdelay.publishing import declaration
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.message import Content, Publication, body_of, headers_of
 from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import reading_unreadable_properties
+from celery_rabbitdelay.publishing.wire import read_unreadable_properties
 from celery_rabbitdelay.testing import wait_for
 from tests.chaos.whereabouts import messages
 from tests.hostile.application import MARK, AttackedWorker, make_app
@@ -230,9 +231,9 @@ def _settle(
     places["ran as a task"] = len(ran)
     for way, late in _noted(journal, "honest"):
         account.late[way].append(late)
-    own = Connection(url)
-    reading_unreadable_properties(own)
-    with own:
+    with Connection(url) as own:
+        connect(own)
+        read_unreadable_properties(own)
         for name, message in messages(own, topology, queues):
             place = name.removeprefix(f"{topology.prefix}.")
             places[place if place in (*NAMES, "undeliverable") else "waiting"] += 1

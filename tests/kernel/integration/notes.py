@@ -1,8 +1,10 @@
-"""What the runs of the task ``note`` have noted in Redis."""
+"""What the runs of the task ``note`` have noted in Redis, and what receivers of signals note."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -75,3 +77,15 @@ def instants(noted: Notes, name: str) -> list[int]:
     """When the occurrences of a schedule were due that ran, in seconds."""
     split = [each["correlation_id"].rsplit(":", 2) for each in noted.found()]
     return sorted(int(words[1]) // 1000 for words in split if words[0] == name)
+
+
+@contextmanager
+def listening(receiver: Callable[..., object], *signals: Any) -> Iterator[None]:
+    """Some signals have a receiver until the block ends."""
+    for each in signals:
+        each.connect(receiver, weak=False)
+    try:
+        yield
+    finally:
+        for each in signals:
+            each.disconnect(receiver)

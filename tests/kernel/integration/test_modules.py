@@ -24,9 +24,10 @@ from celery_rabbitdelay.modules.forwarding import Outgoing
 from celery_rabbitdelay.modules.service import ModuleConsumer, ModuleService
 from celery_rabbitdelay.publishing.declaration import declare
 from celery_rabbitdelay.publishing.destination import Destination
+from celery_rabbitdelay.publishing.kombu_internals import connect
 from celery_rabbitdelay.publishing.producer import DelayedProducer
 from celery_rabbitdelay.publishing.publisher import Publisher
-from celery_rabbitdelay.publishing.wire import reading_unreadable_properties
+from celery_rabbitdelay.publishing.wire import read_unreadable_properties
 from celery_rabbitdelay.testing import wait_for
 from tests.kernel.integration.arrivals import Arrival, count, take, wait_until_waiting
 from tests.kernel.integration.modules import (
@@ -214,7 +215,8 @@ def test_of_the_messages_that_a_dead_worker_had_only_the_poison_counts_again(
 
     module = Module("test", topology, source, receive, 100, 1000, timeout=30, retry_for=0)
     serving: Any = connection.clone()
-    reading_unreadable_properties(serving)
+    connect(serving)
+    read_unreadable_properties(serving)
     service = ModuleService(serving, lambda _: None, lambda: None, module)
     consumer = ModuleConsumer(service, serving)
 

@@ -19,6 +19,7 @@ from celery_rabbitdelay.app import signals
 from celery_rabbitdelay.publishing import publisher
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.kernel.integration.arrivals import count
+from tests.kernel.integration.notes import listening
 from tests.kernel.integration.publishing import in_child
 from tests.kernel.integration.shop import PATIENCE
 from tests.kernel.integration.trouble import resumed, suspended
@@ -54,9 +55,8 @@ def confirmed() -> Iterator[list[str]]:
     def note(task_id: str, **others: Any) -> None:
         ids.append(task_id)
 
-    signals.delayed.connect(note)
-    yield ids
-    signals.delayed.disconnect(note)
+    with listening(note, signals.delayed):
+        yield ids
 
 
 def waiting(connection: Connection, shop: Any) -> int:
@@ -231,13 +231,9 @@ def test_a_receiver_may_send_for_each_of_many_tasks_that_are_confirmed_at_once(
         if task_id.startswith("first"):
             look.apply_async(delay=DELAY, task_id=task_id.replace("first", "second"))
 
-    signals.delayed.connect(send)
-    try:
-        with shop.rabbitdelay.pipeline():
-            for number in range(MANY):
-                look.apply_async(delay=DELAY, task_id=f"first-{number}")
-    finally:
-        signals.delayed.disconnect(send)
+    with listening(send, signals.delayed), shop.rabbitdelay.pipeline():
+        for number in range(MANY):
+            look.apply_async(delay=DELAY, task_id=f"first-{number}")
     expected = {f"{each}-{number}" for each in ("first", "second") for number in range(MANY)}
     assert expected <= {*confirmed}
 
@@ -286,19 +282,19 @@ def test_the_members_of_a_group_are_written_before_the_first_confirm(
         if len(published) == 1:
             private_rabbitmq.suspend()
 
-    after_task_publish.connect(note)
-    try:
-        with resumed(private_rabbitmq), ThreadPoolExecutor(1) as thread:
-            look = private_shop.tasks["look"]
-            whole: Any = chord([look.si() for _ in range(10)], look.si())
-            # Before 5.6, a chord takes a countdown to be for its unlocking.
-            sending = thread.submit(whole.apply_async, delay=DELAY)
-            wait_for(lambda: len(published) == 10, "all members", PATIENCE)
-            assert not sending.done()
-            private_rabbitmq.resume()
-            sending.result(PATIENCE)
-    finally:
-        after_task_publish.disconnect(note)
+    with (
+        listening(note, after_task_publish),
+        resumed(private_rabbitmq),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        look = private_shop.tasks["look"]
+        whole: Any = chord([look.si() for _ in range(10)], look.si())
+        # Before 5.6, a chord takes a countdown to be for its unlocking.
+        sending = thread.submit(whole.apply_async, delay=DELAY)
+        wait_for(lambda: len(published) == 10, "all members", PATIENCE)
+        assert not sending.done()
+        private_rabbitmq.resume()
+        sending.result(PATIENCE)
     assert confirmed == published
 
 

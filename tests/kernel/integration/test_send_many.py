@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import chain, pairwise
 from typing import Any
@@ -22,7 +22,7 @@ from celery_rabbitdelay.app.send_many import MAX_ERRORS, PROGRESS_INTERVAL
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.testing import wait_for
 from tests.kernel.integration.arrivals import take
-from tests.kernel.integration.notes import Notes
+from tests.kernel.integration.notes import Notes, listening
 from tests.kernel.integration.publishing import work
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 
@@ -120,15 +120,6 @@ def test_every_row_has_what_the_options_say(
     assert sorted(note["given"][0]["given"][0] for note in linked) == list(range(6))
 
 
-@contextmanager
-def listening(signal: Any, receiver: Callable[..., None]) -> Iterator[None]:
-    signal.connect(receiver, weak=False)
-    try:
-        yield
-    finally:
-        signal.disconnect(receiver)
-
-
 @both_ways
 def test_signals_and_monitors_are_told_of_each_row_and_receivers_may_add_to_it(
     served_shop: Any, send_many: Any, connection: Connection, envelopes: bool
@@ -161,8 +152,8 @@ def test_signals_and_monitors_are_told_of_each_row_and_receivers_may_add_to_it(
     receiver = served_shop.events.Receiver(connection, handlers=handlers)
     with (
         receiver.consumer_context() as (own, *_),
-        listening(signals.before_task_publish, before_publish),
-        listening(signals.after_task_publish, after_publish),
+        listening(before_publish, signals.before_task_publish),
+        listening(after_publish, signals.after_task_publish),
     ):
         rows = [{"delay": 0.4, "task_id": each} for each in ids]
         report = send_many("look", rows, envelopes=envelopes)

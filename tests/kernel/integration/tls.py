@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from celery_rabbitdelay.testing import Certificates, RabbitMQServer, RedisServer
-from tests.kernel.integration.conftest import LEVELS
+from tests.kernel.integration.conftest import small_configuration
 from tests.kernel.integration.shop import make_app
 
 
@@ -49,17 +48,12 @@ def tls_configuration(
     tls_node: RabbitMQServer, tls_redis: RedisServer, redis_url: str
 ) -> dict[str, Any]:
     """The settings of an application whose broker and registry take TLS only."""
-    prefix = f"test-{uuid4().hex[:8]}"
-    return {
-        "prefix": prefix,
-        "broker_url": tls_node.url,
+    own: dict[str, Any] = {
         "broker_use_ssl": tls_node.ssl,
-        "result_backend": redis_url,
-        "rabbitdelay_prefix": prefix,
-        "rabbitdelay_layout": LEVELS,
         "rabbitdelay_registry_url": tls_redis.url,
         "rabbitdelay_registry_options": {"socket_timeout": 10, **(tls_redis.ssl or {})},
     }
+    return small_configuration(tls_node.url, redis_url, **own)
 
 
 @pytest.fixture

@@ -37,13 +37,11 @@ from celery_rabbitdelay.exceptions import (
     TopologyIncomplete,
 )
 from celery_rabbitdelay.publishing import confirm_channel, kombu_internals, publish_loop
-from celery_rabbitdelay.publishing import pipeline as pipeline_module
 from celery_rabbitdelay.publishing import publisher as publisher_module
 from celery_rabbitdelay.publishing.confirm_channel import ConfirmChannel, OnSettled, Unconfirmed
 from celery_rabbitdelay.publishing.message import Content, Publication
-from celery_rabbitdelay.publishing.pipeline import Pipeline
 from celery_rabbitdelay.publishing.publish_loop import DEFAULT_POLICY, PublishLoop, PublishPolicy
-from celery_rabbitdelay.publishing.publisher import Publisher
+from celery_rabbitdelay.publishing.publisher import Pipeline, Publisher
 from tests.kernel.unit.frame_broker import FrameBroker, Session
 from tests.kernel.unit.waiting import wait_until
 
@@ -72,8 +70,7 @@ class LeapingClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> LeapingClock:
     clock = LeapingClock()
-    in_loop = (publish_loop, confirm_channel, pipeline_module)
-    for module in (*in_loop, publisher_module, kombu_internals):
+    for module in (publish_loop, confirm_channel, publisher_module, kombu_internals):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -24,7 +24,7 @@ from celery_rabbitdelay.registry.decision import Outcome
 from celery_rabbitdelay.registry.index import shard_of
 from celery_rabbitdelay.testing import wait_for
 from celery_rabbitdelay.testing.servers import free_port
-from tests.kernel.integration.notes import Notes
+from tests.kernel.integration.notes import Notes, listening
 from tests.kernel.integration.shop import PATIENCE, make_app, named
 from tests.kernel.integration.waited import assert_waited
 from tests.kernel.integration.worker import Worker
@@ -246,13 +246,12 @@ def test_all_of_a_filter_that_were_sent_before_are_cancelled_whatever_is_sent_an
         if len(cancelled) == 40:
             assert delays.postpone(last.task_id, delay=9.5 * 3600) is Outcome.DONE
 
-    signals.cancelled.connect(send_and_move)
     small_pages.clear()
-    assert delays.cancel_pending(task="at", job=job, limit=10) == 10
-    # All are in one list, which was not read as a whole.
-    assert max(small_pages) < 40
-    assert delays.cancel_pending(task="at", due_before=in_15_hours) == 50
-    signals.cancelled.disconnect(send_and_move)
+    with listening(send_and_move, signals.cancelled):
+        assert delays.cancel_pending(task="at", job=job, limit=10) == 10
+        # All are in one list, which was not read as a whole.
+        assert max(small_pages) < 40
+        assert delays.cancel_pending(task="at", due_before=in_15_hours) == 50
     assert (len({*cancelled}), last.task_id in cancelled) == (60, True)
     assert [delays.count(task=each) for each in ("at", "request")] == [40, 10]
     assert delays.cancel_pending(key="none") == 0

@@ -21,7 +21,7 @@ from celery_rabbitdelay.app.options import OWN_OPTIONS
 from celery_rabbitdelay.levels import headers
 from celery_rabbitdelay.worker.restore import restore
 from tests.kernel.integration.arrivals import take
-from tests.kernel.integration.notes import Notes
+from tests.kernel.integration.notes import Notes, listening
 from tests.kernel.integration.shop import PATIENCE, QUEUES, named
 
 #: Headers that a delay adds.
@@ -198,14 +198,9 @@ def test_signals_and_the_task_sent_event_are_those_of_a_task_without_a_delay(
         told["headers"] = dict(told["headers"])
         seen.append(told)
 
-    before_task_publish.connect(note)
-    after_task_publish.connect(note)
-    try:
+    with listening(note, before_task_publish, after_task_publish):
         for name, delay in product(QUEUES, ({}, {"delay": 1})):
             shop.tasks["look"].apply_async(task_id=name, queue=named(shop, name), **delay)
-    finally:
-        before_task_publish.disconnect(note)
-        after_task_publish.disconnect(note)
     for number in range(0, len(seen), 4):
         assert seen[number + 2 : number + 4] == seen[number : number + 2]
     told = [

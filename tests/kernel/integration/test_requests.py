@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from kombu import Connection
 from celery_rabbitdelay import exceptions
 from celery_rabbitdelay.testing import RabbitMQServer, wait_for
 from tests.kernel.integration.arrivals import count, take
+from tests.kernel.integration.notes import listening
 from tests.kernel.integration.publishing import TIMEOUT
 from tests.kernel.integration.shop import PATIENCE
 from tests.kernel.integration.trouble import alarm, suspended, user
@@ -65,11 +65,8 @@ def test_a_send_that_is_cancelled_before_its_thread_has_begun_sends_nothing(
         # By the name of the task, and with the option of Celery.
         await delays.send("look", countdown=0.1, task_id="last")
 
-    before_task_publish.connect(note)
-    try:
+    with listening(note, before_task_publish):
         asyncio.run(cancelled())
-    finally:
-        before_task_publish.disconnect(note)
     with Connection(private_rabbitmq.url) as connection:
         found = take(connection, [shop.amqp.queues[f"{prefix}.default"]], 3)
         ids = [arrival.message.headers["id"] for arrival in found]
@@ -97,24 +94,6 @@ def test_a_send_that_finds_no_thread_in_time_is_not_sent(
         exceptions.NoPublisherFree,
         exceptions.NoPublisherFree,
     ]
-
-
-def test_one_warning_says_that_apply_async_blocks_an_event_loop(
-    shop: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    look = shop.tasks["look"]
-
-    async def send(*, is_long: bool) -> None:
-        asyncio.get_running_loop().slow_callback_duration = 0 if is_long else PATIENCE
-        look.apply_async(delay=0.1)
-
-    with caplog.at_level(logging.WARNING):
-        look.apply_async(delay=0.1)
-        asyncio.run(send(is_long=False))
-        assert not caplog.messages
-        asyncio.run(send(is_long=True))
-        asyncio.run(send(is_long=True))
-    assert ["rabbitdelay.send" in each for each in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("is_connected", [True, False], ids=["connected", "not connected"])
