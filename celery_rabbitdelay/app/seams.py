@@ -222,7 +222,7 @@ class Addition:
     def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
         """Yield what ``celery rabbitdelay verify`` tells.
 
-        Each is the code of a finding (:mod:`celery_rabbitdelay.operations.findings`), what it is
+        Each is the code of a finding (``operations/findings.toml``), what it is
         about, and the values that its text names.
         """
         yield from ()

@@ -7,7 +7,7 @@ message beyond a limit is refused at once, with a reason, and lies in ``undelive
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Self
 
@@ -63,6 +63,10 @@ class AllowedDestinations:
             frozenset(queue.name for queue in queues),
             frozenset(source.name for source in sources if source is not None and source.name),
         )
+
+    def also(self, patterns: Iterable[str]) -> Self:
+        """Allow what matches further patterns, too."""
+        return replace(self, patterns=(*self.patterns, *patterns))
 
     def includes(self, exchange: str, routing_key: str) -> bool:
         """Return whether a message may go to an exchange (empty: the default one) with a key."""

@@ -1,7 +1,5 @@
 """What is fuzzed: each target takes bytes, and asserts what must hold for any of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from struct import pack, unpack_from

@@ -1,7 +1,5 @@
 """Where distribution may publish, by an application's settings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import amqp

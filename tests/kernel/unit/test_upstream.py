@@ -4,8 +4,6 @@ Only what fails in silence, or in rare cases, is here: what every send, worker a
 integration tests needs is not repeated.
 """
 
-from __future__ import annotations
-
 import inspect
 from datetime import UTC, datetime, timedelta, timezone
 from random import randbytes
