@@ -1,7 +1,5 @@
 """A record shop's Celery application and its task: ask a customer for a review of an order."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Final

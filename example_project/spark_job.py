@@ -3,8 +3,6 @@
 Run it with ``python -m example_project.spark_job``.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Final

@@ -9,8 +9,6 @@ The cache is ``$RABBITDELAY_BROKER_CACHE``, by default ``~/.cache/celery_rabbitd
 can be deleted at any time; to get a suite's newer RabbitMQ, delete the folder of that suite.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import os

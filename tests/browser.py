@@ -1,7 +1,5 @@
 """A browser without a window: asks the page, keeps cookies, and reads its HTML."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

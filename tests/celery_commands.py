@@ -5,8 +5,6 @@ fork server does it once, and does nothing else; each program is a fork of it. T
 acceptance tests are started as anywhere else.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

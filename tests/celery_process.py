@@ -1,7 +1,5 @@
 """Programs of ``celery`` as processes, for an application that reads its settings as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The profiles of Hypothesis, and the servers that tests run against."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 from hypothesis import HealthCheck, Phase, settings

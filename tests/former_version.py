@@ -1,7 +1,5 @@
 """The version before this one, from the git history."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import tarfile

@@ -1,7 +1,5 @@
 """Times as applications have them: of the standard library, of other libraries, of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from typing import Any, Final, NamedTuple

@@ -1,7 +1,5 @@
 """What a command prints with ``--json``, checked against its schema in ``tests/schemas``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final

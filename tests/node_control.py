@@ -4,8 +4,6 @@
 ``erl_call`` is a small program that hands an expression to a node.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

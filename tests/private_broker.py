@@ -1,7 +1,5 @@
 """The RabbitMQ of a program at the terminal, such as a benchmark."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """A copy of the project in which something may be broken, and what the tests say there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

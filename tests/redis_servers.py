@@ -1,7 +1,5 @@
 """Private Redis set-ups of several servers: a cluster of three masters, and Sentinel."""
 
-from __future__ import annotations
-
 import subprocess
 from contextlib import ExitStack
 

@@ -7,8 +7,6 @@ publishes the instant again that waits; an edit takes a later order. Neither dec
 ``celery_rabbitdelay/schedules/lua`` has the same rule on the records in Redis.
 """
 
-from __future__ import annotations
-
 from typing import Final, NamedTuple
 
 #: Of how many instants it is noted which message has decided them; in Redis, also of all those of

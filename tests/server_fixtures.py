@@ -7,8 +7,6 @@ a folder with a Debian system whose RabbitMQ is run instead of the machine's. Wi
 certificates.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Things that are set up step by step, and torn down in the reverse order."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Self

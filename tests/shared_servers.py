@@ -3,8 +3,6 @@
 That process stops it as well, once all others have left it.
 """
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import pickle

@@ -1,7 +1,5 @@
 """Everything that an error tells whoever logs it."""
 
-from __future__ import annotations
-
 import traceback
 
 

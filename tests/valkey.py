@@ -7,8 +7,6 @@ RabbitMQ 4.0 use (see :mod:`tests.brokers`; only root may do that), and puts pro
 cluster and Sentinel. Further arguments go to pytest.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -6,8 +6,6 @@ tests, and one task that is delayed on a real broker, and another one that is ca
 registry is left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

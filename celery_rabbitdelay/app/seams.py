@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from celery.result import AsyncResult
 
@@ -34,7 +34,7 @@ class Call(NamedTuple):
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         due: When it may start.
-        headers: Those of the registry that only its message has; or the
+        headers: The headers of the registry that its message does not share with the others; or the
             ``group_index`` of a group's member.
         has_id: Whether the caller has given the id; otherwise no task had it before.
     """
@@ -126,9 +126,6 @@ class Addition:
     Args:
         delays: The application's delay levels.
     """
-
-    #: The headers by which a retry goes on with what the addition has begun with a task.
-    headers: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, delays: Delays) -> None:
         self.delays = delays
@@ -222,7 +219,7 @@ class Addition:
     def problems(self) -> Iterator[tuple[str, str, Mapping[str, object]]]:
         """Yield what ``celery rabbitdelay verify`` tells.
 
-        Each is the code of a finding (:mod:`celery_rabbitdelay.operations.findings`), what it is
+        Each is the code of a finding (``operations/findings.toml``), what it is
         about, and the values that its text names.
         """
         yield from ()

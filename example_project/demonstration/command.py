@@ -1,7 +1,5 @@
 """The command line of the demonstration: ``python -m example_project``."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -5,8 +5,6 @@ demonstration's own process, so its outbox outlives a killed worker: it is the w
 delivered. ``python -m example_project.demonstration.gateway`` runs one at the shop's default URL.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """The picture at the end of a run: how late the reminders were, and when."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -1,7 +1,5 @@
 """What the worker and the Spark job did in a run, as they write it into Redis."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 The worker and the Spark executors import this module instead of ``example_project.shop``.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 A process of its own, as with ``spark-submit``; its Java process ends with it.
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """What the terminal shows while a run lasts."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Final, TextIO

@@ -1,7 +1,5 @@
 """The table at the end of a run."""
 
-from __future__ import annotations
-
 from example_project.demonstration.outcome import Outcome, percentile
 
 

@@ -1,7 +1,5 @@
 """What Celery's result backend, Redis, holds of a run."""
 
-from __future__ import annotations
-
 import json
 from typing import Final
 

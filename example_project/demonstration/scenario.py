@@ -1,7 +1,5 @@
 """The run itself: send, kill the worker half-way, start it again, wait for the rest."""
 
-from __future__ import annotations
-
 import secrets
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """RabbitMQ and Redis for one run: the ones that the environment names, or private ones."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

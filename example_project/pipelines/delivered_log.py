@@ -5,8 +5,6 @@ example_project.pipelines.delivered_log``. Each process of the worker writes to 
 the folder ``SHOP_DELIVERED_LOG``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Count the waiting tasks in the registry by due time: a table and a picture."""
 
-from __future__ import annotations
-
 import csv
 from argparse import ArgumentParser
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Report the lateness of delivered reminders, from the worker's log: p50, p99 and maximum."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from typing import Final

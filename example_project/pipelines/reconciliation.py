@@ -5,8 +5,6 @@ counts its messages. Missing reminders are sent again with the same ids. If the 
 after all, the registry drops the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final

@@ -4,8 +4,6 @@ If it is run again with the same options, each customer still gets one reminder:
 same ids, and the registry drops duplicates.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

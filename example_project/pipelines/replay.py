@@ -1,7 +1,5 @@
 """What the pipelines share: the Spark session, the options, and the reminders."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The mail gateway: when it refuses, and what its idempotency key is good for."""
 
-from __future__ import annotations
-
 import json
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen

@@ -1,7 +1,5 @@
 """What is counted at the end of a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

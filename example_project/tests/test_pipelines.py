@@ -4,8 +4,6 @@ Reminders are due either at once or after half an hour and more, so the tests do
 speed of the machine.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """The README shows the code that runs, and names what there is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A reminder whose mail is refused: 17 minutes of retries after a fortnight, without waiting."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from itertools import pairwise

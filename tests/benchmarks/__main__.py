@@ -6,8 +6,6 @@ measures its contestants in turn, round by round: a figure of one machine says l
 a peer's in the same run more.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys

@@ -1,8 +1,6 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """A benchmark of the version before and of this one, in turns, on one machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

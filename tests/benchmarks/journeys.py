@@ -5,8 +5,6 @@
 ``PYTHONPATH`` set to the folder of another version, it counts that one; ``-v`` lists the functions.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

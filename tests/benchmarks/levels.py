@@ -6,8 +6,6 @@ Celery's at the highest. Celery's native delayed delivery can only wait whole se
 is measured against those, so that rounding is no part of it.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import time

@@ -4,8 +4,6 @@ Everything goes into quorum queues. Nothing comes due meanwhile, and all that wa
 it is purged.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import time

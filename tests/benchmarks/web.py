@@ -1,8 +1,6 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """What the page costs: the time of each list with a million tracked tasks."""
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime, timedelta
 from functools import partial

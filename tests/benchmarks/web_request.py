@@ -1,8 +1,6 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """How long one send in a web request takes while the broker is in trouble, beside Celery's."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterator

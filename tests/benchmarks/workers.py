@@ -5,8 +5,6 @@ Messages wait in their queue before a worker is started; what is measured begins
 left it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

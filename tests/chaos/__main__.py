@@ -6,8 +6,6 @@ each of its cases, which takes hours; ``short`` plays three of them, which takes
 exit status is 1 if one of them is not good.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

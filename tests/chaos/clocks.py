@@ -5,8 +5,6 @@ The monotonic clock stays true, so that the ledger's instants do as well. The li
 Python's ``time.sleep`` fails with EINVAL.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The brokers of a scenario: one node or a cluster, of any version that we support."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ one system call, so that a process that is killed leaves whole lines. A send is 
 begins and when it has ended: one that only began was cut off by a kill.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

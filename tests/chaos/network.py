@@ -7,8 +7,6 @@ the package ``iproute2`` alone; everything goes with the namespaces, and nothing
 own network is changed but for one interface and one route, which go as well.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

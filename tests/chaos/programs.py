@@ -4,8 +4,6 @@ A process gets its part, pickled, in the environment variable ``CHAOS``. The onl
 application notes that it starts, and lasts as long as it is told.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

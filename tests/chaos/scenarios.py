@@ -1,7 +1,5 @@
 """The scenarios. Of a docstring, ``list`` shows the first line; ``all`` plays each of the cases."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

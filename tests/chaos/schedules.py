@@ -10,8 +10,6 @@ others, those of the calm at the end. What was never due must not run, and what 
 killed worker, or a Redis that has forgotten.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import time

@@ -1,8 +1,6 @@
 # ruff: noqa: T201  # a program at the terminal prints
 """The stage of a scenario: the cluster, producers, workers and the ledger; and the verdict."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

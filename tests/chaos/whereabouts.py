@@ -1,7 +1,5 @@
 """Where messages are: read from the queues of the topology and of the application."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any

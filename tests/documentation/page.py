@@ -1,7 +1,5 @@
 """The code blocks of a Markdown page, with the markers that say what becomes of each. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ The current folder is the page's own, with an application in ``shop.py``. What a
 printed what the page shows.
 """
 
-from __future__ import annotations
-
 import doctest
 import json
 import os

@@ -1,7 +1,5 @@
 """The application that the pages of the documentation import, in a folder of their own."""
 
-from __future__ import annotations
-
 import os
 
 from celery_rabbitdelay import Celery

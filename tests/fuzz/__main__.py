@@ -6,8 +6,6 @@ in a process of its own. An input that breaks one is written to ``tests/fuzz/fou
 ordinary test takes it from then on. The exit status is 1 if there is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -7,8 +7,6 @@ over. The exit status is 1 if a message is lost or astray, if a worker has ended
 connection or has taken too much memory, or if an honest task did not run.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -4,8 +4,6 @@ A worker is started with ``-A tests.hostile.application`` and gets its settings 
 environment variable ``HOSTILE``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A campaign: hostile messages against one worker, and an account of each of them."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

@@ -3,8 +3,6 @@
 Each letter is that of RabbitMQ (https://www.rabbitmq.com/amqp-0-9-1-errata#section_3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from random import Random

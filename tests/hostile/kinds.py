@@ -1,7 +1,5 @@
 """The table of what a hostile client publishes: each kind, how often, and where it may end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

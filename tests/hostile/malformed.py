@@ -1,7 +1,5 @@
 """Tasks whose fields have any value: each of Celery's, in both versions of its protocol."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta

@@ -8,8 +8,6 @@ noticed fewer than nine of ten in a file. ``--files`` takes some files only, ``-
 places, ``--places`` another number of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

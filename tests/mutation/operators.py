@@ -6,8 +6,6 @@ several words is not changed but emptied, and the literal parts of f-strings, an
 raised, stay as they are.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

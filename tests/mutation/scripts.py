@@ -6,8 +6,6 @@ at a time (leaves it out, or turns its condition around), and runs the tests of 
 schedules, on one Redis until one fails. Names of scripts as arguments choose some of them.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@
 ``python -m tests.planted [ROOM ...]`` prints the faults that no test notices, and fails then.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

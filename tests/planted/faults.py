@@ -10,8 +10,6 @@ A file here for each room, ``ROOM.toml``, lists them::
     tests = "tests/kernel/integration/test_modules.py -k confirm"
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Final, NamedTuple

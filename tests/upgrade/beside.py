@@ -12,8 +12,6 @@ This file is copied beside each version, where it is the application ``beside`` 
 ``python -m beside FIRST NUMBER``; so only the report imports more of this repository.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

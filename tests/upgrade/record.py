@@ -5,8 +5,6 @@ sends messages of every kind, and writes them as they lie in their queues, with 
 the broker exports. A version that has a recording keeps it.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

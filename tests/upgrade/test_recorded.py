@@ -1,7 +1,5 @@
 """This version takes what each recorded version has left on a broker: all once, none early."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from uuid import uuid4

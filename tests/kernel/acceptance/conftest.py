@@ -3,8 +3,6 @@
 pytest-celery takes its nodes for containers; see :class:`ProcessAsContainer`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from signal import Signals

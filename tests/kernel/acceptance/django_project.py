@@ -3,8 +3,6 @@
 Django is configured once for a process and for good, so nothing of it is imported here.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """A Django project with its results and its schedule in the database, run by its own commands."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Neither a worker nor a RabbitMQ node that dies without warning takes a delayed task with it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

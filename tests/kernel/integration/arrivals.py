@@ -1,7 +1,5 @@
 """Takes messages from queues and writes down when they came."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable

@@ -8,8 +8,6 @@ Celery's methods, as many do.
 
 # mypy: disable-error-code="override, type-arg"
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

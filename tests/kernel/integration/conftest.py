@@ -1,7 +1,5 @@
 """Connections, names of a test's own, and topologies that are gone when the test is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any

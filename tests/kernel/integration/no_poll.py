@@ -3,8 +3,6 @@
 Celery's setting ``imports`` names it. A test's own process does not import it.
 """
 
-from __future__ import annotations
-
 from celery_rabbitdelay.schedules import runs
 
 vars(runs)["POLL"] = 3600

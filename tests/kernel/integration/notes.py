@@ -1,7 +1,5 @@
 """What the runs of the task ``note`` have noted in Redis, and what receivers of signals note."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What tests publish with a publisher, one message or many, and how long that may take."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The shop of the integration tests whose messages are encrypted, in a worker and for commands."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, Final
 

@@ -4,8 +4,6 @@ A worker is started with ``-A tests.kernel.integration.shop`` and gets its confi
 the environment variable ``SHOP``; a test calls :func:`make_app` itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """An addition of an application's own: docs/how-to/additions.md is another one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The classes that an application brings do what they do in plain Celery, and know our options."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Delayed Celery tasks on real brokers, taken by real worker processes; and what ends a worker."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Queues that come and go, and brokers that do, while tasks wait in the levels."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Nodes that die and nodes that freeze: no delay is lost, and no queue holds up another one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack

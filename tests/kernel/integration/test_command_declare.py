@@ -1,7 +1,5 @@
 """``celery rabbitdelay declare``, run as operators do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

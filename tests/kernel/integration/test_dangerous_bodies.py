@@ -1,7 +1,5 @@
 """A body that runs code when it is read comes out as Celery treats it: it is refused, unread."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Declaring, verifying and deleting a topology on a real broker."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

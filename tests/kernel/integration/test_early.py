@@ -1,7 +1,5 @@
 """Early tasks are put back: those of a policy, of wrong clocks, and those with an ``eta``."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

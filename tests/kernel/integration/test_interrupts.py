@@ -4,8 +4,6 @@ A soft time limit is an exception that a signal handler raises, once a call of t
 has returned. The sockets are real, and so are the servers.
 """
 
-from __future__ import annotations
-
 import gc
 import socket
 from collections import UserDict

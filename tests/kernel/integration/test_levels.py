@@ -1,7 +1,5 @@
 """Messages that really wait: every layout, every way past a zero, both types of queue."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Check-in, meditation and distribution: modules that a worker serves, and any AMQP client uses."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections import Counter

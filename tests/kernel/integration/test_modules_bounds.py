@@ -1,7 +1,5 @@
 """One message never costs more than itself: what is too large, too many, too long or forged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The modules beside a broker in trouble, and a topology that is incomplete or taken away."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Delayed sends in a ``pipeline()``, and groups: many in flight, and each has its outcome."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

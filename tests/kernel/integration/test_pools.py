@@ -1,7 +1,5 @@
 """Each pool runs delayed tasks, publishes their retries itself, and puts early tasks back."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta

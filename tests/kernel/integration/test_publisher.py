@@ -1,7 +1,5 @@
 """A publish returns once the broker has confirmed; everything else is an error of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Each trouble is played at an exact message in ``tests/kernel/unit/test_publish_loop.py``.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a stranger who may write to the levels reaches through the modules: nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sending from coroutines, as a web request does, without holding up the others; and readiness."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often declaring and checking wait for the broker's answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from select import select

@@ -1,7 +1,5 @@
 """Tasks whose bodies are encrypted take every route that others take."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta

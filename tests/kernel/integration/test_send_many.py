@@ -1,7 +1,5 @@
 """Many rows of one task: each runs once, not before it is due, as if it had been sent alone."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter, UserDict

@@ -1,7 +1,5 @@
 """Every way to send one task: whichever is taken, the delay waits in the levels."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ What travels in whose message is decided in ``app/canvas.py``; see
 ``tests/kernel/unit/test_canvas.py``.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import time

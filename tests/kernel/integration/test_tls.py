@@ -1,7 +1,5 @@
 """Everything works over TLS with client certificates: AMQP, the registry, the management API."""
 
-from __future__ import annotations
-
 import ssl
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What arrives in pieces over a socket, with and without TLS."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from collections.abc import Callable, Iterator

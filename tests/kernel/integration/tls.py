@@ -1,7 +1,5 @@
 """Servers that take TLS only, and from clients with a certificate only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

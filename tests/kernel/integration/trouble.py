@@ -1,7 +1,5 @@
 """A broker in trouble, and a virtual host of one test's own, as context managers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit

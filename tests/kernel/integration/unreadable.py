@@ -1,7 +1,5 @@
 """Messages that Python cannot read, as another client may publish them."""
 
-from __future__ import annotations
-
 from struct import pack
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Tasks that have waited in the levels: how they are told, and how they are made."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from uuid import uuid4

@@ -1,7 +1,5 @@
 """A Celery worker, and Celery's beat, as processes of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -4,8 +4,6 @@ It stands in for the broker where thousands of routes are walked; the integratio
 the same routes through the real one.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from typing import NamedTuple

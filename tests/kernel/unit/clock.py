@@ -1,7 +1,5 @@
 """A fake clock: no real one can be told to stand still, or how late it is."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

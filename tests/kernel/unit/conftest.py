@@ -1,7 +1,5 @@
 """An application without a broker, and its commands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies: layouts of all four kinds, delays that fit in them."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 from hypothesis import strategies as st

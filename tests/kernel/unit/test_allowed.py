@@ -1,7 +1,5 @@
 """Which destinations check-in may publish to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

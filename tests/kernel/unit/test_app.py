@@ -1,7 +1,5 @@
 """What an application takes and refuses before it speaks to any broker."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from datetime import date, timedelta

@@ -1,7 +1,5 @@
 """How late delayed tasks arrive at a worker; the clock is a fake."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_rabbitdelay.levels import wall_clock

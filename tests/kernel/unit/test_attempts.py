@@ -4,8 +4,6 @@ The consumer and the broker's answers are fakes; the integration tests let real 
 vanish and fall silent.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

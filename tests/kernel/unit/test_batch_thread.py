@@ -1,7 +1,5 @@
 """The thread beside the worker's event loop works on batches."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whose delay is whose in groups, chains and chords, and what travels in a message of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

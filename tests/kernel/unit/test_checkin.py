@@ -1,7 +1,5 @@
 """What check-in makes of messages, also of hostile ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import Any

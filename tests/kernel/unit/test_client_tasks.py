@@ -1,7 +1,5 @@
 """Tasks of clients of check-in after which a worker would publish further messages."""
 
-from __future__ import annotations
-
 import json
 from types import MappingProxyType
 from typing import Any

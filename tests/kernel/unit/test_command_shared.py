@@ -1,7 +1,5 @@
 """Times, usage errors of all commands, and the version."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

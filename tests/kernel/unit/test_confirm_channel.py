@@ -1,7 +1,5 @@
 """Which of the messages that were sent the broker has settled."""
 
-from __future__ import annotations
-
 import amqp
 from hypothesis import given
 from hypothesis import strategies as st

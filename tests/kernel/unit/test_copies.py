@@ -1,7 +1,5 @@
 """A copy is what Celery would have sent, and none where Celery might differ."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

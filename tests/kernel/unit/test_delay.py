@@ -1,7 +1,5 @@
 """Delays as numbers and as texts, and when a message is due; the clock is a fake."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """What becomes of a message when it arrives, by what its frames said; the channel is a fake."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Which queue a message would reach, found among the queues that the application knows."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

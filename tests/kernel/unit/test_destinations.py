@@ -1,7 +1,5 @@
 """Which destinations do not answer, and which exchanges are missing; the clock is a fake."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import count
 

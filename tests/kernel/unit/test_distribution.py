@@ -1,7 +1,5 @@
 """What distribution makes of a message that is due; that it arrives, test_modules.py shows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import amqp

@@ -1,7 +1,5 @@
 """Envelopes are read as they were written, and no further than they may be large."""
 
-from __future__ import annotations
-
 import tracemalloc
 import zlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The errors are the same in another process."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import fields
 from typing import Any, Final

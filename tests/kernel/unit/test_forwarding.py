@@ -4,8 +4,6 @@ For how long an early or a refused message goes back into the levels, when it is
 keeps on the way, and what AMQP cannot carry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 No real clock could be made to stand where an example wants it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is stripped from a message before it is published again, and what is restored."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the frames of a message say that nobody can read, or hold."""
 
-from __future__ import annotations
-
 from struct import pack
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts: the four kinds, their levels, and the ones that are none."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

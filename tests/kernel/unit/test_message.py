@@ -1,7 +1,5 @@
 """The messages that a producer makes: their parts, their size, and how long they are tried."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipelines, without a broker: the chains of causes of their errors."""
 
-from __future__ import annotations
-
 from celery_rabbitdelay.app.pipelines import _chain, _with_last_cause
 from celery_rabbitdelay.exceptions import ConnectionLost, TasksNotConfirmed
 

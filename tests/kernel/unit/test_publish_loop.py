@@ -5,8 +5,6 @@ in this process. That the real broker answers so is shown by ``test_publisher`` 
 ``test_publisher_trouble``.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

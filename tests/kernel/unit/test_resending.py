@@ -1,7 +1,5 @@
 """How long, and how often, publishing is tried; what Celery's options say about it."""
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``celery rabbitdelay route`` and the route that it explains."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The words of a routing key."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 

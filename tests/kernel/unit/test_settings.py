@@ -1,7 +1,5 @@
 """The ``rabbitdelay_*`` keys: what they take, and what a wrong one says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import celery

@@ -1,7 +1,5 @@
 """URLs are shown without passwords, whatever is wrong with them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st

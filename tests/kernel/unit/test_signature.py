@@ -1,7 +1,5 @@
 """What a signature covers, and that a key shows nowhere."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import amqp

@@ -1,7 +1,5 @@
 """What is declared, and the route of a message through it, walked over the declared bindings."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from datetime import timedelta

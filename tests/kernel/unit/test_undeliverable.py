@@ -1,7 +1,5 @@
 """Why a message could not be delivered, read from its headers."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from typing import Any
 

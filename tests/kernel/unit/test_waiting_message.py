@@ -1,7 +1,5 @@
 """Whatever becomes of a waiting message, it keeps its task, its body, its headers, its due time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The frames of a message are those that py-amqp itself writes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

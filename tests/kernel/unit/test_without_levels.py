@@ -1,7 +1,5 @@
 """Delays where nothing can wait in RabbitMQ: in eager mode and on other brokers; wrong ones."""
 
-from __future__ import annotations
-
 import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any

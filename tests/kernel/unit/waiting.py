@@ -1,7 +1,5 @@
 """Messages that wait, made of messages as they are received; and waiting for a condition."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

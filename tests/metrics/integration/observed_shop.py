@@ -6,8 +6,6 @@ environment variable ``SHOP``, sends a task that retries once, and two more in a
 prints what they saw, the runs that both tracers saw, and the values of OpenTelemetry's metrics.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Sentry and OpenTelemetry see a delayed task as they see any other."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

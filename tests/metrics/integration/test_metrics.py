@@ -1,7 +1,5 @@
 """What a worker serves to Prometheus, and what a producer counts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Probes show each way in which delays stop ending in time, and nothing on a sound broker."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

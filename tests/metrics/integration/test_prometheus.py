@@ -1,7 +1,5 @@
 """Real Prometheus scrapes a worker and a producer under load; its rules, and the dashboard."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

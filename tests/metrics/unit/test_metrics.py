@@ -1,7 +1,5 @@
 """The table of metrics, how counts travel from a child to its parent, and a worker's health."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which probes a round has, how late they are, and when one counts as missing; without a broker."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

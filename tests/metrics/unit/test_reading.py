@@ -1,7 +1,5 @@
 """Readings that are shared by all who ask for them."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from unittest.mock import ANY

@@ -1,7 +1,5 @@
 """An application with Celery's default queue, as each user of the broker runs it."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

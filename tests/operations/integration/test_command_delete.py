@@ -1,7 +1,5 @@
 """``celery rabbitdelay delete`` and ``export``, run as operators do."""
 
-from __future__ import annotations
-
 import os
 import pty
 from collections.abc import Callable

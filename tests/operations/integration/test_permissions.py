@@ -1,7 +1,5 @@
 """Each user of the broker works with the rights that the documentation gives it, and no others."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Puts messages into ``undeliverable``, as accidents and as strangers do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import amqp

@@ -1,7 +1,5 @@
 """A topology in other formats has everything that ``declare`` makes, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A message that is migrated stays what it is, and is signed as its sender has vouched."""
 
-from __future__ import annotations
-
 import amqp
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The connection to another broker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 from unittest import mock

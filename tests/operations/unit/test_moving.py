@@ -1,7 +1,5 @@
 """What is published for messages that are moved, whoever has written them, and how a move ends."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, timedelta

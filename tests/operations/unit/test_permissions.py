@@ -1,7 +1,5 @@
 """Which permission the broker says is missing, and which permissions each role is given."""
 
-from __future__ import annotations
-
 import re
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Which versions of RabbitMQ have a quirk."""
 
-from __future__ import annotations
-
 import pytest
 
 from celery_rabbitdelay.operations.quirks import Quirk, version_of

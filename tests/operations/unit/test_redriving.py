@@ -1,7 +1,5 @@
 """What is published for a message that was undeliverable, and which ones stay; without a broker."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -246,7 +244,7 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
         (straight("other"), {}, "queue 'other' is not one that the application allows"),
         (TO_TOPIC, {}, "queue 'other' is not one"),
         (straight(**{headers.QUEUE: 7}), {}, "rabbitdelay-queue is 7"),
-        (straight(**{headers.EXCHANGE: 7}), {}, "destination is unknown"),
+        (straight(**{headers.EXCHANGE: 7}), {}, "rabbitdelay-exchange is 7"),
         (for_exchange("other", "reports"), {}, "exchange 'other' is not one"),
         (for_exchange("topic", "x", CC=["other"]), {}, "header CC"),
         (straight(**{UNREADABLE: "year 55840"}), {}, "cannot be read"),
@@ -254,7 +252,7 @@ NO_MODULES: dict[str, Any] = {"modules": ()}
         (straight(**{headers.REDRIVEN: True}), {}, "not a count"),
         (straight(**{headers.REDRIVEN: -1}), {}, "not a count"),
         (straight(**{headers.REDRIVEN: 3}), {}, "it was redriven 3 times already"),
-        (straight(**{headers.REDRIVEN: 1}), {"max_attempts": 1}, "redriven once already"),
+        (straight(**{headers.REDRIVEN: 1}), {"max_attempts": 1}, "redriven 1 times already"),
         ({"x-death": died(CHECKIN.name), "x-delay": "soon"}, {}, "give a delay"),
         (straight(**{headers.DUE: LATEST + 1}), {}, r"its due time is .*the longest delay"),
         (straight("p.delivery"), OPEN, "is never published to"),

@@ -1,7 +1,5 @@
 """What the status computes from the depths of the queues, and how it shows them."""
 
-from __future__ import annotations
-
 from celery_rabbitdelay.kombu import Topology, custom
 from celery_rabbitdelay.operations import status
 from celery_rabbitdelay.publishing.declaration import Backlog

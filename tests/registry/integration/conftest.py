@@ -1,7 +1,5 @@
 """Registries of a test's own, beside what the kernel's tests use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What tests of the registry share: kinds of Redis, messages that are sent, and their arrival."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

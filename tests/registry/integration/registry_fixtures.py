@@ -3,8 +3,6 @@
 A test module imports what it needs, and names it in its ``__all__``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final
 

@@ -7,8 +7,6 @@ message is published, and before and after each call of the registry, a step is 
 number STEP the program kills itself with SIGKILL. Without a STEP it prints how many there were.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

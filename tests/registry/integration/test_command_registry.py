@@ -1,7 +1,5 @@
 """The commands of ``celery rabbitdelay`` about tasks that wait, run as users do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

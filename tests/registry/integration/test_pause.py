@@ -3,8 +3,6 @@
 Pauses among all other decisions are in ``test_recorded_sequences.py``.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Which message of a task runs is what test_registry_rule.py compares with the rul
 tests/registry/unit/test_registry_rule.py explores.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What the index says about tracked tasks that wait."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs: their tasks wait while they are open, then all run, or none."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial

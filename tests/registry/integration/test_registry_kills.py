@@ -1,7 +1,5 @@
 """What the registry promises holds although processes are killed."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -3,8 +3,6 @@
 Which messages wait is what test_registry_rule.py compares with the rule in Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 

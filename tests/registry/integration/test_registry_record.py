@@ -1,7 +1,5 @@
 """One task as the registry knows it, in each of its states."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@
 ones; on a cluster, a fourth as many are.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

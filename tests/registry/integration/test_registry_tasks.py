@@ -1,7 +1,5 @@
 """Tasks that wait are cancelled, postponed and listed; keys, ``once`` and jobs. With one worker."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The registry while Redis is away or refuses, on several servers, and during a fail-over."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Tasks of the registry in trouble: on real servers, with workers of their own."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which URLs of Redis are taken, and when it is asked again; nothing here connects."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the registry says of envelopes and of notes that distribution has received."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock

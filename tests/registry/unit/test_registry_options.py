@@ -1,7 +1,5 @@
 """The options of the registry before anything is sent: what they need and take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """In which digits a message may wait."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

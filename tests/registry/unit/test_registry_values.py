@@ -1,7 +1,5 @@
 """The registry's parts that need no Redis: an arrival's headers, the names of keys, and pauses."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 from unittest import mock
 

@@ -4,8 +4,6 @@ Celery's setting ``imports`` names it. The first of them is published and counts
 once ten more occurrences were decided, by other workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The entries of ``beat_schedule`` as schedules, beside Celery's own beat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal

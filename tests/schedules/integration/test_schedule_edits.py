@@ -1,7 +1,5 @@
 """Edits, pauses, leases, backfills and wrong clocks of schedules, on real servers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ What a test waits for takes minutes otherwise: its workers are hasty. Others tra
 ``test_schedules_travel.py``.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta

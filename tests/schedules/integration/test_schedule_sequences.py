@@ -4,8 +4,6 @@
 failure prints what has happened, and the ``RABBITDELAY_SEED`` that begins with that sequence.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ first day; ``make test-schedules`` a fortnight of fewer with a leap day and one 
 hours and minutes of less.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Schedules: each instant runs once, whatever is edited, paused, purged, lost or killed."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

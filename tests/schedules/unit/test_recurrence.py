@@ -1,7 +1,5 @@
 """When something is due again: beside Celery's own crontabs, and a walk of clocks that change."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Iterator

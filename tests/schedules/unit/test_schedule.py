@@ -1,7 +1,5 @@
 """Occurrences of a schedule: when they are due and run, and what their header says."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The messages that schedules send, made by Celery once; and the digest of beat's entries."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The session of Spark that test modules share, and an application that its processes find."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

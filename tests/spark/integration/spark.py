@@ -5,8 +5,6 @@ of a process that need no other; their applications are those of
 :mod:`tests.spark.integration.spark_apps`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping

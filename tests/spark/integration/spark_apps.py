@@ -5,8 +5,6 @@
 of Spark that have made an application keep it, so each has a name of its own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

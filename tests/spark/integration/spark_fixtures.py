@@ -3,8 +3,6 @@
 A test module imports the fixture ``shop``, and names it in its ``__all__``.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import pytest

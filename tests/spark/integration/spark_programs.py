@@ -1,7 +1,5 @@
 """Programs of Spark as processes of their own, from the files that PySpark brings."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

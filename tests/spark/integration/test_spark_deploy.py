@@ -1,7 +1,5 @@
 """Programs that only name the format: by ``spark-submit``, by Connect, and as the tutorial does."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

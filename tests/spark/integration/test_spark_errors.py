@@ -1,7 +1,5 @@
 """Writes and reads that fail, or have to wait, because of a server, the queues or the rows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import partial

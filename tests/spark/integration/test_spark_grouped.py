@@ -1,7 +1,5 @@
 """Rows that Spark writes are those that Python would have written, byte by byte."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, timedelta

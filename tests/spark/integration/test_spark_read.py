@@ -1,7 +1,5 @@
 """What waits, and what could not be delivered, as DataFrames: real Spark, RabbitMQ and Redis."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A write by URLs over TLS; no password is in Spark's plans, events, errors or its own log."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final

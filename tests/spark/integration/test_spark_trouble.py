@@ -1,7 +1,5 @@
 """Spark runs a part of a write again, or dies: with the registry, each row is one task or none."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial

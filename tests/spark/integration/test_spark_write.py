@@ -1,7 +1,5 @@
 """DataFrames become delayed tasks: real Spark, a worker, RabbitMQ and Redis."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

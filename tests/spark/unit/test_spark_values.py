@@ -1,7 +1,5 @@
 """Options, columns, ids and groups of Spark's format ``rabbitdelay``, without a Java machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal

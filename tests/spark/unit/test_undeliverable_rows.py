@@ -1,7 +1,5 @@
 """Undeliverable messages as rows of Arrow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The application of ``test_recorded_sequences.py``: its tasks note what ran, here or in Redis."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

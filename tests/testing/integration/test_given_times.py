@@ -3,8 +3,6 @@
 Each is taken as the same time of the standard library, and what waits on the broker is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final

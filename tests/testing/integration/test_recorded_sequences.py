@@ -5,8 +5,6 @@ to end in the same state. ``RABBITDELAY_SEQUENCES`` says how many are played;
 ``make travel`` plays 200.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Schedules, over hours and days that no test waits for; see also ``test_schedules.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """The plugin of pytest, in projects of users."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Time travel: what waits is due in a moment, in its order, on a real broker, in a real worker."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any

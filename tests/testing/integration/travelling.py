@@ -1,7 +1,5 @@
 """The application of the tests that travel: its tasks note in Redis when they run."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

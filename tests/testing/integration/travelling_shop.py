@@ -4,8 +4,6 @@ fixtures.
 A test module that uses the fixtures imports them and names them in its ``__all__``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ What runs when, and what the registry decides, is compared with the real system 
 of calls in ``tests/testing/integration/test_recorded_sequences.py``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The page, served by its command, and who may sign in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The page in a real browser: what a person reads and clicks, and what it does on the servers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

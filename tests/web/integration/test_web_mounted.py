@@ -1,7 +1,5 @@
 """The page mounted in FastAPI, beside Django and beside Flask, each as its documentation says."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from datetime import timedelta

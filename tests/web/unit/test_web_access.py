@@ -1,7 +1,5 @@
 """Who may see the page and act on it, and what else is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

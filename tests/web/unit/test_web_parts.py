@@ -1,7 +1,5 @@
 """The parts of the page that need no server: texts, passwords, work, fields."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What all commands have in common: help without a broker, and one line if it is down."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from itertools import chain

@@ -21,8 +21,6 @@ A page says more in comments, which neither GitHub nor Sphinx shows, right above
   readers do not need to see. ``<!-- run: ... -->`` in one line may be a ``$`` command as well.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The real Flower, beside a worker, while tracked tasks wait in the levels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """For some seconds, what ``python -m tests.hostile`` does for longer: a client attacks a worker."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.hostile.campaign import attack

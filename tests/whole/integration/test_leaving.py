@@ -3,8 +3,6 @@
 The tasks note in Redis what ran.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """A delayed task is the same task on arrival; only its due time and its queue's name are added."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

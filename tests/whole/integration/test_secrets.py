@@ -1,7 +1,5 @@
 """No password of a URL is shown: by no command, error, log, metric or answer of a worker."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Messages of a later version, at workers of this one: they wait for one that can read them."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """The ledger of the chaos scenarios: what is noted, and what is lost, early, twice or late."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a command prints on a wrong command line, a wrong setting and an error: no traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What the documentation says about the tests, the names on the broker and the API is true."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

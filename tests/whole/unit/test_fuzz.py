@@ -1,7 +1,5 @@
 """For some seconds, what ``python -m tests.fuzz`` does for longer; and what that has found once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """The rules of the house: which file imports which, and how large a file and a function are."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

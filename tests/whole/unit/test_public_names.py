@@ -1,7 +1,5 @@
 """What users import, and what comes with it."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The settings and options of additions: what they take, and that no error shows a password."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

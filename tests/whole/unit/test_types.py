@@ -1,7 +1,5 @@
 """What a type checker knows of a user's project."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

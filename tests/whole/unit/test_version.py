@@ -1,7 +1,5 @@
 """A message of a later version is neither opened, dropped nor passed on by this one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Django's command line."""
 
-from __future__ import annotations
-
 import os
 import sys
 
