@@ -36,7 +36,10 @@ from celery_rabbitdelay.publishing.publish_loop import PublishPolicy
 from celery_rabbitdelay.publishing.publisher import Run
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.batch_thread import Ack, Action, BatchThread
-from celery_rabbitdelay.worker.celery_internals import Delivery
+from celery_rabbitdelay.worker.celery_internals import (
+    Consumer,
+    Delivery,
+)
 from celery_rabbitdelay.worker.celery_requests import is_ours, run_strategy
 
 logger = get_logger(__name__)
@@ -175,7 +178,7 @@ class EarlyTasks(BatchThread[Early]):
 
     name = "rabbitdelay-put-back"
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Consumer) -> None:
         super().__init__(consumer)
         self._delays = consumer.app.rabbitdelay
         settings = self._delays.settings
