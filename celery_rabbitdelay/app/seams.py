@@ -1,7 +1,7 @@
 """The seams: what the kernel asks the additions that are turned on.
 
-A subclass of :class:`Addition` overrides what it needs, and :mod:`.app.additions` names it. Whether a
-task that has arrived at a worker runs is asked elsewhere: see ``Decisions`` in
+A subclass of :class:`Addition` overrides what it needs, and :mod:`.app.additions` names it. Whether
+a task runs that has arrived at a worker is asked elsewhere: see ``Decisions`` in
 :mod:`.worker.restore`.
 """
 
