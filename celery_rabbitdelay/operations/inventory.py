@@ -11,12 +11,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from kombu import Exchange, Queue
 
 from celery_rabbitdelay.levels.topology import Binding
-from celery_rabbitdelay.operations.management import (
-    CLOCK_STEP,
-    NOTHING,
-    Json,
-    ManagementAPI,
-)
+from celery_rabbitdelay.operations.management import CLOCK_STEP, NOTHING, Json, ManagementAPI
 from celery_rabbitdelay.operations.quirks import DEAD_LETTERING_FLAG, version_of
 
 #: Keys of which a policy and an operator policy both hold, so that the smaller value counts:

@@ -26,7 +26,7 @@ from celery_rabbitdelay.publishing.signature import NOT_SIGNED
 from celery_rabbitdelay.worker import celery_internals
 from celery_rabbitdelay.worker.celery_internals import Consumer, Delivery, name_of_queue
 from celery_rabbitdelay.worker.celery_requests import is_ours
-from celery_rabbitdelay.worker.early_tasks import EarlyTasks, warn_undeliverable
+from celery_rabbitdelay.worker.early_tasks import EarlyTasks
 
 logger = get_logger(__name__)
 
@@ -244,7 +244,6 @@ class RestoringStrategies(dict[str, Strategy]):
             header_names.drop_own(message.headers)
         elif origins is not None and origins.is_forged(message, waited):
             if self.early_tasks is not None:
-                warn_undeliverable(message, NOT_SIGNED)
                 self.early_tasks.refuse(message, delivery.ack, NOT_SIGNED)
             return True
         self._hide_delivery(message)

@@ -201,7 +201,7 @@ def test_late_probes_of_these_levels_are_found_and_that_no_worker_probes() -> No
     other = {"probe": {"prefix": "others", "late": {"days.x10": 61.0}}}
     late = {"days.x1": 61.0, "hours.x1": -2.0, "route": 0.1}
     workers: dict[str, Any] = {"one": {"probe": {"prefix": "ours", "late": late}}, "two": other}
-    ours = Settings(prefix="ours")
+    ours = Settings(prefix="ours", modules=("check-in", "distribution", "probe"))
     found = [subject for _, subject, _ in checks.check_probes(ours, {**workers, "three": {}})]
     assert found == ["level days.x1", "level hours.x1"]
     assert list(checks.check_probes(ours, {"two": other})) == [("probe-unknown", "ours", {})]
